@@ -1,0 +1,49 @@
+# make serve   the bundled example models on 127.0.0.1: HTTP 8000, gRPC 8001, metrics 8002
+# make test    all tests
+# make check   lint, types, import arrows, generated files
+# Each makes what it needs in .venv first; only Python and make have to be there.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# Before anything imports ONNX Runtime: its official wheels report to their maker from import on.
+export ORT_DISABLE_TELEMETRY := 1
+
+.PHONY: serve test check protos reference clean
+
+serve: .venv/serve.done
+	$(BIN)/ortserve serve --example
+
+test: .venv/dev.done
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: .venv/dev.done
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python protos/generate.py --check
+	$(BIN)/python -m pytest -q tests/repo
+
+# Generated files that are committed.
+protos: .venv/dev.done
+	$(BIN)/python protos/generate.py
+
+reference: .venv/dev.done
+	$(BIN)/python -m ortserve.config.reference
+	$(BIN)/python -m ortserve.telemetry.reference
+
+clean:
+	rm -rf .venv
+
+.venv/made:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/serve.done: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[cpu]'
+	touch $@
+
+.venv/dev.done: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[cpu,dev]'
+	touch $@ .venv/serve.done

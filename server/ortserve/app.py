@@ -1,0 +1,157 @@
+"""The composition root: options become objects here, and are started, drained and stopped in order."""
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from typing import Final
+
+import onnxruntime
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from ortserve import __version__
+from ortserve.clock import monotonic_ns
+from ortserve.config.options import ServerOptions
+from ortserve.errors import ServeError
+from ortserve.example import repository_path
+from ortserve.frontends.grpc.server import GrpcServer
+from ortserve.frontends.http.control import make_control_app
+from ortserve.frontends.http.infer_route import InferRoute
+from ortserve.frontends.http.server import HttpServer, RestApp
+from ortserve.registry.registry import Registry
+from ortserve.service.inference import InferenceService
+from ortserve.service.models import ModelService
+from ortserve.telemetry.exposition import MetricsServer
+from ortserve.telemetry.logs import configure_logging, log_event
+from ortserve.telemetry.metrics import Metrics
+
+logger: Final = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S: Final = 0.00005
+"""How long the event loop may keep the interpreter lock while a worker waits for it. At Python's 5 ms a worker stood
+0.8 ms behind the answers of its last batch before it could begin the next, and fewer rows a second were served
+(``loadtests/batched_compute.py``). Where runs happen on the loop itself nobody waits for it."""
+
+
+def run(options: ServerOptions) -> int:
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    Returns:
+        The exit status: 0 after a complete drain, 1 when the server could not start.
+    """
+    configure_logging(options.log_level, options.access_log)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(_serve(options))
+        except ServeError as error:
+            log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
+            return 1
+    return 0
+
+
+async def _serve(options: ServerOptions) -> None:
+    server = Server(options)
+    asked_to_stop = _catch_signals()
+    try:
+        await server.start()
+        loading = asyncio.create_task(server.load(), name="load")
+        stopping = asyncio.create_task(asked_to_stop.wait(), name="signals")
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()  # a repository that cannot be read ends the server
+        await stopping
+        loading.cancel()
+        await server.drain()
+    finally:
+        await server.stop()
+
+
+def _catch_signals() -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets; the next one has its default effect again."""
+    loop = asyncio.get_running_loop()
+    caught = asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def on_signal() -> None:
+        caught.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    return caught
+
+
+class Server:
+    """A whole server: its parts, and the order in which they come up and go down. Loop thread only."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        repositories = [*options.repositories, *([repository_path()] if options.example else [])]
+        prometheus = CollectorRegistry()
+        metrics = Metrics(prometheus, onnxruntime_version=onnxruntime.__version__)
+        self._options = options
+        self._prometheus = prometheus
+        self._registry = Registry(repositories, options, metrics, monotonic_ns)
+        self._models = ModelService(
+            self._registry, server_name=options.server_name, strict_readiness=options.strict_readiness
+        )
+        inference = InferenceService(
+            self._registry, metrics, monotonic_ns, max_inflight_bytes=options.max_inflight_bytes
+        )
+        rest = RestApp(
+            InferRoute(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns),
+            make_control_app(self._models, title=options.server_name, version=__version__),
+        )
+        self._http = HttpServer(rest, host=options.host, port=options.http_port)
+        self._grpc = GrpcServer(
+            inference,
+            self._models,
+            host=options.host,
+            port=options.grpc_port,
+            max_body_bytes=options.max_body_bytes,
+        )
+        self._metrics: MetricsServer | None = None
+
+    async def start(self) -> None:
+        """Listen on all ports. Health answers from now on, models as they are loaded.
+
+        Raises:
+            ServeError: conflict, naming the option of an address that cannot be listened on.
+        """
+        host = self._options.host
+        self._metrics = MetricsServer(self._prometheus, host, self._options.metrics_port)
+        ports = {"http": await self._http.start(), "grpc": await self._grpc.start(), "metrics": self._metrics.port}
+        for protocol, port in ports.items():
+            log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port)
+
+    async def load(self) -> None:
+        """Load all models.
+
+        Raises:
+            ServeError: invalid_input, when a repository cannot be read.
+        """
+        await self._registry.load_all()
+        # What start-up made will live as long as the process: the garbage collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        log_event(logger, logging.INFO, "loading is over", ready=self._models.is_ready())
+
+    async def drain(self) -> None:
+        """Turn readiness off, wait for load balancers to notice, then finish what was admitted."""
+        options = self._options
+        self._models.begin_exit()
+        log_event(logger, logging.INFO, "draining", delay_s=options.drain_delay_s, timeout_s=options.drain_timeout_s)
+        self._http.begin_drain()
+        await asyncio.sleep(options.drain_delay_s)
+        await asyncio.gather(self._http.stop(options.drain_timeout_s), self._grpc.stop(options.drain_timeout_s))
+        await self._registry.close()
+        log_event(logger, logging.INFO, "drained")
+
+    async def stop(self) -> None:
+        """Close what is still open; after ``drain`` that is the metrics port, which shows the drain to its end."""
+        await asyncio.gather(self._http.stop(0), self._grpc.stop(0))
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)

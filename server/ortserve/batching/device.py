@@ -1,0 +1,109 @@
+"""Sharing one device between models: in time of predicted work, not in batches or requests.
+
+Each run holds some of the device's threads. While they are all held, models wait, and the one that has had the least
+work goes next (start-time fair queueing). A model with long batches thus gets no more of the device than one with short
+ones.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from ortserve.batching.latency import known_ns
+
+_FREE: Final = 0.0
+
+
+class Share:
+    """One model's claim on a device: how many threads its runs hold, and whom to tell when it is its turn."""
+
+    __slots__ = ("_device", "had_ns", "threads", "wake")
+
+    def __init__(self, device: "Device", threads: int, wake: Callable[[], None]) -> None:
+        self._device = device
+        self.threads = threads
+        self.wake = wake
+        self.had_ns = _FREE
+        """Work so far, on the device's virtual clock."""
+
+    def may_start(self) -> bool:
+        """Whether a run may start now. If not, ``wake`` is called when it is this model's turn."""
+        return self._device._may_start(self)
+
+    def withdraw(self) -> None:
+        """Say that there is nothing to run after all, so that others get the turn."""
+        self._device._withdraw(self)
+
+    def begin(self, predicted_ns: float | None) -> None:
+        """Start a run that ``may_start`` allowed."""
+        self._device._begin(self, known_ns(predicted_ns))
+
+    def end(self) -> None:
+        """Give the run's threads back."""
+        self._device._end(self)
+
+    def slowdown(self) -> float:
+        """How many times longer work takes here than by itself, because others want the device's threads too."""
+        return self._device._slowdown(self)
+
+
+class Device:
+    """Threads that the models of one device share. Loop thread only."""
+
+    def __init__(self, threads: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._threads = threads
+        self._free = threads
+        self._loop = loop
+        self._waiting: dict[Share, None] = {}
+        self._running: dict[Share, int] = {}
+        self._clock_ns = _FREE
+
+    @property
+    def free_threads(self) -> int:
+        """Threads that no run holds."""
+        return self._free
+
+    def share(self, threads: int, wake: Callable[[], None]) -> Share:
+        """A new claim, for a model whose runs use so many threads (all of the device's where it uses more)."""
+        return Share(self, min(threads, self._threads), wake)
+
+    def _may_start(self, share: Share) -> bool:
+        if not self._waiting and share.threads <= self._free:
+            return True
+        self._waiting[share] = None
+        # Nobody overtakes the first, though his run would fit: else long runs would wait for ever.
+        return self._first() is share and share.threads <= self._free
+
+    def _withdraw(self, share: Share) -> None:
+        if share in self._waiting:
+            del self._waiting[share]
+            self._tell_first()
+
+    def _begin(self, share: Share, predicted_ns: float) -> None:
+        self._waiting.pop(share, None)
+        self._free -= share.threads
+        self._running[share] = self._running.get(share, 0) + 1
+        # Who was idle begins at the present, with no credit for the time it did not want.
+        self._clock_ns = max(self._clock_ns, min((share.had_ns, *(other.had_ns for other in self._waiting))))
+        share.had_ns = max(share.had_ns, self._clock_ns) + predicted_ns * share.threads
+        self._tell_first()
+
+    def _end(self, share: Share) -> None:
+        self._free += share.threads
+        self._running[share] -= 1
+        if not self._running[share]:
+            del self._running[share]
+        self._tell_first()
+
+    def _slowdown(self, share: Share) -> float:
+        wanted = sum(other.threads for other in {share, *self._running, *self._waiting})
+        return max(1.0, wanted / self._threads)
+
+    def _first(self) -> Share:
+        return min(self._waiting, key=lambda share: max(share.had_ns, self._clock_ns))
+
+    def _tell_first(self) -> None:
+        if self._waiting:
+            first = self._first()
+            if first.threads <= self._free:
+                self._loop.call_soon(first.wake)

@@ -1,0 +1,39 @@
+"""Finding the request that makes a batch fail: halve and run again, a bounded number of times."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ortserve.batching.queue import ShapeClass
+from ortserve.batching.riders import Rider
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Riders of one shape class that run together, and the search for an offender that they belong to."""
+
+    shape_class: ShapeClass
+    riders: Sequence[Rider]
+    rows: int
+    search: "Search | None" = None
+
+
+@dataclass(slots=True)
+class Search:
+    """Shared by all parts of one failed batch: how many runs it may still take."""
+
+    runs_left: int
+
+
+def halve(failed: Group) -> list[Group]:
+    """Split a failed group of two or more riders into the groups to run next; empty when the runs are used up.
+
+    One offender among n is alone after at most 2·⌈log2 n⌉ more runs; several may use 4·⌈log2 n⌉ in all, after which
+    those not yet answered fail, so that a batch of nothing but offenders cannot occupy the instance.
+    """
+    search = failed.search or Search(4 * (len(failed.riders) - 1).bit_length())
+    if search.runs_left < 2:
+        return []
+    search.runs_left -= 2
+    middle = len(failed.riders) // 2
+    halves = (failed.riders[:middle], failed.riders[middle:])
+    return [Group(failed.shape_class, half, sum(rider.rows for rider in half), search) for half in halves]

@@ -1,0 +1,123 @@
+"""How long a batch of n rows takes, learned from the warm-up and from every batch since."""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+MIN_OBSERVATIONS: Final = 8
+"""Batches of a shape class that must have run before its prediction turns anybody away."""
+
+_GAIN: Final = 0.1
+_MOST: Final = 2.0
+"""What was seen counts as no more than twice and no less than half of what was predicted: a batch that was interrupted
+for milliseconds must not send the next hundred the wrong way."""
+_QUANTILE: Final = 0.95
+_QUANTILE_GAIN: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """L(n) ≈ a·n + b, in nanoseconds."""
+
+    a_ns: float
+    b_ns: float
+
+
+def known_ns(predicted_ns: float | None) -> float:
+    """A prediction to reckon with: 0 where it is missing or no number, so that it keeps nobody from going."""
+    return predicted_ns if predicted_ns is not None and math.isfinite(predicted_ns) else 0.0
+
+
+class LatencyModel:
+    """L(n) in nanoseconds: knots at powers of two, linear between them, and how far off the prediction may be.
+
+    Every observation moves the two knots around its size, each by its share (an exponentially weighted mean of ratios),
+    so sizes that are seen often teach those between them. ``residual_ns`` follows the 95th percentile of what came
+    minus what was predicted.
+    """
+
+    def __init__(self, known: Iterable[tuple[int, float]] = ()) -> None:
+        """``known`` holds rows and nanoseconds as measured before, such as in warm-up; no positive number: ignored."""
+        self._sizes: list[int] = []
+        self._knots: dict[int, float] = {}
+        self.observations = 0
+        self.residual_ns = 0.0
+        for rows, ns in known:
+            if _is_time(ns):
+                self._set_knot(rows, ns)
+
+    def observe(self, rows: int, ns: float) -> None:
+        """Learn from a batch. What is no positive number is ignored."""
+        if not _is_time(ns):
+            return
+        self.observations += 1
+        size = 1 << (rows - 1).bit_length()
+        predicted = self.predict_ns(rows)
+        if predicted is None or size not in self._knots:
+            # A new knot, scaled up where the batch filled its size in part.
+            at_size = self.predict_ns(size)
+            self._set_knot(size, ns if not predicted or at_size is None else ns * at_size / predicted)
+            return
+        self._learn_residual(ns - predicted, predicted)
+        ratio = min(max(ns / predicted, 1 / _MOST), _MOST) - 1
+        index = bisect_left(self._sizes, rows)
+        above = self._sizes[index]
+        below = self._sizes[index - 1] if index and above != rows else above
+        share = (rows - below) / (above - below) if above != below else 1.0
+        self._knots[above] *= 1 + _GAIN * share * ratio
+        if below != above:
+            self._knots[below] *= 1 + _GAIN * (1 - share) * ratio
+
+    def predict_ns(self, rows: int) -> float | None:
+        """L(rows); None where nothing is known at all. Beyond the largest knot the last slope goes on."""
+        sizes = self._sizes
+        if not sizes:
+            return None
+        index = bisect_left(sizes, rows)
+        if index == len(sizes):
+            return self._extend(rows)
+        above = sizes[index]
+        if above == rows or index == 0:
+            return self._knots[above]
+        below = sizes[index - 1]
+        low, high = self._knots[below], self._knots[above]
+        return low + (high - low) * (rows - below) / (above - below)
+
+    def line(self, max_rows: int) -> Line | None:
+        """The straight line through L(1) and L(max_rows); None where nothing is known."""
+        one, most = self.predict_ns(1), self.predict_ns(max_rows)
+        if one is None or most is None or not (_is_time(one) and _is_time(most)):
+            return None
+        a_ns = max(0.0, (most - one) / (max_rows - 1)) if max_rows > 1 else 0.0
+        return Line(a_ns, max(0.0, one - a_ns))
+
+    def knots(self) -> dict[int, float]:
+        """What is known, by rows."""
+        return {rows: self._knots[rows] for rows in self._sizes}
+
+    def _extend(self, rows: int) -> float:
+        last = self._sizes[-1]
+        if len(self._sizes) == 1:
+            return self._knots[last] * max(1.0, rows / last)  # nothing says what the rows share: the careful guess
+        before = self._sizes[-2]
+        slope = max(0.0, (self._knots[last] - self._knots[before]) / (last - before))
+        return self._knots[last] + slope * (rows - last)
+
+    def _set_knot(self, rows: int, ns: float) -> None:
+        is_new = rows not in self._knots
+        self._knots[rows] = ns  # before its size shows: a scrape may read both meanwhile
+        if is_new:
+            insort(self._sizes, rows)
+
+    def _learn_residual(self, residual_ns: float, predicted_ns: float) -> None:
+        step = _QUANTILE_GAIN * predicted_ns
+        if residual_ns > self.residual_ns:
+            self.residual_ns += step * _QUANTILE
+        else:
+            self.residual_ns = max(0.0, self.residual_ns - step * (1 - _QUANTILE))
+
+
+def _is_time(ns: float) -> bool:
+    return ns > 0 and math.isfinite(ns)

@@ -1,0 +1,57 @@
+"""What a batcher has learned and decided, for operators: plain numbers, made when somebody asks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Decisions:
+    """How often each decision was taken, since the model was loaded."""
+
+    batches: int = 0
+    """Batches run, those of searches for an offender included."""
+    inline: int = 0
+    """Of these, run on the event loop."""
+    retries: int = 0
+    """Of these, run again in part, because the whole failed."""
+    refused_full: int = 0
+    """Requests refused because the queue was full."""
+    refused_late: int = 0
+    """Requests refused because their deadline could not be met."""
+    dropped_late: int = 0
+    """Requests that waited until they could no longer finish, or start, in time."""
+    left: int = 0
+    """Requests whose callers left while they waited."""
+    wasted_rows: int = 0
+    """Rows computed for callers who had left by then."""
+    delayed: int = 0
+    """Times that an instance was free and a batch waited for more, because a delay was set."""
+    echo_waits: int = 0
+    """Times that a batch waited for callers to come back."""
+    padding_rows: int = 0
+    """Rows computed for nobody, to fill a bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedClass:
+    """One shape class. Times are milliseconds; ``latency_ms`` is the time of a batch by its rows."""
+
+    shape: str
+    waiting_rows: int
+    observations: int
+    a_ms: float | None
+    b_ms: float | None
+    error_ms: float
+    latency_ms: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A batcher at one moment. ``arrival_rows_per_s`` is a mean over the last seconds."""
+
+    max_rows: int
+    queued_rows: int
+    arrival_rows_per_s: float
+    decisions: Decisions
+    classes: tuple[LearnedClass, ...] = ()
+    """Used last first."""

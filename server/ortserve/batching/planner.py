@@ -1,0 +1,197 @@
+"""The decision who rides now: pure functions of who waits, the policy, what was learned and the time."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
+from ortserve.batching.riders import Rider
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """What a user set, or what warm-up found.
+
+    Attributes:
+        max_rows: Most rows of a batch.
+        queue_delay_ns: How long a batch short of what it may hold waits for more, from when its oldest was queued.
+        preferred_rows: A batch of one of these sizes leaves without the delay. Empty: only ``max_rows`` does.
+        waits_for_echo: Whether a batch is put off for a moment where callers who were just answered soon come back.
+        buckets: Ascending sizes that batches are padded to, the last at least ``max_rows``. Empty: no padding.
+    """
+
+    max_rows: int
+    queue_delay_ns: int = 0
+    preferred_rows: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
+    waits_for_echo: bool = False
+
+    def bucket_for(self, rows: int) -> int:
+        """The size that a batch of ``rows`` rows is padded to."""
+        return self.buckets[bisect_left(self.buckets, rows)] if self.buckets else rows
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Run ``count`` riders now, who together have ``rows`` rows: the first, after those who are given up.
+
+    The first ``given_up`` riders cannot be answered in time but by a batch so small that others would be late for it.
+    """
+
+    count: int
+    rows: int
+    given_up: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUntil:
+    """Nobody rides before ``due_ns`` (monotonic) unless more arrive."""
+
+    due_ns: int
+
+
+def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyModel, now_ns: int) -> Take | WaitUntil:
+    """Say who rides now that an instance is free: whoever waits, as many as fit, at once unless a delay is set.
+
+    A batch is kept so small that all its deadlines are met, where that is known to help, unless more would be late for
+    it than are saved. A set delay does not hold back whom it would make late.
+
+    Args:
+        waiting: Riders of one shape class in the order of going, at least one, none with more rows than ``max_rows``.
+        policy: See there.
+        latency: Of batches of this class.
+        now_ns: Monotonic time.
+    """
+    count = rows = 0
+    is_full = has_deadline = False
+    for rider in waiting:
+        if rows + rider.rows > policy.max_rows:
+            is_full = True
+            break
+        count += 1
+        rows += rider.rows
+        if rider.finish_by_ns is not None:
+            has_deadline = True
+    if has_deadline:
+        in_time = _most_in_time(waiting, count, policy, latency, now_ns)
+        if in_time is not None and in_time.count < count:
+            better = _without_tightest(waiting, in_time, policy, latency, now_ns)
+            if better is not None:
+                return better
+            count, rows = in_time.count, in_time.rows
+            is_full = True
+    if policy.queue_delay_ns and not is_full and rows < policy.max_rows:
+        preferred = _largest_preferred(waiting, count, policy.preferred_rows)
+        if preferred is not None:
+            return preferred
+        due_ns = min(rider.timing.queued_ns for rider in islice(waiting, count)) + policy.queue_delay_ns
+        if now_ns < due_ns and _may_wait(waiting, count, known_ns(latency.predict_ns(policy.bucket_for(rows))), due_ns):
+            return WaitUntil(due_ns)
+    return _fit_bucket(waiting, count, rows, policy, latency)
+
+
+def _most_in_time(
+    waiting: Sequence[Rider], count: int, policy: BatchPolicy, latency: LatencyModel, now_ns: int
+) -> Take | None:
+    """The most of the first ``count`` riders that together finish before all their deadlines; None if not even one."""
+    best: Take | None = None
+    rows = 0
+    finish_by_ns: float = math.inf
+    for taken, rider in enumerate(islice(waiting, count), 1):
+        rows += rider.rows
+        if rider.finish_by_ns is not None:
+            finish_by_ns = min(finish_by_ns, rider.finish_by_ns)
+        if now_ns + known_ns(latency.predict_ns(policy.bucket_for(rows))) <= finish_by_ns:
+            best = Take(taken, rows)
+    return best
+
+
+def _without_tightest(
+    waiting: Sequence[Rider], small: Take, policy: BatchPolicy, latency: LatencyModel, now_ns: int
+) -> Take | None:
+    """A batch without the first riders, whose deadlines ask for one as ``small`` as that; None to do as they ask.
+
+    Small batches are costly while many wait: whoever comes after them is late as well, asks for a small batch in turn,
+    and so on until nearly nobody is answered. So once the batch after the small one would be late, what counts is how
+    many are answered, less how many a full batch would answer in the same time.
+    """
+    if latency.observations < MIN_OBSERVATIONS:
+        return None
+    max_rows = policy.max_rows
+    level = waiting[0].level  # nobody is given up for those of a lower one
+    riders = [rider for rider in islice(waiting, 2 * max_rows) if rider.level == level]
+    small_ns = _batch_ns(small.rows, policy, latency)
+    if _is_in_time(_window(riders, small.count, max_rows), policy, latency, now_ns + small_ns):
+        return None
+    for given_up, late in enumerate(riders[: small.count], 1):
+        if late.finish_by_ns is None or late.timing.queued_ns >= now_ns:
+            return None  # it would not be the wait that made it late
+        window = _window(riders, given_up, max_rows)
+        if window and _is_in_time(window, policy, latency, now_ns):
+            rows = sum([rider.rows for rider in window])
+            a_row_ns = _batch_ns(max_rows, policy, latency) / max_rows
+            if (rows - small.rows) * a_row_ns <= _batch_ns(rows, policy, latency) - small_ns:
+                return None
+            fitted = _fit_bucket(window, len(window), rows, policy, latency)
+            return Take(fitted.count, fitted.rows, given_up)
+    return None
+
+
+def _window(riders: Sequence[Rider], first: int, max_rows: int) -> Sequence[Rider]:
+    """Those from ``first`` on who fit into a batch."""
+    rows = 0
+    for after in range(first, len(riders)):
+        rows += riders[after].rows
+        if rows > max_rows:
+            return riders[first:after]
+    return riders[first:]
+
+
+def _is_in_time(riders: Sequence[Rider], policy: BatchPolicy, latency: LatencyModel, begin_ns: float) -> bool:
+    """Whether a batch of them all that begins then is late for none."""
+    finish_ns = begin_ns + _batch_ns(sum([rider.rows for rider in riders]), policy, latency) if riders else begin_ns
+    return all(rider.finish_by_ns is None or finish_ns <= rider.finish_by_ns for rider in riders)
+
+
+def _batch_ns(rows: int, policy: BatchPolicy, latency: LatencyModel) -> float:
+    return known_ns(latency.predict_ns(policy.bucket_for(rows)))
+
+
+def _may_wait(waiting: Sequence[Rider], count: int, batch_ns: float, until_ns: int) -> bool:
+    """Whether a batch of the first ``count`` riders that takes ``batch_ns`` is late for none of them if it waits."""
+    # No shorter wait in between: a timer may ring a millisecond after it was set for.
+    return all(
+        (rider.start_by_ns is None or until_ns < rider.start_by_ns)
+        and (rider.finish_by_ns is None or until_ns + batch_ns < rider.finish_by_ns)
+        for rider in islice(waiting, count)
+    )
+
+
+def _largest_preferred(waiting: Sequence[Rider], count: int, sizes: Sequence[int]) -> Take | None:
+    """The most first riders whose rows make exactly one of ``sizes``."""
+    best: Take | None = None
+    rows = 0
+    for taken in range(count):
+        rows += waiting[taken].rows
+        if rows in sizes:
+            best = Take(taken + 1, rows)
+    return best
+
+
+def _fit_bucket(waiting: Sequence[Rider], count: int, rows: int, policy: BatchPolicy, latency: LatencyModel) -> Take:
+    """Pad up to the next bucket, or run fewer in the bucket below now, whichever costs less a row."""
+    up = policy.bucket_for(rows)
+    if up == rows or up == policy.buckets[0]:
+        return Take(count, rows)
+    below = policy.buckets[bisect_left(policy.buckets, up) - 1]
+    fewer, fewer_rows = count, rows
+    while fewer > 1 and fewer_rows > below:
+        fewer -= 1
+        fewer_rows -= waiting[fewer].rows
+    down = policy.bucket_for(fewer_rows)
+    down_ns, up_ns = latency.predict_ns(down), latency.predict_ns(up)
+    if down < up and down_ns is not None and up_ns is not None and down_ns / fewer_rows < up_ns / rows:
+        return Take(fewer, fewer_rows)
+    return Take(count, rows)

@@ -1,0 +1,185 @@
+"""Riders that wait, in a queue for each shape class, so that no request is flushed or held by a stranger's shape."""
+
+from bisect import insort
+from collections import OrderedDict, deque
+from collections.abc import Collection, Hashable, Iterable
+from itertools import islice
+from operator import attrgetter
+from typing import Final
+
+from ortserve.batching.echo import EchoProfile
+from ortserve.batching.latency import LatencyModel, known_ns
+from ortserve.batching.riders import Rider
+
+MAX_CLASSES: Final = 64
+"""Shape classes whose learning is kept while nobody of them waits; the least recently used is forgotten first."""
+OPEN_DUE_RUNS: Final = 10
+"""A request without a deadline counts as due after this many full batches, so that deadlines cannot starve it."""
+
+_PATIENCE_BATCHES: Final = 16
+
+_order = attrgetter("order")
+
+
+class ShapeClass:
+    """Requests of one shape: who waits, in the order of going, and how long their batches take.
+
+    Attributes:
+        riders: By priority level, then by when they are due; in order of arrival where none has a deadline.
+        rows: Rows of them all.
+        batch_latency: Of a batch, from being chosen to its answers being ready on the loop.
+        run_latency: Of the model alone.
+        echo: How soon callers come back.
+        echo_wait: When a wait for them began, and for how many rows it did; None while there is none.
+    """
+
+    __slots__ = (
+        "_last_open_due_ns",
+        "_open",
+        "_patience",
+        "_patience_until",
+        "batch_latency",
+        "echo",
+        "echo_wait",
+        "key",
+        "riders",
+        "rows",
+        "run_latency",
+    )
+
+    def __init__(self, key: Hashable, batch_latency: LatencyModel, run_latency: LatencyModel) -> None:
+        self.key = key
+        self.riders: deque[Rider] = deque()
+        self.rows = 0
+        self.batch_latency = batch_latency
+        self.run_latency = run_latency
+        self.echo = EchoProfile()
+        self.echo_wait: tuple[int, int] | None = None
+        self._last_open_due_ns = 0.0
+        self._open = 0
+        self._patience = 0.0
+        self._patience_until = -1
+
+    def push(self, rider: Rider, max_rows: int) -> None:
+        """Let a rider wait, at its place in the order."""
+        if rider.finish_by_ns is not None:
+            rider.due_ns = rider.finish_by_ns
+        else:
+            # Never before one that waits since earlier on the same terms, whatever was learned in between.
+            last_ns = self._last_open_due_ns if self._open else 0.0
+            rider.due_ns = max(rider.timing.queued_ns + self._patience_ns(max_rows), last_ns)
+            self._last_open_due_ns = rider.due_ns
+            self._open += 1
+        self.rows += rider.rows
+        riders = self.riders
+        if not riders or rider.order >= riders[-1].order:
+            riders.append(rider)
+        else:
+            insort(riders, rider, key=_order)
+
+    def count_out(self, rider: Rider) -> None:
+        """Note that a rider was removed."""
+        self.rows -= rider.rows
+        self._open -= rider.finish_by_ns is None
+
+    def _patience_ns(self, max_rows: int) -> float:
+        """How long a request without a deadline may be overtaken; looked at anew once in a few batches."""
+        observations = self.batch_latency.observations
+        if self._patience_until < observations:
+            self._patience_until = observations + _PATIENCE_BATCHES
+            self._patience = OPEN_DUE_RUNS * known_ns(self.batch_latency.predict_ns(max_rows))
+        return self._patience
+
+    def rows_ahead(self, order: tuple[int, float]) -> int:
+        """Rows that go before somebody of this order."""
+        if not self.riders or self.riders[-1].order <= order:
+            return self.rows
+        return sum(rider.rows for rider in self.riders if rider.order <= order)
+
+
+class RiderQueue:
+    """All shape classes of a model; the one whose head is due first goes first. Loop thread only."""
+
+    def __init__(
+        self, known_batches: Iterable[tuple[int, float]] = (), known_runs: Iterable[tuple[int, float]] = ()
+    ) -> None:
+        """What warm-up measured, rows and nanoseconds: every new shape class begins with it."""
+        self._known_batches = tuple(known_batches)
+        self._known_runs = tuple(known_runs)
+        self._classes: OrderedDict[Hashable, ShapeClass] = OrderedDict()
+        self._waiting: dict[Hashable, ShapeClass] = {}
+        self.rows = 0
+        """Rows that wait, those of callers who left and were not reached yet included."""
+        self.nbytes = 0
+        """Bytes of their tensors."""
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def shape_class(self, key: Hashable) -> ShapeClass:
+        """The class of a shape, made where it is new; then one that nobody waits in may be forgotten."""
+        known = self._classes.get(key)
+        if known is None:
+            known = self._classes[key] = ShapeClass(
+                key, LatencyModel(self._known_batches), LatencyModel(self._known_runs)
+            )
+            self._forget_idle(known)
+        elif len(self._classes) > 1:
+            self._classes.move_to_end(key)
+        return known
+
+    def _forget_idle(self, kept: ShapeClass | None = None) -> None:
+        over = len(self._classes) - MAX_CLASSES
+        if over > 0:
+            idle = (key for key, other in self._classes.items() if not other.riders and other is not kept)
+            for key in list(islice(idle, over)):
+                del self._classes[key]
+
+    def push(self, shape_class: ShapeClass, rider: Rider, max_rows: int) -> None:
+        shape_class.push(rider, max_rows)
+        self._waiting[shape_class.key] = shape_class
+        self.rows += rider.rows
+        self.nbytes += rider.nbytes
+
+    def waiting(self) -> list[ShapeClass]:
+        """The classes that somebody waits in, the one whose head goes first first."""
+        if len(self._waiting) == 1:
+            return list(self._waiting.values())
+        return sorted(self._waiting.values(), key=lambda shape_class: shape_class.riders[0].order)
+
+    def classes(self) -> list[ShapeClass]:
+        """Every class that is known, used last last."""
+        return list(self._classes.values())
+
+    def take(self, shape_class: ShapeClass, count: int) -> list[Rider]:
+        """Remove and return the first ``count`` riders of a class."""
+        riders = shape_class.riders
+        taken = [riders.popleft() for _ in range(count)]
+        self._count_out(shape_class, taken)
+        return taken
+
+    def remove(self, shape_class: ShapeClass, gone: Collection[Rider]) -> None:
+        """Remove riders of a class, wherever they stand in it."""
+        riders = shape_class.riders
+        staying: list[Rider] = []
+        for _ in gone:
+            while (rider := riders.popleft()) not in gone:
+                staying.append(rider)
+        riders.extendleft(reversed(staying))
+        self._count_out(shape_class, gone)
+
+    def _count_out(self, shape_class: ShapeClass, gone: Iterable[Rider]) -> None:
+        for rider in gone:
+            shape_class.count_out(rider)
+            self.rows -= rider.rows
+            self.nbytes -= rider.nbytes
+        if not shape_class.riders:
+            del self._waiting[shape_class.key]
+            self._forget_idle()
+
+    def rows_ahead(self, order: tuple[int, float]) -> int:
+        """Rows of all classes that go before somebody of this order."""
+        if len(self._waiting) == 1:
+            (only,) = self._waiting.values()
+            return only.rows_ahead(order)
+        return sum(shape_class.rows_ahead(order) for shape_class in self._waiting.values())

@@ -1,0 +1,112 @@
+"""Riders: requests on their way through a batch, each settled exactly once and on its own."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ortserve.core.batch import Arrays, Batch, BatchResult
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+
+@dataclass(slots=True, eq=False)
+class Rider:
+    """One request (or one piece of a large one). ``inputs`` are in the signature's order, ``rows`` at least 1.
+
+    ``level`` is its priority, 1 first, and ``due_ns`` when it should be answered, its deadline or, without one, a time
+    that keeps it from starving; both order the queue. The bounds are those of ``core.terms.Terms``.
+    """
+
+    inputs: Arrays
+    rows: int
+    future: asyncio.Future[Arrays]
+    timing: Timing
+    level: int = 1
+    due_ns: float = 0
+    finish_by_ns: int | None = None
+    start_by_ns: int | None = None
+    nbytes: int = 0
+
+    @property
+    def order(self) -> tuple[int, float]:
+        return self.level, self.due_ns
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its caller stopped waiting."""
+        return self.future.done()
+
+
+def make_batch(riders: Sequence[Rider], rows: int, bucket: int) -> Batch:
+    """Gather the riders' arrays, input by input, without copying any."""
+    if len(riders) == 1:
+        return Batch(tuple((array,) for array in riders[0].inputs), rows, bucket)
+    return Batch(tuple(zip(*[rider.inputs for rider in riders], strict=True)), rows, bucket)
+
+
+def settle_all(riders: Sequence[Rider], rows: int, taken_ns: int, result: BatchResult) -> int:
+    """Give each rider its own rows of ``result``, as views on the batch's outputs.
+
+    Returns:
+        Rows that were computed for nobody, because their callers had left.
+
+    Raises:
+        ServeError: internal, before anyone was answered, when an output of a shared batch has another number of rows
+            than went in: handing out slices of it would give callers each other's answers.
+    """
+    if len(riders) == 1:
+        _stamp(riders[0].timing, taken_ns, result)
+        return 0 if settle(riders[0].future, result=result.outputs) else rows
+    _check_rows(result.outputs, rows)
+    first = wasted = 0
+    for rider in riders:
+        after = first + rider.rows
+        _stamp(rider.timing, taken_ns, result)
+        if not settle(rider.future, result=tuple([output[first:after] for output in result.outputs])):
+            wasted += rider.rows
+        first = after
+    return wasted
+
+
+def settle(future: asyncio.Future[Arrays], *, result: Arrays | None = None, error: ServeError | None = None) -> bool:
+    """Answer one caller, on the loop; False when it has already gone, so that its batch-mates never notice."""
+    if future.done():
+        return False
+    if error is not None:
+        future.set_exception(error)
+    else:
+        assert result is not None
+        future.set_result(result)
+    return True
+
+
+def split_rows(inputs: Arrays, rows: int, max_rows: int) -> list[Arrays]:
+    """Cut a request into pieces of at most ``max_rows`` rows: views, in order."""
+    return [tuple(array[first : first + max_rows] for array in inputs) for first in range(0, rows, max_rows)]
+
+
+def join_pieces(pieces: Sequence[Arrays], rows: int, max_rows: int) -> Arrays:
+    """Put the answers of the pieces that ``split_rows`` made together again: one copy an output.
+
+    Raises:
+        ServeError: internal, when an output of a piece has another number of rows than went in.
+    """
+    for first, piece in zip(range(0, rows, max_rows), pieces, strict=True):
+        _check_rows(piece, min(max_rows, rows - first))
+    return tuple(np.concatenate(outputs) for outputs in zip(*pieces, strict=True))
+
+
+def _check_rows(outputs: Arrays, rows: int) -> None:
+    for index, output in enumerate(outputs):
+        if output.ndim == 0 or len(output) != rows:
+            raise ServeError(
+                ErrorKind.INTERNAL, f"output {index} has shape {list(output.shape)} for a batch of {rows} rows"
+            )
+
+
+def _stamp(timing: Timing, taken_ns: int, result: BatchResult) -> None:
+    timing.taken_ns = taken_ns
+    timing.staged_ns = result.staged_ns
+    timing.computed_ns = result.computed_ns

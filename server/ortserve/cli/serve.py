@@ -1,0 +1,100 @@
+"""``ortserve serve``: from words to ``ServerOptions``, then the server."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from ortserve.cli.environment import installed_runtimes, runtime_problem
+from ortserve.config.expectation import describe_default, describe_unit, describe_values
+from ortserve.config.model import LoadOptions
+from ortserve.config.options import OptionsError, ServerOptions, flag_name, read_options, split_list
+
+_EPILOG: Final = """\
+Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
+commas) or in the file of options (http_port: 8000). A flag goes before the variable, the variable before the file.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until told to stop. Returns 2, with a line on standard error for each problem, where that cannot begin."""
+    # Intermixed, so that repositories may stand before and after flags.
+    flags = vars(build_parser().parse_intermixed_args(arguments))
+    config_path = flags.pop("config", None)
+    try:
+        options = read_options(flags, config_path)
+    except OptionsError as error:
+        return _refuse(*error.problems)
+    if not options.repositories and not options.example:
+        return _refuse("no model repository: name at least one folder, or use --example")
+    if missing := [path for path in options.repositories if not path.is_dir()]:
+        return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
+    if problem := runtime_problem(installed_runtimes()):
+        return _refuse(problem)
+    from ortserve.app import run  # here, because it imports the engine
+
+    return run(options)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A flag for each option. Values stay text, so that one place judges them whatever source they come from."""
+    # argparse rather than pydantic-settings' own parser, whose help shows no bounds and "tuple[str,...]" for a list.
+    parser = argparse.ArgumentParser(
+        prog="ortserve serve",
+        usage="ortserve serve [REPOSITORY ...] [--example] [--config FILE] [options]",
+        description="Serve the models of one or more repositories over REST and gRPC.",
+        epilog=_EPILOG,
+        formatter_class=_wide_formatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    repositories = ServerOptions.model_fields["repositories"]
+    parser.add_argument("repositories", nargs="*", metavar="REPOSITORY", help=_plain(repositories))
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file of options. [environment: ORTSERVE_CONFIG]"
+    )
+    models = parser.add_argument_group("every model, where its model.yaml does not say otherwise")
+    for name, field in ServerOptions.model_fields.items():
+        if name != "repositories":
+            _add_flag(models if name in LoadOptions.model_fields else server, name, field)
+    return parser
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    told = f"{_plain(field)} [{_values(name, field)}default: {describe_default(field) or 'unset'}]".replace("%", "%%")
+    if field.annotation is bool:
+        group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=told)
+    elif get_origin(field.annotation) is tuple:
+        group.add_argument(flag_name(name), type=split_list, metavar="NAME,...", help=told)
+    else:
+        group.add_argument(flag_name(name), metavar=_metavar(name, field.annotation), help=told)
+
+
+def _metavar(name: str, annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(get_args(annotation)) + "}"
+    return describe_unit(name).upper() or ("TEXT" if annotation is str else "N")
+
+
+def _values(name: str, field: FieldInfo) -> str:
+    if field.annotation in (bool, str) or get_origin(field.annotation) in (Literal, tuple):
+        return ""
+    unit = describe_unit(name)
+    return f"{describe_values(field)}{f', in {unit}' if unit else ''}; "
+
+
+def _plain(field: FieldInfo) -> str:
+    return " ".join((field.description or "").replace("``", "").split())
+
+
+def _wide_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=34, width=110)
+
+
+def _refuse(*problems: str) -> int:
+    sys.stderr.writelines(f"ortserve serve: {problem}\n" for problem in problems)
+    return 2

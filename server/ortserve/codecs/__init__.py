@@ -1,0 +1,1 @@
+"""Wire bytes to requests and responses to wire bytes: pure functions, one file a format."""

@@ -1,0 +1,293 @@
+"""REST inference bodies: a JSON document, followed by the binary tensors it announces.
+
+Request and response follow the Open Inference Protocol's REST text and its binary tensor extension. Every value of the
+document is checked before it is used: it comes from anywhere.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import orjson
+
+from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
+from ortserve.codecs.json_data import decode_json_data, encode_json_data
+from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.tensor import Tensor, format_shape
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedResponse:
+    """A response body. ``json_size`` is the length of its JSON part in bytes where binary tensors follow, else None."""
+
+    body: bytes
+    json_size: int | None
+
+
+def decode_rest_request(body: bytes, json_size: int | None, model_name: str, model_version: str) -> InferRequest:
+    """Read an inference request.
+
+    Args:
+        body: The whole (uncompressed) body; the tensors of the result may be views on it.
+        json_size: Value of ``Inference-Header-Content-Length``, None where the header is absent.
+        model_name: From the path.
+        model_version: From the path, ``""`` for none.
+
+    Raises:
+        ServeError: invalid_input for anything malformed; unsupported for extensions this server does not have.
+    """
+    if json_size is None:
+        document, tail = _parse(body), _NO_BYTES
+    elif json_size == 0:
+        raise ServeError(
+            ErrorKind.UNSUPPORTED, "raw binary requests (Inference-Header-Content-Length: 0) are not supported"
+        )
+    elif json_size > len(body):
+        raise invalid_input(f"inference header size should be in range (0, {len(body)}), got: {json_size}")
+    else:
+        view = memoryview(body)
+        document, tail = _parse(view[:json_size]), view[json_size:]
+    if type(document) is not dict:
+        raise _parse_error("request", "an object", document)
+
+    parameters = _parameters(document.get("parameters"), "parameters")
+    binary_output = parameters.pop("binary_data_output", False) if parameters else False
+    if type(binary_output) is not bool:
+        raise _parse_error("binary_data_output", "a boolean", binary_output)
+    request_id = document.get("id", "")
+    if type(request_id) is not str:
+        raise _parse_error("id", "a string", request_id)
+    return InferRequest(
+        model_name,
+        model_version,
+        request_id,
+        _inputs(document.get("inputs"), tail, model_name),
+        _outputs(document.get("outputs"), binary_output=binary_output),
+        parameters,
+        binary_output,
+    )
+
+
+def encode_rest_response(request: InferRequest, response: InferResponse) -> EncodedResponse:
+    """Spell the answer, each output in JSON or binary as the request asked."""
+    if request.outputs:
+        binary = [output.binary for output in request.outputs]
+    else:
+        binary = [request.binary_output] * len(response.outputs)
+    outputs: list[dict[str, Any]] = []
+    tail: list[bytes | memoryview] = []
+    for tensor, is_binary in zip(response.outputs, binary, strict=True):
+        entry: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype.value,
+            "shape": tensor.array.shape,
+        }
+        if is_binary:
+            piece = encode_binary_tensor(tensor.array, tensor.datatype)
+            entry["parameters"] = {"binary_data_size": len(piece)}
+            tail.append(piece)
+        else:
+            entry["data"] = encode_json_data(tensor.array, tensor.datatype)
+        outputs.append(entry)
+    document: dict[str, Any] = {
+        "model_name": response.model_name,
+        "model_version": response.model_version,
+        "outputs": outputs,
+    }
+    if response.id:
+        document["id"] = response.id
+    head = _dump(document, response)
+    if not any(len(piece) for piece in tail):  # all binary outputs empty: plain JSON, as Triton answers
+        return EncodedResponse(head, None)
+    return EncodedResponse(b"".join((head, *tail)), len(head))
+
+
+_NO_BYTES = memoryview(b"")
+_MAX_DIMS: Final = 64  # numpy's own bound
+_MAX_ELEMENTS: Final = (2**63 - 1) // 8  # of the widest datatype, so that byte counts fit 63 bits
+_SUPPORTED_LATER = ("shared_memory_region", "classification")
+
+
+def _parse(text: bytes | memoryview) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        reason = f"{error.msg} at {error.pos}"
+    # orjson refuses the bare tokens NaN, Infinity and -Infinity that Triton's clients write; the json module reads them
+    raw = bytes(text)
+    if b"NaN" in raw or b"Infinity" in raw:
+        try:
+            return json.loads(raw, parse_float=_finite)
+        except (ValueError, RecursionError):
+            pass
+    raise invalid_input(f"failed to parse the request JSON buffer: {reason}")
+
+
+def _finite(literal: str) -> float:
+    number = float(literal)
+    if math.isinf(number):  # 1e400: not the token, and orjson refuses it, too
+        raise invalid_input(f"failed to parse the request JSON buffer: a number is beyond the range of FP64: {literal}")
+    return number
+
+
+def _parse_error(key: str, expected: str, got: object) -> ServeError:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "nothing"}
+    return invalid_input(f"Unable to parse '{key}': expected {expected}, got {names.get(type(got), repr(got))}")
+
+
+def _parameters(value: object, where: str) -> dict[str, Parameter]:
+    if value is None:
+        return {}
+    if type(value) is not dict:
+        raise _parse_error(where, "an object", value)
+    for key, item in value.items():
+        if type(item) not in (str, int, float, bool):
+            raise _parse_error(key, "a string, number or boolean parameter", item)
+        if key.startswith("triton_"):
+            raise invalid_input(
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified: "
+                f"'{key}'"
+            )
+    return value
+
+
+def _inputs(value: object, tail: memoryview, model: str) -> list[Tensor]:
+    if type(value) is not list:
+        raise _parse_error("inputs", "an array", value)
+    tensors: list[Tensor] = []
+    names: set[str] = set()
+    offset = 0
+    for entry in value:
+        name = _name(entry, "inputs")
+        if name in names:
+            raise invalid_input(f"input '{name}' already exists in request")
+        names.add(name)
+        shape = _shape(entry.get("shape"), name)
+        datatype_name = entry.get("datatype")
+        datatype = DATATYPES.get(datatype_name) if type(datatype_name) is str else None
+        if datatype is None:
+            raise invalid_input(f"Unable to parse 'datatype' of input '{name}': unknown datatype {datatype_name!r}")
+        parameters = _parameters(entry.get("parameters"), "parameters")
+        _refuse_unsupported(parameters, f"input '{name}'")
+        size = parameters.get("binary_data_size") if parameters else None
+        if ("data" in entry) == (size is not None):
+            raise _source_error(name, both=size is not None)
+        if size is None:
+            data = entry["data"]
+            if type(data) is not list:
+                raise _parse_error("data", f"an array for input '{name}'", data)
+            array = decode_json_data(data, datatype, shape, name)
+        else:
+            if type(size) is not int or size < 0:
+                raise _parse_error("binary_data_size", f"an unsigned integer for input '{name}'", size)
+            end = offset + size
+            if end > len(tail):
+                raise invalid_input(
+                    f"unexpected size for input '{name}', expecting {end - len(tail)} additional bytes "
+                    f"for model '{model}'"
+                )
+            array = decode_binary_tensor(tail[offset:end], datatype, shape, name, model)
+            offset = end
+        tensors.append(Tensor(name, datatype, array))
+    if offset != len(tail):
+        raise invalid_input(
+            f"unexpected additional input data for model '{model}': {len(tail) - offset} bytes belong to no input"
+        )
+    return tensors
+
+
+def _outputs(value: object, *, binary_output: bool) -> list[RequestedOutput]:
+    if value is None:
+        return []
+    if type(value) is not list:
+        raise _parse_error("outputs", "an array", value)
+    outputs: list[RequestedOutput] = []
+    names: set[str] = set()
+    for entry in value:
+        name = _name(entry, "outputs")
+        if name in names:
+            raise invalid_input(f"output '{name}' already exists in request")
+        names.add(name)
+        parameters = _parameters(entry.get("parameters"), "parameters")
+        _refuse_unsupported(parameters, f"output '{name}'")
+        binary = parameters.get("binary_data", binary_output)
+        if type(binary) is not bool:
+            raise _parse_error("binary_data", f"a boolean for output '{name}'", binary)
+        outputs.append(RequestedOutput(name, binary))
+    return outputs
+
+
+def _name(entry: object, where: str) -> str:
+    if type(entry) is not dict:
+        raise _parse_error(where, "an array of objects", entry)
+    name = entry.get("name")
+    if type(name) is not str:
+        raise _parse_error("name", f"a string in each of '{where}'", name)
+    return name
+
+
+def _shape(value: object, name: str) -> tuple[int, ...]:
+    if type(value) is not list:
+        raise _parse_error("shape", f"an array for input '{name}'", value)
+    for dim in value:
+        if type(dim) is not int or dim < 0:
+            raise invalid_input(
+                f"Unable to parse 'shape' of input '{name}': attempt to access JSON non-unsigned-integer as "
+                f"unsigned-integer: {dim!r}"
+            )
+    if len(value) > _MAX_DIMS:  # first: the product of very many takes very long
+        raise invalid_input(
+            f"Unable to parse 'shape' of input '{name}': at most {_MAX_DIMS} dimensions, got {len(value)}"
+        )
+    shape = tuple(value)
+    # zeros left out: numpy cannot hold such a shape either, whatever its true size
+    if math.prod(dim for dim in shape if dim) > _MAX_ELEMENTS:
+        raise invalid_input(
+            f"Unable to parse 'shape' of input '{name}': at most {_MAX_ELEMENTS} elements, got {format_shape(shape)}"
+        )
+    return shape
+
+
+def _source_error(name: str, *, both: bool) -> ServeError:
+    came = "But set 'data' 'binary_data_size'" if both else "But no field is set"
+    return invalid_input(
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+        f"'shared_memory_region' in 'parameters'. {came} for input '{name}'"
+    )
+
+
+def _refuse_unsupported(parameters: Mapping[str, Parameter], what: str) -> None:
+    for key in _SUPPORTED_LATER:
+        if key in parameters:
+            raise ServeError(ErrorKind.UNSUPPORTED, f"{what}: parameter '{key}' is not supported by this server")
+
+
+def _dump(document: dict[str, Any], response: InferResponse) -> bytes:
+    text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    # orjson writes NaN and the infinities as null. Looking for it in the text costs next to nothing; only a hit makes
+    # the arrays worth a look. The bare tokens that Triton writes are what its clients read.
+    if b"null" in text and any(_has_non_finite(tensor) for tensor in response.outputs):
+        for entry in document["outputs"]:
+            if isinstance(entry.get("data"), np.ndarray):
+                entry["data"] = _shortest_floats(entry["data"])
+        text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    return text
+
+
+def _has_non_finite(tensor: Tensor) -> bool:
+    if tensor.datatype is DataType.BF16:
+        return bool(((tensor.array & 0x7F80) == 0x7F80).any())
+    return tensor.array.dtype.kind == "f" and not np.isfinite(tensor.array).all()
+
+
+def _shortest_floats(array: np.ndarray) -> list[Any]:
+    """Python numbers that print as the array's own type would (``float32`` 0.1 as 0.1, not 0.10000000149)."""
+    if array.dtype.kind == "f" and array.dtype.itemsize < 8:
+        return [float(str(number)) for number in array]
+    numbers: list[Any] = array.tolist()
+    return numbers

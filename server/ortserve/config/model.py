@@ -1,0 +1,164 @@
+"""What can be said for one model: the schema of ``model.yaml``, and the defaults that every model starts from.
+
+``LoadOptions`` are declared once and inherited twice: by ``ModelOptions`` as keys of ``model.yaml``, and by
+``ServerOptions`` as the values of models that do not say otherwise. The registry reads; nothing here touches a session.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from ortserve.config.expectation import describe_problems
+from ortserve.errors import invalid_input
+
+
+class LoadOptions(BaseModel):
+    """How a model version is loaded, warmed and queued for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    execution_providers: tuple[Annotated[str, StringConstraints(pattern=r"^\w+$")], ...] = Field(
+        default=("cpu",), min_length=1, json_schema_extra={"expects": "list of names, at least one"}
+    )
+    """Execution providers in order of preference, by short name (``cpu``, ``cuda``, ``tensorrt``) or ONNX Runtime's own
+    (``CUDAExecutionProvider``)."""
+    intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
+    """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process."""
+    warmup_s: float = Field(default=5.0, ge=0, le=3600)
+    """Longest time that a version may spend measuring batch sizes before it serves."""
+    max_rows: int | None = Field(default=None, ge=1, le=65536)
+    """Most rows that run together in one batch. Unset: learned in warm-up."""
+    queue_delay_s: float = Field(default=0.0, ge=0, le=60)
+    """How long the oldest row may wait for others to ride with, although an instance is free. 0 adds no delay."""
+    echo_wait: bool = True
+    """Let a batch wait for callers who usually come back right after an answer, by no more than half the time of a row
+    alone, where that serves more of them. It turns itself off for requests that gain nothing by it."""
+    slo_s: float | None = Field(default=None, gt=0, le=3600)
+    """Deadline of requests that bring none of their own: what cannot be answered within it is refused at once. Unset:
+    such requests wait as long as it takes."""
+    max_queue_rows: int = Field(default=4096, ge=1, le=1_048_576)
+    """Most rows that may wait for one model; requests beyond are refused as ``overloaded``."""
+    max_queue_bytes: int = Field(default=1024**3, ge=1, le=2**40)
+    """Most bytes of tensors that may wait for one model; requests beyond are refused as ``overloaded``."""
+
+
+class PadAxis(BaseModel):
+    """How one axis of an input is padded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    axis: int
+    multiple: int = Field(ge=1, le=1_048_576)
+    value: bool | int | float | str
+
+
+class LatestVersions(BaseModel):
+    """Serve the ``latest`` highest version numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    latest: int = Field(ge=1)
+
+
+class AllVersions(BaseModel):
+    """Serve every version in the repository."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    all: Literal[True]
+
+
+class SpecificVersions(BaseModel):
+    """Serve these versions and no others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    specific: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+
+
+VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
+
+
+class ModelOptions(LoadOptions):
+    """What holds for one model; the keys of ``model.yaml``."""
+
+    instances: int = Field(default=1, ge=1, le=64)
+    """Sessions of the model that may run at the same time, each with a worker thread of its own."""
+    preferred_rows: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(), json_schema_extra={"expects": "list of integers, at least 1"}
+    )
+    """Batch sizes that leave without waiting for the rest of ``queue_delay_s``. Unset: only a full batch does."""
+    buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(), json_schema_extra={"expects": "list of integers, at least 1"}
+    )
+    """Sizes that batches are padded to, the largest of them the most rows of a batch. Unset: batches are not padded."""
+    pad: Mapping[str, PadAxis] = Field(
+        default_factory=dict, json_schema_extra={"expects": "{input: {axis: n, multiple: n, value: v}, ...}"}
+    )
+    """One axis of each of these inputs (0 is the batch axis, which is not padded) grows to the next multiple with
+    elements that hold the value, so that requests of different lengths run together. Outputs are cut back where they
+    have a dimension of the same name. The value must mean nothing to the model, by itself or by a mask."""
+    priority_levels: int = Field(default=0, ge=0, le=64)
+    """Levels that requests may ask for by the parameter ``priority``, 1 the most urgent. 0: all requests are alike."""
+    default_priority_level: int = Field(default=1, ge=1, le=64)
+    """Level of requests that ask for none, or for one that is not there."""
+    required: bool = False
+    """Whether the server is not ready while this model has no ready version. With ``strict_readiness`` every model is
+    required."""
+    version_policy: VersionPolicy = Field(
+        default=LatestVersions(latest=1),
+        json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}"},
+    )
+    """Which of the versions in the repository are served: the ``n`` highest, all, or those listed."""
+
+
+def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions:
+    """Read a ``model.yaml``; keys that it does not have are taken from ``defaults``. Blocks on the file.
+
+    Args:
+        path: The file, or ``None`` for a model without one.
+        defaults: The server's options, or any other ``LoadOptions``.
+
+    Raises:
+        ServeError: ``INVALID_INPUT``, with the file's name (never its folder), every bad key, what was expected there
+            and what came.
+    """
+    inherited = {name: getattr(defaults, name) for name in LoadOptions.model_fields}
+    if path is None:
+        return ModelOptions(**inherited)
+    try:
+        given = read_yaml(path)
+    except ValueError as error:
+        raise invalid_input(f"{path.name}: {error}") from None
+    try:
+        # Through JSON, because strict validation takes a list for a tuple there, but no text or boolean for a number.
+        return ModelOptions.model_validate_json(json.dumps(inherited | given, default=str), strict=True)
+    except ValidationError as error:
+        problems = describe_problems(error, ModelOptions.model_fields, given)
+        told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise invalid_input(f"{path.name}: {told}") from None
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """Read a file of ``key: value`` lines; an empty one has none.
+
+    Raises:
+        ValueError: It cannot be read or is no such file; the text says what and in which line, and names no path.
+    """
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"expected keys with values, got a {type(content).__name__}")
+    return {str(key): value for key, value in content.items()}

@@ -1,0 +1,149 @@
+"""The server's options: the declaration, and the one place that reads flags, environment and file into it.
+
+``ServerOptions`` itself reads nothing, so that constructing one in a test or a notebook depends on its arguments alone.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from ortserve.config.expectation import describe_problems
+from ortserve.config.model import LoadOptions, read_yaml
+
+ENV_PREFIX: Final = "ORTSERVE_"
+CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
+"""Names the file of options where ``--config`` does not."""
+
+
+class ServerOptions(LoadOptions):
+    """Everything that can be set for the server. Times are seconds, sizes bytes."""
+
+    repositories: tuple[Path, ...] = ()
+    """Model repositories: folders that hold ``<model>/<version>/model.onnx`` or ``<model>.onnx``."""
+    example: bool = False
+    """Serve the bundled example repository too."""
+    strict_readiness: bool = False
+    """Be ready only while every model is ready. Off: a failed model shows in the repository index and in metrics, and
+    holds readiness back only where its ``model.yaml`` says ``required: true``."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address that all ports listen on; ``0.0.0.0`` for every network interface."""
+    http_port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the REST protocol; 0 takes any free one."""
+    grpc_port: int = Field(default=8001, ge=0, le=65535)
+    """Port of the gRPC protocol; 0 takes any free one."""
+    metrics_port: int = Field(default=8002, ge=0, le=65535)
+    """Port that Prometheus reads ``/metrics`` from; 0 takes any free one."""
+    # gRPC keeps message sizes in a signed 32-bit integer; one limit holds for both protocols.
+    max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1, le=2**31 - 1)
+    """Largest request body that is taken; larger ones are refused as ``too_large`` before they are kept."""
+    max_inflight_bytes: int = Field(default=4 * 1024**3, ge=1, le=2**44)
+    """Most bytes of request bodies that the server holds at one time, answered or not; beyond it refuses as
+    ``overloaded``."""
+    server_name: str = Field(default="ortserve", min_length=1)
+    """Name in the server's metadata."""
+    drain_delay_s: float = Field(default=0.0, ge=0, le=3600)
+    """How long requests are still accepted after SIGTERM has turned readiness off, for load balancers to notice."""
+    drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
+    """How long admitted requests may take to finish after the listeners have closed."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged, to standard error."""
+    access_log: bool = False
+    """Log one line for each request."""
+
+
+class OptionsError(Exception):
+    """Options that cannot be used. ``problems`` holds one readable line for each."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def variable_name(option: str) -> str:
+    """The environment variable of an option."""
+    return ENV_PREFIX + option.upper()
+
+
+def flag_name(option: str) -> str:
+    """The command-line flag of an option."""
+    return "--" + option.replace("_", "-")
+
+
+def split_list(text: str) -> list[str]:
+    """Take a list apart that was spelled in one text: ``cuda,cpu``."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def read_options(flags: Mapping[str, Any], config_path: Path | None = None) -> ServerOptions:
+    """Put the options together: flag, else environment variable, else file, else default. Reads ``os.environ``.
+
+    An environment variable that is empty counts as unset. Unknown ones are left alone, because Kubernetes sets
+    ``ORTSERVE_PORT`` and the like in every pod beside a Service named ``ortserve``.
+
+    Args:
+        flags: What the command line gave, by option, as text or already of the option's type.
+        config_path: The YAML file of options; else the one that ``ORTSERVE_CONFIG`` names; else none.
+
+    Raises:
+        OptionsError: With each bad option's name and source, what was expected and what came.
+    """
+    config_path = config_path or (Path(named) if (named := os.environ.get(CONFIG_VARIABLE)) else None)
+    in_file = _read_file(config_path) if config_path else {}
+
+    class Environment(EnvSettingsSource):
+        def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+            return split_list(value)  # rather than JSON, which is no pleasure to quote in a manifest
+
+    class LayeredOptions(ServerOptions, BaseSettings):
+        model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True)
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, Environment(settings_cls), InitSettingsSource(settings_cls, in_file)
+
+    try:
+        return ServerOptions(**dict(LayeredOptions(**flags)))
+    except ValidationError as error:
+        in_environment = {name: os.environ.get(variable_name(name)) for name in ServerOptions.model_fields}
+        problems = describe_problems(error, ServerOptions.model_fields, in_environment | dict(flags))
+        raise OptionsError(
+            *(
+                f"{flag_name(name) if name in flags else variable_name(name)}: {problem}"
+                for name, problem in problems.items()
+            )
+        ) from None
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    """Read and check the file by itself, strictly: it has types, and is wrong even where a flag overrides it."""
+    try:
+        given = read_yaml(path)
+    except ValueError as error:
+        raise OptionsError(f"{path}: {error}") from None
+    try:
+        ServerOptions.model_validate_json(json.dumps(given, default=str), strict=True)
+    except ValidationError as error:
+        problems = describe_problems(error, ServerOptions.model_fields, given)
+        raise OptionsError(*(f"{path}: {name}: {problem}" for name, problem in problems.items())) from None
+    return given

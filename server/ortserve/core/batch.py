@@ -1,0 +1,60 @@
+"""What travels between the batcher and an instance: arrays, and nothing of callers or futures."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+Arrays: TypeAlias = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that run together.
+
+    ``parts[k]`` holds input ``k`` (in the signature's order) of each request, arrays of shape ``(rows_i, *item)`` with
+    equal ``item``, or, for a model with padded axes, such that it is equal once padded; ``rows`` is the sum of
+    ``rows_i``, and ``bucket``, at least as many, the rows to run: the rest is padding. For a model without a batch axis
+    there is one request, its arrays have any shape, and both are 1.
+    """
+
+    parts: tuple[Arrays, ...]
+    rows: int
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What a run gave.
+
+    Attributes:
+        outputs: In the signature's order, without padding rows.
+        staged_ns: When the rows were gathered (monotonic).
+        computed_ns: When the outputs were there (monotonic).
+        run_ns: How long computing took, without the time a worker thread then waited for the interpreter lock.
+    """
+
+    outputs: Arrays
+    staged_ns: int
+    computed_ns: int
+    run_ns: int
+
+
+BatchDone: TypeAlias = Callable[[BatchResult | Exception], None]
+
+
+class Runner(Protocol):
+    """Something that runs batches one at a time: an instance of a model, or a fake in tests."""
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Run on the calling thread. The caller sees to it that nothing else runs here meanwhile.
+
+        Raises:
+            Exception: Whatever made the run fail; the runner stays usable.
+        """
+        ...
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        """Run on the runner's own worker thread and call ``done`` there, exactly once. Returns at once."""
+        ...

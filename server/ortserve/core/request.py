@@ -1,0 +1,44 @@
+"""One inference request and its answer, the same for every protocol and encoding."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ortserve.core.tensor import Tensor
+
+Parameter: TypeAlias = str | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedOutput:
+    """An output the caller listed. ``binary`` says how REST encodes it; gRPC always answers raw bytes."""
+
+    name: str
+    binary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """What a codec makes of a request's bytes; names and shapes are not yet checked against the model.
+
+    ``model_version`` is ``""`` where the caller left the choice to the server. Empty ``outputs`` mean all outputs of
+    the model, which REST encodes as ``binary_output`` says.
+    """
+
+    model_name: str
+    model_version: str
+    id: str
+    inputs: Sequence[Tensor]
+    outputs: Sequence[RequestedOutput]
+    parameters: Mapping[str, Parameter]
+    binary_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InferResponse:
+    """The answer: the version that ran, and the requested outputs in the order they were requested."""
+
+    model_name: str
+    model_version: str
+    id: str
+    outputs: Sequence[Tensor]

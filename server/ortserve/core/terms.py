@@ -1,0 +1,22 @@
+"""The terms on which a request wants to be served."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Times are monotonic nanoseconds, None for no bound.
+
+    Attributes:
+        level: Priority, 1 first; 0 for the model's default.
+        finish_by_ns: The caller has no use for an answer after this.
+        start_by_ns: It must not wait in the queue beyond this; once it runs it may take as long as it takes.
+    """
+
+    level: int = 0
+    finish_by_ns: int | None = None
+    start_by_ns: int | None = None
+
+
+NO_TERMS: Final = Terms()

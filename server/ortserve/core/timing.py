@@ -1,0 +1,41 @@
+"""When a request passed each point of its way through the server."""
+
+from dataclasses import dataclass
+from typing import Final
+
+PHASES: Final = ("decode", "queue", "stage", "compute", "encode")
+"""Consecutive, so that they sum to the total: body complete → queued → chosen for a batch → rows gathered → computed →
+answer handed to the transport. ``encode`` includes the way back from the worker to the event loop."""
+
+
+@dataclass(slots=True)
+class Timing:
+    """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields."""
+
+    received_ns: int
+    queued_ns: int = 0
+    taken_ns: int = 0
+    staged_ns: int = 0
+    computed_ns: int = 0
+    done_ns: int = 0
+
+    def phases_ns(self) -> tuple[int, int, int, int, int]:
+        """Durations in the order of ``PHASES``; call it when all points were reached."""
+        return (
+            self.queued_ns - self.received_ns,
+            self.taken_ns - self.queued_ns,
+            self.staged_ns - self.taken_ns,
+            self.computed_ns - self.staged_ns,
+            self.done_ns - self.computed_ns,
+        )
+
+    def server_timing(self) -> bytes:
+        """The phases in milliseconds, as the header ``Server-Timing`` spells them (W3C Server Timing, section 2)."""
+        decode_ns, queue_ns, stage_ns, compute_ns, encode_ns = self.phases_ns()
+        return b"decode;dur=%.3f, queue;dur=%.3f, stage;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f" % (
+            decode_ns / 1e6,
+            queue_ns / 1e6,
+            stage_ns / 1e6,
+            compute_ns / 1e6,
+            encode_ns / 1e6,
+        )

@@ -1,0 +1,1 @@
+"""Running models: execution providers, sessions, instances. The only room of the server that imports onnxruntime."""

@@ -1,0 +1,57 @@
+"""How many threads this process may keep busy: the affinity mask and the cgroup's quota, never the host's cores.
+
+ONNX Runtime's own default is the host's physical cores, whatever mask or quota is set (microsoft/onnxruntime#29510).
+"""
+
+import math
+import os
+from pathlib import Path
+
+
+def cpu_budget(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
+    """Threads, at least 1: the processors in the affinity mask, or the smallest quota on the way up, rounded up."""
+    processors = len(os.sched_getaffinity(0))
+    quotas = [math.ceil(quota) for quota in _quotas(cgroup_root, self_cgroup)]
+    return max(1, min([processors, *quotas]))
+
+
+def _quotas(root: Path, self_cgroup: Path) -> list[float]:
+    try:
+        lines = self_cgroup.read_text().splitlines()
+    except OSError:
+        return []
+    quotas: list[float] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            read, base = _quota_v2, root
+        elif "cpu" in controllers.split(","):
+            read, base = _quota_v1, root / "cpu"
+        else:
+            continue
+        # In a container the path may be the host's, which is not visible here; the root then is the container's own.
+        folder = base / path.lstrip("/")
+        while True:
+            quotas.extend(read(folder))
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent
+    return quotas
+
+
+def _quota_v2(folder: Path) -> list[float]:
+    """``cpu.max`` holds quota and period in microseconds; the quota may be ``max``."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return [] if quota == "max" else [int(quota) / int(period)]
+    except (OSError, ValueError, ZeroDivisionError):
+        return []
+
+
+def _quota_v1(folder: Path) -> list[float]:
+    try:
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+        return [quota / period] if quota > 0 else []
+    except (OSError, ValueError, ZeroDivisionError):
+        return []

@@ -1,0 +1,103 @@
+"""An instance: one session with its worker thread, running one batch at a time."""
+
+import threading
+import time
+from queue import SimpleQueue
+
+import numpy as np
+import onnxruntime as ort
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Batch, BatchDone, BatchResult
+from ortserve.core.padding import Padding, StagedElements
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.session import ORT_ERRORS, run_error
+from ortserve.engine.staging import HostStaging
+
+
+class Instance:
+    """Runs batches of one model (a ``Runner``).
+
+    A run happens either on the caller's thread (``run``) or on the worker (``start``), never on both at once: whoever
+    holds the instance sees to that.
+    """
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        signature: ModelSignature,
+        *,
+        name: str,
+        intra_op_threads: int,
+        clock: Clock,
+        padding: Padding | None = None,
+    ) -> None:
+        """``padding`` is None where no batch is ever padded."""
+        self._session: ort.InferenceSession | None = session
+        self._input_names = [spec.name for spec in signature.inputs]
+        self._output_names = [spec.name for spec in signature.outputs]
+        self._is_single_threaded = intra_op_threads == 1
+        self._clock = clock
+        self._staging = HostStaging(len(self._input_names), padding)
+        self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
+        self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
+        self._worker.start()
+
+    @property
+    def staged_elements(self) -> StagedElements:
+        """What was staged so far, counted where batches are padded. From any thread."""
+        return self._staging.elements
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Stage and run on the calling thread.
+
+        Raises:
+            ServeError: internal, with ONNX Runtime's reason.
+        """
+        assert self._session is not None, "the instance was closed"
+        try:
+            feeds = dict(zip(self._input_names, self._staging.stage(batch.parts, batch.bucket), strict=True))
+            staged_ns = self._clock()
+            outputs = self._session.run(self._output_names, feeds)
+            computed_ns = self._clock()
+        except ORT_ERRORS as error:
+            raise run_error(error) from error
+        if batch.bucket > batch.rows:
+            outputs = [_without_padding(output, batch) for output in outputs]
+        return BatchResult(tuple(outputs), staged_ns, computed_ns, computed_ns - staged_ns)
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        """Run on the worker thread, which calls ``done`` with the result or a ``ServeError``."""
+        self._work.put((batch, done))
+
+    def close(self) -> None:
+        """Finish what was started, then free the session on the thread that used it. Blocks."""
+        self._work.put(None)
+        self._worker.join()
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            batch, done = item
+            outcome: BatchResult | Exception
+            try:
+                outcome = self._run_timed(batch)
+            except Exception as error:  # noqa: BLE001 - it belongs to the batch's callers, the worker goes on
+                outcome = error
+            done(outcome)
+            del item, batch, done, outcome  # the next wait may be long: hold nobody's arrays meanwhile
+        self._session = None
+
+    def _run_timed(self, batch: Batch) -> BatchResult:
+        if not self._is_single_threaded:
+            return self.run(batch)
+        # Behind a busy event loop a worker waits for the interpreter lock up to the switch interval after its run. With
+        # no other threads at work the thread's CPU time is the run's length without that wait.
+        began_ns = time.thread_time_ns()
+        result = self.run(batch)
+        cpu_ns = time.thread_time_ns() - began_ns
+        return BatchResult(result.outputs, result.staged_ns, result.computed_ns, min(cpu_ns, result.run_ns))
+
+
+def _without_padding(output: np.ndarray, batch: Batch) -> np.ndarray:
+    # An output of another length is left as it is: the batcher refuses to hand out slices of it.
+    return output[: batch.rows] if output.ndim and len(output) == batch.bucket else output

@@ -1,0 +1,46 @@
+"""Which failures exist. What each becomes on the wire is said in ``frontends/status.py`` alone."""
+
+from enum import StrEnum
+
+
+class ErrorKind(StrEnum):
+    """What went wrong, as callers and operators see it; also the ``outcome`` and ``reason`` label of metrics."""
+
+    INVALID_INPUT = "invalid_input"
+    """Malformed request, or a wrong name, datatype, shape or size. Sending it again gives the same answer."""
+    NOT_FOUND = "not_found"
+    """No such route, model or version."""
+    CONFLICT = "conflict"
+    """The request does not fit the present state, such as loading a model that is loading."""
+    TOO_LARGE = "too_large"
+    """The body is over the configured limit."""
+    OVERLOADED = "overloaded"
+    """A queue is full; nothing was started, and a later try may succeed."""
+    CANCELLED = "cancelled"
+    """The caller left before the answer was there."""
+    UNSUPPORTED = "unsupported"
+    """Known to the protocol, not to this server."""
+    NOT_READY = "not_ready"
+    """The model or the server is loading, draining or failed."""
+    DEADLINE = "deadline"
+    """Time ran out; the message says in which phase."""
+    INTERNAL = "internal"
+    """A run or the server failed."""
+
+
+class ServeError(Exception):
+    """A failure with a kind and a message for the caller: the thing, what was expected, what came.
+
+    Raised by every room; frontends turn it into a status. The message never holds file-system paths.
+    """
+
+    def __init__(self, kind: ErrorKind, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+def invalid_input(message: str) -> ServeError:
+    """The most frequent failure, spelled short."""
+    return ServeError(ErrorKind.INVALID_INPUT, message)

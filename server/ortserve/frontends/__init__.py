@@ -1,0 +1,1 @@
+"""Sockets: how REST and gRPC callers reach the service."""

@@ -1,0 +1,81 @@
+"""The gRPC socket: binding it, serving it, and taking it down without losing a call."""
+
+import socket
+
+import grpc
+
+from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.servicer import Inference, Models, Servicer
+
+
+class GrpcServer:
+    """Serves one address from ``start`` to ``stop``, both on the event loop that runs the calls."""
+
+    def __init__(self, service: Inference, models: Models, *, host: str, port: int, max_body_bytes: int) -> None:
+        """Open nothing yet.
+
+        Args:
+            service: Answers inference requests.
+            models: Answers questions about the server and its models.
+            host: Name or address to bind; an IPv6 address without brackets.
+            port: 0 lets the system choose.
+            max_body_bytes: Of a request message; grpc answers a larger one with RESOURCE_EXHAUSTED before it is read.
+        """
+        self._servicer = Servicer(service, models)
+        self._host = host
+        self._port = port
+        self._max_body_bytes = max_body_bytes
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> int:
+        """Listen and serve.
+
+        Returns:
+            The port that was bound.
+
+        Raises:
+            ServeError: conflict, naming the option, when the address cannot be listened on.
+        """
+        server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", self._max_body_bytes),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                # Two servers that share a port by accident would each get some of the connections.
+                ("grpc.so_reuseport", 0),
+            )
+        )
+        server.add_generic_rpc_handlers((self._servicer.generic_handler(),))
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        address = f"{host}:{self._port}"
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            await server.stop(None)
+            raise _bind_failure(self._host, self._port)
+        await server.start()
+        self._server = server
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls (clients are told by GOAWAY) and finish the running ones.
+
+        Returns when all have ended; those that run longer than ``grace_s`` are cancelled. Does nothing when not
+        started or stopped already.
+        """
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_s)
+
+
+def _bind_failure(host: str, port: int) -> ServeError:
+    """Ask the system once more: grpc writes the reason to its log and keeps it from us."""
+    reason = "grpc could not bind it"
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+    return ServeError(ErrorKind.CONFLICT, f"grpc_port: cannot listen on {host}:{port}: {reason}")

@@ -1,0 +1,1 @@
+"""REST: inference past FastAPI's routing and validation, everything else through FastAPI."""

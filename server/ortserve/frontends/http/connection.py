@@ -1,0 +1,99 @@
+"""What uvicorn's connections lack: answers in one system call, and word of callers who leave.
+
+uvicorn writes head and body of an answer one after the other, and uvloop hands each to the kernel at once; on a small
+answer the second call costs as much as decoding the request. And a request handler that waits for something else than
+its caller learns only when it asks that the caller is gone.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Final
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_CONNECTION: Final = "ortserve.connection"
+"""Key of a request's scope under which its connection is found."""
+
+
+class CorkedTransport(asyncio.Transport):
+    """Collects what is written in one turn of the loop and hands it on together, uncopied. Loop thread only."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._pending: list[bytes | bytearray | memoryview] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append(data)
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
+        for data in list_of_data:
+            self.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._pending.clear()
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._transport.get_protocol()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._transport.set_protocol(protocol)
+
+    def is_reading(self) -> bool:
+        return self._transport.is_reading()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        if pending and not self._transport.is_closing():
+            self._transport.writelines(pending)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol on a corked transport.
+
+    Attributes:
+        answering: The task to cancel when the caller leaves, while there is one.
+        has_left: Whether the caller left.
+    """
+
+    answering: "asyncio.Task[Any] | None" = None
+    has_left = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
+        super().connection_made(CorkedTransport(transport, asyncio.get_running_loop()))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # the ASGI text allows keys of one's own
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.has_left = True
+        if self.answering is not None:
+            self.answering.cancel()
+
+
+def connection_of(scope: Scope) -> Connection:
+    """The connection that a request came on."""
+    connection: Connection = scope[_CONNECTION]
+    return connection

@@ -1,0 +1,187 @@
+"""Everything of REST but inference itself: health, metadata, the documentation page and OpenAPI."""
+
+import math
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, FastAPI, Path, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ortserve.core.signature import TensorSpec
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.documents import (
+    BatchingDocument,
+    ErrorDocument,
+    InferRequestDocument,
+    InferResponseDocument,
+    ModelMetadataDocument,
+    ServerMetadataDocument,
+)
+from ortserve.frontends.status import STATUSES
+from ortserve.service.models import ModelService
+
+ModelName = Annotated[str, Path(description="Name of the model", examples=["digits"])]
+ModelVersion = Annotated[str, Path(description="Version of the model", pattern="^[0-9]+$", examples=["1"])]
+
+
+def make_control_app(models: ModelService, *, title: str, version: str) -> FastAPI:
+    """The FastAPI application; its OpenAPI document also describes the infer routes, which are served beside it."""
+    app = FastAPI(
+        title=title,
+        version=version,
+        description="ONNX models over the Open Inference Protocol v2.",
+        responses={"4XX": {"model": ErrorDocument}, "5XX": {"model": ErrorDocument}},
+        redirect_slashes=False,
+    )
+    app.include_router(_health_routes(models))
+    app.include_router(_metadata_routes(models))
+    app.add_exception_handler(ServeError, _answer_serve_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RequestValidationError, _answer_malformed_path)
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            routes = [*app.routes, *_documented_infer_routes().routes]
+            app.openapi_schema = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=routes
+            )
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
+    return app
+
+
+def _health_routes(models: ModelService) -> APIRouter:
+    router = APIRouter(prefix="/v2", tags=["health"])
+
+    @router.get("/health/live")
+    async def live() -> JSONResponse:
+        """Whether the process answers."""
+        _refuse_when_exiting(models)
+        return JSONResponse({"live": True})
+
+    @router.get("/health/ready")
+    async def ready() -> JSONResponse:
+        """Whether the server should be sent requests."""
+        _refuse_when_exiting(models)
+        is_ready = models.is_ready()
+        return JSONResponse({"ready": is_ready}, status_code=200 if is_ready else 400)
+
+    @router.get("/models/{model}/ready")
+    async def any_version_ready(model: ModelName) -> JSONResponse:
+        """Whether some version of the model is ready."""
+        return _model_ready(models, model, "")
+
+    @router.get("/models/{model}/versions/{version}/ready")
+    async def version_ready(model: ModelName, version: ModelVersion) -> JSONResponse:
+        """Whether this version of the model is ready."""
+        return _model_ready(models, model, version)
+
+    return router
+
+
+def _metadata_routes(models: ModelService) -> APIRouter:
+    router = APIRouter(prefix="/v2", tags=["metadata"])
+
+    @router.get("", response_model=ServerMetadataDocument)
+    async def server_metadata() -> JSONResponse:
+        """The server's name, version and protocol extensions."""
+        metadata = models.server_metadata()
+        return JSONResponse(
+            {"name": metadata.name, "version": metadata.version, "extensions": list(metadata.extensions)}
+        )
+
+    @router.get("/models/{model}", response_model=ModelMetadataDocument)
+    async def model_metadata(model: ModelName) -> JSONResponse:
+        """What the model takes and gives, and how it is run."""
+        return _metadata(models, model, "")
+
+    @router.get("/models/{model}/versions/{version}", response_model=ModelMetadataDocument)
+    async def version_metadata(model: ModelName, version: ModelVersion) -> JSONResponse:
+        """What this version of the model takes and gives, and how it is run."""
+        return _metadata(models, model, version)
+
+    @router.get("/models/{model}/batching", tags=["operation"], response_model=BatchingDocument)
+    async def batching(model: ModelName) -> JSONResponse:
+        """What the batcher has learned of this model and how often it took each decision."""
+        return JSONResponse(asdict(models.batching(model, "")))
+
+    @router.get("/models/{model}/versions/{version}/batching", tags=["operation"], response_model=BatchingDocument)
+    async def version_batching(model: ModelName, version: ModelVersion) -> JSONResponse:
+        """What the batcher has learned of this version of the model and how often it took each decision."""
+        return JSONResponse(asdict(models.batching(model, version)))
+
+    return router
+
+
+def _documented_infer_routes() -> APIRouter:
+    """Routes that exist for the OpenAPI document only: ``InferRoute`` answers before FastAPI sees the request."""
+    router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
+    request_body = Body(
+        description="JSON, or JSON followed by binary tensors; then the header Inference-Header-Content-Length holds "
+        "the length of the JSON part in bytes."
+    )
+
+    @router.post("/infer", response_model=InferResponseDocument)
+    async def infer(model: ModelName, request: Annotated[InferRequestDocument, request_body]) -> Response:
+        """Run the model's highest ready version."""
+        raise AssertionError("documented only")
+
+    @router.post("/versions/{version}/infer", response_model=InferResponseDocument)
+    async def infer_version(
+        model: ModelName, version: ModelVersion, request: Annotated[InferRequestDocument, request_body]
+    ) -> Response:
+        """Run this version of the model."""
+        raise AssertionError("documented only")
+
+    return router
+
+
+def _refuse_when_exiting(models: ModelService) -> None:
+    if models.is_exiting:
+        raise ServeError(ErrorKind.NOT_READY, "Server exiting")
+
+
+def _model_ready(models: ModelService, name: str, version: str) -> JSONResponse:
+    if models.is_model_ready(name, version):
+        return JSONResponse({"name": name, "ready": True})
+    if not models.is_known(name):
+        raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
+    return JSONResponse({"error": "Model version not ready"}, status_code=400)
+
+
+def _metadata(models: ModelService, name: str, version: str) -> JSONResponse:
+    metadata = models.model_metadata(name, version)
+    return JSONResponse(
+        {
+            "name": metadata.name,
+            "versions": list(metadata.versions),
+            "platform": metadata.platform,
+            "inputs": [_tensor(spec) for spec in metadata.inputs],
+            "outputs": [_tensor(spec) for spec in metadata.outputs],
+            "properties": dict(metadata.properties),
+        }
+    )
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype.value, "shape": list(spec.shape)}
+
+
+async def _answer_serve_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ServeError)
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(math.ceil(error.retry_after_s))}
+    return JSONResponse({"error": error.message}, status_code=STATUSES[error.kind].http, headers=headers)
+
+
+async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
+
+
+async def _answer_malformed_path(_: Request, __: Exception) -> JSONResponse:
+    # Only versions are validated here, and a path with another version than a number names nothing.
+    return JSONResponse({"error": "Not Found"}, status_code=404)

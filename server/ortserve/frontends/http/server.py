@@ -1,0 +1,133 @@
+"""The HTTP server: uvicorn on our loop and our socket, started and stopped by the composition root."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.connection import Connection
+from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, send_body
+
+_KEEP_ALIVE_S = 75
+"""Longer than the 60 s after which common load balancers drop idle connections, so that they do it and not we."""
+
+_WRONG_METHOD = b'{"error":"Method Not Allowed"}'
+
+
+class RestApp:
+    """The ASGI application: infer requests go straight to their route, all others to FastAPI."""
+
+    def __init__(self, infer: InferRoute, control: ASGIApp) -> None:
+        self._infer = infer
+        self._control = control
+        self.is_draining = False
+        """Whether answers ask their callers to open new connections, elsewhere."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.is_draining:
+            send = _closing(send)
+        target = match_infer_path(scope["raw_path"].decode("latin-1"))
+        if target is not None:
+            if scope["method"] == "POST":
+                await self._infer(scope, receive, send, *target)
+            else:
+                await send_body(send, 405, _WRONG_METHOD, (b"content-type", b"application/json"), (b"allow", b"POST"))
+            return
+        path = scope["path"]
+        if path.endswith("/") and len(path) > 1:
+            scope["path"] = path.rstrip("/")
+        await self._control(scope, receive, send)
+
+
+class HttpServer:
+    """Listens from ``start`` to ``stop``."""
+
+    def __init__(self, app: RestApp, *, host: str, port: int) -> None:
+        self._app = app
+        self._host = host
+        self._port = port
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen.
+
+        Returns:
+            The port, of interest where 0 was asked for.
+
+        Raises:
+            ServeError: conflict, naming the option, when the address cannot be listened on.
+        """
+        listener = _listen(self._host, self._port)
+        config = uvicorn.Config(
+            self._app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # nobody here asks who the caller is
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
+        await self._server.is_up.wait()
+        return int(listener.getsockname()[1])
+
+    def begin_drain(self) -> None:
+        """Go on answering, but close each connection with its next answer."""
+        self._app.is_draining = True
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the listener and idle connections, and return when all requests under way are answered.
+
+        Those that take longer than ``grace_s`` are cut off. Does nothing when not started or stopped already.
+        """
+        if self._server is None or self._serving is None or self._serving.done():
+            return
+        self.begin_drain()
+        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # declared int, used as seconds
+        self._server.should_exit = True
+        await self._serving
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # The composition root owns them: uvicorn would close the listeners before readiness is off.
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ServeError(ErrorKind.CONFLICT, f"http_port: cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def _closing(send: Send) -> Send:
+    async def send_closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        await send(message)
+
+    return send_closing

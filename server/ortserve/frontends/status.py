@@ -1,0 +1,29 @@
+"""Error kind to status, for both protocols: the one table."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from ortserve.errors import ErrorKind
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    http: int
+    grpc: grpc.StatusCode
+
+
+STATUSES: Final = {
+    ErrorKind.INVALID_INPUT: Status(400, grpc.StatusCode.INVALID_ARGUMENT),
+    ErrorKind.NOT_FOUND: Status(404, grpc.StatusCode.NOT_FOUND),
+    ErrorKind.CONFLICT: Status(409, grpc.StatusCode.FAILED_PRECONDITION),
+    ErrorKind.TOO_LARGE: Status(413, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ErrorKind.OVERLOADED: Status(429, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ErrorKind.CANCELLED: Status(499, grpc.StatusCode.CANCELLED),
+    ErrorKind.UNSUPPORTED: Status(501, grpc.StatusCode.UNIMPLEMENTED),
+    ErrorKind.NOT_READY: Status(503, grpc.StatusCode.UNAVAILABLE),
+    ErrorKind.DEADLINE: Status(504, grpc.StatusCode.DEADLINE_EXCEEDED),
+    ErrorKind.INTERNAL: Status(500, grpc.StatusCode.INTERNAL),
+}
+"""499 is for logs and metrics only: there is nobody left to send it to."""

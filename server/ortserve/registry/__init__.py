@@ -1,0 +1,1 @@
+"""Which models run: what lies in the repositories, which versions should serve, and bringing them up and down."""

@@ -1,0 +1,145 @@
+"""Running a fresh instance until it is warm, and learning its latency, batch size and batchability on the way."""
+
+import statistics
+import threading
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.errors import ServeError
+from ortserve.registry.batchability import row_drift, why_rows_depend
+from ortserve.registry.synthetic import synthetic_inputs
+
+MAX_SWEPT_ROWS: Final = 64
+_RUNS: Final = 5
+_WORTHWHILE: Final = 0.95
+"""A bucket is worth having while its time a row is below this share of the bucket's before it."""
+_TRIED_ROWS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLatency:
+    """Medians for one batch size: of the run alone, and of the whole way to the worker and back."""
+
+    rows: int
+    run_ns: int
+    round_trip_ns: int
+
+    @property
+    def ns_per_row(self) -> float:
+        # The way to the worker is part of what the rows of a batch share.
+        return self.round_trip_ns / self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What warm-up found.
+
+    Attributes:
+        max_rows: The largest batch worth making.
+        latencies: For each batch size that was run, 1 row first.
+        rows_depend: Why rows may not run together, empty where they may.
+        drift: Largest difference of a float between rows alone and the same rows among others.
+        refused: What the model said to made-up inputs, empty where it took them; then nothing else is known.
+    """
+
+    max_rows: int
+    latencies: tuple[SizeLatency, ...] = ()
+    rows_depend: str = ""
+    drift: float = 0.0
+    refused: str = ""
+
+
+def warm_up(
+    runner: Runner,
+    signature: ModelSignature,
+    *,
+    budget_s: float,
+    max_rows: int | None,
+    clock: Clock,
+    padding: Padding | None = None,
+) -> WarmUp:
+    """Run the instance on made-up inputs, on its own worker, from the loader's thread.
+
+    Batch sizes double from 1 while the time a row still falls by 5 % or more, up to 64 rows, or up to ``max_rows``
+    whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A budget of 0
+    runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them.
+    """
+    unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
+    if budget_s == 0:
+        return unknown
+    stop_ns = clock() + int(budget_s * 1e9)
+    try:
+        rows_depend, drift = _try_rows(runner, signature, padding) if signature.is_batched else ("", 0.0)
+        sizes = [_time_runs(runner, signature, 1, padding, stop_ns, clock)]
+        best = sizes[0]
+        if signature.is_batched and not rows_depend:
+            limit = max_rows or MAX_SWEPT_ROWS
+            while sizes[-1].rows < limit and clock() < stop_ns:
+                size = _time_runs(runner, signature, min(2 * sizes[-1].rows, limit), padding, stop_ns, clock)
+                sizes.append(size)
+                if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
+                    best = size
+                elif max_rows is None:
+                    break
+    except ServeError as error:
+        return replace(unknown, refused=error.message)
+    return WarmUp(max_rows or best.rows, tuple(sizes), rows_depend, drift)
+
+
+def run_once(runner: Runner, signature: ModelSignature, rows: int, padding: Padding | None = None) -> None:
+    """Have an instance allocate what a batch of ``rows`` rows takes; for those beside the one that was measured.
+
+    Raises:
+        ServeError: internal, when the model refuses made-up inputs.
+    """
+    _run_on_worker(runner, _as_batch(synthetic_inputs(signature, rows, 0, padding), rows))
+
+
+def _time_runs(
+    runner: Runner, signature: ModelSignature, rows: int, padding: Padding | None, stop_ns: int, clock: Clock
+) -> SizeLatency:
+    """Time a few runs of one size; the first, in which memory is allocated, does not count."""
+    batch = _as_batch(synthetic_inputs(signature, rows, rows, padding), rows)
+    _run_on_worker(runner, batch)
+    runs: list[int] = []
+    round_trips: list[int] = []
+    while len(runs) < _RUNS and (not runs or clock() < stop_ns):
+        began_ns = clock()
+        runs.append(_run_on_worker(runner, batch).run_ns)
+        round_trips.append(clock() - began_ns)
+    return SizeLatency(rows, int(statistics.median(runs)), int(statistics.median(round_trips)))
+
+
+def _try_rows(runner: Runner, signature: ModelSignature, padding: Padding | None) -> tuple[str, float]:
+    inputs = synthetic_inputs(signature, _TRIED_ROWS, 0, padding)
+    together = _run_on_worker(runner, _as_batch(inputs, _TRIED_ROWS)).outputs
+    alone = [
+        _run_on_worker(runner, _as_batch(tuple(array[row : row + 1] for array in inputs), 1)).outputs
+        for row in range(_TRIED_ROWS)
+    ]
+    problem = why_rows_depend(signature, together, alone)
+    return problem, 0.0 if problem else row_drift(together, alone)
+
+
+def _as_batch(inputs: Arrays, rows: int) -> Batch:
+    return Batch(tuple((array,) for array in inputs), rows, rows)
+
+
+def _run_on_worker(runner: Runner, batch: Batch) -> BatchResult:
+    finished = threading.Event()
+    outcomes: list[BatchResult | Exception] = []
+
+    def done(outcome: BatchResult | Exception) -> None:
+        outcomes.append(outcome)
+        finished.set()
+
+    runner.start(batch, done)
+    finished.wait()
+    outcome = outcomes[0]
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

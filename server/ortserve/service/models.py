@@ -1,0 +1,101 @@
+"""What there is to know about the server and its models: health and metadata."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve import __version__
+from ortserve.batching.learned import Learned
+from ortserve.core.signature import TensorSpec
+from ortserve.errors import ServeError
+from ortserve.registry.lifecycle import State
+from ortserve.registry.registry import Registry
+
+PLATFORM: Final = "onnxruntime_onnx"
+EXTENSIONS: Final = ("binary_tensor_data", "parameters")
+"""Of the protocol, those that are served."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetadata:
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """``versions`` are the ready ones; ``properties`` tell operators how the model is run and why."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    properties: Mapping[str, str]
+
+
+class ModelService:
+    """Answers health and metadata calls. Loop thread only."""
+
+    def __init__(self, registry: Registry, *, server_name: str, strict_readiness: bool) -> None:
+        self._registry = registry
+        self._server_name = server_name
+        self._strict_readiness = strict_readiness
+        self._is_exiting = False
+
+    @property
+    def is_exiting(self) -> bool:
+        """Whether the server was told to stop; requests are still answered for a while."""
+        return self._is_exiting
+
+    def begin_exit(self) -> None:
+        """Turn readiness off for good."""
+        self._is_exiting = True
+
+    def is_live(self) -> bool:
+        return not self._is_exiting
+
+    def is_ready(self) -> bool:
+        """Whether initial loading is over, the server is not stopping, and no model that must serve has failed to."""
+        if self._is_exiting or not self._registry.is_loaded:
+            return False
+        return all(
+            record.state is State.READY
+            for record in self._registry.records()
+            if record.is_required or self._strict_readiness
+        )
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        """Whether this version, or for ``""`` any version, of the model is ready; False for an unknown model."""
+        try:
+            self._registry.find(name, version)
+        except ServeError:
+            return False
+        return True
+
+    def is_known(self, name: str) -> bool:
+        return self._registry.knows(name)
+
+    def server_metadata(self) -> ServerMetadata:
+        return ServerMetadata(self._server_name, __version__, EXTENSIONS)
+
+    def batching(self, name: str, version: str) -> Learned:
+        """What the batcher of a version has learned and decided.
+
+        Raises:
+            ServeError: not_found or not_ready.
+        """
+        return self._registry.find(name, version).learned()
+
+    def model_metadata(self, name: str, version: str) -> ModelMetadata:
+        """Describe a version, or for ``""`` the highest that is ready.
+
+        Raises:
+            ServeError: not_found or not_ready.
+        """
+        served = self._registry.find(name, version)
+        versions = (version,) if version else tuple(str(ready) for ready in self._registry.ready_versions(name))
+        return ModelMetadata(
+            served.name, versions, PLATFORM, served.signature.inputs, served.signature.outputs, served.properties
+        )

@@ -1,0 +1,102 @@
+"""Health and metadata as clients of the protocol read them, on both protocols."""
+
+import httpx
+import pytest
+
+import ortserve
+from servers import LONG_S, ServerProcess, triton_clients
+
+
+def get(server: ServerProcess, path: str) -> httpx.Response:
+    return httpx.get(f"http://{server.http}{path}", timeout=LONG_S)
+
+
+def test_live_and_ready_server_says_so(server: ServerProcess) -> None:
+    assert (get(server, "/v2/health/live").status_code, get(server, "/v2/health/live").json()) == (200, {"live": True})
+    assert (get(server, "/v2/health/ready").status_code, get(server, "/v2/health/ready").json()) == (
+        200,
+        {"ready": True},
+    )
+    with triton_clients(server) as (http, grpc):
+        assert http.is_server_live()
+        assert grpc.is_server_live()
+        assert http.is_server_ready()
+        assert grpc.is_server_ready()
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "is_ready"),
+    [
+        ("simple", "", True),
+        ("simple", "1", True),
+        ("simple", "2", False),
+        ("broken", "", False),
+        ("broken", "1", False),
+        ("nowhere", "", False),
+        ("nowhere", "1", False),
+    ],
+)
+def test_readiness_of_a_model_is_told_to_both_clients(
+    server: ServerProcess, model: str, version: str, is_ready: bool
+) -> None:
+    with triton_clients(server) as (http, grpc):
+        assert http.is_model_ready(model, version) is is_ready
+        assert grpc.is_model_ready(model, version) is is_ready
+
+
+def test_model_that_is_known_but_not_ready_is_400_and_one_that_is_unknown_404(server: ServerProcess) -> None:
+    assert get(server, "/v2/models/broken/ready").status_code == 400
+    assert get(server, "/v2/models/nowhere/ready").status_code == 404
+    ready = get(server, "/v2/models/simple/versions/1/ready")
+    assert (ready.status_code, ready.json()) == (200, {"name": "simple", "ready": True})
+
+
+@pytest.mark.parametrize("path", ["/v2", "/v2/", "/v2?verbose=1"])
+def test_server_metadata_is_answered_with_slash_and_query_too(server: ServerProcess, path: str) -> None:
+    answer = get(server, path)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == {
+        "name": "ortserve",
+        "version": ortserve.__version__,
+        "extensions": ["binary_tensor_data", "parameters"],
+    }
+
+
+def test_server_metadata_is_the_same_over_grpc(server: ServerProcess) -> None:
+    with triton_clients(server) as (http, grpc):
+        assert grpc.get_server_metadata(as_json=True) == http.get_server_metadata()
+
+
+@pytest.mark.parametrize("version", ["", "1"])
+def test_model_metadata_names_versions_tensors_and_how_the_model_runs(server: ServerProcess, version: str) -> None:
+    path = f"/v2/models/digits{f'/versions/{version}' if version else ''}"
+    metadata = get(server, path).json()
+    properties = metadata.pop("properties")
+    assert metadata == {
+        "name": "digits",
+        "versions": ["1"],
+        "platform": "onnxruntime_onnx",
+        "inputs": [{"name": "image", "datatype": "FP32", "shape": [-1, 1, 8, 8]}],
+        "outputs": [
+            {"name": "probabilities", "datatype": "FP32", "shape": [-1, 10]},
+            {"name": "label", "datatype": "INT64", "shape": [-1]},
+        ],
+    }
+    assert properties["execution_provider"] == "CPUExecutionProvider"
+    assert "run together" in properties["batching"]
+    with triton_clients(server) as (_, grpc):
+        message = grpc.get_model_metadata("digits", version)
+    assert message.name == "digits"
+    assert list(message.versions) == ["1"]
+    assert message.platform == "onnxruntime_onnx"
+    for role, tensors in (("inputs", message.inputs), ("outputs", message.outputs)):
+        told = [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
+        assert told == metadata[role]
+
+
+def test_openapi_document_describes_inference_and_the_documentation_page_is_there(server: ServerProcess) -> None:
+    paths = get(server, "/openapi.json").json()["paths"]
+    assert "post" in paths["/v2/models/{model}/infer"]
+    assert "post" in paths["/v2/models/{model}/versions/{version}/infer"]
+    assert get(server, "/docs").status_code == 200

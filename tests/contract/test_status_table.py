@@ -1,0 +1,25 @@
+"""The table of statuses, spelled out once more: what clients rely on must not change by accident."""
+
+from grpc import StatusCode
+
+from ortserve.errors import ErrorKind
+from ortserve.frontends.status import STATUSES
+
+
+def test_each_kind_of_error_has_its_status_on_both_protocols() -> None:
+    assert {kind.value: (status.http, status.grpc) for kind, status in STATUSES.items()} == {
+        "invalid_input": (400, StatusCode.INVALID_ARGUMENT),
+        "not_found": (404, StatusCode.NOT_FOUND),
+        "conflict": (409, StatusCode.FAILED_PRECONDITION),
+        "too_large": (413, StatusCode.RESOURCE_EXHAUSTED),
+        "overloaded": (429, StatusCode.RESOURCE_EXHAUSTED),
+        "cancelled": (499, StatusCode.CANCELLED),
+        "unsupported": (501, StatusCode.UNIMPLEMENTED),
+        "not_ready": (503, StatusCode.UNAVAILABLE),
+        "deadline": (504, StatusCode.DEADLINE_EXCEEDED),
+        "internal": (500, StatusCode.INTERNAL),
+    }
+
+
+def test_no_kind_of_error_is_without_a_status() -> None:
+    assert set(STATUSES) == set(ErrorKind)

@@ -1,0 +1,1 @@
+"""Stand-ins that behave: they run the code a caller would reach, and nothing behind it."""

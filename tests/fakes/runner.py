@@ -1,0 +1,117 @@
+"""A runner whose answers, failures and durations are functions of the batch, in virtual time."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fakes.clock import FakeClock
+from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
+from ortserve.errors import ErrorKind, ServeError
+
+POISON = -1
+"""A value that makes every batch fail in which a row has it."""
+
+
+def answer(rows: np.ndarray) -> Arrays:
+    """What the runner makes of INT64 rows of shape ``(rows, width)``: one output of that shape, one of one axis."""
+    return rows * 3 + 1, rows.sum(axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRun:
+    """A batch that ran: its parts' only input each, their rows, the rows it was padded to, and when (virtual
+    nanoseconds).
+    """
+
+    parts: tuple[np.ndarray, ...]
+    rows: int
+    bucket: int
+    is_inline: bool
+    began_ns: int
+    ended_ns: int
+
+    @property
+    def has_failed(self) -> bool:
+        return any((part == POISON).any() for part in self.parts)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each part."""
+        return [len(part) for part in self.parts]
+
+
+class FakeRunner:
+    """Runs batches of one INT64 input of two axes, in a time that is a function of the rows they are padded to.
+
+    ``runs`` says what ran, in order; ``violations`` how the caller broke the promises that a batch and a ``Runner``
+    rest on. Those are kept rather than raised: the batcher takes whatever a run raises for the run's failure.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: FakeClock,
+        latency_ns: Callable[[int], int] = lambda rows: 1_000_000,
+        compute: Callable[[np.ndarray], Arrays] = answer,
+    ) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._latency_ns = latency_ns
+        self._compute = compute
+        self._is_busy = False
+        self.runs: list[FakeRun] = []
+        self.violations: list[str] = []
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Take the time at once."""
+        began_ns = self._begin(batch)
+        self._clock.advance(self._latency_ns(batch.bucket))
+        outcome = self._end(batch, began_ns, is_inline=True)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        """Call ``done`` when the time is over."""
+        began_ns = self._begin(batch)
+        seconds = self._latency_ns(batch.bucket) / 1e9
+        self._loop.call_later(seconds, lambda: done(self._end(batch, began_ns, is_inline=False)))
+
+    def _begin(self, batch: Batch) -> int:
+        if self._is_busy:
+            self.violations.append("two runs at once")
+        self._is_busy = True
+        (parts,) = batch.parts
+        if len({part.shape[1:] for part in parts}) != 1:
+            self.violations.append(f"shapes mixed: {[part.shape for part in parts]}")
+        if batch.bucket < batch.rows:
+            self.violations.append(f"{batch.rows} rows do not fit into {batch.bucket}")
+        if sum(map(len, parts)) != batch.rows:
+            self.violations.append(f"{batch.rows} rows announced, {sum(map(len, parts))} came")
+        return self._clock()
+
+    def _end(self, batch: Batch, began_ns: int, *, is_inline: bool) -> BatchResult | Exception:
+        self._is_busy = False
+        (parts,) = batch.parts
+        run = FakeRun(parts, batch.rows, batch.bucket, is_inline, began_ns, self._clock())
+        self.runs.append(run)
+        if run.has_failed:
+            return ServeError(ErrorKind.INTERNAL, "a row is poisoned")
+        try:
+            outputs = self._compute(np.concatenate(parts))
+        except Exception as error:
+            return error
+        return BatchResult(outputs, run.began_ns, run.ended_ns, run.ended_ns - run.began_ns)
+
+
+def rows_of(*values: int, width: int = 2) -> np.ndarray:
+    """A request with a row for each value, which fills it."""
+    column = np.array(values, np.int64).reshape(-1, 1)
+    return np.repeat(column, width, axis=1)
+
+
+def first_values(parts: Sequence[np.ndarray]) -> list[int]:
+    """Of each row of each part, the first element."""
+    return [int(value) for part in parts for value in part[:, 0]]

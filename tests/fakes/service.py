@@ -1,0 +1,127 @@
+"""The services as a frontend sees them, with a few models that need no ONNX Runtime."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from ortserve.core.dtypes import DataType
+from ortserve.core.request import InferRequest, InferResponse
+from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import Tensor
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.inference import Call
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetadata:
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    properties: dict[str, str]
+
+
+@dataclass
+class FakeInferenceService:
+    """Doubles every input: numbers by adding, strings by repeating, truth values not at all.
+
+    Output ``k`` is named ``OUT<k>``, model ``double`` version 1. A request for ``held`` is announced by ``held`` and
+    waits for ``release``. Any other model name is raised from ``failures``, or else is not found. Every answer's phases
+    took 1, 2, 3, 4 and 5 ms.
+    """
+
+    held: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    failures: dict[str, Exception] = field(default_factory=dict)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    received: list[Call] = field(default_factory=list)
+    gate: BodyGate = field(default_factory=lambda: BodyGate(10**9))
+
+    def hold(self, size: int) -> Hold:
+        return self.gate.hold(size)
+
+    def receive(self, protocol: str, timeout_ns: int | None = None) -> Call:
+        assert protocol in ("grpc", "http")
+        self.received.append(Call(protocol, Timing(0, 1_000_000, 3_000_000, 6_000_000, 10_000_000), timeout_ns))
+        return self.received[-1]
+
+    async def serve(
+        self, call: Call, decode: Callable[[], InferRequest], encode: Callable[[InferRequest, InferResponse], T]
+    ) -> T:
+        assert call is self.received[-1]
+        request = decode()
+        name = request.model_name
+        if name in self.failures:
+            raise self.failures[name]
+        if name == "held":
+            self.held.set()
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        elif name != "double":
+            raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
+        outputs = [Tensor(f"OUT{k}", tensor.datatype, _doubled(tensor)) for k, tensor in enumerate(request.inputs)]
+        if request.outputs:
+            by_name = {tensor.name: tensor for tensor in outputs}
+            outputs = [by_name[output.name] for output in request.outputs]
+        call.timing.done_ns = 15_000_000
+        return encode(request, InferResponse(name, request.model_version or "1", request.id, outputs))
+
+
+def _doubled(tensor: Tensor) -> np.ndarray:
+    if tensor.datatype in (DataType.BOOL, DataType.BF16):
+        return tensor.array
+    doubled: np.ndarray = tensor.array + tensor.array
+    return doubled
+
+
+@dataclass
+class FakeModelService:
+    """Knows the model ``double`` in version 1."""
+
+    ready: bool = True
+    fault: Exception | None = None
+
+    def is_live(self) -> bool:
+        return True
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        return name == "double" and version in ("", "1")
+
+    def server_metadata(self) -> ServerMetadata:
+        if self.fault is not None:
+            raise self.fault
+        return ServerMetadata("ortserve", "1.2.3", ("binary_tensor_data", "parameters"))
+
+    def model_metadata(self, name: str, version: str) -> ModelMetadata:
+        if not self.is_model_ready(name, ""):
+            raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
+        return ModelMetadata(
+            name,
+            ("1",),
+            "onnxruntime_onnx",
+            (TensorSpec("IN0", DataType.FP32, (-1, 4)),),
+            (TensorSpec("OUT0", DataType.FP32, (-1, 4)),),
+            {"batching": "verified"},
+        )

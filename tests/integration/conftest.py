@@ -1,0 +1,38 @@
+"""Servers that tests share. Tests that count, overload or stop a server start their own."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from models import builders
+from ortserve.core.dtypes import DataType
+from servers import SHORT_WARMUP, ServerProcess, add_model, serving
+
+
+@pytest.fixture(scope="session")
+def example_server() -> Iterator[ServerProcess]:
+    """The bundled example repository, as ``ortserve serve --example`` serves it."""
+    with serving("--example", *SHORT_WARMUP) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def zoo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Tiny models of every kind, none of them broken; ``identity_<datatype>`` for each datatype that is served."""
+    repository = tmp_path_factory.mktemp("zoo")
+    for datatype in DataType:
+        if datatype is not DataType.BF16:
+            add_model(repository, f"identity_{datatype.value.lower()}", builders.identity, datatype=datatype)
+    for build in (
+        builders.fixed_batch,
+        builders.mlp,
+        builders.refuses_synthetic,
+        builders.row_mixer,
+        builders.scalar_sum,
+        builders.two_batch_names,
+        builders.unnamed_dims,
+        builders.variable_length,
+    ):
+        add_model(repository, build.__name__, build)
+    with serving(repository, *SHORT_WARMUP) as server:
+        yield server

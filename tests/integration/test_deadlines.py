@@ -1,0 +1,240 @@
+"""Requests that bring a deadline, a bound for their wait or a priority, while others wait before them."""
+
+import math
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, cast
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from encodings_of_requests import json_array, rest_json
+from models import builders
+from servers import LONG_S, ServerProcess, add_model, decisions, json_input, rest_url, serving, wait_for_queue
+
+ROW: Final = np.arange(4, dtype=np.float32).reshape(1, 4)
+SEEN_BATCHES: Final = 10
+"""Before a test, so that the server trusts what it has learned of the model."""
+WAITING: Final = 24
+ONE_AT_A_TIME: Final = "max_rows: 1\nintra_op_threads: 1\n"
+
+
+def add_slow(repository: Path, name: str, options: str = "") -> None:
+    """Add a model that runs one row at a time, for about 100 ms."""
+    (add_model(repository, name, builders.slow) / "model.yaml").write_text(ONE_AT_A_TIME + options)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    repository = tmp_path_factory.mktemp("deadlines")
+    add_slow(repository, "slow")
+    add_slow(repository, "promised", "slo_s: 2.0\n")
+    add_slow(repository, "levelled", "priority_levels: 2\n")
+    with serving(repository, "--warmup-s", "0") as server:
+        for model in ("slow", "promised", "levelled"):
+            for _ in range(SEEN_BATCHES):
+                rest_json(server, model, {"x": ROW})
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(server: ServerProcess) -> np.ndarray:
+    """The answer to ``ROW``, from any of the models."""
+    return rest_json(server, "slow", {"x": ROW})["y"]
+
+
+def post(server: ServerProcess, model: str, headers: dict[str, str] | None = None, **parameters: int) -> httpx.Response:
+    document: dict[str, Any] = {"inputs": [json_input("x", ROW)], "parameters": parameters}
+    return httpx.post(rest_url(server, model), json=document, headers=headers, timeout=LONG_S)
+
+
+@pytest.fixture
+def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
+    """Connected before a backlog builds up, so that what follows takes no longer than a call."""
+    with grpc.insecure_channel(server.grpc) as channel:
+        grpc.channel_ready_future(channel).result(LONG_S)
+        yield channel
+
+
+def call(
+    channel: grpc.Channel, model: str, *, timeout_s: float = LONG_S, queue_timeout_us: int = 0
+) -> grpc.Call | None:
+    """Call by gRPC; the failure, or None where it was answered."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    request.inputs.add(name="x", datatype="FP32", shape=ROW.shape)
+    request.raw_input_contents.append(ROW.tobytes())
+    request.parameters["timeout"].int64_param = queue_timeout_us
+    send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+    send = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    try:
+        send(request.SerializeToString(), timeout=timeout_s)
+    except grpc.RpcError as error:
+        return cast("grpc.Call", error)
+    return None
+
+
+def learned_ms(server: ServerProcess, model: str = "slow") -> float:
+    """What the server expects one run to take; it is slower where others use the machine too."""
+    answer = httpx.get(f"http://{server.http}/v2/models/{model}/batching", timeout=LONG_S).raise_for_status()
+    return float(answer.json()["classes"][0]["latency_ms"]["1"])
+
+
+def within(server: ServerProcess, runs: float) -> dict[str, str]:
+    """The header of a caller who waits as long as so many runs take."""
+    return {"X-Request-Timeout-Ms": str(round(runs * learned_ms(server)))}
+
+
+@contextmanager
+def backlog(
+    server: ServerProcess, model: str, callers: int = WAITING, **parameters: int
+) -> Iterator[list["Future[httpx.Response]"]]:
+    """Have callers without a deadline wait for a model; at the end all of them must have been answered."""
+    with ThreadPoolExecutor(callers) as pool:
+        calls = [pool.submit(post, server, model, None, **parameters) for _ in range(callers)]
+        wait_for_queue(server, model, callers - 3)
+        yield calls
+    assert [call.result().status_code for call in calls] == [200] * callers
+
+
+def excess_ms(text: str) -> float:
+    """By how much an answer would be late, as a refusal says."""
+    found = re.search(r"([\d.]+) ms are left, and the answer is expected in ([\d.]+) ms", text)
+    assert found is not None, text
+    return float(found[2]) - float(found[1])
+
+
+BEHIND_THE_BACKLOG: Final = 14
+"""Runs: more than the 10 after which those without a deadline count as due, fewer than wait."""
+
+
+@pytest.mark.parametrize("header", ["X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms"])
+def test_request_that_the_backlog_makes_late_is_told_at_once_when_to_come_back(
+    server: ServerProcess, header: str
+) -> None:
+    before = decisions(server, "slow")["refused_late"]
+    with backlog(server, "slow") as waiting:
+        (timeout_ms,) = within(server, BEHIND_THE_BACKLOG).values()
+        answer = post(server, "slow", {header: timeout_ms})
+        assert not waiting[-1].done(), "the refusal waited for the backlog"
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) == math.ceil(excess_ms(answer.json()["error"]) / 1000)
+    assert decisions(server, "slow")["refused_late"] == before + 1
+
+
+def test_grpc_deadline_that_the_backlog_makes_late_is_refused_with_the_exact_time_to_come_back(
+    server: ServerProcess, channel: grpc.Channel
+) -> None:
+    with backlog(server, "slow"):
+        failure = call(channel, "slow", timeout_s=BEHIND_THE_BACKLOG * learned_ms(server) / 1000)
+    assert failure is not None
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    pushback_ms = int(dict(failure.trailing_metadata() or ())["grpc-retry-pushback-ms"])
+    assert pushback_ms == pytest.approx(excess_ms(failure.details() or ""), abs=1.2)
+
+
+def test_request_whose_deadline_comes_first_goes_first(server: ServerProcess, expected: np.ndarray) -> None:
+    with backlog(server, "slow") as waiting:
+        answer = post(server, "slow", within(server, 4.5))
+        assert sum(not call.done() for call in waiting) > WAITING / 4
+    assert answer.status_code == 200, answer.text
+    np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
+
+
+def test_deadline_shorter_than_the_models_own_latency_is_no_matter_of_coming_back(
+    server: ServerProcess, channel: grpc.Channel
+) -> None:
+    with backlog(server, "slow", 8):
+        answer = post(server, "slow", within(server, 0.3))
+        failure = call(channel, "slow", timeout_s=0.7 * learned_ms(server) / 1000)
+    assert answer.status_code == 504
+    assert "retry-after" not in answer.headers
+    assert "the request alone takes" in answer.json()["error"]
+    assert failure is not None
+    assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "grpc-retry-pushback-ms" not in dict(failure.trailing_metadata() or ())
+
+
+def test_idle_server_tries_what_it_expects_to_be_late(server: ServerProcess, expected: np.ndarray) -> None:
+    # Else one wrong prediction would never be put right. It is answered late, which its caller may still see.
+    answer = post(server, "slow", within(server, 0.5))
+    assert answer.status_code == 200, answer.text
+    np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
+
+
+def test_deadline_that_has_passed_is_refused_even_by_an_idle_server(server: ServerProcess) -> None:
+    answer = post(server, "slow", {"x-request-timeout-ms": "0"})
+    assert answer.status_code == 504
+    assert "retry-after" not in answer.headers
+
+
+def test_shorter_of_two_timeouts_holds(server: ServerProcess) -> None:
+    answer = post(server, "slow", {"x-request-timeout-ms": "60000", "x-envoy-expected-rq-timeout-ms": "0"})
+    assert answer.status_code == 504
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "1.5", "", "9" * 30])
+def test_timeout_that_is_no_number_of_milliseconds_is_400(server: ServerProcess, value: str) -> None:
+    answer = post(server, "slow", {"x-request-timeout-ms": value})
+    assert answer.status_code == 400
+    assert "x-request-timeout-ms: expected a number of milliseconds" in answer.json()["error"]
+
+
+def test_what_a_model_promises_holds_for_those_without_a_deadline(server: ServerProcess, expected: np.ndarray) -> None:
+    callers = 80
+    with ThreadPoolExecutor(callers) as pool:
+        calls = [pool.submit(post, server, "promised") for _ in range(callers)]
+    answers = [call.result() for call in calls]
+    statuses = [answer.status_code for answer in answers]
+    # Two seconds of runs of about 100 ms; of those admitted some may turn out late, and are dropped rather than run.
+    assert set(statuses) <= {200, 429, 504}
+    assert statuses.count(200) >= 1
+    assert statuses.count(429) >= 10
+    for answer in answers:
+        if answer.status_code == 200:
+            np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
+        elif answer.status_code == 429:
+            assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_timeout_parameter_bounds_the_wait_and_not_the_run(server: ServerProcess, channel: grpc.Channel) -> None:
+    assert post(server, "slow", timeout=10_000).status_code == 200  # it began at once, and ran longer than that
+    before = decisions(server, "slow")["dropped_late"]
+    with backlog(server, "slow", 8), ThreadPoolExecutor(2) as pool:
+        by_rest = pool.submit(post, server, "slow", timeout=10_000)
+        by_grpc = pool.submit(call, channel, "slow", queue_timeout_us=10_000)
+    answer, failure = by_rest.result(), by_grpc.result()
+    assert answer.status_code == 504
+    assert "timeout passed in the queue" in answer.json()["error"]
+    assert failure is not None
+    assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "timeout passed in the queue" in (failure.details() or "")
+    assert decisions(server, "slow")["dropped_late"] == before + 2
+
+
+@pytest.mark.parametrize("name", ["timeout", "priority"])
+def test_parameter_that_is_no_unsigned_integer_is_400(server: ServerProcess, name: str) -> None:
+    answer = post(server, "slow", None, **{name: -1})
+    assert answer.status_code == 400
+    assert f"parameter '{name}': expected an unsigned integer, got -1" in answer.json()["error"]
+
+
+def test_urgent_requests_overtake_those_that_wait(server: ServerProcess) -> None:
+    with backlog(server, "levelled", priority=2) as waiting, ThreadPoolExecutor(4) as pool:
+        urgent = [pool.submit(post, server, "levelled", priority=1) for _ in range(2)]
+        urgent += [pool.submit(post, server, "levelled") for _ in range(2)]  # the default level is the first
+        order = [call in urgent for call in as_completed([*waiting, *urgent])]
+    # Of the last batches, none was urgent: at least half of the backlog had not run when the urgent ones came.
+    assert True not in order[-WAITING // 2 :]
+
+
+def test_priority_means_nothing_to_a_model_without_levels(server: ServerProcess) -> None:
+    with backlog(server, "slow", 8) as waiting, ThreadPoolExecutor(1) as pool:
+        late = pool.submit(post, server, "slow", priority=1)
+        order = [call is late for call in as_completed([*waiting, late])]
+    assert True in order[-2:]

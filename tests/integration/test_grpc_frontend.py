@@ -1,0 +1,340 @@
+"""The gRPC frontend on a real socket, called by grpc and by the unmodified client library."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from fakes.service import FakeInferenceService, FakeModelService
+from ortserve._pb import grpc_service_pb2 as pb
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.server import GrpcServer
+
+MAX_BODY_BYTES = 100_000
+LONG_S = 60.0  # a wait that only a failing test sees the end of
+
+
+@pytest.fixture
+def inference() -> FakeInferenceService:
+    return FakeInferenceService()
+
+
+@pytest.fixture
+def models() -> FakeModelService:
+    return FakeModelService()
+
+
+@pytest.fixture
+async def server(inference: FakeInferenceService, models: FakeModelService) -> AsyncIterator[GrpcServer]:
+    server = GrpcServer(inference, models, host="127.0.0.1", port=0, max_body_bytes=MAX_BODY_BYTES)
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def address(server: GrpcServer) -> str:
+    return f"127.0.0.1:{await server.start()}"
+
+
+@pytest.fixture
+async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield channel
+
+
+async def call(channel: grpc.aio.Channel, method: str, data: bytes, *, timeout_s: float = LONG_S) -> bytes:
+    """Send bytes and take bytes, so that what a test sends is what arrives."""
+    send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+    send = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+    return await send(data, timeout=timeout_s)
+
+
+async def failure(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(channel, method, data)
+    return caught.value
+
+
+def infer_request(model: str = "double", version: str = "") -> bytes:
+    message = pb.ModelInferRequest(model_name=model, model_version=version)
+    message.raw_input_contents.append(np.array([1, 2], np.float32).tobytes())
+    message.inputs.add(name="IN0", datatype="FP32", shape=[1, 2])
+    return message.SerializeToString()
+
+
+async def test_unmodified_client_reads_health_and_metadata(address: str) -> None:
+    def ask() -> None:
+        with triton.InferenceServerClient(address) as client:
+            assert client.is_server_live()
+            assert client.is_server_ready()
+            assert client.is_model_ready("double")
+            assert client.is_model_ready("double", "1")
+            assert not client.is_model_ready("double", "2")
+            assert not client.is_model_ready("nobody")
+            server = client.get_server_metadata()
+            assert (server.name, server.version) == ("ortserve", "1.2.3")
+            assert list(server.extensions) == ["binary_tensor_data", "parameters"]
+            model = client.get_model_metadata("double", as_json=True)
+            assert model["inputs"] == [{"name": "IN0", "datatype": "FP32", "shape": ["-1", "4"]}]
+            assert model["outputs"] == [{"name": "OUT0", "datatype": "FP32", "shape": ["-1", "4"]}]
+            assert (model["versions"], model["platform"]) == (["1"], "onnxruntime_onnx")
+
+    await asyncio.to_thread(ask)
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+async def test_unmodified_client_infers(address: str, compression: str | None) -> None:
+    numbers = np.arange(8, dtype=np.float32).reshape(2, 4)
+    strings = np.array([["a", "ü"]], dtype=object)
+
+    def ask() -> None:
+        with triton.InferenceServerClient(address) as client:
+            inputs = [triton.InferInput("A", [2, 4], "FP32"), triton.InferInput("B", [1, 2], "BYTES")]
+            inputs[0].set_data_from_numpy(numbers)
+            inputs[1].set_data_from_numpy(strings)
+            result = client.infer(
+                "double",
+                inputs,
+                request_id="42",
+                priority=1,
+                parameters={"custom": 1},
+                compression_algorithm=compression,
+                outputs=[triton.InferRequestedOutput("OUT1"), triton.InferRequestedOutput("OUT0")],
+            )
+            np.testing.assert_array_equal(result.as_numpy("OUT0"), numbers * 2)
+            assert result.as_numpy("OUT1").tolist() == [[b"aa", "üü".encode()]]
+            response = result.get_response()
+            assert (response.id, response.model_name, response.model_version) == ("42", "double", "1")
+            assert [output.name for output in response.outputs] == ["OUT1", "OUT0"]
+
+    await asyncio.to_thread(ask)
+
+
+CLIENT_PROGRAM = """
+import sys
+import numpy as np
+import tritonclient.grpc as triton
+with triton.InferenceServerClient(sys.argv[1]) as client:
+    tensor = triton.InferInput("A", [3], "INT16")
+    tensor.set_data_from_numpy(np.array([1, -2, 3], np.int16))
+    assert client.infer("double", [tensor]).as_numpy("OUT0").tolist() == [2, -4, 6]
+    try:
+        client.infer("nobody", [tensor])
+    except triton.InferenceServerException as error:
+        print(error.status(), error.message())
+"""
+
+
+async def test_unmodified_client_in_a_process_of_its_own_infers_and_gets_errors(address: str) -> None:
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENT_PROGRAM, address, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await client.communicate()
+    assert client.returncode == 0, err.decode()
+    assert out.decode().strip() == "StatusCode.NOT_FOUND Request for unknown model: 'nobody' is not found"
+
+
+@pytest.mark.parametrize(
+    "method", ["ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer"]
+)
+async def test_garbage_is_an_invalid_argument(channel: grpc.aio.Channel, method: str) -> None:
+    error = await failure(channel, method, b"\xff\xff\xff")
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == f"the request is not a valid message of type inference.{method}Request"
+
+
+@pytest.mark.parametrize(
+    ("method", "data"),
+    [
+        ("ModelReady", pb.ModelReadyRequest(name="double", version="one").SerializeToString()),
+        ("ModelMetadata", pb.ModelMetadataRequest(name="double", version="one").SerializeToString()),
+        ("ModelInfer", infer_request(version="one")),
+    ],
+)
+async def test_version_that_is_no_number_is_an_invalid_argument(
+    channel: grpc.aio.Channel, method: str, data: bytes
+) -> None:
+    error = await failure(channel, method, data)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == (
+        "failed to get model version from specified version string 'one' (details: stol), "
+        "version should be an integral value > 0"
+    )
+
+
+async def test_call_this_server_lacks_is_unimplemented(channel: grpc.aio.Channel) -> None:
+    assert (await failure(channel, "ModelStatistics", b"")).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_draining_server_says_that_it_is_not_ready(channel: grpc.aio.Channel, models: FakeModelService) -> None:
+    models.ready = False
+    answer = pb.ServerReadyResponse.FromString(await call(channel, "ServerReady", b""))
+    assert not answer.ready
+
+
+async def test_overload_tells_the_client_when_to_come_back(
+    channel: grpc.aio.Channel, inference: FakeInferenceService
+) -> None:
+    inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=0.0123)
+    error = await failure(channel, "ModelInfer", infer_request("busy"))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert error.details() == "queue is full"
+    assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "13"
+
+
+async def test_answer_carries_its_own_timing(channel: grpc.aio.Channel) -> None:
+    send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+    send = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    answering = send(infer_request(), timeout=LONG_S)
+    await answering
+    phases = "decode;dur=1.000, queue;dur=2.000, stage;dur=3.000, compute;dur=4.000, encode;dur=5.000"
+    assert dict(await answering.trailing_metadata())["server-timing"] == phases
+
+
+async def test_deadline_of_the_client_is_known_to_the_service(
+    channel: grpc.aio.Channel, inference: FakeInferenceService
+) -> None:
+    await call(channel, "ModelInfer", infer_request(), timeout_s=LONG_S)
+    assert inference.received[0].timeout_ns is not None
+    assert inference.received[0].timeout_ns == pytest.approx(LONG_S * 1e9, rel=0.05)  # grpc rounds up, and time passes
+    send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+    send = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    await send(infer_request())
+    assert inference.received[1].timeout_ns is None
+
+
+async def test_full_body_gate_refuses_a_call_and_is_empty_after_all(
+    channel: grpc.aio.Channel, inference: FakeInferenceService
+) -> None:
+    request = infer_request("held")
+    inference.gate.max_bytes = len(request)
+    running = asyncio.create_task(call(channel, "ModelInfer", request))
+    await inference.held.wait()
+    error = await failure(channel, "ModelInfer", infer_request())
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "max_inflight_bytes" in (error.details() or "")
+    inference.release.set()
+    await running
+    await call(channel, "ModelInfer", infer_request())
+    assert inference.gate.held_bytes == 0
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "\n"])
+async def test_long_message_is_cut_rather_than_lost(
+    channel: grpc.aio.Channel, inference: FakeInferenceService, letter: str
+) -> None:
+    inference.failures["wordy"] = ServeError(ErrorKind.NOT_READY, letter * 50_000)
+    error = await failure(channel, "ModelInfer", infer_request("wordy"))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    details = error.details()
+    assert details is not None
+    assert 500 < len(details) < 5000
+    assert set(details) == {letter}
+
+
+async def test_fault_of_the_server_does_not_show_its_inside(
+    channel: grpc.aio.Channel, models: FakeModelService, caplog: pytest.LogCaptureFixture
+) -> None:
+    models.fault = RuntimeError("/secret/path")
+    error = await failure(channel, "ServerMetadata", b"")
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert error.details() == "internal error"
+    assert "/secret/path" in caplog.text
+
+
+async def test_request_over_the_body_limit_is_resource_exhausted_and_one_under_it_is_served(
+    channel: grpc.aio.Channel,
+) -> None:
+    def padded(size: int) -> bytes:
+        message = pb.ModelInferRequest(model_name="double", raw_input_contents=[bytes(size)])
+        message.inputs.add(name="IN0", datatype="UINT8", shape=[size])
+        return message.SerializeToString()
+
+    error = await failure(channel, "ModelInfer", padded(MAX_BODY_BYTES))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(MAX_BODY_BYTES) in (error.details() or "")
+    await call(channel, "ModelInfer", padded(MAX_BODY_BYTES - 100))
+
+
+async def test_client_that_leaves_cancels_its_request(
+    channel: grpc.aio.Channel, inference: FakeInferenceService
+) -> None:
+    running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
+    await inference.held.wait()
+    running.cancel()
+    await asyncio.wait_for(inference.cancelled.wait(), LONG_S)
+
+
+async def test_deadline_of_the_client_cancels_its_request(
+    channel: grpc.aio.Channel, inference: FakeInferenceService
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(channel, "ModelInfer", infer_request("held"), timeout_s=0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(inference.cancelled.wait(), LONG_S)
+
+
+async def test_stopping_finishes_the_running_call_and_takes_no_other(
+    server: GrpcServer, channel: grpc.aio.Channel, address: str, inference: FakeInferenceService
+) -> None:
+    running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
+    await inference.held.wait()
+    stopping = asyncio.create_task(server.stop(LONG_S))
+    await wait_until_refused(address)
+    assert not stopping.done()
+    inference.release.set()
+    answer = pb.ModelInferResponse.FromString(await running)
+    assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [2, 4]
+    await asyncio.wait_for(stopping, LONG_S)
+
+
+async def wait_until_refused(address: str) -> None:
+    """Until nobody listens any more: the server closes its port some turns of the loop after it was asked to stop."""
+    host, port = address.split(":")
+    async with asyncio.timeout(LONG_S):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+            except ConnectionError:  # refused, or reset when it caught the closing itself
+                return
+            writer.close()
+            await writer.wait_closed()
+
+
+async def test_stopping_cancels_what_runs_beyond_the_grace(
+    server: GrpcServer, channel: grpc.aio.Channel, inference: FakeInferenceService
+) -> None:
+    running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
+    await inference.held.wait()
+    await asyncio.wait_for(server.stop(0.01), LONG_S)
+    assert inference.cancelled.is_set()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await running
+
+
+async def test_port_in_use_is_an_error_that_names_it(
+    inference: FakeInferenceService, models: FakeModelService, address: str
+) -> None:
+    port = int(address.split(":")[1])
+    second = GrpcServer(inference, models, host="127.0.0.1", port=port, max_body_bytes=1)
+    with pytest.raises(ServeError, match=f"grpc_port: cannot listen on 127.0.0.1:{port}: .*in use"):
+        await second.start()
+    await second.stop(0)
+
+
+async def test_ipv6_address_is_served(inference: FakeInferenceService, models: FakeModelService) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    server = GrpcServer(inference, models, host="::1", port=0, max_body_bytes=1000)
+    port = await server.start()
+    async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
+        answer = await call(channel, "ServerLive", b"")
+    assert pb.ServerLiveResponse.FromString(answer).live
+    await server.stop(0)

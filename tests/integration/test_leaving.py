@@ -1,0 +1,232 @@
+"""Callers who leave while they wait, on both protocols: they leave the queue, and cost the others nothing."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Final
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from encodings_of_requests import json_array, rest_json
+from models import builders
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    decisions,
+    json_input,
+    read_metrics,
+    serving,
+    wait_for_queue,
+    wait_for_sample,
+)
+
+MAX_ROWS: Final = 4
+FIRST: Final = 20
+STORM: Final = 180
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """``slow`` runs four rows in about 50 ms, ``long`` takes ten times as long; ``identity`` answers at once."""
+    repository = tmp_path_factory.mktemp("leaving")
+    (add_model(repository, "slow", builders.slow, steps=15_000) / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\n")
+    (add_model(repository, "long", builders.slow, steps=200_000) / "model.yaml").write_text("warmup_s: 0\n")
+    add_model(repository, "identity", builders.identity)
+    with serving(repository, *SHORT_WARMUP) as server:
+        yield server
+
+
+class Caller:
+    """One HTTP connection, on which requests are written and answers read apart."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @staticmethod
+    async def connect(server: ServerProcess) -> "Caller":
+        host, port = server.http.split(":")
+        return Caller(*await asyncio.open_connection(host, int(port)))
+
+    async def send(self, *requests: bytes) -> None:
+        self._writer.write(b"".join(requests))
+        await self._writer.drain()
+
+    async def receive(self) -> tuple[int, dict[str, str], Any]:
+        """Status, headers and document of the next answer."""
+        head = (await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), LONG_S)).decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in head[1:] if line)}
+        body = await self._reader.readexactly(int(headers["content-length"]))
+        return int(head[0].split(" ")[1]), headers, json.loads(body)
+
+    async def leave(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+
+@pytest.fixture
+async def callers(server: ServerProcess) -> AsyncIterator[list[Caller]]:
+    """As many as a storm has; those who have not left yet leave at the end."""
+    callers = [await Caller.connect(server) for _ in range(FIRST + STORM)]
+    yield callers
+    for caller in callers:
+        await caller.leave()
+
+
+def http_request(model: str, document: object, *headers: str) -> bytes:
+    body = document if isinstance(document, bytes) else json.dumps(document).encode()
+    lines = [f"POST /v2/models/{model}/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "\r\n"]).encode() + body
+
+
+def row(number: int) -> np.ndarray:
+    return np.full((1, 4), number, np.float32)
+
+
+def asking(number: int, model: str = "slow", *headers: str) -> bytes:
+    return http_request(model, {"id": str(number), "inputs": [json_input("x", row(number))]}, *headers)
+
+
+def rows_run(server: ServerProcess) -> float:
+    return read_metrics(server).value("ortserve_batch_rows_sum", model="slow", version="1")
+
+
+async def wait_until_left(server: ServerProcess, count: int) -> None:
+    """Look until so many have left the queue of ``slow``."""
+    labels = {"model": "slow", "version": "1", "decision": "left"}
+    name = "ortserve_batching_decisions_total"
+    await asyncio.to_thread(wait_for_sample, server, name, lambda left: left >= count, **labels)
+
+
+async def check_answers(callers: Sequence[Caller], numbers: Sequence[int], constant: np.ndarray) -> None:
+    """Each caller gets the answer to the row of its own number, bit for bit as if it had been alone."""
+    for number in numbers:
+        status, _, document = await callers[number].receive()
+        assert (status, document.get("id")) == (200, str(number)), document
+        np.testing.assert_array_equal(json_array(document["outputs"][0]), row(number) + constant)
+
+
+async def test_half_of_the_callers_leave_and_no_work_is_done_for_them(
+    server: ServerProcess, callers: list[Caller]
+) -> None:
+    constant = rest_json(server, "slow", {"x": row(0)})["y"]
+    left, wasted, ran = decisions(server, "slow")["left"], decisions(server, "slow")["wasted_rows"], rows_run(server)
+    # Those who stay for certain come first, so that no one who leaves is in a batch already.
+    for number in range(FIRST):
+        await callers[number].send(asking(number))
+    await asyncio.to_thread(wait_for_queue, server, "slow", FIRST - 2 * MAX_ROWS)
+    for number in range(FIRST, FIRST + STORM):
+        await callers[number].send(asking(number))
+    await asyncio.to_thread(wait_for_queue, server, "slow", STORM)
+    leavers = np.random.default_rng(0).choice(np.arange(FIRST, FIRST + STORM), (FIRST + STORM) // 2, replace=False)
+    for number in leavers:
+        await callers[number].leave()
+
+    await check_answers(callers, sorted(set(range(FIRST + STORM)) - set(leavers.tolist())), constant)
+    await wait_until_left(server, left + len(leavers))
+    assert decisions(server, "slow")["left"] == left + len(leavers)
+    ran = rows_run(server) - ran
+    assert decisions(server, "slow")["wasted_rows"] - wasted <= 0.01 * ran
+    assert ran <= (FIRST + STORM) // 2 + 1
+    samples = read_metrics(server)
+    assert samples.value("ortserve_queue_rows", model="slow", version="1") == 0
+    outcomes = samples.by_labels("ortserve_request_duration_seconds_count", "model", "protocol", "outcome")
+    assert outcomes["slow http cancelled"] == len(leavers)
+
+
+async def test_cancelled_grpc_calls_leave_the_queue(server: ServerProcess) -> None:
+    constant = rest_json(server, "slow", {"x": row(0)})["y"]
+    left, wasted, ran = decisions(server, "slow")["left"], decisions(server, "slow")["wasted_rows"], rows_run(server)
+    async with grpc.aio.insecure_channel(server.grpc) as channel:
+        send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        send = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+
+        def start(number: int) -> "grpc.aio.UnaryUnaryCall[bytes, bytes]":
+            request = service_pb2.ModelInferRequest(model_name="slow")
+            request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+            request.raw_input_contents.append(row(number).tobytes())
+            return send(request.SerializeToString(), timeout=LONG_S)
+
+        staying = [start(number) for number in range(FIRST)]
+        await asyncio.to_thread(wait_for_queue, server, "slow", FIRST - 2 * MAX_ROWS)
+        leaving = [start(number) for number in range(FIRST)]
+        await asyncio.to_thread(wait_for_queue, server, "slow", FIRST)
+        for leaver in leaving:
+            leaver.cancel()
+        for number, call in enumerate(staying):
+            answer = service_pb2.ModelInferResponse.FromString(await call)
+            np.testing.assert_array_equal(
+                np.frombuffer(answer.raw_output_contents[0], np.float32), number + constant[0]
+            )
+        await wait_until_left(server, left + FIRST)
+    assert rows_run(server) - ran == FIRST
+    assert decisions(server, "slow")["wasted_rows"] == wasted
+
+
+async def test_caller_who_leaves_in_the_middle_of_its_run_is_a_wasted_row_and_no_more(
+    server: ServerProcess,
+) -> None:
+    leaver = await Caller.connect(server)
+    await leaver.send(asking(1, "long"))
+    runs = {"model": "long", "version": "1", "decision": "batches"}
+    name = "ortserve_batching_decisions_total"
+    await asyncio.to_thread(wait_for_sample, server, name, lambda batches: batches == 1, **runs)
+    await leaver.leave()
+    first, second = (rest_json(server, "long", {"x": row(number)})["y"] for number in (0, 3))
+    np.testing.assert_allclose(second - first, 3, rtol=1e-5)
+    taken = decisions(server, "long")
+    assert (taken["batches"], taken["wasted_rows"], taken["left"]) == (3, 1, 0)
+
+
+async def test_connection_stays_usable_after_errors(server: ServerProcess) -> None:
+    caller = await Caller.connect(server)
+    for request, expected in (
+        (asking(1, "identity"), 200),
+        (http_request("identity", b"{"), 400),
+        (asking(2, "nowhere"), 404),
+        (asking(3, "identity", "X-Request-Timeout-Ms: 0"), 504),
+        (http_request("identity", {"inputs": [json_input("x", np.ones((1, 5), np.float32))]}), 400),
+        (asking(4, "identity"), 200),
+    ):
+        await caller.send(request)
+        status, headers, _ = await caller.receive()
+        assert (status, headers.get("connection")) == (expected, None)
+    await caller.leave()
+
+
+async def test_pipelined_requests_are_answered_in_their_order(server: ServerProcess) -> None:
+    caller = await Caller.connect(server)
+    models = ("slow", "identity", "nowhere", "slow", "identity")
+    await caller.send(*(asking(number, model) for number, model in enumerate(models)))
+    constant = rest_json(server, "slow", {"x": row(0)})["y"]
+    for number, model in enumerate(models):
+        status, _, document = await caller.receive()
+        if model == "nowhere":
+            assert status == 404
+            continue
+        assert (status, document["id"]) == (200, str(number))
+        expected = row(number) + constant if model == "slow" else row(number)
+        np.testing.assert_array_equal(json_array(document["outputs"][0]), expected)
+    await caller.leave()
+
+
+async def test_caller_who_leaves_with_pipelined_requests_behind_is_forgotten(server: ServerProcess) -> None:
+    before = decisions(server, "slow")
+    others = [await Caller.connect(server) for _ in range(3 * MAX_ROWS)]
+    for number, other in enumerate(others):
+        await other.send(asking(number))
+    await asyncio.to_thread(wait_for_queue, server, "slow", MAX_ROWS)
+    leaver = await Caller.connect(server)
+    await leaver.send(asking(1), asking(2), asking(3))
+    await asyncio.to_thread(wait_for_queue, server, "slow", 2 * MAX_ROWS - 3)
+    await leaver.leave()
+    constant = rest_json(server, "slow", {"x": row(0)})["y"]
+    await check_answers(others, range(len(others)), constant)
+    assert decisions(server, "slow")["wasted_rows"] - before["wasted_rows"] <= 1
+    for other in others:
+        await other.leave()

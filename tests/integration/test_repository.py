@@ -1,0 +1,214 @@
+"""Starting over all sorts of repositories: what loads, what does not, and what the operator is told."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from encodings_of_requests import rest_json
+from models import builders
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, starting, triton_clients
+
+ROW = {"x": np.array([[1, 2, 3, 4]], np.float32)}
+
+
+def is_ready(server: ServerProcess) -> bool:
+    """Readiness, on which both protocols must agree."""
+    with triton_clients(server) as (http, grpc):
+        by_http: bool = http.is_server_ready()
+        assert grpc.is_server_ready() == by_http
+    return by_http
+
+
+@pytest.fixture(scope="module")
+def mixed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One good model among the broken."""
+    repository = tmp_path_factory.mktemp("mixed")
+    add_model(repository, "good", builders.identity)
+    add_model(repository, "a_no_model", builders.not_onnx)
+    add_model(repository, "a_sequence", builders.sequence_output)
+    (add_model(repository, "bad_options", builders.identity) / "model.yaml").write_text("max_rows: many\nmax_row: 5\n")
+    (add_model(repository, "no_yaml", builders.identity) / "model.yaml").write_text("max_rows: [")
+    (add_model(repository, "for_triton", builders.identity) / "config.pbtxt").write_text('name: "for_triton"\n')
+    shutil.rmtree(add_model(repository, "no_version", builders.identity) / "1")
+    (add_model(repository, "no_file", builders.identity) / "1" / "model.onnx").unlink()
+    builders.identity(repository / "bare.onnx")
+    (repository / "README.md").write_text("files that are no models are nobody's business\n")
+    (repository / ".cache").mkdir()
+    with serving(repository, *SHORT_WARMUP) as server:
+        yield server
+
+
+def test_broken_models_keep_no_other_from_being_served(mixed_server: ServerProcess) -> None:
+    assert is_ready(mixed_server)
+    for model in ("good", "bare"):
+        np.testing.assert_array_equal(rest_json(mixed_server, model, ROW)["y"], ROW["x"])
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("a_no_model", ("ONNX Runtime cannot load the model",)),
+        ("a_sequence", ("output 'y' has type seq(tensor(float))",)),
+        ("bad_options", ("max_rows: expected integer, 1 to 65536, got 'many'", "max_row: unknown key")),
+        ("no_yaml", ("is not YAML",)),
+        ("for_triton", ("config.pbtxt is not read",)),
+        ("no_version", ("no version folder",)),
+        ("no_file", ("version folder 1 has no file model.onnx",)),
+    ],
+)
+def test_broken_model_is_not_ready_and_logs_and_callers_say_why(
+    mixed_server: ServerProcess, model: str, words: tuple[str, ...]
+) -> None:
+    line = mixed_server.wait_for_line("model cannot be served", f"model={model} ")
+    with triton_clients(mixed_server) as (http, grpc):
+        assert not http.is_model_ready(model)
+        assert not grpc.is_model_ready(model)
+    answer = httpx.get(f"http://{mixed_server.http}/v2/models/{model}", timeout=LONG_S)
+    assert answer.status_code == 503
+    for word in words:
+        assert word in line
+        assert word in answer.json()["error"]
+
+
+def test_only_models_are_taken_for_models(mixed_server: ServerProcess) -> None:
+    for name in ("README", "README.md", ".cache"):
+        assert httpx.get(f"http://{mixed_server.http}/v2/models/{name}", timeout=LONG_S).status_code == 404
+
+
+def doubling(path: Path) -> Path:
+    """Another model with the tensors of ``identity``'s smallest kin, told apart by its answer: y = 2x."""
+    return builders.unnamed_dims(path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "served"),
+    [
+        ("", ["10"]),
+        ("version_policy: {latest: 2}", ["2", "10"]),
+        ("version_policy: {all: true}", ["1", "2", "10"]),
+        ("version_policy: {specific: [1, 2]}", ["1", "2"]),
+    ],
+)
+def test_version_policy_says_which_versions_are_served_and_the_highest_answers(
+    tmp_path: Path, policy: str, served: list[str]
+) -> None:
+    for number in (1, 2, 10):
+        folder = add_model(tmp_path, "m", doubling if number == 2 else builders.identity, version=number)
+    (folder / "model.yaml").write_text(policy)
+    with serving(tmp_path, *SHORT_WARMUP) as server, triton_clients(server) as (http, grpc):
+        assert http.get_model_metadata("m")["versions"] == served
+        assert list(grpc.get_model_metadata("m").versions) == served
+        for version in ("1", "2", "10"):
+            assert http.is_model_ready("m", version) is (version in served)
+            assert grpc.is_model_ready("m", version) is (version in served)
+            if version in served:
+                document = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
+                url = f"http://{server.http}/v2/models/m/versions/{version}/infer"
+                answer = httpx.post(url, json=document, timeout=LONG_S).json()
+                assert answer["model_version"] == version
+                assert answer["outputs"][0]["data"] == ([2, 4, 6, 8] if version == "2" else [1, 2, 3, 4])
+        expected = 2 * ROW["x"] if served[-1] == "2" else ROW["x"]
+        np.testing.assert_array_equal(rest_json(server, "m", ROW)["y"], expected)
+
+
+def test_options_of_a_model_go_before_those_of_the_server(tmp_path: Path) -> None:
+    (add_model(tmp_path, "small", builders.identity) / "model.yaml").write_text("max_rows: 2\n")
+    add_model(tmp_path, "wide", builders.identity)
+    with serving(tmp_path, *SHORT_WARMUP, "--max-rows", "8") as server:
+        rows = {"x": np.ones((3, 4), np.float32)}
+        assert rest_json(server, "wide", rows)["y"].shape == (3, 4)
+        document = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [3, 4], "data": [1] * 12}]}
+        answer = httpx.post(f"http://{server.http}/v2/models/small/infer", json=document, timeout=LONG_S)
+        assert answer.status_code == 400
+        assert "batch-size must be <= 2 for 'small', got 3" in answer.json()["error"]
+
+
+def test_two_repositories_are_served_and_a_name_in_both_is_neither(tmp_path: Path) -> None:
+    for repository, own in (("one", "first"), ("two", "second")):
+        (tmp_path / repository).mkdir()
+        add_model(tmp_path / repository, own, builders.identity)
+        add_model(tmp_path / repository, "both", builders.identity)
+    with serving(tmp_path / "one", tmp_path / "two", *SHORT_WARMUP) as server:
+        with triton_clients(server) as (http, _):
+            assert [http.is_model_ready(name) for name in ("first", "second", "both")] == [True, True, False]
+        assert "two models of this name" in server.wait_for_line("model cannot be served", "model=both ")
+
+
+@pytest.mark.parametrize("flags", [[], ["--strict-readiness"]], ids=["required", "strict readiness"])
+def test_server_is_never_ready_without_a_model_it_must_serve(tmp_path: Path, flags: list[str]) -> None:
+    add_model(tmp_path, "good", builders.identity)
+    broken = add_model(tmp_path, "broken", builders.not_onnx)
+    if not flags:
+        (broken / "model.yaml").write_text("required: true\n")
+    with starting(tmp_path, *SHORT_WARMUP, *flags) as server:
+        server.wait_until_loaded()
+        assert not is_ready(server)
+        assert httpx.get(f"http://{server.http}/v2/health/live", timeout=LONG_S).status_code == 200
+        np.testing.assert_array_equal(rest_json(server, "good", ROW)["y"], ROW["x"])
+        server.stop()
+
+
+def test_server_without_any_model_is_ready(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        assert is_ready(server)
+
+
+def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: Path) -> None:
+    # Past the command line, which refuses what is no folder: this one is as if it vanished after that look.
+    script = (
+        "import sys; from pathlib import Path; from ortserve.config.options import ServerOptions; "
+        "from ortserve.app import run; "
+        "sys.exit(run(ServerOptions(repositories=(Path(sys.argv[1]),), http_port=0, grpc_port=0, metrics_port=0)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "gone"], capture_output=True, text=True, timeout=LONG_S
+    )
+    assert ended.returncode == 1
+    assert "the server cannot start" in ended.stderr
+    assert "gone: expected a folder of models, got: No such file or directory" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["http", "grpc", "metrics"])
+def test_port_that_is_taken_ends_the_server_with_status_1_and_names_the_option(option: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ports = {"http": "0", "grpc": "0", "metrics": "0"} | {option: port}
+        flags = [word for name, value in ports.items() for word in (f"--{name}-port", value)]
+        with starting("--example", *flags) as server:
+            assert server.wait() == 1
+            line = server.wait_for_line("the server cannot start")
+            assert f"{option}_port: cannot listen on 127.0.0.1:{port}: Address already in use" in line
+            assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--example", "--http-port", "70000"], "--http-port: expected integer, 0 to 65535, got '70000'"),
+        (["--example", "--no-such-flag"], "--no-such-flag"),
+        ([], "no model repository"),
+        (["/no/such/folder"], "expected a folder, got '/no/such/folder'"),
+    ],
+)
+def test_words_that_cannot_be_used_end_the_command_with_status_2(words: list[str], problem: str) -> None:
+    with starting(*words) as server:
+        assert server.wait() == 2
+        assert problem in server.output
+        assert "Traceback" not in server.output
+
+
+def test_interrupt_from_the_keyboard_ends_the_server_as_sigterm_does() -> None:
+    with starting("--example", *SHORT_WARMUP) as server:
+        server.wait_until_loaded()
+        server.send(signal.SIGINT)
+        assert server.wait() == 0
+        assert "Traceback" not in server.output

@@ -1,0 +1,62 @@
+"""Answers tell where their time went, on both protocols, and agree with the server's own account."""
+
+import re
+from typing import Final
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from models import builders
+from ortserve.core.timing import PHASES
+from servers import LONG_S, add_model, json_input, read_metrics, rest_url, serving
+
+ROW: Final = np.ones((1, 4), np.float32)
+REQUESTS: Final = 5
+
+
+@pytest.fixture(scope="module")
+def told_and_counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], float]]:
+    """By protocol: what each answer said of its timing, and the sum of the durations by the server's metrics."""
+    repository = tmp_path_factory.mktemp("timing")
+    add_model(repository, "slow", builders.slow, steps=3_000)
+    with serving(repository, "--warmup-s", "0") as server:
+        document = {"inputs": [json_input("x", ROW)]}
+        by_rest = [httpx.post(rest_url(server, "slow"), json=document, timeout=LONG_S) for _ in range(REQUESTS)]
+        request = service_pb2.ModelInferRequest(model_name="slow")
+        request.inputs.add(name="x", datatype="FP32", shape=ROW.shape)
+        request.raw_input_contents.append(ROW.tobytes())
+        trailers = []
+        with grpc.insecure_channel(server.grpc) as channel:
+            send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+            send = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for _ in range(REQUESTS):
+                _, made = send.with_call(request.SerializeToString(), timeout=LONG_S)
+                trailers.append(dict(made.trailing_metadata() or ()))
+        samples = read_metrics(server)
+
+    def counted_s(protocol: str) -> float:
+        labels = {"model": "slow", "version": "1", "protocol": protocol, "outcome": "ok"}
+        return samples.value("ortserve_request_duration_seconds_sum", **labels)
+
+    return {
+        "http": ([answer.headers["server-timing"] for answer in by_rest], counted_s("http")),
+        "grpc": ([str(trailer["server-timing"]) for trailer in trailers], counted_s("grpc")),
+    }
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_phases_of_each_answer_are_told_in_milliseconds_and_sum_to_what_was_counted(
+    told_and_counted: dict[str, tuple[list[str], float]], protocol: str
+) -> None:
+    told, counted_s = told_and_counted[protocol]
+    total_ms = 0.0
+    for text in told:
+        phases = [re.fullmatch(r"(\w+);dur=(\d+\.\d{3})", phase) for phase in text.split(", ")]
+        durations_ms = {phase[1]: float(phase[2]) for phase in phases if phase is not None}
+        assert tuple(durations_ms) == PHASES
+        assert max(durations_ms, key=lambda name: durations_ms[name]) == "compute"
+        total_ms += sum(durations_ms.values())
+    assert total_ms == pytest.approx(counted_s * 1000, abs=0.01 * REQUESTS)

@@ -1,0 +1,264 @@
+"""Ending a server under load: whoever was admitted is answered, and right; nobody is cut off in the middle."""
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import onnxruntime
+import pytest
+from tritonclient.grpc import service_pb2
+
+from encodings_of_requests import grpc_raw, rest_json
+from models import builders
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    add_model,
+    json_input,
+    rest_url,
+    serving,
+    starting,
+    triton_clients,
+    wait_for_queue,
+    wait_for_sample,
+)
+
+HTTP_CALLERS = 24
+GRPC_CALLERS = 24
+ANSWERS_BEFORE_THE_SIGNAL = 200
+VARIETY = 16
+
+
+@dataclass
+class Traffic:
+    """What callers saw. ``answers`` holds the outputs FP32 [10] by request id, ``untaken`` the ids of requests whose
+    connection ended without a byte of an answer, which a caller may safely send again elsewhere.
+    """
+
+    enough: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: dict[str, np.ndarray] = field(default_factory=dict)
+    untaken: set[str] = field(default_factory=set)
+
+    def answered(self, request_id: str, output: np.ndarray) -> None:
+        self.answers[request_id] = output
+        if len(self.answers) >= ANSWERS_BEFORE_THE_SIGNAL:
+            self.enough.set()
+
+
+def row_of(request_id: str) -> int:
+    """Which of the rows a request carries."""
+    return int(request_id.split("-")[1]) % VARIETY
+
+
+async def call_by_http(address: str, caller: int, rows: np.ndarray, traffic: Traffic) -> None:
+    """Send one request after the other, over connections that are kept, until no new one is accepted."""
+    host, port = address.split(":")
+    number = 0
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+        except ConnectionError:
+            return
+        is_kept = True
+        try:
+            while is_kept:
+                number += 1
+                request_id = f"http{caller}-{number}"
+                body = _json_body(request_id, rows[row_of(request_id)])
+                head = f"POST /v2/models/heavy/infer HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+                answer = await _exchange(reader, writer, head.encode() + body)
+                if answer is None:
+                    traffic.untaken.add(request_id)
+                    break
+                head_text, document = answer
+                assert head_text.startswith("HTTP/1.1 200 "), (head_text, document)
+                assert document["id"] == request_id
+                traffic.answered(request_id, np.array(document["outputs"][0]["data"], np.float32))
+                is_kept = "connection: close" not in head_text.lower()
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Traffic) -> None:
+    """Send one request after the other until the server takes no more."""
+    async with grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        number = 0
+        while True:
+            number += 1
+            request_id = f"grpc{caller}-{number}"
+            request = service_pb2.ModelInferRequest(model_name="heavy", id=request_id)
+            request.inputs.add(name="x", datatype="FP32", shape=[1, 64])
+            request.raw_input_contents.append(rows[row_of(request_id)].tobytes())
+            try:
+                data = await call(request.SerializeToString(), timeout=LONG_S)
+            except grpc.aio.AioRpcError as error:
+                # Where grpc has accepted a call but not yet handed it to the server, a shutdown cancels it; the check
+                # of the server's own account shows that it was one of those.
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                    raise
+                traffic.untaken.add(request_id)
+                return
+            response = service_pb2.ModelInferResponse.FromString(data)
+            assert response.id == request_id
+            traffic.answered(request_id, np.frombuffer(response.raw_output_contents[0], np.float32))
+
+
+@pytest.mark.parametrize("drain_delay_s", ["0", "0.5"])
+async def test_every_admitted_request_is_answered_when_the_server_ends_under_load(
+    tmp_path: Path, drain_delay_s: str
+) -> None:
+    folder = add_model(tmp_path, "heavy", builders.heavy)
+    session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    rows = np.random.default_rng(0).standard_normal((VARIETY, 64)).astype(np.float32)
+    expected = session.run(["y"], {"x": rows})[0]
+    traffic = Traffic()
+    # Batches so small that the queue is never empty.
+    flags = ("--max-rows", "4", *SHORT_WARMUP, "--access-log", "--drain-delay-s", drain_delay_s)
+    with starting(tmp_path, *flags) as server:
+        await asyncio.to_thread(server.wait_until_loaded)
+        callers = [
+            *(asyncio.create_task(call_by_http(server.http, n, rows, traffic)) for n in range(HTTP_CALLERS)),
+            *(asyncio.create_task(call_by_grpc(server.grpc, n, rows, traffic)) for n in range(GRPC_CALLERS)),
+        ]
+        async with _failing_early(callers):
+            await asyncio.wait_for(traffic.enough.wait(), LONG_S)
+            before = len(traffic.answers)
+            server.send(signal.SIGTERM)
+            await asyncio.wait_for(asyncio.gather(*callers), LONG_S)
+        assert await asyncio.to_thread(server.wait) == 0
+        assert "Traceback" not in server.output
+        logged = [line for line in server.lines if " ortserve.access " in line]
+
+    # Each caller had a request under way when the signal came, and most of them were waiting in the queue.
+    assert len(traffic.answers) - before >= (HTTP_CALLERS + GRPC_CALLERS) / 2
+    for request_id, output in traffic.answers.items():
+        np.testing.assert_allclose(output, expected[row_of(request_id)], rtol=1e-3, atol=1e-4)
+    # The server's own account agrees: what it took it answered, and the answer arrived.
+    outcomes = {_field(line, "request_id"): _field(line, "outcome") for line in logged}
+    assert set(outcomes.values()) == {"ok"}
+    assert set(outcomes) == set(traffic.answers)
+    assert not traffic.untaken & set(outcomes)
+
+
+def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path) -> None:
+    add_model(tmp_path, "slow", builders.slow, steps=200_000)
+    row = np.zeros((1, 4), np.float32)
+    with serving(tmp_path, "--max-rows", "1", "--warmup-s", "0") as server, ThreadPoolExecutor(4) as pool:
+        expected = rest_json(server, "slow", {"x": row})["y"]
+        calls = [
+            pool.submit(infer, server, "slow", {"x": row + number})
+            for number, infer in enumerate([rest_json, grpc_raw, rest_json, grpc_raw])
+        ]
+        wait_for_queue(server, "slow", 3)  # and the fourth runs
+        server.stop()
+        for number, call in enumerate(calls):
+            np.testing.assert_allclose(call.result()["y"], expected + number, rtol=1e-5)
+
+
+def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path: Path) -> None:
+    add_model(tmp_path, "identity", builders.identity)
+    row = np.array([[1, 2, 3, 4]], np.float32)
+    document = {"inputs": [json_input("x", row)]}
+    with starting(tmp_path, *SHORT_WARMUP, "--drain-delay-s", "3600") as server, httpx.Client(timeout=LONG_S) as client:
+        server.wait_until_loaded()
+        before = client.post(rest_url(server, "identity"), json=document)
+        assert (before.status_code, before.headers.get("connection")) == (200, None)
+
+        server.send(signal.SIGTERM)
+        server.wait_for_line("draining")
+
+        ready = client.get(f"http://{server.http}/v2/health/ready")
+        assert (ready.status_code, ready.json()) == (503, {"error": "Server exiting"})
+        with triton_clients(server) as (http, grpc_client):
+            assert not http.is_server_ready()
+            assert not grpc_client.is_server_ready()
+            assert not grpc_client.is_server_live()
+            # Models stay ready: they are what still answers.
+            assert http.is_model_ready("identity")
+        for _ in range(3):
+            answer = client.post(rest_url(server, "identity"), json=document)
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+            assert answer.json()["outputs"][0]["data"] == [1, 2, 3, 4]
+            np.testing.assert_array_equal(grpc_raw(server, "identity", {"x": row})["y"], row)
+
+        # Who cannot wait sends a second signal, which has its usual effect.
+        server.send(signal.SIGTERM)
+        assert server.wait() == -signal.SIGTERM
+
+
+def test_server_ends_with_status_0_when_the_drain_delay_is_over() -> None:
+    with serving("--example", *SHORT_WARMUP, "--drain-delay-s", "0.2") as server:
+        server.stop()
+        assert "drained" in server.lines[-1]
+
+
+@pytest.mark.parametrize("state", ["loading", "warming"])
+def test_signal_while_models_are_loading_ends_the_server_with_status_0(tmp_path: Path, state: str) -> None:
+    for name in ("a", "b", "c"):
+        add_model(tmp_path, name, builders.slow)  # each warms up for seconds
+    with starting(tmp_path) as server:
+        server.wait_for_line("listening", "protocol=metrics ")
+        if state == "warming":
+            labels = {"model": "a", "version": "1", "state": "warming"}
+            wait_for_sample(server, "ortserve_model_state", lambda value: value == 1, **labels)
+        server.stop()
+        assert "drained" in server.output
+        assert "model is ready" not in server.output
+
+
+def _json_body(request_id: str, row: np.ndarray) -> bytes:
+    return json.dumps({"id": request_id, "inputs": [json_input("x", row[np.newaxis])]}).encode()
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
+) -> tuple[str, dict[str, Any]] | None:
+    """Send a request and read its whole answer; None when the connection ended without a byte of one."""
+    try:
+        writer.write(request)
+        await writer.drain()
+        head = await reader.readuntil(b"\r\n\r\n")
+    except ConnectionError:
+        return None
+    except asyncio.IncompleteReadError as error:
+        if error.partial:
+            raise AssertionError(f"cut off in the head of an answer: {error.partial!r}") from error
+        return None
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    assert length is not None
+    try:
+        body = await reader.readexactly(int(length[1]))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise AssertionError("cut off in the body of an answer") from error
+    return head.decode(), json.loads(body)
+
+
+@asynccontextmanager
+async def _failing_early(tasks: list[asyncio.Task[None]]) -> AsyncIterator[None]:
+    """Leave no caller running behind a failed test."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _field(line: str, name: str) -> str:
+    found = re.search(rf" {name}=(\S+)", line)
+    assert found is not None, line
+    return found[1]

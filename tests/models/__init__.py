@@ -1,0 +1,1 @@
+"""Tiny ONNX models that tests build when they need them."""

@@ -1,0 +1,275 @@
+"""Builders of tiny ONNX models, each with one trait that a server has to cope with.
+
+Every builder writes a model file to ``path``, whose folder must exist, and returns ``path``. Weights come from seeded
+generators, so that a model is the same each time. Unless said otherwise the input is ``x``, the output ``y``, and the
+axis named ``batch`` is free.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from ortserve.core.dtypes import DataType
+
+OPSET: Final = 21
+IR_VERSION: Final = 10
+
+POISON: Final = 99
+"""A value that makes a run of ``poison`` fail."""
+
+ELEMENT_TYPES: Final = {
+    DataType.BOOL: TensorProto.BOOL,
+    DataType.UINT8: TensorProto.UINT8,
+    DataType.UINT16: TensorProto.UINT16,
+    DataType.UINT32: TensorProto.UINT32,
+    DataType.UINT64: TensorProto.UINT64,
+    DataType.INT8: TensorProto.INT8,
+    DataType.INT16: TensorProto.INT16,
+    DataType.INT32: TensorProto.INT32,
+    DataType.INT64: TensorProto.INT64,
+    DataType.FP16: TensorProto.FLOAT16,
+    DataType.BF16: TensorProto.BFLOAT16,
+    DataType.FP32: TensorProto.FLOAT,
+    DataType.FP64: TensorProto.DOUBLE,
+    DataType.BYTES: TensorProto.STRING,
+}
+
+
+def mlp(path: Path, inputs: int = 64, hidden: int = 256, outputs: int = 10, seed: int = 0) -> Path:
+    """Softmax over a dense network of one hidden layer: x FP32 [batch, inputs] → y FP32 [batch, outputs]."""
+    rng = np.random.default_rng(seed)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["h1"]),
+        helper.make_node("Relu", ["h1"], ["h2"]),
+        helper.make_node("MatMul", ["h2", "w2"], ["h3"]),
+        helper.make_node("Softmax", ["h3"], ["y"], axis=1),
+    ]
+    weights = [_weight(rng, "w1", (inputs, hidden)), _weight(rng, "w2", (hidden, outputs))]
+    return _write(path, nodes, [_fp32("x", "batch", inputs)], [_fp32("y", "batch", outputs)], weights)
+
+
+def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int | str | None] = ("batch", 4)) -> Path:
+    """The input as it came, of any datatype and shape.
+
+    A dimension is a size, the name of a free axis, or None: free without a name.
+    """
+    element_type = ELEMENT_TYPES[datatype]
+    return _write(
+        path,
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [helper.make_tensor_value_info("x", element_type, shape)],
+        [helper.make_tensor_value_info("y", element_type, shape)],
+    )
+
+
+def scalar_sum(path: Path) -> Path:
+    """An output without any axis: x FP32 [n] → y FP32 [], the sum. The free axis of x is no batch axis."""
+    nodes = [helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0)]
+    return _write(path, nodes, [_fp32("x", "n")], [_fp32("y")])
+
+
+def row_mixer(path: Path, width: int | str = 4) -> Path:
+    """Shapes that look batchable, rows that influence each other: x FP32 [batch, width] → y FP32 [batch, width].
+
+    y = x - mean of x over axis 0. A ``width`` that is a text is the name of a free axis.
+    """
+    nodes = [
+        helper.make_node("ReduceMean", ["x", "axes"], ["mean"], keepdims=1),
+        helper.make_node("Sub", ["x", "mean"], ["y"]),
+    ]
+    axes = [numpy_helper.from_array(np.array([0], np.int64), "axes")]
+    return _write(path, nodes, [_fp32("x", "batch", width)], [_fp32("y", "batch", width)], axes)
+
+
+def poison(path: Path) -> Path:
+    """Row-wise, but one bad row fails the whole run: x INT64 [batch, 4] → y FP32 [batch, 4], y = x / 2.
+
+    Values from 0 to 15 are fine; with 16 or more in any row, such as ``POISON``, ONNX Runtime raises.
+    """
+    table = [numpy_helper.from_array(np.arange(16, dtype=np.float32) / 2, "table")]
+    nodes = [helper.make_node("Gather", ["table", "x"], ["y"])]
+    return _write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
+
+
+def fixed_batch(path: Path) -> Path:
+    """No free axis, so nothing to batch along: x FP32 [1, 4] → y FP32 [1, 4], y = 2x."""
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+    return _write(path, nodes, [_fp32("x", 1, 4)], [_fp32("y", 1, 4)])
+
+
+def unnamed_dims(path: Path) -> Path:
+    """Free axes without names: x FP32 [?, ?] → y FP32 [?, ?], y = 2x."""
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+    return _write(path, nodes, [_fp32("x", None, None)], [_fp32("y", None, None)])
+
+
+def two_batch_names(path: Path) -> Path:
+    """Two inputs whose leading axes are not the same: a FP32 [queries, 4], b FP32 [documents, 4].
+
+    The output is the dot product of every row of a with every row of b: y FP32 [queries, documents].
+    """
+    nodes = [
+        helper.make_node("Transpose", ["b"], ["columns"], perm=[1, 0]),
+        helper.make_node("MatMul", ["a", "columns"], ["y"]),
+    ]
+    inputs = [_fp32("a", "queries", 4), _fp32("b", "documents", 4)]
+    return _write(path, nodes, inputs, [_fp32("y", "queries", "documents")])
+
+
+def variable_length(path: Path) -> Path:
+    """A free axis besides the batch: x INT64 [batch, seq] → y FP32 [batch], the sum of each row."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceSum", ["floats", "axes"], ["y"], keepdims=0),
+    ]
+    axes = [numpy_helper.from_array(np.array([1], np.int64), "axes")]
+    return _write(path, nodes, [_int64("x", "batch", "seq")], [_fp32("y", "batch")], axes)
+
+
+def masked_tokens(path: Path) -> Path:
+    """A value for each token, and a mask: ids, mask INT64 [batch, seq] → y FP32 [batch, seq], total FP32 [batch].
+
+    ``total`` is the sum of the ids whose mask is 1, and y = ids - total, so that ids which are not masked out change
+    the answers of all others in their row.
+    """
+    nodes = [
+        helper.make_node("Mul", ["ids", "mask"], ["chosen"]),
+        helper.make_node("ReduceSum", ["chosen", "axes"], ["column"], keepdims=1),
+        helper.make_node("Sub", ["ids", "column"], ["difference"]),
+        helper.make_node("Cast", ["difference"], ["y"], to=TensorProto.FLOAT),
+        helper.make_node("Squeeze", ["column", "axes"], ["sum"]),
+        helper.make_node("Cast", ["sum"], ["total"], to=TensorProto.FLOAT),
+    ]
+    axes = [numpy_helper.from_array(np.array([1], np.int64), "axes")]
+    inputs = [_int64("ids", "batch", "seq"), _int64("mask", "batch", "seq")]
+    return _write(path, nodes, inputs, [_fp32("y", "batch", "seq"), _fp32("total", "batch")], axes)
+
+
+def heavy(path: Path, steps: int = 60, width: int = 1024, seed: int = 0) -> Path:
+    """Work enough to fill queues with: x FP32 [batch, 64] → y FP32 [batch, 10]; rows do not influence each other.
+
+    A dense layer of ``width`` inputs and outputs applied ``steps`` times, in a loop so that the file holds its weights
+    (4 MB by default) once. Measured with one intra-op thread on a virtual AMD EPYC core: 3 ms for one row, 40 ms for
+    32; the time grows in proportion to ``steps``.
+    """
+    rng = np.random.default_rng(seed)
+    nodes = [
+        helper.make_node("MatMul", ["x", "w_in"], ["h0"]),
+        _dense_loop("h0", "w", "h_last", rows="batch", width=width),
+        helper.make_node("MatMul", ["h_last", "w_out"], ["y"]),
+    ]
+    weights = [
+        _weight(rng, "w_in", (64, width)),
+        # Half the norm: the loop then damps rounding differences between batch sizes instead of blowing them up.
+        _weight(rng, "w", (width, width), gain=0.5),
+        _weight(rng, "w_out", (width, 10)),
+        numpy_helper.from_array(np.array(steps, np.int64), "steps"),
+    ]
+    return _write(path, nodes, [_fp32("x", "batch", 64)], [_fp32("y", "batch", 10)], weights)
+
+
+def slow(path: Path, steps: int = 30_000) -> Path:
+    """A run that lasts long enough to drain a server meanwhile: x FP32 [batch, 4] → y FP32 [batch, 4].
+
+    y = x + c, where c is the end of a loop over a small dense layer. About 100 ms on a virtual AMD EPYC core however
+    many rows there are, in proportion to ``steps``.
+    """
+    rng = np.random.default_rng(0)
+    width = 256
+    nodes = [
+        _dense_loop("h0", "w", "h_last", rows=1, width=width),
+        helper.make_node("MatMul", ["h_last", "w_out"], ["c"]),
+        helper.make_node("Add", ["x", "c"], ["y"]),
+    ]
+    weights = [
+        _weight(rng, "h0", (1, width)),
+        _weight(rng, "w", (width, width), gain=0.5),
+        _weight(rng, "w_out", (width, 4)),
+        numpy_helper.from_array(np.array(steps, np.int64), "steps"),
+    ]
+    return _write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)], weights)
+
+
+def refuses_synthetic(path: Path) -> Path:
+    """Runs on proper inputs, not on invented ones: x INT64 [batch, 4] → y FP32 [batch, 4], y = (x - 2) / 2.
+
+    Values from 2 to 33 are proper; with a 0 or a 1 anywhere ONNX Runtime raises.
+    """
+    table = [
+        numpy_helper.from_array(np.arange(32, dtype=np.float32) / 2, "table"),
+        numpy_helper.from_array(np.array(34, np.int64), "offset"),
+    ]
+    nodes = [
+        # Negative indices count from the end, so that 2..33 become -32..-1 while 0 and 1 fall off the table's front.
+        helper.make_node("Sub", ["x", "offset"], ["index"]),
+        helper.make_node("Gather", ["table", "index"], ["y"]),
+    ]
+    return _write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
+
+
+def sequence_output(path: Path) -> Path:
+    """An output that is no tensor: x FP32 [batch, 4] → y, the sequence of x twice."""
+    nodes = [helper.make_node("SequenceConstruct", ["x", "x"], ["y"])]
+    output = helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, ["batch", 4])
+    return _write(path, nodes, [_fp32("x", "batch", 4)], [output])
+
+
+def not_onnx(path: Path) -> Path:
+    """Bytes that no parser takes for a model."""
+    path.write_bytes(b"\xff not a model \xff")
+    return path
+
+
+def _dense_loop(start: str, weight: str, end: str, *, rows: int | str, width: int) -> onnx.NodeProto:
+    """Make the loop h ← tanh(h @ weight + start), from h = start, as often as the tensor ``steps`` says.
+
+    ``start`` and ``end`` name FP32 tensors [rows, width], ``weight`` one [width, width]. The start is fed in again at
+    each step, so that the end never fades to a constant however many steps there are.
+    """
+    body = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["h", weight], ["product"]),
+            helper.make_node("Add", ["product", start], ["sum"]),
+            helper.make_node("Tanh", ["sum"], ["h_next"]),
+            helper.make_node("Identity", ["go_on"], ["go_on_next"]),
+        ],
+        "step",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            _fp32("h", rows, width),
+        ],
+        [helper.make_tensor_value_info("go_on_next", TensorProto.BOOL, []), _fp32("h_next", rows, width)],
+    )
+    return helper.make_node("Loop", ["steps", "", start], [end], body=body)
+
+
+def _fp32(name: str, *shape: int | str | None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
+
+def _int64(name: str, *shape: int | str | None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.INT64, shape)
+
+
+def _weight(rng: np.random.Generator, name: str, shape: tuple[int, int], gain: float = 1.0) -> onnx.TensorProto:
+    """Draw normal weights scaled so that a row of unit variance keeps it, times ``gain``."""
+    values = rng.standard_normal(shape, np.float32) * np.float32(gain / np.sqrt(shape[0]))
+    return numpy_helper.from_array(values, name)
+
+
+def _write(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    weights: Sequence[onnx.TensorProto] = (),
+) -> Path:
+    graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    path.write_bytes(model.SerializeToString())
+    return path

@@ -1,0 +1,34 @@
+"""Reference pages are made from the declarations, and every declaration has something to say."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ortserve.config.reference
+import ortserve.telemetry.reference
+from ortserve.config.model import ModelOptions
+from ortserve.config.options import ServerOptions
+from ortserve.telemetry.metrics import DECLARATIONS
+
+
+@pytest.mark.parametrize(
+    ("page", "render", "command"),
+    [
+        (ortserve.config.reference.PAGE, ortserve.config.reference.render, "ortserve.config.reference"),
+        (ortserve.telemetry.reference.PAGE, ortserve.telemetry.reference.render, "ortserve.telemetry.reference"),
+    ],
+)
+def test_page_is_current(page: Path, render: Callable[[], str], command: str) -> None:
+    assert page.read_text() == render(), f"run: python -m {command}"
+
+
+@pytest.mark.parametrize("schema", [ServerOptions, ModelOptions])
+def test_every_option_is_described(schema: type[ServerOptions] | type[ModelOptions]) -> None:
+    assert [name for name, field in schema.model_fields.items() if not field.description] == []
+
+
+def test_every_metric_is_described_and_named_with_its_unit() -> None:
+    assert [known.name for known in DECLARATIONS if not known.help.endswith(".")] == []
+    assert all(known.name.endswith("_total") == (known.type == "counter") for known in DECLARATIONS)
+    assert all(bool(known.buckets) == (known.type == "histogram") for known in DECLARATIONS)

@@ -1,0 +1,242 @@
+"""Real servers for tests: the command line in a process of its own, on ports that the system chooses."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from prometheus_client.parser import text_string_to_metric_families
+
+LONG_S: Final = 60.0
+"""A wait that only a failing test sees the end of."""
+
+SHORT_WARMUP: Final = ("--warmup-s", "0.2")
+"""Enough to verify batching and to learn batch sizes of tiny models."""
+
+
+class ServerProcess:
+    """``ortserve serve`` with ``arguments``. Its output is read by a thread, so that tests can wait for lines of it.
+
+    ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens.
+    """
+
+    def __init__(self, *arguments: str | Path, env: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ortserve", "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=_clean_environment() | dict(env or {}),
+        )
+        self.lines: list[str] = []
+        self._is_closed = False
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def http(self) -> str:
+        return self._address("http")
+
+    @property
+    def grpc(self) -> str:
+        return self._address("grpc")
+
+    @property
+    def metrics(self) -> str:
+        return self._address("metrics")
+
+    def wait_for_line(self, *parts: str) -> str:
+        """Return the first line that holds all ``parts``, when it comes; fail when it cannot come any more."""
+
+        def found() -> str | None:
+            return next((line for line in self.lines if all(part in line for part in parts)), None)
+
+        with self._news:
+            self._news.wait_for(lambda: found() is not None or self._is_closed, LONG_S)
+            line = found()
+        assert line is not None, f"no line with {parts} in the server's output:\n{self.output}"
+        return line
+
+    def wait_until_loaded(self) -> None:
+        """Wait for the end of loading, whatever became of the models."""
+        self.wait_for_line("loading is over")
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        """Return the exit status; the whole output is in ``lines`` then."""
+        status = self._process.wait(LONG_S)
+        self._reader.join(LONG_S)
+        return status
+
+    def stop(self) -> None:
+        """End the server as its operator would; it must leave without a complaint."""
+        if self._process.poll() is None:
+            self.send(signal.SIGTERM)
+        status = self.wait()
+        assert status == 0, f"exit status {status}:\n{self.output}"
+        assert "Traceback" not in self.output, self.output
+
+    def kill(self) -> None:
+        """End the process in any case."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join(LONG_S)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def _address(self, protocol: str) -> str:
+        line = self.wait_for_line("listening", f"protocol={protocol} ")
+        fields = dict(re.findall(r"(\w+)=(\S+)", line))
+        return f"{fields['host']}:{fields['port']}"
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._is_closed = True
+            self._news.notify_all()
+
+
+@contextmanager
+def starting(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Start a server on free ports without waiting for it; it may end in any way and is ended in any case."""
+    flags = ("--http-port", "--grpc-port", "--metrics-port")
+    ports = () if set(flags) & set(arguments) else [part for flag in flags for part in (flag, "0")]
+    server = ServerProcess(*arguments, *ports, env=env)
+    try:
+        yield server
+    except BaseException as error:
+        error.add_note(f"the server's output:\n{server.output}")
+        raise
+    finally:
+        server.kill()
+
+
+@contextmanager
+def serving(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Serve with all models loaded; at the end the server must drain, exit with 0 and show no traceback."""
+    with starting(*arguments, env=env) as server:
+        server.wait_until_loaded()
+        ready = httpx.get(f"http://{server.http}/v2/health/ready", timeout=LONG_S)
+        assert ready.status_code == 200, ready.text
+        yield server
+        server.stop()
+
+
+def add_model(repository: Path, name: str, build: Callable[..., Path], *, version: int = 1, **traits: Any) -> Path:
+    """Put a model that one of ``models.builders`` makes into a repository; returns the model's folder."""
+    folder = repository / name / str(version)
+    folder.mkdir(parents=True)
+    build(folder / "model.onnx", **traits)
+    return folder.parent
+
+
+@contextmanager
+def triton_clients(
+    server: ServerProcess,
+) -> Iterator[tuple[triton_http.InferenceServerClient, triton_grpc.InferenceServerClient]]:
+    """The unmodified clients, HTTP and gRPC."""
+    with (
+        triton_http.InferenceServerClient(server.http) as http,
+        triton_grpc.InferenceServerClient(server.grpc) as grpc,
+    ):
+        yield http, grpc
+
+
+def wire_datatype(array: np.ndarray) -> str:
+    """The protocol's name for an array's element type; text in object arrays is BYTES."""
+    kinds = {"b": "BOOL", "O": "BYTES", "f": "FP", "i": "INT", "u": "UINT"}
+    name = kinds[array.dtype.kind]
+    return name if array.dtype.kind in "bO" else f"{name}{array.dtype.itemsize * 8}"
+
+
+def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
+    """An entry of ``inputs`` of a REST request, nested like the tensor."""
+    return {"name": name, "shape": list(array.shape), "datatype": wire_datatype(array), "data": array.tolist()}
+
+
+def rest_url(server: ServerProcess, model: str, version: str = "") -> str:
+    """Where REST inference with a model is."""
+    return f"http://{server.http}/v2/models/{model}{f'/versions/{version}' if version else ''}/infer"
+
+
+class Samples:
+    """What the metrics port said at one moment."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sample with exactly these labels; fails where there is none."""
+        values = [sample.value for sample in self._samples if sample.name == name and sample.labels == labels]
+        assert len(values) == 1, f"{len(values)} samples of {name} with {labels} in:\n{self.text}"
+        return float(values[0])
+
+    def by_labels(self, name: str, *labels: str) -> dict[str, float]:
+        """All samples of a name that are not 0, by the values of these labels: ``simple 1 http ok``."""
+        return {
+            " ".join(sample.labels[label] for label in labels): float(sample.value)
+            for sample in self._samples
+            if sample.name == name and sample.value
+        }
+
+
+def read_metrics(server: ServerProcess) -> Samples:
+    """Read the metrics port."""
+    answer = httpx.get(f"http://{server.metrics}/metrics", timeout=LONG_S)
+    return Samples(answer.raise_for_status().text)
+
+
+def wait_for_sample(server: ServerProcess, name: str, is_wanted: Callable[[float], bool], **labels: str) -> float:
+    """Look until a sample has a wanted value, and return it; one that is not there counts as 0.
+
+    Each look is a request of its own to the port that no load holds up.
+    """
+    value = 0.0
+    for _ in range(10_000):
+        value = read_metrics(server).by_labels(name, *labels).get(" ".join(labels.values()), 0.0)
+        if is_wanted(value):
+            return value
+    raise AssertionError(f"{name} with {labels} stayed at {value}")
+
+
+def wait_for_queue(server: ServerProcess, model: str, rows: int) -> None:
+    """Look until at least so many rows wait for a model."""
+    wait_for_sample(server, "ortserve_queue_rows", lambda waiting: waiting >= rows, model=model, version="1")
+
+
+def decisions(server: ServerProcess, model: str) -> dict[str, int]:
+    """How often the batcher of a model took each decision."""
+    answer = httpx.get(f"http://{server.http}/v2/models/{model}/batching", timeout=LONG_S).raise_for_status()
+    taken: dict[str, int] = answer.json()["decisions"]
+    return taken
+
+
+def _clean_environment() -> dict[str, str]:
+    """Ours, without what would change a server's options."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("ORTSERVE_", "ORT_"))}

@@ -1,0 +1,95 @@
+"""The batcher keeps its figures: the cells of ``loadtests/batching_simulation.py`` that are nearest to missing them.
+
+Virtual time and seeded arrivals: every run gives the same numbers.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from simulation_world import (
+    CPU,
+    GPU,
+    Machine,
+    closed_loop,
+    ideal_closed_loop,
+    open_loop,
+    poisson_ns,
+    share_device,
+)
+
+MACHINES = [pytest.param(GPU, id="gpu"), pytest.param(CPU, id="cpu")]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("load", [0.1, 0.5, 0.8])
+def test_mean_latency_of_poisson_arrivals_stays_near_the_bound(machine: Machine, load: float) -> None:
+    per_s = load * machine.capacity_per_s
+    outcome = open_loop(machine, poisson_ns(per_s, 12_000, seed=1))
+    assert None not in outcome.latency_ns
+    assert outcome.mean_ns <= 1.10 * machine.bound_ns(per_s)
+    assert outcome.mean_ns >= machine.latency_ns(1)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("load", [0.2, 0.5, 0.9])
+def test_no_fixed_delay_beats_going_when_idle(machine: Machine, load: float) -> None:
+    arrivals_ns = poisson_ns(load * machine.capacity_per_s, 8_000, seed=1)
+    ours = open_loop(machine, arrivals_ns)
+    for delay_ns in (500_000, 1_000_000, 2_000_000, 10_000_000):
+        delayed = open_loop(machine, arrivals_ns, queue_delay_ns=delay_ns, waits_for_echo=False)
+        assert ours.mean_ns <= 1.03 * delayed.mean_ns
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("load", [1.2, 2.0])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_overloaded_server_answers_as_many_in_time_as_it_can(machine: Machine, load: float, noise: float) -> None:
+    slo_ns = 5 * machine.latency_ns(machine.max_rows)
+    arrivals_ns = poisson_ns(load * machine.capacity_per_s, 15_000, seed=1)
+    outcome = open_loop(replace(machine, noise=noise), arrivals_ns, slo_ns=slo_ns)
+    assert outcome.goodput_per_s(slo_ns) >= 0.95 * machine.capacity_per_s
+    assert outcome.quantile_ns(0.99) <= slo_ns
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_tight_deadlines_halve_the_batches_and_not_the_server(machine: Machine) -> None:
+    slo_ns = round(1.2 * machine.latency_ns(machine.max_rows))
+    # Whoever comes when a batch has just begun waits for it and then rides: a batch may take half of what there is.
+    rows = max(rows for rows in range(1, machine.max_rows + 1) if machine.latency_ns(rows) <= slo_ns / 2)
+    reachable_per_s = rows / machine.latency_ns(rows) * 1e9
+    outcome = open_loop(machine, poisson_ns(2 * machine.capacity_per_s, 15_000, seed=1), slo_ns=slo_ns)
+    assert outcome.goodput_per_s(slo_ns) >= 0.95 * reachable_per_s
+    assert outcome.quantile_ns(0.99) <= slo_ns
+
+
+def test_overload_without_deadlines_answers_nobody_in_time() -> None:
+    slo_ns = 5 * GPU.latency_ns(GPU.max_rows)
+    outcome = open_loop(GPU, poisson_ns(2 * GPU.capacity_per_s, 15_000, seed=1))
+    assert outcome.goodput_per_s(slo_ns) < 0.2 * GPU.capacity_per_s
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_light_load_with_deadlines_refuses_nobody(machine: Machine) -> None:
+    slo_ns = 2 * machine.latency_ns(machine.max_rows)
+    outcome = open_loop(machine, poisson_ns(0.5 * machine.capacity_per_s, 12_000, seed=1), slo_ns=slo_ns)
+    assert None not in outcome.latency_ns
+
+
+@pytest.mark.parametrize("clients", [4, 16])
+def test_echo_wait_gets_most_of_what_closed_loops_can_gain(clients: int) -> None:
+    def think(draw: random.Random) -> float:
+        return draw.expovariate(1 / 200_000)
+
+    plain = closed_loop(GPU, clients, think, waits_for_echo=False, requests=6_000)
+    waiting = closed_loop(GPU, clients, think, waits_for_echo=True, requests=6_000)
+    ideal_per_s = ideal_closed_loop(GPU, clients, think, requests=6_000)
+    assert waiting.per_s >= 1.15 * plain.per_s
+    assert 0.85 * ideal_per_s <= waiting.per_s <= 1.01 * ideal_per_s
+
+
+def test_model_of_long_batches_gets_no_more_of_the_device() -> None:
+    short, long = Machine("1 ms", 0, 1_000_000, 16), Machine("20 ms", 0, 20_000_000, 16)
+    shared = share_device([short, long], seconds=8.0)
+    assert shared.shares == pytest.approx([0.5, 0.5], abs=0.02)

@@ -1,0 +1,291 @@
+"""Who is refused, when, and what they are told."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ortserve.batching.admission import (
+    Admission,
+    Backlog,
+    QueueLimits,
+    TooLate,
+    judge,
+    tensor_bytes,
+)
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
+from ortserve.batching.learned import Decisions
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RiderQueue
+from ortserve.batching.riders import Rider
+from ortserve.core.terms import Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+MS = 1_000_000
+NOW = 5_000 * MS
+MAX_ROWS = 4
+KNOWN = [(1, 10.0 * MS), (4, 16.0 * MS)]
+
+
+def backlog(
+    busy_ns: float = 0, queued_ns: float = 0, own_ns: float = 10, solo_ns: float = 10, error_ns: float = 0
+) -> Backlog:
+    return Backlog(busy_ns, queued_ns, own_ns, solo_ns, error_ns)
+
+
+@pytest.mark.parametrize(
+    ("left_ns", "before", "observations", "verdict"),
+    [
+        # in time, to the nanosecond: wait, own batch and error
+        (116, backlog(busy_ns=100, error_ns=5), 8, None),
+        (115, backlog(busy_ns=100, error_ns=5), 8, None),
+        (114, backlog(busy_ns=100, error_ns=5), 8, TooLate(1, is_hopeless=False)),
+        (50, backlog(busy_ns=100, queued_ns=30, error_ns=5), 8, TooLate(95, is_hopeless=False)),
+        (50, backlog(queued_ns=100), 8, TooLate(60, is_hopeless=False)),
+        # alone it takes longer than its caller has
+        (10, backlog(busy_ns=100), 8, TooLate(100, is_hopeless=False)),
+        (9, backlog(busy_ns=100), 8, TooLate(101, is_hopeless=True)),
+        # a deadline that has passed is hopeless whatever is known
+        (0, backlog(), 0, TooLate(0, is_hopeless=True)),
+        (-5, backlog(busy_ns=100), 8, TooLate(0, is_hopeless=True)),
+        (-5, backlog(busy_ns=math.nan), 8, TooLate(0, is_hopeless=True)),
+        # prediction never refuses where nobody is before it,
+        (1, backlog(), 1000, None),
+        (1, backlog(error_ns=1e12), 1000, None),
+        # nor where it rests on too little,
+        (1, backlog(busy_ns=100), 7, None),
+        # nor where it is no number
+        (1, backlog(busy_ns=100, own_ns=math.nan), 8, None),
+        (1, backlog(busy_ns=math.nan), 8, None),
+        (1, backlog(queued_ns=math.inf), 8, None),
+    ],
+)
+def test_judgement(left_ns: float, before: Backlog, observations: int, verdict: TooLate | None) -> None:
+    assert judge(left_ns, before, observations) == verdict
+
+
+class Stage:
+    """An admission whose queue holds what a test puts there."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        max_rows: int = 100,
+        max_bytes: int = 1000,
+        instances: int = 1,
+        observations: int = MIN_OBSERVATIONS,
+    ) -> None:
+        self.loop = loop
+        self.queue = RiderQueue(KNOWN)
+        self.shape_class = self.queue.shape_class("a")
+        self.shape_class.batch_latency.observations = observations
+        self.decisions = Decisions()
+        self.admission = Admission(
+            BatchPolicy(MAX_ROWS), self.queue, QueueLimits(max_rows, max_bytes), self.decisions, instances=instances
+        )
+
+    def wait(self, rows: int, nbytes: int = 0, level: int = 1, finish_by_ns: int = NOW + 1) -> None:
+        """Have rows in the queue, due before anybody else."""
+        rider = Rider((), rows, self.loop.create_future(), Timing(0), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
+        self.queue.push(self.shape_class, rider, MAX_ROWS)
+
+    def check(self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 0, slowdown: float = 1) -> None:
+        terms = Terms(level, finish_by_ns=NOW + int(left_ms * MS))
+        self.admission.check_deadline(rows, self.shape_class, terms, busy_ms * MS, slowdown, NOW)
+
+    def refusal(
+        self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 0, slowdown: float = 1
+    ) -> ServeError:
+        with pytest.raises(ServeError) as caught:
+            self.check(rows, left_ms=left_ms, busy_ms=busy_ms, level=level, slowdown=slowdown)
+        return caught.value
+
+    def check_room(self, rows: int = 1, nbytes: int = 0) -> None:
+        self.admission.check_room(nbytes, rows, self.shape_class)
+
+    def no_room(self, rows: int = 1, nbytes: int = 0) -> ServeError:
+        with pytest.raises(ServeError) as caught:
+            self.check_room(rows, nbytes)
+        return caught.value
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def test_empty_queue_takes_anything(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop, max_rows=2, max_bytes=2)
+    stage.check_room(rows=1000, nbytes=1000)
+    assert stage.decisions == Decisions()
+
+
+@pytest.mark.parametrize(
+    ("rows", "nbytes", "is_refused"), [(5, 50, False), (6, 50, True), (5, 51, True), (1, 51, True), (6, 0, True)]
+)
+def test_queue_is_full_in_rows_or_in_bytes(
+    loop: asyncio.AbstractEventLoop, rows: int, nbytes: int, is_refused: bool
+) -> None:
+    stage = Stage(loop, max_rows=10, max_bytes=100)
+    stage.wait(5, 50)
+    if not is_refused:
+        stage.check_room(rows, nbytes)
+        return
+    error = stage.no_room(rows, nbytes)
+    assert error.kind is ErrorKind.OVERLOADED
+    assert error.message == (
+        "Exceeds maximum queue size: 5 rows of 50 bytes wait, at most max_queue_rows 10 and max_queue_bytes 100 may"
+    )
+    assert error.retry_after_s == pytest.approx(5 / 4 * 0.016)  # until what waits has run
+    assert stage.decisions == Decisions(refused_full=1)
+
+
+def test_full_queue_asks_for_a_second_where_nothing_is_known(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop, max_rows=1, max_bytes=1000)
+    stage.shape_class.batch_latency = LatencyModel()
+    stage.wait(1)
+    assert stage.no_room().retry_after_s == 1
+
+
+def test_excess_is_when_to_come_again(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.shape_class.batch_latency.residual_ns = 2 * MS
+    # 8 rows before it are 2 batches of 16 ms, its own will be as full: 5 + 32 + 16, and 2 · √4 for four runs in a row
+    stage.wait(4)
+    stage.wait(4)
+    stage.check(left_ms=57, busy_ms=5)
+    error = stage.refusal(left_ms=50, busy_ms=5)
+    assert error.kind is ErrorKind.OVERLOADED
+    assert error.retry_after_s == pytest.approx(0.007)
+    assert error.message == (
+        "deadline cannot be met: 50.0 ms are left, and the answer is expected in 57.0 ms, 37.0 ms of it waiting"
+    )
+    assert stage.decisions == Decisions(refused_late=1)
+
+
+def test_instances_share_what_waits(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop, instances=2)
+    stage.wait(4)
+    stage.wait(4)
+    stage.check(left_ms=5 + 16 + 16, busy_ms=5)
+    assert stage.refusal(left_ms=5 + 16 + 15, busy_ms=5).retry_after_s == pytest.approx(0.001)
+
+
+def test_other_models_on_the_device_stretch_what_waits(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.wait(4)
+    stage.check(left_ms=5 + 3 * 16 + 16, busy_ms=5, slowdown=3)
+    error = stage.refusal(left_ms=5 + 3 * 16 + 15, busy_ms=5, slowdown=3)
+    assert error.retry_after_s == pytest.approx(0.001)
+
+
+def test_rows_that_ride_along_make_the_batch_longer_not_the_wait(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.wait(3)  # with one more a full batch of 16 ms
+    stage.check(left_ms=32, busy_ms=16)
+    assert stage.refusal(left_ms=32, busy_ms=17).retry_after_s == pytest.approx(0.001)
+
+
+def test_batches_ahead_are_as_small_as_a_tight_deadline_makes_them(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.wait(3)
+    # In half of 25 ms 2 rows can run (12 ms): one batch of 2 goes first, then its own with the third row.
+    stage.check(left_ms=25, busy_ms=1)
+    assert stage.refusal(left_ms=25, busy_ms=2).retry_after_s == pytest.approx(0.001)
+
+
+def test_batch_is_expected_to_be_as_full_as_the_last(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.check(left_ms=32, busy_ms=22)
+    stage.admission.on_batch(4)
+    stage.check(left_ms=32, busy_ms=16)
+    assert stage.refusal(left_ms=32, busy_ms=17).retry_after_s == pytest.approx(0.001)
+
+
+def test_only_those_who_go_first_count(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    for _ in range(10):
+        stage.wait(4, level=2)
+    stage.check(left_ms=15, busy_ms=5, level=1)
+    assert stage.refusal(left_ms=15, busy_ms=5, level=2).kind is ErrorKind.OVERLOADED
+    stage.check(left_ms=15, busy_ms=5)  # of no level: of the first
+    stage.check(left_ms=1000, busy_ms=5, level=2)
+    for _ in range(2):
+        stage.wait(4, finish_by_ns=NOW + 1000 * MS)  # due later
+    stage.check(left_ms=15, busy_ms=5, level=1)
+
+
+def test_request_that_takes_too_long_alone_need_not_come_again(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    error = stage.refusal(left_ms=9, busy_ms=5)
+    assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
+    assert error.message == "deadline cannot be met: 9.0 ms are left, and the request alone takes 10.0 ms"
+    assert stage.refusal(rows=4, left_ms=15, busy_ms=5).kind is ErrorKind.DEADLINE
+
+
+def test_request_in_pieces_takes_as_many_batches(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.check(rows=12, left_ms=5 + 48, busy_ms=5)
+    assert stage.refusal(rows=12, left_ms=47, busy_ms=5).kind is ErrorKind.DEADLINE
+
+
+@pytest.mark.parametrize("left_ms", [0, -1])
+def test_passed_deadline_is_refused_even_by_an_idle_server(loop: asyncio.AbstractEventLoop, left_ms: float) -> None:
+    stage = Stage(loop, observations=0)
+    error = stage.refusal(left_ms=left_ms)
+    assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
+    assert stage.decisions == Decisions(refused_late=1)
+
+
+def test_prediction_refuses_nobody_while_idle_or_unsure(loop: asyncio.AbstractEventLoop) -> None:
+    Stage(loop).check(left_ms=0.001)
+    unsure = Stage(loop, observations=MIN_OBSERVATIONS - 1)
+    unsure.wait(90)
+    unsure.check(left_ms=0.001, busy_ms=1000)
+
+
+def test_prediction_that_is_no_number_refuses_nobody(loop: asyncio.AbstractEventLoop) -> None:
+    class NoNumber(LatencyModel):
+        def predict_ns(self, rows: int) -> float | None:
+            return math.nan
+
+    stage = Stage(loop, max_rows=99, max_bytes=1000)
+    stage.shape_class.batch_latency = NoNumber()
+    stage.shape_class.batch_latency.observations = 100
+    stage.wait(90)
+    stage.check(left_ms=0.001, busy_ms=1000)
+    assert stage.no_room(rows=10).retry_after_s == 1
+
+
+def test_bytes_are_those_of_all_tensors() -> None:
+    assert tensor_bytes((np.zeros((2, 3), np.float32), np.zeros(5, np.int64))) == 24 + 40
+    assert tensor_bytes(()) == 0
+
+
+def test_batch_is_expected_to_fill_up_as_the_last_one_did(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.check(left_ms=20, busy_ms=8)
+    stage.admission.on_batch(3)  # 14 ms
+    stage.check(left_ms=28, busy_ms=14)
+    assert stage.refusal(left_ms=28, busy_ms=15).retry_after_s == pytest.approx(0.001)
+
+
+def test_batch_is_not_expected_to_outgrow_half_of_the_time_left(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.admission.on_batch(4)
+    stage.check(left_ms=24, busy_ms=12)  # 12 ms: 2 rows
+    assert stage.refusal(left_ms=24, busy_ms=13).kind is ErrorKind.OVERLOADED
+
+
+def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    stage.wait(2, finish_by_ns=NOW + 15 * MS)
+    stage.check(left_ms=15)  # all three ride at once: 14 ms
+    stage.wait(1, finish_by_ns=NOW + 15 * MS)
+    assert stage.refusal(left_ms=15).kind is ErrorKind.OVERLOADED

@@ -1,0 +1,758 @@
+"""The batcher in situations made for it; what holds in all others is in ``test_batcher_properties``."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from fakes.runner import POISON, FakeRunner, answer, first_values, rows_of
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.device import Device
+from ortserve.batching.inline import InlineBudget
+from ortserve.batching.latency import MIN_OBSERVATIONS
+from ortserve.batching.learned import Decisions
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RiderQueue
+from ortserve.core.batch import Arrays
+from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+US = 1_000
+MS = 1_000_000
+RUN_NS = 2 * MS
+
+
+@dataclass
+class Stage:
+    """A batcher with its fakes. ``observed`` are the batches that were reported."""
+
+    loop: VirtualTimeLoop
+    clock: FakeClock
+    runners: list[FakeRunner]
+    queue: RiderQueue
+    device: Device
+    batcher: Batcher
+    observed: list[int]
+    began_ns: int
+
+    @property
+    def runner(self) -> FakeRunner:
+        return self.runners[0]
+
+    @property
+    def now_ns(self) -> int:
+        """Since the stage was set."""
+        return self.clock() - self.began_ns
+
+    def submit(
+        self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS
+    ) -> "asyncio.Future[Arrays]":
+        return self.batcher.submit((rows,), len(rows), rows.shape[1:], timing or Timing(self.clock()), terms)
+
+    def submit_in_pieces(
+        self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS
+    ) -> Coroutine[Any, Any, Arrays]:
+        timing = timing or Timing(self.clock())
+        return self.batcher.submit_in_pieces((rows,), len(rows), rows.shape[1:], timing, terms)
+
+    def within(self, finish_ns: int | None = None, start_ns: int | None = None, level: int = 0) -> Terms:
+        """Terms whose times count from now."""
+        now_ns = self.clock()
+        return Terms(
+            level,
+            None if finish_ns is None else now_ns + finish_ns,
+            None if start_ns is None else now_ns + start_ns,
+        )
+
+    def practise(self, width: int = 2) -> None:
+        """Have predictions rest on enough runs to refuse by them."""
+        self.queue.shape_class((width,)).batch_latency.observations = MIN_OBSERVATIONS
+
+    def began(self) -> list[int]:
+        return [run.began_ns - self.began_ns for run in self.runner.runs]
+
+
+def play(
+    main: Callable[[Stage], Coroutine[Any, Any, None]],
+    *,
+    max_rows: int = 8,
+    queue_delay_ns: int = 0,
+    max_queue_rows: int = 4096,
+    max_queue_bytes: int = 2**30,
+    buckets: tuple[int, ...] = (),
+    instances: int = 1,
+    threads: int = 1,
+    device_threads: int = 16,
+    run_ns: int = RUN_NS,
+    known_ns: int | None = None,
+    compute: Callable[[np.ndarray], Arrays] = answer,
+) -> None:
+    """Run ``main`` on a stage where each run takes ``run_ns``; ``known_ns`` is what the batcher believes."""
+
+    async def on_stage(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runners = [FakeRunner(loop, clock, lambda rows: run_ns, compute) for _ in range(instances)]
+        known = [(rows, float(known_ns)) for rows in (1, 2, 4, 8, 16)] if known_ns is not None else []
+        queue = RiderQueue(known, known)
+        device = Device(device_threads, loop)
+        observed: list[int] = []
+        batcher = Batcher(
+            runners,
+            BatchPolicy(max_rows, queue_delay_ns, buckets=buckets),
+            queue,
+            limits=QueueLimits(max_queue_rows, max_queue_bytes),
+            device=device,
+            threads=threads,
+            inline=InlineBudget(loop),
+            loop=loop,
+            clock=clock,
+            observe_batch=observed.append,
+        )
+        await main(Stage(loop, clock, runners, queue, device, batcher, observed, clock()))
+        await batcher.close()
+        assert not [violation for runner in runners for violation in runner.violations]
+        assert (queue.rows, queue.nbytes) == (0, 0)
+        assert device.free_threads == device_threads
+
+    run_virtual(on_stage)
+
+
+def assert_answered(outputs: Arrays, rows: np.ndarray) -> None:
+    for got, wanted in zip(outputs, answer(rows), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_requests_of_one_turn_of_the_loop_ride_together() -> None:
+    async def main(stage: Stage) -> None:
+        requests = [rows_of(1), rows_of(2, 3), rows_of(4)]
+        for outputs, rows in zip(await asyncio.gather(*map(stage.submit, requests)), requests, strict=True):
+            assert_answered(outputs, rows)
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[1, 2, 3, 4]]
+        assert stage.observed == [4]
+
+    play(main)
+
+
+def test_whoever_arrives_during_a_run_rides_in_the_next_one() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(1))]
+        await asyncio.sleep(RUN_NS / 4e9)
+        futures += [stage.submit(rows_of(2))]
+        await asyncio.sleep(RUN_NS / 4e9)
+        futures += [stage.submit(rows_of(3))]
+        await asyncio.gather(*futures)
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[1], [2, 3]]
+        assert stage.began() == [0, RUN_NS]
+
+    play(main)
+
+
+def test_timing_is_stamped_on_the_way() -> None:
+    async def main(stage: Stage) -> None:
+        early, late = Timing(stage.clock()), Timing(stage.clock())
+        first = stage.submit(rows_of(1), early)
+        await asyncio.sleep(0.5e-3)
+        second = stage.submit(rows_of(2), late)
+        await asyncio.gather(first, second)
+        start = stage.began_ns
+        assert (early.queued_ns - start, early.taken_ns - start, early.computed_ns - start) == (0, 0, RUN_NS)
+        assert (late.queued_ns - start, late.taken_ns - start) == (MS // 2, RUN_NS)
+        assert late.computed_ns - start == 2 * RUN_NS
+
+    play(main)
+
+
+def test_lone_row_waits_for_others_as_long_as_the_queue_delay_and_no_longer() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.submit(rows_of(1))
+        assert stage.began() == [5 * MS]
+
+    play(main, queue_delay_ns=5 * MS)
+
+
+def test_queue_delay_ends_when_the_batch_is_full() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(1, 2, 3))]
+        await asyncio.sleep(1e-3)
+        futures.append(stage.submit(rows_of(4)))
+        await asyncio.gather(*futures)
+        assert stage.began() == [MS]
+        assert stage.runner.runs[0].sizes == [3, 1]
+
+    play(main, max_rows=4, queue_delay_ns=50 * MS)
+
+
+def test_queue_delay_counts_from_the_oldest_row_and_also_behind_a_run() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(1, 2))]  # full: runs from 0 to 2 ms
+        await asyncio.sleep(1e-3)
+        futures.append(stage.submit(rows_of(3)))
+        await asyncio.gather(*futures)
+        assert stage.began() == [0, MS + 5 * MS]
+
+    play(main, max_rows=2, queue_delay_ns=5 * MS)
+
+
+def test_each_shape_class_keeps_its_own_delay() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(1, width=2))]
+        await asyncio.sleep(3e-3)
+        futures.append(stage.submit(rows_of(2, width=3)))
+        await asyncio.gather(*futures)
+        assert stage.began() == [5 * MS, 8 * MS]
+
+    play(main, queue_delay_ns=5 * MS)
+
+
+def test_strangers_shape_neither_rides_along_nor_flushes_a_batch() -> None:
+    async def main(stage: Stage) -> None:
+        blocker = stage.submit(rows_of(0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        futures = [stage.submit(rows_of(value, width=2 + value % 2)) for value in range(1, 7)]
+        await asyncio.gather(blocker, *futures)
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [1, 3, 5], [2, 4, 6]]
+
+    play(main)
+
+
+def test_short_run_takes_place_on_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        assert_answered(await stage.submit(rows_of(1)), rows_of(1))
+        assert [run.is_inline for run in stage.runner.runs] == [True]
+
+    play(main, run_ns=50 * US, known_ns=50 * US)
+
+
+@pytest.mark.parametrize("known_ns", [None, 201 * US])
+def test_long_or_unknown_run_takes_place_on_the_worker(known_ns: int | None) -> None:
+    async def main(stage: Stage) -> None:
+        await stage.submit(rows_of(1))
+        assert [run.is_inline for run in stage.runner.runs] == [False]
+
+    play(main, run_ns=50 * US, known_ns=known_ns)
+
+
+def test_runs_again_after_a_failure_are_never_on_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        outcomes = await asyncio.gather(stage.submit(rows_of(1)), stage.submit(rows_of(POISON)), return_exceptions=True)
+        assert isinstance(outcomes[1], ServeError)
+        assert [run.is_inline for run in stage.runner.runs] == [True, False, False]
+
+    play(main, run_ns=50 * US, known_ns=50 * US)
+
+
+def test_offender_alone_is_told_and_its_batch_mates_are_answered() -> None:
+    async def main(stage: Stage) -> None:
+        requests = [rows_of(value) for value in (1, 2, POISON, 4, 5)]
+        timings = [Timing(stage.clock()) for _ in requests]
+        outcomes = await asyncio.gather(*map(stage.submit, requests, timings), return_exceptions=True)
+        for rows, outcome in zip(requests, outcomes, strict=True):
+            if (rows == POISON).any():
+                assert isinstance(outcome, ServeError)
+                assert (outcome.kind, outcome.message) == (ErrorKind.INTERNAL, "a row is poisoned")
+            else:
+                assert isinstance(outcome, tuple)
+                assert_answered(outcome, rows)
+        assert len(stage.runner.runs) - 1 <= 2 * 3
+        assert all(timing.taken_ns > 0 for timing in timings), "work was done for each of them"
+
+    play(main)
+
+
+def test_unexpected_exception_is_not_shown_to_callers(caplog: pytest.LogCaptureFixture) -> None:
+    def compute(rows: np.ndarray) -> Arrays:
+        raise KeyError("/secret/path")
+
+    async def main(stage: Stage) -> None:
+        with pytest.raises(ServeError) as caught:
+            await stage.submit(rows_of(1))
+        assert (caught.value.kind, caught.value.message) == (ErrorKind.INTERNAL, "the run failed")
+
+    play(main, compute=compute)
+    assert "/secret/path" in caplog.text
+
+
+def test_wrong_number_of_output_rows_is_an_internal_error_for_all_who_rode() -> None:
+    def compute(rows: np.ndarray) -> Arrays:
+        return rows[:-1], rows.sum(axis=1)
+
+    async def main(stage: Stage) -> None:
+        outcomes = await asyncio.gather(*(stage.submit(rows_of(value)) for value in (1, 2, 3)), return_exceptions=True)
+        for outcome in outcomes:
+            assert isinstance(outcome, ServeError)
+            assert outcome.kind is ErrorKind.INTERNAL
+            assert outcome.message == "output 0 has shape [2, 2] for a batch of 3 rows"
+        assert len(stage.runner.runs) == 1
+
+    play(main, compute=compute)
+
+
+def test_cancelled_rider_does_not_delay_its_batch_mates() -> None:
+    async def main(stage: Stage) -> None:
+        kept, left, after = (stage.submit(rows_of(value)) for value in (1, 2, 3))
+        await asyncio.sleep(RUN_NS / 2e9)
+        left.cancel()
+        assert_answered(await kept, rows_of(1))
+        assert_answered(await after, rows_of(3))
+        assert stage.now_ns == RUN_NS
+
+    play(main)
+
+
+def test_rider_who_leaves_before_the_run_is_not_in_it() -> None:
+    async def main(stage: Stage) -> None:
+        left, kept = stage.submit(rows_of(1)), stage.submit(rows_of(2))
+        left.cancel()
+        await kept
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[2]]
+
+    play(main)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_batch_whose_riders_all_left_does_not_hold_back_the_one_behind(others: int) -> None:
+    async def main(stage: Stage) -> None:
+        left = [stage.submit(rows_of(value)) for value in (1, 2)]
+        kept = [stage.submit(rows_of(value)) for value in range(3, 3 + others)]
+        for future in left:
+            future.cancel()
+        await asyncio.gather(*kept)
+        await asyncio.sleep(0)
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[3]] * others
+        assert stage.batcher.queued_rows == 0
+
+    play(main, max_rows=2)
+
+
+def test_full_queue_refuses_at_once_and_takes_again_when_there_is_room() -> None:
+    async def main(stage: Stage) -> None:
+        running = stage.submit(rows_of(0))
+        await asyncio.sleep(RUN_NS / 2e9)
+        waiting = [stage.submit(rows_of(1, 2)), stage.submit(rows_of(3, 4))]
+        for rows in (rows_of(5), rows_of(5, 6)):
+            with pytest.raises(ServeError) as caught:
+                stage.submit(rows)
+            assert caught.value.kind is ErrorKind.OVERLOADED
+            assert caught.value.message == (
+                "Exceeds maximum queue size: 4 rows of 64 bytes wait, at most max_queue_rows 4 and "
+                "max_queue_bytes 1073741824 may"
+            )
+            assert caught.value.retry_after_s == 1, "nothing is known of how long a batch takes"
+        with pytest.raises(ServeError, match="Exceeds maximum queue size"):
+            await stage.submit_in_pieces(rows_of(*range(20)))
+        assert stage.batcher.queued_rows == 4
+        await asyncio.gather(running, *waiting)
+        assert_answered(await stage.submit(rows_of(7)), rows_of(7))
+
+    play(main, max_rows=2, max_queue_rows=4)
+
+
+def test_request_larger_than_the_queue_is_let_in_while_nobody_waits() -> None:
+    async def main(stage: Stage) -> None:
+        rows = rows_of(*range(1, 11))
+        assert_answered(await stage.submit_in_pieces(rows), rows)
+
+    play(main, max_rows=2, max_queue_rows=4)
+
+
+def test_large_request_runs_in_pieces_beside_others() -> None:
+    async def main(stage: Stage) -> None:
+        timing = Timing(stage.clock())
+        large = rows_of(*range(1, 11))
+
+        async def submit_small() -> Arrays:
+            return await stage.submit(rows_of(11))
+
+        outputs, other = await asyncio.gather(stage.submit_in_pieces(large, timing), submit_small())
+        assert_answered(outputs, large)
+        assert_answered(other, rows_of(11))
+        assert [run.sizes for run in stage.runner.runs] == [[4], [4], [2, 1]]
+        assert timing.computed_ns == stage.clock()
+
+    play(main, max_rows=4)
+
+
+def test_large_request_fails_with_its_piece_and_leaves_nothing_in_the_queue() -> None:
+    async def main(stage: Stage) -> None:
+        with pytest.raises(ServeError, match="a row is poisoned"):
+            await stage.submit_in_pieces(rows_of(1, 2, POISON, 4, 5, 6, 7, 8))
+        await stage.submit(rows_of(9))
+        ran = [first_values(run.parts) for run in stage.runner.runs]
+        assert ran[-1] == [9]
+        assert [7, 8] not in ran
+
+    play(main, max_rows=2)
+
+
+def test_large_request_whose_caller_leaves_is_not_run_to_its_end() -> None:
+    async def main(stage: Stage) -> None:
+        task = stage.loop.create_task(stage.submit_in_pieces(rows_of(*range(1, 11))))
+        await asyncio.sleep(RUN_NS / 2e9)
+        task.cancel()
+        await asyncio.wait({task})
+        await stage.submit(rows_of(11))
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[1, 2], [11]]
+
+    play(main, max_rows=2)
+
+
+def test_large_request_is_an_internal_error_when_a_piece_has_other_rows() -> None:
+    async def main(stage: Stage) -> None:
+        with pytest.raises(ServeError, match=r"output 0 has shape \[1, 2\] for a batch of 2 rows") as caught:
+            await stage.submit_in_pieces(rows_of(1, 2, 3))
+        assert caught.value.kind is ErrorKind.INTERNAL
+
+    play(main, max_rows=2, compute=lambda rows: (rows[:1], rows[:1]))
+
+
+def test_close_answers_who_was_admitted_and_refuses_newcomers() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(value)) for value in (1, 2, 3)]
+        closing = stage.loop.create_task(stage.batcher.close())
+        await asyncio.sleep(0)
+        with pytest.raises(ServeError) as caught:
+            stage.submit(rows_of(4))
+        assert caught.value.kind is ErrorKind.NOT_READY
+        assert "scheduler for model has stopped accepting new inference requests" in caught.value.message
+        assert caught.value.retry_after_s == 1
+        with pytest.raises(ServeError, match="stopped accepting"):
+            await stage.submit_in_pieces(rows_of(*range(20)))
+        await closing
+        assert all(future.done() for future in futures)
+        assert len(stage.runner.runs) == 2
+
+    play(main, max_rows=2)
+
+
+def test_close_of_an_idle_batcher_returns_at_once_and_may_be_repeated() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.batcher.close()
+        await stage.batcher.close()
+        assert stage.now_ns == 0
+
+    play(main)
+
+
+def test_close_returns_to_each_who_asked() -> None:
+    async def main(stage: Stage) -> None:
+        future = stage.submit(rows_of(1))
+        await asyncio.gather(stage.batcher.close(), stage.batcher.close())
+        assert future.done()
+
+    play(main)
+
+
+def test_close_returns_when_everyone_who_waited_has_left() -> None:
+    async def main(stage: Stage) -> None:
+        future = stage.submit(rows_of(1))
+        closing = stage.loop.create_task(stage.batcher.close())
+        future.cancel()
+        await closing
+        assert not stage.runner.runs
+
+    play(main, queue_delay_ns=5 * MS)
+
+
+def test_close_waits_for_a_search_to_end() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(value)) for value in (1, POISON, 3, 4)]
+        await stage.batcher.close()
+        assert [future.exception() is None for future in futures] == [True, False, True, True]
+
+    play(main)
+
+
+def test_close_does_not_wait_for_a_delay_that_nobody_can_use() -> None:
+    async def main(stage: Stage) -> None:
+        future = stage.submit(rows_of(1))
+        await asyncio.sleep(1e-3)
+        await stage.batcher.close()
+        assert future.done()
+        assert stage.now_ns == MS + RUN_NS
+
+    play(main, queue_delay_ns=60_000 * MS)
+
+
+def test_instances_run_at_the_same_time_and_each_one_batch() -> None:
+    async def main(stage: Stage) -> None:
+        requests = [rows_of(value) for value in range(7)]
+        for outputs, rows in zip(await asyncio.gather(*map(stage.submit, requests)), requests, strict=True):
+            assert_answered(outputs, rows)
+        began = sorted(run.began_ns - stage.began_ns for runner in stage.runners for run in runner.runs)
+        assert began == [0, 0, 0, RUN_NS]
+        assert stage.now_ns == 2 * RUN_NS
+
+    play(main, max_rows=2, instances=3)
+
+
+def test_instances_wait_for_each_other_where_the_device_has_too_few_threads() -> None:
+    async def main(stage: Stage) -> None:
+        await asyncio.gather(*[stage.submit(rows_of(value)) for value in range(4)])
+        began = sorted(run.began_ns - stage.began_ns for runner in stage.runners for run in runner.runs)
+        assert began == [0, 0, RUN_NS, RUN_NS]
+
+    play(main, max_rows=1, instances=4, threads=2, device_threads=4)
+
+
+def test_close_waits_for_all_instances() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(value)) for value in range(3)]
+        await stage.batcher.close()
+        assert [future.done() for future in futures] == [True] * 3
+        assert stage.now_ns == 2 * RUN_NS
+
+    play(main, max_rows=1, instances=2)
+
+
+def test_failed_batch_of_one_instance_is_searched_by_all() -> None:
+    async def main(stage: Stage) -> None:
+        requests = [rows_of(value) for value in (1, 2, POISON, 4)]
+        outcomes = await asyncio.gather(*map(stage.submit, requests), return_exceptions=True)
+        assert [isinstance(outcome, ServeError) for outcome in outcomes] == [False, False, True, False]
+        assert stage.now_ns == 3 * RUN_NS
+        assert stage.batcher.decisions.retries == 4
+
+    play(main, instances=2)
+
+
+def refusal_of(future: "asyncio.Future[Arrays]") -> ServeError:
+    error = future.exception()
+    assert isinstance(error, ServeError)
+    return error
+
+
+def test_request_whose_deadline_passes_in_the_queue_is_never_run() -> None:
+    async def main(stage: Stage) -> None:
+        blocker = stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        late = stage.submit(rows_of(1), terms=stage.within(finish_ns=RUN_NS // 4))
+        kept = stage.submit(rows_of(2), terms=stage.within(finish_ns=10 * RUN_NS))
+        await asyncio.gather(blocker, kept)
+        error = refusal_of(late)
+        assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
+        assert error.message == "Request timeout expired: its deadline passed in the queue"
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [2]]
+        assert stage.batcher.decisions.dropped_late == 1
+
+    play(main)
+
+
+def test_late_request_behind_one_without_a_deadline_neither_runs_nor_makes_its_batch_smaller() -> None:
+    async def main(stage: Stage) -> None:
+        blocker = stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        free = [stage.submit(rows_of(value), terms=stage.within(level=1)) for value in (1, 2)]
+        late = stage.submit(rows_of(3), terms=stage.within(finish_ns=RUN_NS // 4, level=2))
+        behind = stage.submit(rows_of(4), terms=stage.within(level=3))
+        await asyncio.gather(blocker, behind, *free)
+        assert refusal_of(late).kind is ErrorKind.DEADLINE
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [1, 2, 4]]
+
+    play(main, known_ns=RUN_NS)
+
+
+def test_request_that_can_no_longer_finish_is_dropped_before_its_run() -> None:
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        blocker = stage.submit(rows_of(0))
+        await asyncio.sleep(0.5e-3)
+        late = stage.submit(rows_of(1), terms=stage.within(finish_ns=2 * RUN_NS))
+        # Somebody who is due before comes after it was let in.
+        urgent = stage.submit(rows_of(2), terms=stage.within(finish_ns=int(1.8 * RUN_NS)))
+        assert_answered(await urgent, rows_of(2))
+        await blocker
+        await asyncio.sleep(1)
+        error = refusal_of(late)
+        assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
+        assert error.message == (
+            "Request timeout expired: its deadline can no longer be met, after a wait in the queue"
+        )
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [2]]
+
+    play(main, max_rows=1, known_ns=RUN_NS)
+
+
+def test_request_let_in_by_an_idle_server_is_run_whatever_is_predicted() -> None:
+    """Else a prediction that is far too long would refuse everybody, and no run would put it right."""
+
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        for number in range(200):
+            rows = rows_of(number)
+            assert_answered(await stage.submit(rows, terms=stage.within(finish_ns=2 * RUN_NS)), rows)
+        assert stage.batcher.decisions == Decisions(batches=200)
+        assert stage.queue.shape_class((2,)).batch_latency.predict_ns(1) == pytest.approx(RUN_NS, rel=0.05)
+
+    play(main, known_ns=100 * RUN_NS)
+
+
+def test_passed_deadline_is_refused_before_the_queue() -> None:
+    async def main(stage: Stage) -> None:
+        with pytest.raises(ServeError) as caught:
+            stage.submit(rows_of(1), terms=stage.within(finish_ns=0))
+        assert (caught.value.kind, caught.value.retry_after_s) == (ErrorKind.DEADLINE, None)
+        with pytest.raises(ServeError, match="deadline cannot be met"):
+            await stage.submit_in_pieces(rows_of(*range(20)), terms=stage.within(finish_ns=-1))
+        assert not stage.runner.runs
+        assert stage.batcher.decisions == Decisions(refused_late=2)
+
+    play(main)
+
+
+def test_deadline_behind_a_long_queue_is_refused_with_when_to_come_again() -> None:
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        waiting = [stage.submit(rows_of(0))]
+        await asyncio.sleep(0.5e-3)
+        waiting += [stage.submit(rows_of(value)) for value in range(1, 4)]
+        near = stage.submit(rows_of(4), terms=stage.within(finish_ns=20 * RUN_NS))
+        with pytest.raises(ServeError) as caught:  # 3 of the 4 are due after it: 1.5 ms, then its own
+            stage.submit(rows_of(5), terms=stage.within(finish_ns=3 * MS))
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        assert caught.value.retry_after_s == pytest.approx(0.5e-3)
+        await asyncio.gather(near, *waiting)
+
+    play(main, max_rows=1, known_ns=RUN_NS)
+
+
+def test_queue_timeout_bounds_the_start_and_not_the_run() -> None:
+    async def main(stage: Stage) -> None:
+        at_once = stage.submit(rows_of(0), terms=stage.within(start_ns=1))
+        await asyncio.sleep(1e-3)
+        late = stage.submit(rows_of(1), terms=stage.within(start_ns=MS - 1))
+        just = stage.submit(rows_of(2), terms=stage.within(start_ns=MS))
+        assert_answered(await at_once, rows_of(0))
+        assert_answered(await just, rows_of(2))
+        assert refusal_of(late).message == "Request timeout expired: its timeout passed in the queue"
+        assert refusal_of(late).kind is ErrorKind.DEADLINE
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [2]]
+        assert stage.batcher.decisions.dropped_late == 1
+
+    play(main)
+
+
+def test_set_delay_is_cut_short_for_who_may_not_wait_so_long() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.submit(rows_of(1), terms=stage.within(start_ns=4 * MS))
+        await stage.submit(rows_of(2), terms=stage.within(finish_ns=6 * MS))
+        assert stage.began() == [0, RUN_NS]
+
+    play(main, queue_delay_ns=5 * MS, known_ns=RUN_NS)
+
+
+def test_request_whose_deadline_passes_during_a_search_is_not_run_again() -> None:
+    async def main(stage: Stage) -> None:
+        terms = stage.within(finish_ns=RUN_NS - 1)
+        late = stage.submit(rows_of(1), terms=terms, timing=(timing := Timing(stage.clock())))
+        kept = stage.submit(rows_of(2))
+        bad = stage.submit(rows_of(POISON))
+        await asyncio.gather(late, kept, bad, return_exceptions=True)
+        assert refusal_of(late).kind is ErrorKind.DEADLINE
+        assert "while its batch ran again" in refusal_of(late).message
+        assert timing.taken_ns > 0, "work was done for it"
+        assert_answered(kept.result(), rows_of(2))
+        assert all(1 not in first_values(run.parts) for run in stage.runner.runs[1:])
+
+    play(main)
+
+
+def test_higher_level_overtakes() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(0))]
+        await asyncio.sleep(1e-3)
+        futures += [stage.submit(rows_of(value), terms=Terms(level)) for value, level in ((1, 3), (2, 2), (3, 0))]
+        await asyncio.gather(*futures)
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [3], [2], [1]]
+
+    play(main, max_rows=1)
+
+
+def test_rows_of_callers_who_left_during_the_run_are_counted_as_wasted() -> None:
+    async def main(stage: Stage) -> None:
+        kept, left = stage.submit(rows_of(1)), stage.submit(rows_of(2, 3, 4))
+        await asyncio.sleep(RUN_NS / 2e9)
+        left.cancel()
+        await kept
+        assert stage.batcher.decisions == Decisions(batches=1, wasted_rows=3)
+
+    play(main)
+
+
+def test_decisions_are_counted() -> None:
+    async def main(stage: Stage) -> None:
+        left = stage.submit(rows_of(1))
+        left.cancel()
+        await asyncio.gather(*[stage.submit(rows_of(value)) for value in (2, 3, POISON)], return_exceptions=True)
+        await stage.submit(rows_of(4))
+        # 3 rows, then 1 and 2, then the 2 alone: padded to 4, 2 and 2, 2 and 2; and one more
+        assert stage.batcher.decisions == Decisions(batches=6, retries=4, left=1, padding_rows=1 + 1 + 0 + 1 + 1 + 1)
+        assert [run.bucket for run in stage.runner.runs] == [4, 2, 2, 2, 2, 2]
+
+    play(main, buckets=(2, 4, 8))
+
+
+def test_delayed_batches_are_counted() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.submit(rows_of(1))
+        assert stage.batcher.decisions == Decisions(batches=1, delayed=1)
+
+    play(main, queue_delay_ns=MS)
+
+
+def test_full_queue_counts_bytes_too() -> None:
+    async def main(stage: Stage) -> None:
+        running = stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        waiting = stage.submit(rows_of(1, 2))  # of two INT64 each
+        with pytest.raises(ServeError, match="2 rows of 32 bytes wait") as caught:
+            stage.submit(rows_of(3))
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        assert stage.batcher.decisions.refused_full == 1
+        await asyncio.gather(running, waiting)
+
+    play(main, max_queue_bytes=40)
+
+
+def test_runs_on_the_loop_hold_no_threads_of_the_device() -> None:
+    async def main(stage: Stage) -> None:
+        woken: list[str] = []
+        other = stage.device.share(1, lambda: woken.append("other"))
+        for value in range(5):
+            await stage.submit(rows_of(value))
+            assert stage.device.free_threads == 1
+        assert stage.batcher.decisions == Decisions(batches=5, inline=5)
+        assert other.may_start()
+        other.begin(MS)
+        waiting = stage.submit(rows_of(9))
+        await asyncio.sleep(1)
+        assert not waiting.done(), "whose turn it is not does not run on the loop either"
+        assert not other.may_start()  # it waits behind
+        other.end()
+        await waiting
+        await asyncio.sleep(0)
+        assert woken == ["other"], "and the turn is passed on"
+
+    play(main, run_ns=50 * US, known_ns=50 * US, device_threads=1)
+
+
+def test_what_was_learned_is_told_in_plain_numbers() -> None:
+    async def main(stage: Stage) -> None:
+        assert stage.batcher.learned().classes == ()
+        await stage.submit(rows_of(1, width=2))
+        await stage.submit(rows_of(1, 2, width=3))
+        learned = stage.batcher.learned()
+        assert (learned.max_rows, learned.queued_rows) == (8, 0)
+        assert learned.decisions.batches == 2
+        assert [one.shape for one in learned.classes] == ["(3,)", "(2,)"]
+        assert [one.observations for one in learned.classes] == [1, 1]
+        assert [one.latency_ms for one in learned.classes] == [{2: 2.0}, {1: 2.0}]
+        assert (learned.classes[1].b_ms, learned.classes[1].error_ms) == (0.0, 0.0)
+
+    play(main)

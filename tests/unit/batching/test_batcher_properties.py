@@ -1,0 +1,587 @@
+"""What holds for batchers whatever arrives, leaves, fails and closes when: random schedules in virtual time.
+
+A schedule is a function of its seed. ``ORTSERVE_TEST_SCHEDULES`` is how many are tried; ``ORTSERVE_TEST_SEED`` where
+they begin, so that a failing one can be run alone.
+"""
+
+import asyncio
+import math
+import os
+import random
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from fakes.runner import POISON, FakeRun, FakeRunner, answer
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.device import Device
+from ortserve.batching.inline import InlineBudget
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RiderQueue
+from ortserve.core.batch import Arrays
+from ortserve.core.terms import Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+SCHEDULES = int(os.environ.get("ORTSERVE_TEST_SCHEDULES", "10000"))
+FIRST_SEED = int(os.environ.get("ORTSERVE_TEST_SEED", "0"))
+BLOCKS = 20
+
+US = 1_000
+MS = 1_000_000
+TIMER_ROUNDING_NS = 2
+PLENTY = 4096
+
+Belief = Literal["right", "none", "too long", "too short", "no number"]
+BELIEFS: Sequence[Belief] = ("right", "none", "too long", "too short", "no number")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model and what its batcher believes of it.
+
+    Latency of n rows is ``base_ns + n * row_ns``. Where the model is practised, the belief counts as resting on enough
+    runs from the start.
+    """
+
+    policy: BatchPolicy
+    limits: QueueLimits
+    instances: int
+    threads: int
+    base_ns: int
+    row_ns: int
+    belief: Belief
+    is_practised: bool
+    close_ns: int | None
+
+    def latency_ns(self, rows: int) -> int:
+        return self.base_ns + rows * self.row_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request; times but ``at_ns`` count from its arrival."""
+
+    model: int
+    at_ns: int
+    rows: np.ndarray
+    level: int = 0
+    finish_within_ns: int | None = None
+    start_within_ns: int | None = None
+    cancel_after_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What happens from outside."""
+
+    models: Sequence[Model]
+    device_threads: int
+    arrivals: Sequence[Arrival]
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """One request and everything that its caller was told, and when."""
+
+    arrival: Arrival
+    is_piece_wise: bool
+    timing: Timing = field(default_factory=lambda: Timing(0))
+    terms: Terms = field(default_factory=Terms)
+    told: list[Arrays | ServeError | Literal["cancelled"]] = field(default_factory=list)
+    told_ns: int = 0
+    runs: list[FakeRun] = field(default_factory=list)
+    """Those that it was in, in the order in which they began."""
+
+    @property
+    def is_poisoned(self) -> bool:
+        return bool((self.arrival.rows == POISON).any())
+
+    @property
+    def error(self) -> ServeError | None:
+        return self.told[0] if isinstance(self.told[0], ServeError) else None
+
+    @property
+    def width(self) -> int:
+        return int(self.arrival.rows.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """One model's part of a schedule that was played; ``runs`` of all its instances in the order they began."""
+
+    model: Model
+    is_alone: bool
+    device_threads: int
+    callers: Sequence[Caller]
+    runs: Sequence[FakeRun]
+    batcher: Batcher
+    begin_ns: int
+    closing_ns: int | None
+    closed_ns: int
+
+
+class NoNumber(LatencyModel):
+    """Predicts what is no number, however much it sees."""
+
+    def predict_ns(self, rows: int) -> float | None:
+        return math.nan
+
+
+def draw_schedule(seed: int) -> Schedule:
+    draw = random.Random(seed)
+    pick = draw.choice
+    models = [_draw_model(draw) for _ in range(pick([1, 1, 1, 2]))]
+    poison_share = pick([0, 0, 0, 0.03, 0.3, 1])
+    cancel_share = pick([0, 0, 0.1, 0.6, 1])
+    deadline_share = pick([0, 0, 0.3, 1])
+    start_share = pick([0, 0, 0.3])
+    large_share = pick([0, 0, 0.1])
+    levels = pick([1, 1, 3])
+    widths = range(2, 2 + pick([1, 1, 2, 4]))
+    gap_ns = pick([0, 10 * US, 300 * US, 3 * MS])
+    at_ns = 0
+    first_row = 1
+    arrivals = []
+    for _ in range(draw.randint(1, pick([6, 12, 30]))):
+        if draw.random() < 0.6:  # else in the same turn of the loop as the one before
+            at_ns += draw.randint(0, 2 * gap_ns)
+        to = draw.randrange(len(models))
+        model = models[to]
+        max_rows = model.policy.max_rows
+        rows = draw.randint(1, pick([1, 1, max_rows]))
+        if draw.random() < large_share:
+            rows = draw.randint(max_rows, 4 * max_rows)
+        # Each row of a schedule is unique: its number, then noise.
+        width = pick(widths)
+        array = np.empty((rows, width), np.int64)
+        array[:] = range(width)
+        array[:, 0] = range(first_row, first_row + rows)
+        first_row += rows
+        if draw.random() < poison_share:
+            array[draw.randrange(rows), -1] = POISON
+        full_ns = model.latency_ns(max_rows)
+        arrivals.append(
+            Arrival(
+                to,
+                at_ns,
+                array,
+                draw.randint(0, levels),
+                _draw_bound(draw, full_ns) if draw.random() < deadline_share else None,
+                _draw_bound(draw, full_ns) if draw.random() < start_share else None,
+                draw.randint(0, pick([1, MS, 10 * MS])) if draw.random() < cancel_share else None,
+            )
+        )
+    return Schedule(models, pick([1, 2, 3]), arrivals)
+
+
+def _draw_model(draw: random.Random) -> Model:
+    pick = draw.choice
+    max_rows = pick([1, 2, 3, 4, 8, 16])
+    buckets = pick([(), (), (max_rows,), (1, 2, 4, 8, 16), (2, 5, 16)])
+    return Model(
+        BatchPolicy(
+            max_rows,
+            pick([0, 0, 0, 200 * US, 5 * MS]),
+            preferred_rows=pick([(), (), (2,), (2, 3)]),
+            buckets=buckets,
+            waits_for_echo=draw.random() < 0.1,
+        ),
+        QueueLimits(pick([4, 40, PLENTY, PLENTY]), pick([200, *[2**30] * 4])),
+        instances=pick([1, 1, 2, 3]),
+        threads=pick([1, 1, 2, 4]),
+        base_ns=pick([20 * US, 150 * US, 2 * MS]),
+        row_ns=pick([0, 5 * US, 300 * US]),
+        belief=pick(BELIEFS),
+        is_practised=draw.random() < 0.5,
+        close_ns=draw.randint(0, 20 * MS) if draw.random() < 0.3 else None,
+    )
+
+
+def _draw_bound(draw: random.Random, full_ns: int) -> int:
+    """Passed already, tight, or generous."""
+    return draw.choice([-draw.randint(1, MS), draw.randint(0, 3 * full_ns), draw.randint(full_ns, 8 * full_ns), 10**9])
+
+
+class Theatre:
+    """Plays a schedule: the batchers with their fakes, and callers who write down what they are told."""
+
+    def __init__(self, schedule: Schedule, loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        self.schedule = schedule
+        self.loop = loop
+        self.clock = clock
+        self.begin_ns = clock()
+        self.device = Device(schedule.device_threads, loop)
+        self.inline = InlineBudget(loop)
+        self.violations: list[str] = []
+        self.waiting = len(schedule.arrivals)
+        self.all_told = asyncio.Event()
+        self.queues = [self._make_queue(model, schedule) for model in schedule.models]
+        self.runners = [[self._make_runner(model) for _ in range(model.instances)] for model in schedule.models]
+        self.observed: list[list[int]] = [[] for _ in schedule.models]
+        self.batchers = [self._make_batcher(index, model) for index, model in enumerate(schedule.models)]
+        self.callers = [
+            Caller(arrival, len(arrival.rows) > schedule.models[arrival.model].policy.max_rows)
+            for arrival in schedule.arrivals
+        ]
+
+    async def play(self) -> list[Play]:
+        models = self.schedule.models
+        for caller in self.callers:
+            self.loop.call_at((self.begin_ns + caller.arrival.at_ns) / 1e9, self._arrive, caller)
+        closings = [self.loop.create_task(self._close(index)) for index in range(len(models))]
+        await self.all_told.wait()
+        times = [await closing for closing in closings]
+        plays = []
+        for index, model in enumerate(models):
+            for runner in self.runners[index]:
+                self.violations += runner.violations
+            runs = sorted((run for runner in self.runners[index] for run in runner.runs), key=lambda run: run.began_ns)
+            callers = [caller for caller in self.callers if caller.arrival.model == index]
+            _note_runs(callers, runs)
+            assert sorted(self.observed[index]) == sorted(run.rows for run in runs if not run.has_failed)
+            assert (self.queues[index].rows, self.queues[index].nbytes, bool(self.queues[index])) == (0, 0, False)
+            plays.append(
+                Play(
+                    model,
+                    len(models) == 1,
+                    self.schedule.device_threads,
+                    callers,
+                    runs,
+                    self.batchers[index],
+                    self.begin_ns,
+                    *times[index],
+                )
+            )
+        assert self.device.free_threads == self.schedule.device_threads
+        assert not self.violations, self.violations
+        return plays
+
+    def _make_queue(self, model: Model, schedule: Schedule) -> RiderQueue:
+        factor = {"right": 1.0, "too long": 100.0, "too short": 0.01}.get(model.belief)
+        known = [(rows, factor * model.latency_ns(rows)) for rows in (1, 2, 4, 8, 16)] if factor else []
+        queue = RiderQueue(known, known)
+        for arrival in schedule.arrivals:
+            shape_class = queue.shape_class(arrival.rows.shape[1])
+            if model.belief == "no number":
+                shape_class.batch_latency = NoNumber()
+                shape_class.run_latency = NoNumber()
+            if model.is_practised:
+                shape_class.batch_latency.observations = MIN_OBSERVATIONS
+        return queue
+
+    def _make_runner(self, model: Model) -> FakeRunner:
+        def latency_ns(rows: int) -> int:
+            if not 0 <= self.device.free_threads <= self.schedule.device_threads:
+                self.violations.append(f"{self.device.free_threads} threads are free")
+            return model.latency_ns(rows)
+
+        return FakeRunner(self.loop, self.clock, latency_ns)
+
+    def _make_batcher(self, index: int, model: Model) -> Batcher:
+        return Batcher(
+            self.runners[index],
+            model.policy,
+            self.queues[index],
+            limits=model.limits,
+            device=self.device,
+            threads=model.threads,
+            inline=self.inline,
+            loop=self.loop,
+            clock=self.clock,
+            observe_batch=self.observed[index].append,
+        )
+
+    def _arrive(self, caller: Caller) -> None:
+        arrival = caller.arrival
+        rows = arrival.rows
+        now_ns = self.clock()
+        caller.terms = Terms(
+            arrival.level,
+            None if arrival.finish_within_ns is None else now_ns + arrival.finish_within_ns,
+            None if arrival.start_within_ns is None else now_ns + arrival.start_within_ns,
+        )
+        batcher = self.batchers[arrival.model]
+        args = ((rows,), len(rows), rows.shape[1], caller.timing, caller.terms)
+        future: asyncio.Future[Arrays]
+        try:
+            if caller.is_piece_wise:
+                future = self.loop.create_task(self._ask_in_pieces(caller, batcher.submit_in_pieces(*args)))
+            else:
+                future = batcher.submit(*args)
+        except ServeError as error:
+            self._tell(caller, error)
+            return
+        future.add_done_callback(lambda future: self._tell(caller, _outcome(future)))
+        if arrival.cancel_after_ns is not None:
+            self.loop.call_later(arrival.cancel_after_ns / 1e9, future.cancel)
+
+    async def _ask_in_pieces(self, caller: Caller, asking: Coroutine[Any, Any, Arrays]) -> Arrays:
+        try:
+            return await asking
+        finally:
+            caller.told_ns = self.clock()  # who waits for this task hears of it later
+
+    def _tell(self, caller: Caller, told: Arrays | ServeError | Literal["cancelled"]) -> None:
+        caller.told.append(told)
+        caller.told_ns = caller.told_ns or self.clock()
+        self.waiting -= 1
+        if self.waiting == 0:
+            self.all_told.set()
+
+    async def _close(self, index: int) -> tuple[int | None, int]:
+        """When the batcher began to close, if anybody could notice, and when it was done."""
+        close_ns = self.schedule.models[index].close_ns
+        if close_ns is None:
+            await self.all_told.wait()
+            await asyncio.sleep(10)  # long after everything: nobody waits any more
+            assert self.batchers[index].queued_rows == 0
+        else:
+            await asyncio.sleep(close_ns / 1e9)
+        closing_ns = self.clock()
+        await self.batchers[index].close()
+        return None if close_ns is None else closing_ns, self.clock()
+
+
+def _outcome(future: "asyncio.Future[Arrays]") -> Arrays | ServeError | Literal["cancelled"]:
+    if future.cancelled():
+        return "cancelled"
+    error = future.exception()
+    if error is None:
+        return future.result()
+    assert isinstance(error, ServeError)
+    return error
+
+
+def _note_runs(callers: Sequence[Caller], runs: Sequence[FakeRun]) -> None:
+    owners = {int(row): caller for caller in callers for row in caller.arrival.rows[:, 0]}
+    for run in runs:
+        for caller in {owners[row]: None for part in run.parts for row in (int(part[0, 0]),)}:
+            caller.runs.append(run)
+
+
+def play(schedule: Schedule) -> list[Play]:
+    return run_virtual(lambda loop, clock: _play(schedule, loop, clock))
+
+
+async def _play(schedule: Schedule, loop: VirtualTimeLoop, clock: FakeClock) -> list[Play]:
+    return await Theatre(schedule, loop, clock).play()
+
+
+@pytest.mark.timeout(max(120, SCHEDULES // 100))
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_promises_hold_in_every_schedule(block: int) -> None:
+    for seed in range(FIRST_SEED + block, FIRST_SEED + SCHEDULES, BLOCKS):
+        try:
+            for one in play(draw_schedule(seed)):
+                for check in CHECKS:
+                    check(one)
+        except BaseException as error:
+            error.add_note(f"ORTSERVE_TEST_SEED={seed} ORTSERVE_TEST_SCHEDULES=1")
+            raise
+
+
+def check_everyone_is_told_once(one: Play) -> None:
+    assert [len(caller.told) for caller in one.callers] == [1] * len(one.callers)
+
+
+def check_answers_are_ones_own(one: Play) -> None:
+    for caller in one.callers:
+        told = caller.told[0]
+        if isinstance(told, tuple):
+            assert not caller.is_poisoned
+            wanted = answer(caller.arrival.rows)
+            assert len(told) == len(wanted)
+            assert all(map(np.array_equal, told, wanted))
+        elif told == "cancelled":
+            assert caller.arrival.cancel_after_ns is not None
+
+
+def check_failures_are_deserved(one: Play) -> None:
+    """An innocent fails only after a search was given up in which there was more than one offender."""
+    for caller in one.callers:
+        error = caller.error
+        if error is None:
+            continue
+        if error.kind is ErrorKind.INTERNAL:
+            assert error.message == "a row is poisoned"
+            assert caller.timing.taken_ns > 0
+            assert caller.is_poisoned or any(run.has_failed and len(offenders(run)) > 1 for run in caller.runs)
+        elif error.kind is ErrorKind.NOT_READY:
+            assert one.closing_ns is not None
+            assert not caller.runs
+        elif not caller.is_piece_wise:
+            assert not caller.runs or "while its batch ran again" in error.message
+
+
+def check_refusals_are_deserved(one: Play) -> None:
+    """Only a full queue refuses, or drops, whom nothing binds; a prediction only after enough runs, and not if idle."""
+    for caller in one.callers:
+        error, terms = caller.error, caller.terms
+        if error is None or error.kind not in (ErrorKind.OVERLOADED, ErrorKind.DEADLINE):
+            continue
+        if error.kind is ErrorKind.OVERLOADED:
+            assert error.retry_after_s is not None
+            assert 0 < error.retry_after_s < math.inf
+        else:
+            assert error.retry_after_s is None
+        message = error.message
+        if message.startswith("Exceeds maximum queue size"):
+            assert one.model.limits.rows < PLENTY or one.model.limits.nbytes < 2**30
+            assert waiting_at(one, caller, caller.told_ns), "an empty queue takes anything"
+        elif "its timeout passed" in message:
+            assert terms.start_by_ns is not None
+            assert terms.start_by_ns < caller.told_ns
+        elif "its deadline passed" in message or "met: 0.0 ms are left" in message:
+            assert terms.finish_by_ns is not None
+            assert terms.finish_by_ns <= caller.told_ns + MS // 20  # of a millisecond, that is spelled as 0.0
+        else:  # by prediction
+            assert terms.finish_by_ns is not None
+            assert one.model.belief != "no number"
+            succeeded = [run for run in one.runs if run.ended_ns <= caller.told_ns and not run.has_failed]
+            own = sum(run.parts[0].shape[1] == caller.width for run in succeeded)
+            assert one.model.is_practised or own >= MIN_OBSERVATIONS
+            if message.startswith("deadline cannot be met"):
+                is_busy = running_at(one, caller.told_ns) == one.model.instances
+                assert is_busy or waiting_at(one, caller, caller.told_ns)
+            else:
+                assert "can no longer be met, after a wait" in message
+                assert caller.told_ns > caller.timing.queued_ns
+
+
+def check_batches(one: Play) -> None:
+    for run in one.runs:
+        assert 1 <= run.rows <= one.model.policy.max_rows
+        assert run.bucket == one.model.policy.bucket_for(run.rows)
+
+
+def check_nobody_is_started_too_late(one: Play) -> None:
+    for caller in one.callers:
+        if caller.runs and not caller.is_piece_wise:
+            terms = caller.terms
+            assert terms.start_by_ns is None or caller.runs[0].began_ns <= terms.start_by_ns
+            assert terms.finish_by_ns is None or caller.runs[-1].began_ns <= terms.finish_by_ns
+
+
+def check_order(one: Play) -> None:
+    """In a shape class higher levels go first; inside one, earlier deadlines, and without any who came earlier."""
+    ran = [caller for caller in one.callers if caller.runs and not caller.is_piece_wise]
+    for first, second in combinations(ran, 2):
+        if first.width != second.width:
+            continue
+        for a, b in ((first, second), (second, first)):
+            if goes_before(a, b) and a.timing.queued_ns < b.runs[0].began_ns:
+                assert a.runs[0].began_ns <= b.runs[0].began_ns
+
+
+def goes_before(a: Caller, b: Caller) -> bool:
+    level_a, level_b = a.terms.level or 1, b.terms.level or 1
+    by_a, by_b = a.terms.finish_by_ns, b.terms.finish_by_ns
+    if level_a != level_b:
+        return level_a < level_b
+    if by_a is None and by_b is None:
+        return a.timing.queued_ns < b.timing.queued_ns
+    return by_a is not None and by_b is not None and by_a < by_b
+
+
+def check_nobody_waits_for_an_idle_instance(one: Play) -> None:
+    """But for the queue delay that was set: after it, all that may run are busy until they take him."""
+    model = one.model
+    if not one.is_alone or model.policy.waits_for_echo:
+        return
+    capacity = min(model.instances, one.device_threads // min(model.threads, one.device_threads))
+    for caller in one.callers:
+        if not caller.runs or caller.is_piece_wise:
+            continue
+        due_ns = caller.timing.queued_ns + model.policy.queue_delay_ns + TIMER_ROUNDING_NS
+        taken_ns = caller.runs[0].began_ns
+        ends = [run.ended_ns for run in one.runs if due_ns < run.ended_ns < taken_ns]
+        for moment_ns in (due_ns, *ends):
+            if moment_ns < taken_ns:
+                running = [run for run in one.runs if run.began_ns <= moment_ns < run.ended_ns]
+                assert len(running) >= capacity or any(run.is_inline for run in running), "a run on the loop stops it"
+
+
+def check_searches_are_short(one: Play) -> None:
+    """A failed batch of n riders costs at most 4·⌈log2 n⌉ more runs, at most 2·⌈log2 n⌉ with a single offender."""
+    first_of: dict[int, int] = {}
+    retries: dict[int, int] = {}
+    for index, run in enumerate(one.runs):
+        rows = [int(part[0, 0]) for part in run.parts]
+        origins = {first_of.get(row, index) for row in rows}
+        assert len(origins) == 1, "only what failed runs again, and only with those who failed with it"
+        first_of |= dict.fromkeys(rows, min(origins))
+        if index not in origins:
+            retries[min(origins)] = retries.get(min(origins), 0) + 1
+    for index, count in retries.items():
+        failed = one.runs[index]
+        assert failed.has_failed
+        assert count <= (2 if len(offenders(failed)) == 1 else 4) * (len(failed.parts) - 1).bit_length()
+
+
+def check_close(one: Play) -> None:
+    closing_ns = one.closing_ns
+    if closing_ns is None:
+        return
+    assert all(run.ended_ns <= one.closed_ns for run in one.runs)
+    for caller in one.callers:
+        assert caller.timing.queued_ns <= closing_ns, "a newcomer was let in"
+        if one.begin_ns + caller.arrival.at_ns > closing_ns and caller.told[0] != "cancelled":
+            assert caller.error is not None
+            assert caller.error.kind is ErrorKind.NOT_READY
+
+
+def check_decisions_are_counted(one: Play) -> None:
+    decisions = one.batcher.decisions
+    assert decisions.batches == len(one.runs)
+    assert decisions.inline == sum(run.is_inline for run in one.runs)
+    assert decisions.padding_rows == sum(run.bucket - run.rows for run in one.runs)
+    messages = [caller.error.message for caller in one.callers if caller.error is not None]
+    assert decisions.refused_full == sum(message.startswith("Exceeds") for message in messages)
+    assert decisions.refused_late == sum(message.startswith("deadline cannot be met") for message in messages)
+    if not any(caller.is_piece_wise for caller in one.callers):
+        assert decisions.dropped_late == sum(message.startswith("Request timeout expired") for message in messages)
+        left = sum(caller.told[0] == "cancelled" and not caller.runs for caller in one.callers)
+        assert decisions.left == left
+
+
+def running_at(one: Play, at_ns: int) -> int:
+    return sum(run.began_ns <= at_ns < run.ended_ns for run in one.runs)
+
+
+def waiting_at(one: Play, newcomer: Caller, at_ns: int) -> list[Caller]:
+    """Who may have been in the queue then: those who left count until somebody looks."""
+    return [
+        caller
+        for caller in one.callers
+        if caller is not newcomer
+        and 0 < caller.timing.queued_ns <= at_ns
+        and (caller.is_piece_wise or not caller.runs or caller.runs[0].began_ns >= at_ns)
+    ]
+
+
+def offenders(run: FakeRun) -> list[np.ndarray]:
+    return [part for part in run.parts if (part == POISON).any()]
+
+
+CHECKS = (
+    check_everyone_is_told_once,
+    check_answers_are_ones_own,
+    check_failures_are_deserved,
+    check_refusals_are_deserved,
+    check_batches,
+    check_nobody_is_started_too_late,
+    check_order,
+    check_nobody_waits_for_an_idle_instance,
+    check_searches_are_short,
+    check_close,
+    check_decisions_are_counted,
+)

@@ -1,0 +1,341 @@
+"""Models that share a device: who goes next, and that threads come back."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from fakes.runner import FakeRunner, rows_of
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.device import Device, Share
+from ortserve.batching.inline import InlineBudget
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RiderQueue
+from ortserve.core.timing import Timing
+
+MS = 1_000_000
+S = 1000 * MS
+
+
+class Stage:
+    """A device and those whom it woke, in order."""
+
+    def __init__(self, loop: VirtualTimeLoop, threads: int) -> None:
+        self.device = Device(threads, loop)
+        self.woken: list[str] = []
+
+    def share(self, name: str, threads: int = 1) -> Share:
+        return self.device.share(threads, lambda: self.woken.append(name))
+
+
+def on_stage(main: Callable[[Stage], Coroutine[Any, Any, None]], threads: int = 1) -> None:
+    run_virtual(lambda loop, clock: main(Stage(loop, threads)))
+
+
+def run(share: Share, predicted_ns: float | None = 1) -> None:
+    assert share.may_start()
+    share.begin(predicted_ns)
+
+
+def test_runs_go_side_by_side_while_there_are_threads() -> None:
+    async def main(stage: Stage) -> None:
+        a, b, c = (stage.share(name) for name in "abc")
+        run(a)
+        run(b)
+        assert stage.device.free_threads == 0
+        assert not c.may_start()
+        b.end()
+        await asyncio.sleep(0)
+        assert stage.woken == ["c"]
+        run(c)
+        a.end()
+        c.end()
+        assert stage.device.free_threads == 2
+
+    on_stage(main, threads=2)
+
+
+def test_run_that_wants_more_threads_than_there_are_takes_them_all() -> None:
+    async def main(stage: Stage) -> None:
+        large = stage.share("large", threads=64)
+        run(large)
+        assert stage.device.free_threads == 0
+        large.end()
+        assert stage.device.free_threads == 4
+
+    on_stage(main, threads=4)
+
+
+def test_who_had_least_goes_first() -> None:
+    async def main(stage: Stage) -> None:
+        a, b, c = (stage.share(name) for name in "abc")
+        for share, ns in ((a, 30), (b, 10), (c, 20)):
+            share.begin(ns)
+            share.end()
+        blocker = stage.share("blocker")
+        run(blocker, 1000)
+        assert not any(share.may_start() for share in (a, c, b))
+        blocker.end()
+        await asyncio.sleep(0)
+        assert stage.woken == ["b"]
+        assert not a.may_start()
+        run(b, 100)
+        b.end()
+        await asyncio.sleep(0)
+        assert stage.woken == ["b", "c"]
+
+    on_stage(main)
+
+
+def test_those_who_had_the_same_go_in_the_order_they_asked() -> None:
+    async def main(stage: Stage) -> None:
+        shares = {name: stage.share(name) for name in "abc"}
+        blocker = stage.share("blocker")
+        run(blocker)
+        for name in "bca":
+            assert not shares[name].may_start()
+        blocker.end()
+        for _ in range(3):
+            await asyncio.sleep(0)
+            run(shares[stage.woken[-1]])
+            shares[stage.woken[-1]].end()
+        assert stage.woken == ["b", "c", "a"]
+
+    on_stage(main)
+
+
+def test_nobody_overtakes_a_run_that_needs_more_threads() -> None:
+    async def main(stage: Stage) -> None:
+        small, other, large = stage.share("small"), stage.share("other"), stage.share("large", threads=2)
+        run(small)
+        assert not large.may_start()  # one thread is free, it needs two
+        assert not other.may_start(), "or the large one might wait for ever"
+        small.end()
+        await asyncio.sleep(0)
+        assert stage.woken == ["large"]
+        assert not small.may_start()
+        run(large)
+
+    on_stage(main, threads=2)
+
+
+def test_who_withdraws_passes_the_turn_on() -> None:
+    async def main(stage: Stage) -> None:
+        blocker, a, b = (stage.share(name) for name in ("blocker", "a", "b"))
+        run(blocker)
+        assert not a.may_start()
+        assert not b.may_start()
+        blocker.end()
+        await asyncio.sleep(0)
+        a.withdraw()
+        await asyncio.sleep(0)
+        assert stage.woken == ["a", "b"]
+        run(b)
+        a.withdraw()  # it does not wait: nothing to give up
+        b.end()
+        assert stage.device.free_threads == 1
+
+    on_stage(main)
+
+
+def test_idle_model_gets_no_credit_for_the_time_it_did_not_want() -> None:
+    async def main(stage: Stage) -> None:
+        busy, idle = stage.share("busy"), stage.share("idle")
+        for _ in range(1000):
+            run(busy, 10)
+            busy.end()
+        went = {"busy": 0, "idle": 0}
+        blocker = stage.share("blocker")
+        run(blocker, 0)
+        assert not busy.may_start()
+        assert not idle.may_start()
+        blocker.end()
+        for _ in range(100):
+            await asyncio.sleep(0)
+            name = stage.woken[-1]
+            share, other = (busy, idle) if name == "busy" else (idle, busy)
+            run(share, 10)
+            assert not share.may_start()
+            assert not other.may_start()
+            share.end()
+            went[name] += 1
+        assert abs(went["busy"] - went["idle"]) <= 2
+
+    on_stage(main)
+
+
+@pytest.mark.parametrize("predicted_ns", [None, float("nan"), float("inf")])
+def test_unknown_work_counts_nothing_and_does_no_harm(predicted_ns: float | None) -> None:
+    async def main(stage: Stage) -> None:
+        shares = {name: stage.share(name) for name in "ab"}
+        went: list[str] = []
+        blocker = stage.share("blocker")
+        run(blocker)
+        assert not shares["a"].may_start()
+        assert not shares["b"].may_start()
+        blocker.end()
+        for _ in range(10):
+            await asyncio.sleep(0)
+            name = stage.woken[-1]
+            run(shares[name], predicted_ns)
+            assert not shares[name].may_start()
+            shares[name].end()
+            went.append(name)
+        assert went == ["a", "b"] * 5
+
+    on_stage(main)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_threads_are_never_overdrawn_and_all_come_back(seed: int) -> None:
+    draw = random.Random(seed)
+    threads = draw.randint(1, 6)
+
+    async def main(stage: Stage) -> None:
+        shares = [stage.share(str(number), draw.randint(1, 8)) for number in range(draw.randint(1, 5))]
+        running: list[Share] = []
+        for _ in range(300):
+            share = draw.choice(shares)
+            match draw.randrange(4):
+                case 0 | 1:
+                    if share.may_start():
+                        share.begin(draw.choice([None, 1, 1000]))
+                        running.append(share)
+                case 2:
+                    share.withdraw()
+                case _ if running:
+                    running.pop(draw.randrange(len(running))).end()
+            assert stage.device.free_threads == threads - sum(share.threads for share in running)
+            assert stage.device.free_threads >= 0
+        for share in running:
+            share.end()
+        assert stage.device.free_threads == threads
+        for share in shares:
+            share.withdraw()
+        assert all(share.may_start() for share in shares)
+
+    on_stage(main, threads)
+
+
+def test_work_is_slower_by_as_much_as_is_wanted_more_than_there_is() -> None:
+    async def main(stage: Stage) -> None:
+        a, b, c = stage.share("a", 2), stage.share("b", 2), stage.share("c", 4)
+        assert a.slowdown() == 1
+        run(a)
+        assert (a.slowdown(), b.slowdown(), c.slowdown()) == (1, 1, 1.5)
+        run(b)
+        assert not c.may_start()
+        assert [share.slowdown() for share in (a, b, c)] == [2, 2, 2]
+        a.end()
+        b.end()
+        c.withdraw()
+        assert a.slowdown() == 1
+
+    on_stage(main, threads=4)
+
+
+class Backlogged:
+    """Models with a queue that never empties, each with instances that run for a set time, on one device."""
+
+    def __init__(self, loop: VirtualTimeLoop, clock: FakeClock, threads: int) -> None:
+        self.loop = loop
+        self.clock = clock
+        self.device = Device(threads, loop)
+        self.inline = InlineBudget(loop)
+        self.runners: list[list[FakeRunner]] = []
+        self.batchers: list[Batcher] = []
+
+    def add(self, run_ns: int, *, threads: int = 1, instances: int = 1, is_known: bool = True) -> None:
+        runners = [FakeRunner(self.loop, self.clock, lambda rows: run_ns) for _ in range(instances)]
+        known = [(1, run_ns), (2, run_ns)] if is_known else []
+        batcher = Batcher(
+            runners,
+            BatchPolicy(2),
+            RiderQueue(known, known),
+            limits=QueueLimits(10**6, 10**9),
+            device=self.device,
+            threads=threads,
+            inline=self.inline,
+            loop=self.loop,
+            clock=self.clock,
+            observe_batch=lambda rows: None,
+        )
+        self.runners.append(runners)
+        self.batchers.append(batcher)
+        for _ in range(8 * instances):
+            self.ask(batcher)
+
+    def ask(self, batcher: Batcher) -> None:
+        future = batcher.submit((rows_of(1),), 1, None, Timing(self.clock()))
+        future.add_done_callback(lambda _: self.ask(batcher))
+
+    def worked_ns(self, model: int) -> int:
+        return sum(run.ended_ns - run.began_ns for runner in self.runners[model] for run in runner.runs)
+
+
+def play_backlogged(main: Callable[[Backlogged], Coroutine[Any, Any, None]], threads: int = 1) -> None:
+    async def on_device(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        backlogged = Backlogged(loop, clock, threads)
+        await main(backlogged)
+        assert not [violation for runners in backlogged.runners for one in runners for violation in one.violations]
+
+    run_virtual(on_device)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "learned"])
+def test_models_with_short_and_long_batches_get_the_same_time(is_known: bool) -> None:
+    async def main(backlogged: Backlogged) -> None:
+        backlogged.add(1 * MS, is_known=is_known)
+        backlogged.add(20 * MS, is_known=is_known)
+        await asyncio.sleep(10)
+        short, long = backlogged.worked_ns(0), backlogged.worked_ns(1)
+        assert abs(short - long) <= 2 * 20 * MS
+        assert short + long >= 9.9 * S, "and the device is never idle"
+
+    play_backlogged(main)
+
+
+def test_each_of_several_models_gets_its_share_and_none_waits_longer_than_a_round() -> None:
+    async def main(backlogged: Backlogged) -> None:
+        for run_ns in (MS, 2 * MS, 5 * MS, 20 * MS):
+            backlogged.add(run_ns)
+        await asyncio.sleep(20)
+        for model in range(4):
+            assert backlogged.worked_ns(model) == pytest.approx(5 * S, abs=2 * 20 * MS)
+            (runner,) = backlogged.runners[model]
+            pauses = [
+                after.began_ns - before.ended_ns for before, after in zip(runner.runs, runner.runs[1:], strict=False)
+            ]
+            assert max(pauses) <= 3 * 2 * 20 * MS
+
+    play_backlogged(main)
+
+
+def test_model_of_many_threads_gets_its_share_beside_one_of_many_instances() -> None:
+    async def main(backlogged: Backlogged) -> None:
+        backlogged.add(3 * MS, instances=4)
+        backlogged.add(10 * MS, threads=4)
+        await asyncio.sleep(20)
+        # Work is time by threads.
+        small, large = backlogged.worked_ns(0), 4 * backlogged.worked_ns(1)
+        assert small == pytest.approx(large, rel=0.02)
+
+    play_backlogged(main, threads=4)
+
+
+def test_model_that_comes_late_shares_at_once_and_takes_over_nothing() -> None:
+    async def main(backlogged: Backlogged) -> None:
+        backlogged.add(5 * MS)
+        await asyncio.sleep(10)
+        before_ns = backlogged.worked_ns(0)
+        backlogged.add(5 * MS)
+        await asyncio.sleep(1)
+        assert backlogged.worked_ns(0) - before_ns == pytest.approx(S // 2, abs=20 * MS)
+        assert backlogged.worked_ns(1) == pytest.approx(S // 2, abs=20 * MS)
+
+    play_backlogged(main)

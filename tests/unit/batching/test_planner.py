@@ -1,0 +1,234 @@
+"""Who rides now, by literals."""
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
+from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, plan_batch
+from ortserve.batching.riders import Rider
+from ortserve.core.timing import Timing
+
+NOW = 1000
+UNKNOWN = LatencyModel()
+LINEAR = LatencyModel([(1, 110), (2, 120), (4, 140), (8, 180), (16, 260)])  # 100 + 10 a row
+
+
+class NoNumber(LatencyModel):
+    def predict_ns(self, rows: int) -> float | None:
+        return math.nan
+
+
+@dataclass(frozen=True)
+class Waiting:
+    rows: int
+    queued_ns: int
+    finish_by_ns: int | None = None
+    start_by_ns: int | None = None
+    level: int = 1
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def plan(
+    loop: asyncio.AbstractEventLoop,
+    waiting: Sequence[Waiting],
+    policy: BatchPolicy,
+    latency: LatencyModel = UNKNOWN,
+) -> Take | WaitUntil:
+    riders = [
+        Rider(
+            (),
+            one.rows,
+            loop.create_future(),
+            Timing(0, one.queued_ns),
+            level=one.level,
+            finish_by_ns=one.finish_by_ns,
+            start_by_ns=one.start_by_ns,
+        )
+        for one in waiting
+    ]
+    return plan_batch(riders, policy, latency, NOW)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "policy", "planned"),
+    [
+        # (rows, queued at) in the order of going; without a delay whoever waits rides at once
+        ([(1, 900)], BatchPolicy(8), Take(1, 1)),
+        ([(1, 900), (1, 950), (1, 1000)], BatchPolicy(8), Take(3, 3)),
+        ([(8, 900)], BatchPolicy(8), Take(1, 8)),
+        ([(3, 1), (3, 2), (3, 3)], BatchPolicy(8), Take(2, 6)),
+        ([(5, 1), (4, 2), (1, 3)], BatchPolicy(8), Take(1, 5)),  # the third would fit, but stands behind the second
+        ([(1, 1)] * 20, BatchPolicy(1), Take(1, 1)),
+        # with a delay, which counts from when the oldest was queued, wherever it stands
+        ([(1, 900)], BatchPolicy(8, 500), WaitUntil(1400)),
+        ([(1, 900), (1, 990)], BatchPolicy(8, 500), WaitUntil(1400)),
+        ([(1, 990), (1, 900)], BatchPolicy(8, 500), WaitUntil(1400)),
+        ([(1, 501)], BatchPolicy(8, 500), WaitUntil(1001)),
+        ([(1, 500)], BatchPolicy(8, 500), Take(1, 1)),
+        ([(1, 100), (1, 999)], BatchPolicy(8, 500), Take(2, 2)),
+        # a batch that is full, or that the next does not fit into, has nothing to wait for
+        ([(8, 999)], BatchPolicy(8, 500), Take(1, 8)),
+        ([(4, 999), (4, 1000)], BatchPolicy(8, 500), Take(2, 8)),
+        ([(5, 999), (4, 1000)], BatchPolicy(8, 500), Take(1, 5)),
+        # a preferred size leaves without the delay: the largest that whole requests make
+        ([(1, 999)] * 2, BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(2, 2)),
+        ([(1, 999)] * 3, BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(2, 2)),
+        ([(1, 999)] * 5, BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(4, 4)),
+        ([(1, 999)], BatchPolicy(8, 500, preferred_rows=(2, 4)), WaitUntil(1499)),
+        ([(3, 999)], BatchPolicy(8, 500, preferred_rows=(2, 4)), WaitUntil(1499)),
+        ([(3, 100)], BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(1, 3)),
+        ([(1, 999)] * 9, BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(8, 8)),  # full is better than preferred
+        ([(1, 999)] * 3, BatchPolicy(8, preferred_rows=(2,)), Take(3, 3)),  # no delay, so nothing to be spared
+    ],
+)
+@pytest.mark.parametrize("latency", [UNKNOWN, LINEAR, NoNumber()], ids=["unknown", "known", "no number"])
+def test_requests_without_deadlines(
+    loop: asyncio.AbstractEventLoop,
+    waiting: list[tuple[int, int]],
+    policy: BatchPolicy,
+    planned: Take | WaitUntil,
+    latency: LatencyModel,
+) -> None:
+    assert plan(loop, [Waiting(*one) for one in waiting], policy, latency) == planned
+
+
+@pytest.mark.parametrize(
+    ("waiting", "planned"),
+    [
+        # (rows, deadline) of requests queued at 900; a batch of n rows takes 100 + 10 n
+        ([(1, 1139), (1, None), (1, None), (1, None)], Take(3, 3)),
+        ([(1, 1140), (1, None), (1, None), (1, None)], Take(4, 4)),
+        ([(1, 1110), (1, None), (1, None)], Take(1, 1)),
+        ([(2, 1160), (3, None), (2, None)], Take(2, 5)),
+        ([(1, 9999)] * 8, Take(8, 8)),
+        # of several deadlines the first counts, wherever it stands
+        ([(1, 1180), (1, 1125), (1, None)], Take(2, 2)),
+        # where no size meets it, a small batch helps nobody
+        ([(1, 1109), (1, None), (1, None)], Take(3, 3)),
+        ([(1, 1000), (1, 1000), (1, 1000)], Take(3, 3)),
+        # one who cannot be in time holds nobody back who stands before it
+        ([(1, None), (1, None), (1, 1050), (1, None)], Take(2, 2)),
+    ],
+)
+def test_batch_is_as_large_as_its_deadlines_allow(
+    loop: asyncio.AbstractEventLoop, waiting: list[tuple[int, int | None]], planned: Take
+) -> None:
+    assert plan(loop, [Waiting(rows, 900, by_ns) for rows, by_ns in waiting], BatchPolicy(8), LINEAR) == planned
+
+
+@pytest.mark.parametrize("latency", [UNKNOWN, NoNumber()], ids=["unknown", "no number"])
+def test_without_a_prediction_deadlines_make_no_batch_smaller(
+    loop: asyncio.AbstractEventLoop, latency: LatencyModel
+) -> None:
+    waiting = [Waiting(1, 900, 1001)] * 8
+    assert plan(loop, waiting, BatchPolicy(8, buckets=(2, 4, 8)), latency) == Take(8, 8)
+
+
+def test_deadline_is_reckoned_with_the_bucket_that_the_batch_is_padded_to(loop: asyncio.AbstractEventLoop) -> None:
+    waiting = [Waiting(1, 900, 1150), *[Waiting(1, 900)] * 4]
+    assert plan(loop, waiting, BatchPolicy(8), LINEAR) == Take(5, 5)
+    assert plan(loop, waiting, BatchPolicy(8, buckets=(4, 8)), LINEAR) == Take(4, 4)
+
+
+def test_batch_cut_short_by_a_deadline_does_not_wait_for_the_delay(loop: asyncio.AbstractEventLoop) -> None:
+    waiting = [Waiting(1, 999, 1125), Waiting(1, 999), Waiting(1, 999)]
+    assert plan(loop, waiting, BatchPolicy(8, 500), LINEAR) == Take(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "planned"),
+    [
+        (Waiting(1, 900, finish_by_ns=1400 + 111), WaitUntil(1400)),
+        (Waiting(1, 900, finish_by_ns=1400 + 110), Take(1, 1)),
+        (Waiting(1, 900, start_by_ns=1401), WaitUntil(1400)),
+        (Waiting(1, 900, start_by_ns=1400), Take(1, 1)),
+    ],
+)
+def test_delay_does_not_hold_back_whom_it_would_make_late(
+    loop: asyncio.AbstractEventLoop, one: Waiting, planned: Take | WaitUntil
+) -> None:
+    assert plan(loop, [one], BatchPolicy(8, 500), LINEAR) == planned
+
+
+@pytest.mark.parametrize(
+    ("rows", "known", "planned"),
+    [
+        # steep: two batches of 4 cost no more than one of 8, so 5 rows go as 4 now
+        ([1] * 5, [(4, 100), (8, 200)], Take(4, 4)),
+        ([1] * 7, [(4, 100), (8, 200)], Take(4, 4)),  # 100/4 < 200/7
+        ([1] * 8, [(4, 100), (8, 200)], Take(8, 8)),
+        # flat: padding costs next to nothing
+        ([1] * 5, [(4, 100), (8, 110)], Take(5, 5)),
+        ([1] * 5, [(4, 100), (8, 125)], Take(5, 5)),  # equal: fewer runs
+        ([1] * 5, [(4, 100), (8, 126)], Take(4, 4)),
+        # whole requests: what fits below may be padded too
+        ([3, 3], [(4, 100), (8, 200)], Take(2, 6)),  # 100/3 = 200/6
+        ([3, 2], [(4, 100), (8, 200)], Take(1, 3)),  # 100/3 < 200/5
+        ([5], [(4, 100), (8, 1000)], Take(1, 5)),  # it cannot be split
+        ([5, 1], [(4, 100), (8, 1000)], Take(2, 6)),
+        # nothing is below the smallest
+        ([1], [(4, 100), (8, 1000)], Take(1, 1)),
+        ([1] * 3, [(4, 100), (8, 1000)], Take(3, 3)),
+        # nothing known: as many as wait
+        ([1] * 5, [], Take(5, 5)),
+    ],
+)
+def test_batch_is_padded_up_or_split_down_by_what_a_row_costs(
+    loop: asyncio.AbstractEventLoop, rows: list[int], known: list[tuple[int, float]], planned: Take
+) -> None:
+    policy = BatchPolicy(8, buckets=(4, 8))
+    assert plan(loop, [Waiting(one, 900) for one in rows], policy, LatencyModel(known)) == planned
+
+
+def test_bucket_is_the_smallest_that_holds_the_rows() -> None:
+    policy = BatchPolicy(8, buckets=(2, 5, 16))
+    assert [policy.bucket_for(rows) for rows in (1, 2, 3, 5, 6, 8)] == [2, 2, 5, 5, 16, 16]
+    assert [BatchPolicy(8).bucket_for(rows) for rows in (1, 8)] == [1, 8]
+
+
+def practised() -> LatencyModel:
+    latency = LatencyModel(LINEAR.knots().items())
+    latency.observations = MIN_OBSERVATIONS
+    return latency
+
+
+TIGHT_NS = NOW + 120
+"""Enough for a batch of 2."""
+
+
+@pytest.mark.parametrize(
+    ("waiting", "taken"),
+    [
+        # full batches behind it could not be in time after a small one: it is given up for one of them
+        ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9], Take(8, 8, given_up=1)),
+        ([*[Waiting(1, 0, TIGHT_NS)] * 2, *[Waiting(1, 0, NOW + 290)] * 9], Take(8, 8, given_up=2)),
+        # nobody is late for the small batch: all are answered
+        ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 300)] * 9], Take(2, 2)),
+        ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0)] * 9], Take(2, 2)),
+        # giving up would save too few to be worth it
+        ([*[Waiting(1, 0, TIGHT_NS)] * 2, Waiting(1, 0, NOW + 125)], Take(2, 2)),
+        # it has not waited, so that going at once must do
+        ([Waiting(1, NOW, TIGHT_NS), *[Waiting(1, NOW, NOW + 299)] * 9], Take(2, 2)),
+    ],
+)
+def test_who_could_only_be_saved_by_making_others_late_is_given_up(
+    loop: asyncio.AbstractEventLoop, waiting: Sequence[Waiting], taken: Take
+) -> None:
+    assert plan(loop, waiting, BatchPolicy(8), practised()) == taken
+
+
+def test_nobody_is_given_up_for_lower_levels_or_by_an_unsure_prediction(loop: asyncio.AbstractEventLoop) -> None:
+    waiting = [Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9]
+    assert plan(loop, waiting, BatchPolicy(8), LINEAR) == Take(2, 2)
+    lower = [waiting[0], *[replace(one, level=2) for one in waiting[1:]]]
+    assert plan(loop, lower, BatchPolicy(8), practised()) == Take(2, 2)

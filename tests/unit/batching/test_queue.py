@@ -1,0 +1,233 @@
+"""Who waits in which order, how much that is, and which shape classes are remembered."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from ortserve.batching.latency import LatencyModel
+from ortserve.batching.queue import MAX_CLASSES, OPEN_DUE_RUNS, RiderQueue, ShapeClass
+from ortserve.batching.riders import Rider
+from ortserve.core.timing import Timing
+
+MAX_ROWS = 8
+FULL_NS = 1000
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def rider(
+    loop: asyncio.AbstractEventLoop,
+    rows: int = 1,
+    queued_ns: int = 0,
+    *,
+    level: int = 1,
+    finish_by_ns: int | None = None,
+    nbytes: int = 0,
+) -> Rider:
+    timing = Timing(0, queued_ns)
+    return Rider((), rows, loop.create_future(), timing, level, finish_by_ns=finish_by_ns, nbytes=nbytes)
+
+
+def known_queue() -> RiderQueue:
+    """A full batch takes ``FULL_NS``."""
+    return RiderQueue([(MAX_ROWS, FULL_NS)])
+
+
+def push(queue: RiderQueue, key: object, *riders: Rider) -> ShapeClass:
+    shape_class = queue.shape_class(key)
+    for one in riders:
+        queue.push(shape_class, one, MAX_ROWS)
+    return shape_class
+
+
+def keys(classes: list[ShapeClass]) -> list[object]:
+    return [shape_class.key for shape_class in classes]
+
+
+def test_riders_of_a_class_come_out_in_the_order_they_went_in(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RiderQueue()
+    waiting = [rider(loop, queued_ns=number) for number in range(5)]
+    shape_class = push(queue, "a", *waiting)
+    assert queue.take(shape_class, 2) == waiting[:2]
+    assert queue.take(shape_class, 3) == waiting[2:]
+
+
+def test_higher_level_goes_first_and_inside_one_the_earlier_deadline(loop: asyncio.AbstractEventLoop) -> None:
+    queue = known_queue()
+    late, early, urgent, same = (
+        rider(loop, level=level, finish_by_ns=by_ns) for level, by_ns in ((2, 900), (2, 500), (1, 5000), (2, 500))
+    )
+    shape_class = push(queue, "a", late, early, urgent, same)
+    assert queue.take(shape_class, 4) == [urgent, early, same, late]
+
+
+def test_request_without_a_deadline_counts_as_due_after_ten_full_batches(loop: asyncio.AbstractEventLoop) -> None:
+    queue = known_queue()
+    due_ns = 50 + OPEN_DUE_RUNS * FULL_NS
+    free = rider(loop, queued_ns=50)
+    just_before, at_once, just_after = (rider(loop, queued_ns=60, finish_by_ns=due_ns + by_ns) for by_ns in (-1, 0, 1))
+    shape_class = push(queue, "a", free, just_after, at_once, just_before)
+    assert queue.take(shape_class, 4) == [just_before, free, at_once, just_after]
+
+
+def test_stream_of_deadlines_does_not_starve_who_has_none(loop: asyncio.AbstractEventLoop) -> None:
+    queue = known_queue()
+    free = rider(loop)
+    shape_class = push(queue, "a", free)
+    served_ns = None
+    for now_ns in range(0, 100 * FULL_NS, FULL_NS):  # each run takes one of two who came with a deadline meanwhile
+        push(queue, "a", *[rider(loop, queued_ns=now_ns, finish_by_ns=now_ns + 2 * FULL_NS) for _ in range(2)])
+        if queue.take(shape_class, 1) == [free]:
+            served_ns = now_ns
+            break
+    assert served_ns is not None
+    assert served_ns <= 2 * OPEN_DUE_RUNS * FULL_NS
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_without_deadlines_keep_their_order_whatever_is_learned_meanwhile(
+    loop: asyncio.AbstractEventLoop, seed: int
+) -> None:
+    draw = random.Random(seed)
+    queue = RiderQueue()
+    shape_class = queue.shape_class("a")
+    waiting = []
+    for now_ns in range(0, 40_000, 1000):
+        waiting.append(rider(loop, queued_ns=now_ns))
+        push(queue, "a", waiting[-1])
+        shape_class.batch_latency.observe(MAX_ROWS, draw.choice([10, 1000, 1_000_000]))
+        if draw.random() < 0.3:
+            push(queue, "a", rider(loop, queued_ns=now_ns, finish_by_ns=now_ns + draw.randrange(1_000_000)))
+    taken = queue.take(shape_class, len(shape_class.riders))
+    assert [one for one in taken if one.finish_by_ns is None] == waiting
+
+
+def test_prediction_that_was_far_too_long_is_forgotten_once_nobody_waits_by_it(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    queue = RiderQueue([(MAX_ROWS, 10**6)])
+    shape_class = push(queue, "a", rider(loop))
+    queue.take(shape_class, 1)
+    for _ in range(300):
+        shape_class.batch_latency.observe(MAX_ROWS, FULL_NS)
+    free, later = rider(loop, queued_ns=10), rider(loop, queued_ns=20, finish_by_ns=20 * FULL_NS)
+    push(queue, "a", later, free)
+    assert queue.take(shape_class, 2) == [free, later]
+
+
+@pytest.mark.parametrize("ns", [float("nan"), float("inf")])
+def test_prediction_that_is_no_number_leaves_the_order_of_arrival(loop: asyncio.AbstractEventLoop, ns: float) -> None:
+    class NoNumber(LatencyModel):
+        def predict_ns(self, rows: int) -> float | None:
+            return ns
+
+    queue = RiderQueue()
+    shape_class = queue.shape_class("a")
+    shape_class.batch_latency = NoNumber()
+    waiting = [rider(loop, queued_ns=number) for number in range(5)]
+    push(queue, "a", *waiting)
+    assert queue.take(shape_class, 5) == waiting
+
+
+def test_class_whose_head_is_due_first_comes_first(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RiderQueue()
+    b = push(queue, "b", rider(loop, queued_ns=5))
+    push(queue, "a", rider(loop, queued_ns=7))
+    push(queue, "b", rider(loop, queued_ns=9))
+    assert keys(queue.waiting()) == ["b", "a"]
+    queue.take(b, 1)
+    assert keys(queue.waiting()) == ["a", "b"]
+    push(queue, "c", rider(loop, queued_ns=20, finish_by_ns=6))
+    assert keys(queue.waiting()) == ["c", "a", "b"]
+    push(queue, "d", rider(loop, queued_ns=30, level=0))
+    assert keys(queue.waiting()) == ["d", "c", "a", "b"]
+
+
+def test_rows_and_bytes_count_everyone_who_waits_and_return_to_zero(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RiderQueue()
+    left = rider(loop, rows=3, nbytes=30)
+    a = push(queue, "a", left)
+    b = push(queue, "b", rider(loop, rows=2, nbytes=20), rider(loop, rows=5, nbytes=50))
+    left.future.cancel()
+    assert (queue.rows, queue.nbytes, a.rows, b.rows) == (10, 100, 3, 7)
+    queue.take(b, 1)
+    assert (queue.rows, queue.nbytes, a.rows, b.rows) == (8, 80, 3, 5)
+    queue.remove(a, [left])
+    assert (queue.rows, queue.nbytes, a.rows, b.rows) == (5, 50, 0, 5)
+    assert queue
+    queue.take(b, 1)
+    assert (queue.rows, queue.nbytes, a.rows, b.rows) == (0, 0, 0, 0)
+    assert not queue
+
+
+@pytest.mark.parametrize("gone", [[0], [4], [1, 3], [0, 1, 2, 3, 4]])
+def test_removed_riders_leave_the_others_in_order(loop: asyncio.AbstractEventLoop, gone: list[int]) -> None:
+    queue = RiderQueue()
+    waiting = [rider(loop, queued_ns=number) for number in range(5)]
+    shape_class = push(queue, "a", *waiting)
+    queue.remove(shape_class, {waiting[index] for index in gone})
+    assert list(shape_class.riders) == [one for index, one in enumerate(waiting) if index not in gone]
+    assert bool(queue) == (len(gone) < 5)
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_classes_may_be_taken_whole_while_they_are_given(loop: asyncio.AbstractEventLoop, classes: int) -> None:
+    queue = RiderQueue()
+    for key in range(classes):
+        push(queue, key, rider(loop))
+    taken = [queue.take(shape_class, len(shape_class.riders)) for shape_class in queue.waiting()]
+    assert [len(riders) for riders in taken] == [1] * classes
+    assert queue.waiting() == []
+
+
+def test_rows_ahead_are_those_of_all_classes_that_go_first(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RiderQueue()
+    push(queue, "a", rider(loop, 1, finish_by_ns=10), rider(loop, 2, finish_by_ns=30))
+    assert [queue.rows_ahead((1, due_ns)) for due_ns in (9, 10, 29, 30)] == [0, 1, 1, 3]
+    push(queue, "b", rider(loop, 4, finish_by_ns=20), rider(loop, 8, level=2, finish_by_ns=1))
+    assert [queue.rows_ahead((1, due_ns)) for due_ns in (9, 10, 20, 30)] == [0, 1, 5, 7]
+    assert queue.rows_ahead((2, 0)) == 7
+    assert queue.rows_ahead((2, 1)) == 15
+
+
+def test_new_class_begins_with_what_warm_up_measured_and_then_learns_on_its_own() -> None:
+    queue = RiderQueue([(8, 800)], [(8, 500)])
+    a, b = queue.shape_class("a"), queue.shape_class("b")
+    a.batch_latency.observe(8, 1600)
+    assert (b.batch_latency.predict_ns(8), b.run_latency.predict_ns(8)) == (800, 500)
+    assert (a.batch_latency.predict_ns(8) or 0) > 800
+    assert queue.shape_class("a") is a
+
+
+def test_least_recently_used_idle_class_is_forgotten_first() -> None:
+    queue = RiderQueue()
+    known = [queue.shape_class(key) for key in range(MAX_CLASSES)]
+    queue.shape_class(0)
+    queue.shape_class("new")
+    assert keys(queue.classes()) == [*range(2, MAX_CLASSES), 0, "new"]
+    assert queue.shape_class(0) is known[0]
+    assert queue.shape_class(1) is not known[1]
+
+
+def test_class_that_somebody_waits_in_is_never_forgotten(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RiderQueue()
+    busy = [push(queue, key, rider(loop)) for key in range(3 * MAX_CLASSES)]
+    assert queue.waiting() == busy
+    for key in range(1000):
+        queue.shape_class(f"idle {key}")
+    assert [queue.shape_class(shape_class.key) for shape_class in busy] == busy
+
+
+def test_no_more_idle_classes_stay_than_may_when_a_rush_of_shapes_is_over(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RiderQueue()
+    busy = [push(queue, key, rider(loop)) for key in range(3 * MAX_CLASSES)]
+    for shape_class in busy:
+        queue.take(shape_class, 1)
+    assert keys(queue.classes()) == [*range(2 * MAX_CLASSES, 3 * MAX_CLASSES)]

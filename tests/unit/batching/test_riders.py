@@ -1,0 +1,111 @@
+"""Arrays into a batch and rows back to whom they belong."""
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ortserve.batching.riders import Rider, join_pieces, make_batch, settle, settle_all, split_rows
+from ortserve.core.batch import Arrays, BatchResult
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def rider(loop: asyncio.AbstractEventLoop, *inputs: np.ndarray) -> Rider:
+    return Rider(inputs, len(inputs[0]), loop.create_future(), Timing(10, 20))
+
+
+def result(*outputs: np.ndarray) -> BatchResult:
+    return BatchResult(outputs, staged_ns=40, computed_ns=50, run_ns=10)
+
+
+def test_batch_holds_the_riders_own_arrays_by_input(loop: asyncio.AbstractEventLoop) -> None:
+    arrays = [np.zeros((rows, width)) for rows in (1, 2) for width in (3, 4)]
+    batch = make_batch([rider(loop, *arrays[:2]), rider(loop, *arrays[2:])], 3, 4)
+    assert (batch.rows, batch.bucket) == (3, 4)
+    assert [[id(array) for array in parts] for parts in batch.parts] == [
+        [id(arrays[0]), id(arrays[2])],
+        [id(arrays[1]), id(arrays[3])],
+    ]
+    alone = make_batch([rider(loop, *arrays[2:])], 2, 2)
+    assert [[id(array) for array in parts] for parts in alone.parts] == [[id(arrays[2])], [id(arrays[3])]]
+
+
+def test_each_rider_gets_its_own_rows_and_the_times_of_the_run(loop: asyncio.AbstractEventLoop) -> None:
+    riders = [rider(loop, np.zeros((rows, 1))) for rows in (2, 1, 3)]
+    numbers = np.arange(6)
+    assert settle_all(riders, 6, 30, result(numbers, numbers.reshape(6, 1) * 10)) == 0
+    assert [one.future.result()[0].tolist() for one in riders] == [[0, 1], [2], [3, 4, 5]]
+    assert [one.future.result()[1].tolist() for one in riders] == [[[0], [10]], [[20]], [[30], [40], [50]]]
+    for one in riders:
+        assert one.timing == Timing(10, 20, 30, 40, 50)
+        assert np.shares_memory(one.future.result()[0], numbers)
+
+
+def test_rider_who_left_keeps_nobody_from_its_rows(loop: asyncio.AbstractEventLoop) -> None:
+    riders = [rider(loop, np.zeros((1, 1))) for _ in range(3)]
+    riders[1].future.cancel()
+    wasted = settle_all(riders, 3, 30, result(np.arange(3)))
+    assert wasted == 1
+    assert riders[0].future.result()[0].tolist() == [0]
+    assert riders[2].future.result()[0].tolist() == [2]
+
+
+@pytest.mark.parametrize("output", [np.zeros((2, 4)), np.zeros((4, 4)), np.zeros((0,)), np.float32(1) * np.ones(())])
+def test_nobody_is_answered_from_an_output_of_other_rows(loop: asyncio.AbstractEventLoop, output: np.ndarray) -> None:
+    riders = [rider(loop, np.zeros((1, 1))) for _ in range(3)]
+    with pytest.raises(ServeError, match=r"output 1 has shape \[.*\] for a batch of 3 rows") as caught:
+        settle_all(riders, 3, 30, result(np.zeros(3), output))
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert not any(one.future.done() for one in riders)
+
+
+def test_lone_rider_gets_outputs_of_any_shape(loop: asyncio.AbstractEventLoop) -> None:
+    one = rider(loop, np.zeros((3, 1)))
+    settle_all([one], 3, 30, result(np.ones(()), np.zeros((7, 2))))
+    assert [output.shape for output in one.future.result()] == [(), (7, 2)]
+
+
+def test_lone_rider_who_left_wasted_all_its_rows(loop: asyncio.AbstractEventLoop) -> None:
+    one = rider(loop, np.zeros((3, 1)))
+    one.future.cancel()
+    assert settle_all([one], 3, 30, result(np.arange(3))) == 3
+
+
+def test_future_is_settled_once(loop: asyncio.AbstractEventLoop) -> None:
+    answer: Arrays = (np.zeros(1),)
+    future: asyncio.Future[Arrays] = loop.create_future()
+    assert settle(future, result=answer)
+    assert not settle(future, error=ServeError(ErrorKind.INTERNAL, "late"))
+    assert future.result() is answer
+    failed: asyncio.Future[Arrays] = loop.create_future()
+    assert settle(failed, error=ServeError(ErrorKind.INTERNAL, "first"))
+    assert not settle(failed, result=answer)
+    assert str(failed.exception()) == "first"
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(1, [1]), (4, [4]), (5, [4, 1]), (12, [4, 4, 4]), (13, [4, 4, 4, 1])])
+def test_pieces_are_views_in_order_and_join_to_the_whole(rows: int, sizes: list[int]) -> None:
+    array, other = np.arange(rows * 2).reshape(rows, 2), np.arange(rows)
+    pieces = split_rows((array, other), rows, 4)
+    assert [len(piece[0]) for piece in pieces] == sizes
+    assert [len(piece[1]) for piece in pieces] == sizes
+    assert all(np.shares_memory(piece[0], array) for piece in pieces)
+    joined = join_pieces(pieces, rows, 4)
+    np.testing.assert_array_equal(joined[0], array)
+    np.testing.assert_array_equal(joined[1], other)
+
+
+@pytest.mark.parametrize("outputs", [[np.zeros(3), np.zeros(3)], [np.ones(()), np.ones(())]])
+def test_pieces_whose_outputs_have_other_rows_are_not_joined(outputs: list[np.ndarray]) -> None:
+    with pytest.raises(ServeError, match="output 0 has shape") as caught:
+        join_pieces([(output,) for output in outputs], 6, 4)
+    assert caught.value.kind is ErrorKind.INTERNAL

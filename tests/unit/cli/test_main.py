@@ -1,0 +1,121 @@
+"""Commands, and what reaches the server from the command line."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ortserve import __version__
+from ortserve.cli.main import main
+from ortserve.config.options import ServerOptions, flag_name
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
+    """What the server was started with; it ends at once, with status 7."""
+    started: list[ServerOptions] = []
+
+    def run(options: ServerOptions) -> int:
+        started.append(options)
+        return 7
+
+    app = ModuleType("ortserve.app")
+    app.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ortserve.app", app)
+    for name in (*ServerOptions.model_fields, "config"):
+        monkeypatch.delenv(f"ORTSERVE_{name.upper()}", raising=False)
+    return started
+
+
+def test_serve_starts_the_server_with_the_options_and_returns_its_status(
+    served: list[ServerOptions], tmp_path: Path
+) -> None:
+    first, second = tmp_path / "a,b", tmp_path / "c"
+    first.mkdir()
+    second.mkdir()
+
+    status = main(
+        ["serve", str(first), "--http-port", "0", "--access-log", "--execution-providers", "cuda,cpu", str(second)]
+    )
+
+    assert status == 7
+    assert served == [
+        ServerOptions(repositories=(first, second), http_port=0, access_log=True, execution_providers=("cuda", "cpu"))
+    ]
+
+
+def test_flag_can_switch_off_what_the_environment_switched_on(
+    served: list[ServerOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORTSERVE_EXAMPLE", "true")
+    monkeypatch.setenv("ORTSERVE_ACCESS_LOG", "true")
+
+    main(["serve", "--no-access-log"])
+
+    assert (served[0].example, served[0].access_log) == (True, False)
+
+
+def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text(f"repositories: ['{tmp_path}']\n")
+
+    main(["serve", "--config", str(tmp_path / "options.yaml")])
+
+    assert served[0].repositories == (tmp_path,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["serve"], "ortserve serve: no model repository: name at least one folder, or use --example\n"),
+        (["serve", "/absent/folder"], "ortserve serve: repositories: expected a folder, got '/absent/folder'\n"),
+        (
+            ["serve", "--example", "--http-port", "x"],
+            "ortserve serve: --http-port: expected integer, 0 to 65535, got 'x'\n",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    served: list[ServerOptions], capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == complaint
+    assert not served
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--nope"], ["serve", "--http", "1"], ["launch"], [], ["version", "x"]])
+def test_unknown_words_are_refused(
+    served: list[ServerOptions], capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(arguments) == 2
+    assert "usage: ortserve" in capsys.readouterr().err
+    assert not served
+
+
+def test_serve_help_shows_every_option_with_its_bounds_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+
+    assert all(flag_name(name) in told for name in ServerOptions.model_fields if name != "repositories")
+    assert "--drain-timeout-s SECONDS" in told
+    assert "[number, 0 to 3600, in seconds; default: 30]" in told
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_version_names_the_server_and_its_runtime(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"ortserve {__version__}"
+    assert any(line.startswith("onnxruntime") for line in lines)
+
+
+def test_environment_that_cannot_serve_is_refused_before_the_server_starts(
+    served: list[ServerOptions], capsys: pytest.CaptureFixture[str], install: Callable[[str], None]
+) -> None:
+    install("onnxruntime")
+    install("onnxruntime-gpu")
+
+    assert main(["serve", "--example"]) == 2
+    assert "both installed" in capsys.readouterr().err
+    assert not served

@@ -1,0 +1,377 @@
+"""Serialized inference messages to core and back."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
+from ortserve.codecs import grpc_infer
+from ortserve.codecs.bytes_elements import encode_bytes_elements
+from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.core.dtypes import DataType
+from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.tensor import Tensor
+from ortserve.errors import ErrorKind, ServeError
+
+
+def request(*inputs: tuple[str, str, list[int]], raw: list[bytes] | None = None) -> ModelInferRequest:
+    message = ModelInferRequest(model_name="m", raw_input_contents=raw or [])
+    for name, datatype, shape in inputs:
+        message.inputs.add(name=name, datatype=datatype, shape=shape)
+    return message
+
+
+def typed(datatype: str, shape: list[int], **contents: Sequence[object]) -> ModelInferRequest:
+    message = request(("x", datatype, shape))
+    message.inputs[0].contents.SetInParent()
+    for field, values in contents.items():
+        getattr(message.inputs[0].contents, field).extend(values)
+    return message
+
+
+def decode(message: ModelInferRequest) -> InferRequest:
+    return decode_request(message.SerializeToString())
+
+
+def refusal(message: ModelInferRequest | bytes) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        decode_request(message if isinstance(message, bytes) else message.SerializeToString())
+    return caught.value
+
+
+def expect_invalid(message: ModelInferRequest | bytes, text: str) -> None:
+    error = refusal(message)
+    assert error.kind is ErrorKind.INVALID_INPUT
+    assert text in error.message
+
+
+def sample(datatype: DataType) -> np.ndarray:
+    if datatype is DataType.BYTES:
+        return np.array([["", "añb"], ["\0", "x" * 300]], dtype=object)
+    values = np.arange(4).reshape(2, 2)
+    return values.astype(datatype.numpy)
+
+
+@pytest.mark.parametrize("datatype", DataType)
+def test_raw_tensor_of_every_datatype_arrives_as_it_was_sent(datatype: DataType) -> None:
+    array = sample(datatype)
+    raw = encode_bytes_elements(array) if datatype is DataType.BYTES else array.tobytes()
+    (tensor,) = decode(request(("x", datatype.value, [2, 2]), raw=[raw])).inputs
+    assert (tensor.name, tensor.datatype, tensor.array.dtype) == ("x", datatype, datatype.numpy)
+    np.testing.assert_array_equal(tensor.array, array)
+
+
+@pytest.mark.parametrize("datatype", DataType)
+def test_answer_of_every_datatype_is_raw_contents_that_protobuf_reads(datatype: DataType) -> None:
+    array = sample(datatype)
+    message = ModelInferResponse.FromString(
+        encode_response(InferResponse("m", "3", "id", [Tensor("y", datatype, array), Tensor("z", datatype, array[:0])]))
+    )
+    raw = encode_bytes_elements(array) if datatype is DataType.BYTES else array.tobytes()
+    assert (message.model_name, message.model_version, message.id) == ("m", "3", "id")
+    assert [(o.name, o.datatype, list(o.shape)) for o in message.outputs] == [
+        ("y", datatype.value, [2, 2]),
+        ("z", datatype.value, [0, 2]),
+    ]
+    assert list(message.raw_output_contents) == [raw, b""]
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 16_383, 16_384, 70_000])
+def test_length_of_raw_contents_is_read_and_written_as_protobuf_does(size: int) -> None:
+    data = bytes(range(256)) * (size // 256 + 1)
+    array = np.frombuffer(data[:size], np.uint8)
+    decoded = decode(request(("x", "UINT8", [size]), ("y", "UINT8", [size]), raw=[data[:size], data[:size]]))
+    for tensor in decoded.inputs:
+        np.testing.assert_array_equal(tensor.array, array)
+    encoded = encode_response(InferResponse("m", "1", "", [Tensor("y", DataType.UINT8, array)]))
+    message = ModelInferResponse(model_name="m", model_version="1", raw_output_contents=[data[:size]])
+    message.outputs.add(name="y", datatype="UINT8", shape=[size])
+    assert encoded == message.SerializeToString()
+
+
+def test_answer_holds_rows_in_order_when_the_array_is_not_contiguous() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4).T
+    message = ModelInferResponse.FromString(
+        encode_response(InferResponse("m", "1", "", [Tensor("y", DataType.FP32, array)]))
+    )
+    assert message.raw_output_contents[0] == array.tobytes()
+
+
+def test_raw_tensor_is_a_view_on_the_request() -> None:
+    data = request(("x", "FP32", [2]), raw=[b"\0" * 8]).SerializeToString()
+    array = decode_request(data).inputs[0].array
+    assert np.shares_memory(array, np.frombuffer(data, np.uint8))
+    assert not array.flags.writeable
+
+
+def in_reverse(message: ModelInferRequest) -> bytes:
+    """The same message with its fields in another order, as a foreign writer may send it."""
+    raw = ModelInferRequest(raw_input_contents=message.raw_input_contents)
+    rest = ModelInferRequest.FromString(message.SerializeToString())
+    rest.ClearField("raw_input_contents")
+    return raw.SerializeToString() + rest.SerializeToString()
+
+
+def with_unknown_field(message: ModelInferRequest) -> bytes:
+    return bytes([15 << 3 | 0, 1]) + message.SerializeToString() + bytes([0x82, 0x06, 2, 65, 66])
+
+
+@pytest.mark.parametrize("spell", [in_reverse, with_unknown_field])
+def test_unusual_but_valid_spelling_of_a_message_means_the_same(spell: Callable[[ModelInferRequest], bytes]) -> None:
+    message = request(("x", "INT32", [1]), ("y", "INT32", [1]), raw=[b"\1\0\0\0", b"\2\0\0\0"])
+    decoded = decode_request(spell(message))
+    assert [tensor.array.tolist() for tensor in decoded.inputs] == [[1], [2]]
+
+
+def test_no_cut_or_flipped_byte_of_a_request_raises_anything_but_a_refusal() -> None:
+    message = request(("x", "INT32", [1]), ("y", "BYTES", [1]), raw=[b"\1\0\0\0", b"\2\0\0\0ab"])
+    message.parameters["priority"].int64_param = 1
+    message.outputs.add(name="z")
+    data = message.SerializeToString()
+    variants = [data[:end] for end in range(len(data))]
+    variants += [
+        data[:i] + bytes([data[i] ^ flip]) + data[i + 1 :] for i in range(len(data)) for flip in (1, 8, 128, 255)
+    ]
+    kinds: set[ErrorKind | None] = set()
+    for variant in variants:
+        try:
+            decode_request(variant)
+        except ServeError as error:
+            kinds.add(error.kind)
+        else:
+            kinds.add(None)
+    assert kinds == {None, ErrorKind.INVALID_INPUT}
+
+
+def test_garbage_is_refused_by_the_name_of_the_message() -> None:
+    expect_invalid(b"\xff" * 40, "not a valid message of type inference.ModelInferRequest")
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "values"),
+    [
+        ("BOOL", "bool_contents", [True, False]),
+        ("INT8", "int_contents", [-128, 127]),
+        ("INT16", "int_contents", [-32768, 32767]),
+        ("INT32", "int_contents", [-(2**31), 2**31 - 1]),
+        ("INT64", "int64_contents", [-(2**63), 2**63 - 1]),
+        ("UINT8", "uint_contents", [0, 255]),
+        ("UINT16", "uint_contents", [0, 65535]),
+        ("UINT32", "uint_contents", [0, 2**32 - 1]),
+        ("UINT64", "uint64_contents", [0, 2**64 - 1]),
+        ("FP32", "fp32_contents", [0.5, math.inf]),
+        ("FP64", "fp64_contents", [0.1, -math.inf]),
+        ("BYTES", "bytes_contents", [b"a\0", "ü".encode()]),
+    ],
+)
+def test_typed_contents_of_every_datatype_arrive(datatype: str, field: str, values: list[object]) -> None:
+    (tensor,) = decode(typed(datatype, [2, 1], **{field: values})).inputs
+    expected = [item.decode() if isinstance(item, bytes) else item for item in values]
+    assert tensor.array.dtype == tensor.datatype.numpy
+    assert tensor.array.shape == (2, 1)
+    assert tensor.array.ravel().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "value"),
+    [
+        ("INT8", "int_contents", 128),
+        ("INT8", "int_contents", -129),
+        ("INT16", "int_contents", 32768),
+        ("UINT8", "uint_contents", 256),
+        ("UINT16", "uint_contents", 65536),
+    ],
+)
+def test_typed_value_out_of_range_is_refused_not_cut(datatype: str, field: str, value: int) -> None:
+    expect_invalid(
+        typed(datatype, [2], **{field: [0, value]}),
+        f"value {value} of input 'x' for model 'm' is out of the range of {datatype}",
+    )
+
+
+@pytest.mark.parametrize("datatype", DataType)
+def test_present_but_empty_contents_are_a_tensor_without_elements(datatype: DataType) -> None:
+    (tensor,) = decode(typed(datatype.value, [0, 3])).inputs
+    assert tensor.array.shape == (0, 3)
+    assert tensor.array.dtype == datatype.numpy
+
+
+def test_zero_size_raw_tensor_and_scalar_are_legal() -> None:
+    inputs = decode(request(("x", "FP32", [1, 0]), ("y", "INT64", []), raw=[b"", b"\7" + b"\0" * 7])).inputs
+    assert inputs[0].array.shape == (1, 0)
+    assert inputs[1].array.shape == ()
+    assert inputs[1].array == 7
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_half_precision_travels_raw_only(datatype: str) -> None:
+    expect_invalid(
+        typed(datatype, [1], fp32_contents=[1.0]),
+        "unexpected explicit tensor data for input tensor 'x' for model 'm' "
+        f"of type 'FP32', expected datatype '{datatype}'",
+    )
+
+
+def test_typed_contents_in_the_field_of_another_datatype_are_refused() -> None:
+    expect_invalid(
+        typed("INT64", [1], int_contents=[1]),
+        "unexpected explicit tensor data for input tensor 'x' for model 'm' of type 'INT32', expected datatype 'INT64'",
+    )
+
+
+def test_two_typed_fields_are_refused() -> None:
+    expect_invalid(
+        typed("INT32", [1], int_contents=[1], uint_contents=[1]),
+        "unexpected explicit tensor data for input tensor 'x' for model 'm', binary data was already supplied.",
+    )
+
+
+def test_typed_and_raw_contents_in_one_request_are_refused_even_when_empty() -> None:
+    message = request(("x", "INT32", [1]), ("y", "INT32", [1]), raw=[b"\0" * 4])
+    message.inputs[1].contents.SetInParent()
+    expect_invalid(message, "contents field must not be specified when using raw_input_contents for 'y' for model 'm'")
+
+
+def test_input_without_data_is_refused() -> None:
+    expect_invalid(
+        request(("x", "INT32", [1]), ("y", "INT32", [1]), raw=[b"\0" * 4]),
+        "unable to find data for input tensor 'y' for model 'm' in request.",
+    )
+
+
+def test_raw_contents_that_belong_to_no_input_are_refused() -> None:
+    expect_invalid(
+        request(("x", "INT32", [1]), raw=[b"\0" * 4, b"\0" * 4]), "unexpected additional input data for model 'm'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "expected"),
+    [([2, 2], 12, 16), ([1], 8, 4), ([2**62, 4], 0, 2**66), ([2**32, 2**32], 0, 2**66)],
+)
+def test_raw_bytes_that_do_not_fill_the_shape_are_refused(shape: list[int], size: int, expected: int) -> None:
+    expect_invalid(
+        request(("x", "FP32", shape), raw=[b"\0" * size]),
+        f"input byte size mismatch for input 'x' for model 'm'. Expected {expected}, got {size}",
+    )
+
+
+def test_typed_elements_that_do_not_fill_the_shape_are_refused() -> None:
+    expect_invalid(
+        typed("FP32", [2**40], fp32_contents=[1, 2]),
+        f"input byte size mismatch for input 'x' for model 'm'. Expected {2**42}, got 8",
+    )
+    expect_invalid(
+        typed("BYTES", [2], bytes_contents=[b"a"]),
+        "expected 2 string elements for inference input 'x' for model 'm', got 1",
+    )
+
+
+def test_shape_no_array_can_have_is_refused() -> None:
+    expect_invalid(request(("x", "FP32", [0, 2**62, 2**62]), raw=[b""]), "elements at most")
+    expect_invalid(request(("x", "FP32", [1] * 65), raw=[b"\0" * 4]), "may have 64 dimensions")
+
+
+def test_negative_dimension_is_refused() -> None:
+    expect_invalid(
+        request(("x", "FP32", [-2, -2]), raw=[b"\0" * 16]),
+        "All input dimensions should be specified for input 'x' for model 'm', got [-2,-2]",
+    )
+
+
+def test_unknown_datatype_is_refused() -> None:
+    expect_invalid(request(("x", "FP8", [1]), raw=[b"\0"]), "unknown datatype 'FP8'")
+
+
+@pytest.mark.parametrize("raw", [b"\x02\0\0\0\xff\xfe"])
+def test_string_elements_that_are_not_text_are_refused(raw: bytes) -> None:
+    expect_invalid(request(("x", "BYTES", [1]), raw=[raw]), "not valid UTF-8")
+    expect_invalid(typed("BYTES", [1], bytes_contents=[raw[4:]]), "not valid UTF-8")
+
+
+def test_input_or_output_given_twice_is_refused() -> None:
+    expect_invalid(
+        request(("x", "UINT8", [1]), ("x", "UINT8", [1]), raw=[b"\0", b"\0"]), "input 'x' already exists in request"
+    )
+    message = request()
+    message.outputs.add(name="y")
+    message.outputs.add(name="y")
+    expect_invalid(message, "output 'y' already exists in request")
+
+
+def test_envelope_and_requested_outputs_arrive() -> None:
+    message = request()
+    message.id = "17"
+    message.model_version = "2"
+    message.outputs.add(name="b")
+    message.outputs.add(name="a")
+    decoded = decode(message)
+    assert (decoded.model_name, decoded.model_version, decoded.id) == ("m", "2", "17")
+    assert decoded.outputs == [RequestedOutput("b"), RequestedOutput("a")]
+
+
+def test_version_that_is_no_number_is_refused() -> None:
+    for version in ("two", "-1", "1.0", "²"):
+        message = request()
+        message.model_version = version
+        expect_invalid(
+            message, f"failed to get model version from specified version string '{version}' (details: stol)"
+        )
+
+
+def test_parameters_keep_their_types() -> None:
+    message = request()
+    message.parameters["s"].string_param = ""
+    message.parameters["b"].bool_param = False
+    message.parameters["i"].int64_param = 0
+    message.parameters["d"].double_param = 1.0
+    message.parameters["priority"].uint64_param = 2**63
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    parameters = decode(message).parameters
+    assert parameters == {
+        "s": "",
+        "b": False,
+        "i": 0,
+        "d": 1.0,
+        "priority": 2**63,
+        "triton_enable_empty_final_response": True,
+    }
+    assert [type(parameters[key]) for key in "sbid"] == [str, bool, int, float]
+
+
+def test_reserved_parameter_is_refused() -> None:
+    message = request()
+    message.parameters["triton_x"].bool_param = True
+    expect_invalid(
+        message, "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified"
+    )
+
+
+def test_parameter_of_the_wrong_type_or_without_a_value_is_refused() -> None:
+    message = request()
+    message.parameters["sequence_start"].int64_param = 1
+    expect_invalid(message, "invalid value type for 'sequence_start' parameter, expected bool_param.")
+    message = request()
+    message.parameters["custom"].SetInParent()
+    expect_invalid(message, "invalid value type for 'custom' parameter, expected bool_param or int64_param")
+
+
+@pytest.mark.parametrize("key", ["shared_memory_region", "classification"])
+def test_extension_this_server_lacks_is_named_and_refused(key: str) -> None:
+    on_input = request(("x", "FP32", [1]))
+    on_input.inputs[0].parameters[key].string_param = "r"
+    on_output = request()
+    on_output.outputs.add(name="y").parameters[key].int64_param = 1
+    for message, what in ((on_input, "input 'x'"), (on_output, "output 'y'")):
+        error = refusal(message)
+        assert error.kind is ErrorKind.UNSUPPORTED
+        assert error.message == f"{what}: parameter '{key}' is not supported by this server"
+
+
+def test_answer_over_the_message_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_infer, "MAX_MESSAGE_BYTES", 100)
+    response = InferResponse("m", "1", "", [Tensor("y", DataType.UINT8, np.zeros(200, np.uint8))])
+    with pytest.raises(ServeError, match="which exceeds gRPC's byte size limit 100"):
+        encode_response(response)

@@ -1,0 +1,539 @@
+"""REST bodies: a JSON document and the binary tensors behind it."""
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ortserve.codecs.rest import EncodedResponse, decode_rest_request, encode_rest_response
+from ortserve.core.dtypes import DataType
+from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.tensor import Tensor
+from ortserve.errors import ErrorKind, ServeError
+
+
+def decode(document: object, *tails: bytes, version: str = "") -> InferRequest:
+    """Decode a document, with binary tensors where there are any."""
+    head = document if isinstance(document, bytes) else orjson.dumps(document)
+    return decode_rest_request(head + b"".join(tails), len(head) if tails else None, "m", version)
+
+
+def refusal(document: object, *tails: bytes) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        decode(document, *tails)
+    return caught.value
+
+
+def expect_invalid(document: object, *tails: bytes, text: str) -> None:
+    error = refusal(document, *tails)
+    assert error.kind is ErrorKind.INVALID_INPUT
+    assert error.message == text
+
+
+def entry(**changes: object) -> dict[str, object]:
+    """A good input, with keys changed or, where None, left out."""
+    whole: dict[str, object] = {"name": "x", "shape": [2], "datatype": "INT32", "data": [1, 2], **changes}
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+def binary(size: object, **changes: object) -> dict[str, object]:
+    return entry(data=None, parameters={"binary_data_size": size}, **changes)
+
+
+INT32S = struct.pack("<2i", 1, 2)
+
+
+# --- requests that are well
+
+
+def test_smallest_request() -> None:
+    request = decode({"inputs": [entry()]}, version="3")
+    assert (request.model_name, request.model_version, request.id) == ("m", "3", "")
+    assert (request.outputs, request.parameters, request.binary_output) == ([], {}, False)
+    (tensor,) = request.inputs
+    assert (tensor.name, tensor.datatype) == ("x", DataType.INT32)
+    assert tensor.array.tolist() == [1, 2]
+
+
+def test_request_with_everything() -> None:
+    request = decode(
+        {
+            "id": "42",
+            "parameters": {"priority": 1, "ratio": 0.5, "tag": "a", "flag": True, "binary_data_output": True},
+            "inputs": [entry(), entry(name="y", shape=[1, 1], datatype="BYTES", data=[["a"]])],
+            "outputs": [
+                {"name": "o1"},
+                {"name": "o2", "parameters": {"binary_data": False, "other": 1}},
+                {"name": "o3", "parameters": {"binary_data": True}},
+            ],
+            "unknown key": [1],
+        }
+    )
+    assert request.id == "42"
+    assert request.parameters == {"priority": 1, "ratio": 0.5, "tag": "a", "flag": True}
+    assert request.binary_output is True
+    assert list(request.outputs) == [RequestedOutput("o1", True), RequestedOutput("o2"), RequestedOutput("o3", True)]
+    assert request.inputs[1].array.tolist() == [["a"]]
+
+
+@pytest.mark.parametrize(
+    ("by_default", "of_output", "expected"),
+    [(None, None, False), (None, True, True), (False, True, True), (True, None, True), (True, False, False)],
+)
+def test_form_of_an_output_is_its_own_word_before_the_requests(
+    by_default: bool | None, of_output: bool | None, expected: bool
+) -> None:
+    document: dict[str, Any] = {"inputs": [], "outputs": [{"name": "y"}]}
+    if by_default is not None:
+        document["parameters"] = {"binary_data_output": by_default}
+    if of_output is not None:
+        document["outputs"][0]["parameters"] = {"binary_data": of_output}
+    assert decode(document).outputs[0].binary is expected
+
+
+@pytest.mark.parametrize("outputs", [[], None])
+def test_no_outputs_listed_mean_all_in_the_form_of_the_request(outputs: list[Any] | None) -> None:
+    request = decode({"inputs": [], "outputs": outputs, "parameters": {"binary_data_output": True}})
+    assert request.outputs == []
+    assert request.binary_output is True
+
+
+def test_empty_id_is_none() -> None:
+    assert decode({"id": "", "inputs": []}).id == ""
+
+
+def test_binary_tensors_are_taken_in_the_order_of_the_inputs_between_json_ones() -> None:
+    text = struct.pack("<I", 3) + b"abc"
+    request = decode(
+        {
+            "inputs": [
+                binary(8),
+                entry(name="j"),
+                binary(7, name="b", shape=[1], datatype="BYTES"),
+                binary(0, name="e", shape=[1, 0], datatype="FP32"),
+                binary(2, name="h", shape=[1], datatype="FP16"),
+            ]
+        },
+        INT32S,
+        text,
+        b"\x00\x3c",
+    )
+    assert [tensor.name for tensor in request.inputs] == ["x", "j", "b", "e", "h"]
+    assert [tensor.array.tolist() for tensor in request.inputs] == [[1, 2], [1, 2], ["abc"], [[]], [1.0]]
+
+
+def test_header_without_binary_tensors_is_well() -> None:
+    body = orjson.dumps({"inputs": [entry()]})
+    assert decode_rest_request(body, len(body), "m", "").inputs[0].array.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("datatype", [datatype for datatype in DataType if datatype is not DataType.BYTES])
+def test_every_datatype_arrives_in_binary_and_in_json(datatype: DataType) -> None:
+    array = np.array([[0, 1, 1], [1, 0, 1]]).astype(datatype.numpy)
+    data = array.tolist()
+    if datatype is DataType.BF16:
+        array = np.array([[0, 0x3F80, 0x3F80], [0x3F80, 0, 0x3F80]], np.uint16)
+        data = [[0, 1, 1], [1, 0, 1]]
+    head = {"name": "x", "shape": [2, 3], "datatype": datatype.value}
+    raw = array.tobytes()
+    (from_binary,) = decode({"inputs": [head | {"parameters": {"binary_data_size": len(raw)}}]}, raw).inputs
+    (from_json,) = decode({"inputs": [head | {"data": data}]}).inputs
+    for tensor in (from_binary, from_json):
+        assert tensor.datatype is datatype
+        assert tensor.array.dtype == datatype.numpy
+        np.testing.assert_array_equal(tensor.array, array)
+
+
+def test_tokens_for_numbers_that_are_none_are_read() -> None:
+    body = b'{"inputs":[{"name":"x","shape":[4],"datatype":"FP32","data":[NaN,Infinity,-Infinity,1.5]}]}'
+    np.testing.assert_array_equal(decode(body).inputs[0].array, np.array([np.nan, np.inf, -np.inf, 1.5], np.float32))
+
+
+def test_tokens_are_not_integers() -> None:
+    body = b'{"inputs":[{"name":"x","shape":[1],"datatype":"INT32","data":[NaN]}]}'
+    expect_invalid(body, text="Unable to parse 'data' of input 'x': expected integers for INT32, got nan")
+
+
+def test_number_too_large_for_any_type_is_refused_beside_a_token_too() -> None:
+    for data in ("1e400", "1e400,NaN"):
+        body = b'{"inputs":[{"name":"x","shape":[%d],"datatype":"FP64","data":[%s]}]}' % (
+            data.count(",") + 1,
+            data.encode(),
+        )
+        error = refusal(body)
+        assert error.kind is ErrorKind.INVALID_INPUT
+        assert error.message.startswith("failed to parse the request JSON buffer: ")
+
+
+# --- requests that are not
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"not json",
+        b'{"inputs":[}',
+        b'{"inputs":[]} trailing',
+        b"\xff\xfe{}",
+        b'{"inputs":[NaN',
+        b'{"id":"Infinity",}',
+        b"[" * 100_000,
+        b"[" * 100_000 + b"NaN" + b"]" * 100_000,
+        b'{"inputs":[{"name":"\\ud800"}]}',
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_body_that_is_not_json_is_refused_with_the_place(body: bytes) -> None:
+    error = refusal(body)
+    assert error.kind is ErrorKind.INVALID_INPUT
+    assert error.message.startswith("failed to parse the request JSON buffer: ")
+    assert error.message.rsplit(" ", 1)[1].isdigit()
+
+
+PARSE = [
+    (b"[]", "Unable to parse 'request': expected an object, got an array"),
+    (b"null", "Unable to parse 'request': expected an object, got nothing"),
+    (b"3", "Unable to parse 'request': expected an object, got 3"),
+    ({}, "Unable to parse 'inputs': expected an array, got nothing"),
+    ({"inputs": None}, "Unable to parse 'inputs': expected an array, got nothing"),
+    ({"inputs": {}}, "Unable to parse 'inputs': expected an array, got an object"),
+    ({"inputs": [1]}, "Unable to parse 'inputs': expected an array of objects, got 1"),
+    ({"inputs": [[]]}, "Unable to parse 'inputs': expected an array of objects, got an array"),
+    ({"inputs": [], "id": 1}, "Unable to parse 'id': expected a string, got 1"),
+    ({"inputs": [], "id": None}, "Unable to parse 'id': expected a string, got nothing"),
+    ({"inputs": [], "parameters": []}, "Unable to parse 'parameters': expected an object, got an array"),
+    (
+        {"inputs": [], "parameters": {"k": [1]}},
+        "Unable to parse 'k': expected a string, number or boolean parameter, got an array",
+    ),
+    (
+        {"inputs": [], "parameters": {"k": None}},
+        "Unable to parse 'k': expected a string, number or boolean parameter, got nothing",
+    ),
+    (
+        {"inputs": [], "parameters": {"binary_data_output": 1}},
+        "Unable to parse 'binary_data_output': expected a boolean, got 1",
+    ),
+    (
+        {"inputs": [], "parameters": {"triton_x": 1}},
+        "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified: 'triton_x'",
+    ),
+    ({"inputs": [], "outputs": {}}, "Unable to parse 'outputs': expected an array, got an object"),
+    ({"inputs": [], "outputs": ["y"]}, "Unable to parse 'outputs': expected an array of objects, got a string"),
+    ({"inputs": [], "outputs": [{}]}, "Unable to parse 'name': expected a string in each of 'outputs', got nothing"),
+    ({"inputs": [], "outputs": [{"name": "y"}, {"name": "y"}]}, "output 'y' already exists in request"),
+    (
+        {"inputs": [], "outputs": [{"name": "y", "parameters": {"binary_data": "yes"}}]},
+        "Unable to parse 'binary_data': expected a boolean for output 'y', got a string",
+    ),
+    ({"inputs": [entry(name=None)]}, "Unable to parse 'name': expected a string in each of 'inputs', got nothing"),
+    ({"inputs": [entry(name=3)]}, "Unable to parse 'name': expected a string in each of 'inputs', got 3"),
+    ({"inputs": [entry(), entry()]}, "input 'x' already exists in request"),
+    ({"inputs": [entry(shape=None)]}, "Unable to parse 'shape': expected an array for input 'x', got nothing"),
+    ({"inputs": [entry(shape=2)]}, "Unable to parse 'shape': expected an array for input 'x', got 2"),
+    ({"inputs": [entry(datatype=None)]}, "Unable to parse 'datatype' of input 'x': unknown datatype None"),
+    ({"inputs": [entry(datatype="int32")]}, "Unable to parse 'datatype' of input 'x': unknown datatype 'int32'"),
+    ({"inputs": [entry(datatype=["INT32"])]}, "Unable to parse 'datatype' of input 'x': unknown datatype ['INT32']"),
+    ({"inputs": [entry(parameters=7)]}, "Unable to parse 'parameters': expected an object, got 7"),
+    ({"inputs": [entry(data=5)]}, "Unable to parse 'data': expected an array for input 'x', got 5"),
+    ({"inputs": [entry(data="12")]}, "Unable to parse 'data': expected an array for input 'x', got a string"),
+    (
+        b'{"inputs":[{"name":"x","shape":[2],"datatype":"INT32","data":null}]}',
+        "Unable to parse 'data': expected an array for input 'x', got nothing",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("document", "text"), PARSE, ids=[text[:60] for _, text in PARSE])
+def test_value_of_the_wrong_kind_is_refused_and_named(document: object, text: str) -> None:
+    expect_invalid(document, text=text)
+
+
+@pytest.mark.parametrize("dim", [-1, 1.5, 2.0, True, "2", None, [2], 1e300])
+def test_dimension_that_is_no_unsigned_integer_is_refused(dim: object) -> None:
+    expect_invalid(
+        {"inputs": [entry(shape=[1, dim])]},
+        text="Unable to parse 'shape' of input 'x': attempt to access JSON non-unsigned-integer as unsigned-integer: "
+        f"{dim!r}",
+    )
+
+
+@pytest.mark.parametrize("shape", [[2**62], [2**32, 2**32], [2**21] * 3, [2**63, 0], [0, 2**40, 2**40]])
+@pytest.mark.parametrize("form", [entry, lambda **changes: binary(8, **changes)], ids=["json", "binary"])
+def test_shape_with_more_elements_than_memory_can_have_is_refused(form: Any, shape: list[int]) -> None:
+    expect_invalid(
+        {"inputs": [form(shape=shape)]},
+        text="Unable to parse 'shape' of input 'x': at most 1152921504606846975 elements, got "
+        f"{str(shape).replace(' ', '')}",
+    )
+
+
+def test_shape_of_very_many_dimensions_is_refused_before_they_are_multiplied() -> None:
+    # Multiplied first, these would take minutes.
+    expect_invalid(
+        {"inputs": [entry(shape=[2**62] * 500_000)]},
+        text="Unable to parse 'shape' of input 'x': at most 64 dimensions, got 500000",
+    )
+    assert decode({"inputs": [entry(shape=[1] * 63 + [2])]}).inputs[0].array.ndim == 64
+
+
+@pytest.mark.parametrize(
+    ("form", "came"),
+    [
+        (entry(data=None), "But no field is set for input 'x'"),
+        (entry(data=None, parameters={}), "But no field is set for input 'x'"),
+        (
+            entry(parameters={"binary_data_size": 8}),
+            "But set 'data' 'binary_data_size' for input 'x'",
+        ),
+    ],
+)
+def test_input_has_exactly_one_source(form: dict[str, object], came: str) -> None:
+    expect_invalid(
+        {"inputs": [form]},
+        text="Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+        f"'shared_memory_region' in 'parameters'. {came}",
+    )
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, "8", True])
+def test_binary_size_that_is_no_unsigned_integer_is_refused(size: object) -> None:
+    came = "a string" if isinstance(size, str) else "a boolean" if size is True else repr(size)
+    expect_invalid(
+        {"inputs": [binary(size)]},
+        INT32S,
+        text=f"Unable to parse 'binary_data_size': expected an unsigned integer for input 'x', got {came}",
+    )
+
+
+def test_binary_sizes_must_add_up() -> None:
+    two = {"inputs": [binary(8), binary(8, name="y")]}
+    expect_invalid(
+        two, INT32S, INT32S[:5], text="unexpected size for input 'y', expecting 3 additional bytes for model 'm'"
+    )
+    expect_invalid(
+        {"inputs": [binary(8)]}, text="unexpected size for input 'x', expecting 8 additional bytes for model 'm'"
+    )
+    expect_invalid(
+        two,
+        INT32S * 2,
+        b"!",
+        text="unexpected additional input data for model 'm': 1 bytes belong to no input",
+    )
+    expect_invalid(
+        {"inputs": [entry()]}, b"!", text="unexpected additional input data for model 'm': 1 bytes belong to no input"
+    )
+    expect_invalid(
+        {"inputs": [binary(7)]},
+        INT32S[:7],
+        text="input byte size mismatch for input 'x' for model 'm'. Expected 8, got 7",
+    )
+
+
+def test_strings_that_are_not_utf8_are_refused() -> None:
+    error = refusal({"inputs": [binary(5, shape=[1], datatype="BYTES")]}, struct.pack("<I", 1) + b"\xff")
+    assert error.kind is ErrorKind.INVALID_INPUT
+    assert error.message.startswith("string element 0 of inference input 'x' is not valid UTF-8")
+
+
+@pytest.mark.parametrize("json_size", [3, 10**18])
+def test_header_larger_than_the_body_is_refused(json_size: int) -> None:
+    with pytest.raises(ServeError) as caught:
+        decode_rest_request(b"{}", json_size, "m", "")
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == f"inference header size should be in range (0, 2), got: {json_size}"
+
+
+def test_header_that_ends_inside_the_json_is_refused() -> None:
+    body = orjson.dumps({"inputs": []})
+    with pytest.raises(ServeError, match="failed to parse the request JSON buffer"):
+        decode_rest_request(body, len(body) - 1, "m", "")
+
+
+def test_what_the_protocol_knows_and_this_server_does_not_is_unsupported() -> None:
+    with pytest.raises(ServeError) as caught:
+        decode_rest_request(INT32S, 0, "m", "")
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
+    for document, text in (
+        (
+            {"inputs": [entry(data=None, parameters={"shared_memory_region": "r", "shared_memory_byte_size": 8})]},
+            "input 'x': parameter 'shared_memory_region' is not supported by this server",
+        ),
+        (
+            {"inputs": [], "outputs": [{"name": "y", "parameters": {"classification": 3}}]},
+            "output 'y': parameter 'classification' is not supported by this server",
+        ),
+    ):
+        error = refusal(document)
+        assert error.kind is ErrorKind.UNSUPPORTED
+        assert error.message == text
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
+    max_leaves=8,
+)
+ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["x", "y"]) | JSON_VALUES,
+        "shape": st.lists(st.integers(-1, 3), max_size=3) | JSON_VALUES,
+        "datatype": st.sampled_from([datatype.value for datatype in DataType]) | JSON_VALUES,
+        "data": st.lists(st.integers(-1, 300) | st.floats(allow_nan=False) | st.booleans() | st.text(), max_size=4)
+        | JSON_VALUES,
+        "parameters": st.fixed_dictionaries({"binary_data_size": st.integers(-1, 9) | JSON_VALUES}) | JSON_VALUES,
+    },
+)
+
+
+@given(
+    st.fixed_dictionaries(
+        {"inputs": st.lists(ENTRIES, max_size=3) | JSON_VALUES},
+        optional={"outputs": st.lists(ENTRIES, max_size=2) | JSON_VALUES, "id": JSON_VALUES, "parameters": JSON_VALUES},
+    ),
+    st.binary(max_size=12),
+)
+def test_no_document_does_more_than_be_refused(document: dict[str, Any], tail: bytes) -> None:
+    refused: ServeError | None = None
+    inputs: Sequence[Tensor] = []
+    try:
+        inputs = decode(json.dumps(document).encode(), tail).inputs
+    except ServeError as error:
+        refused = error
+    assert refused is None or refused.kind in (ErrorKind.INVALID_INPUT, ErrorKind.UNSUPPORTED)
+    for tensor, given_entry in zip(inputs, [] if refused else document["inputs"], strict=True):
+        assert list(tensor.array.shape) == given_entry["shape"]
+        assert tensor.array.dtype == tensor.datatype.numpy
+
+
+# --- responses
+
+
+def request(*outputs: RequestedOutput, binary_output: bool = False) -> InferRequest:
+    return InferRequest("m", "", "", [], outputs, {}, binary_output)
+
+
+def response(*tensors: Tensor, request_id: str = "") -> InferResponse:
+    return InferResponse("m", "7", request_id, tensors)
+
+
+FP32 = Tensor("y", DataType.FP32, np.array([[1, 0.1], [-2.5, 256.5]], np.float32))
+TEXT = Tensor("t", DataType.BYTES, np.array(["a", 'ü"'], object))
+
+
+def test_json_answer_to_the_byte() -> None:
+    encoded = encode_rest_response(request(), response(FP32, TEXT, request_id="42"))
+    assert encoded == EncodedResponse(
+        b'{"model_name":"m","model_version":"7","outputs":['
+        b'{"name":"y","datatype":"FP32","shape":[2,2],"data":[1.0,0.1,-2.5,256.5]},'
+        b'{"name":"t","datatype":"BYTES","shape":[2],"data":["a","\xc3\xbc\\""]}],"id":"42"}',
+        None,
+    )
+
+
+def test_binary_answer_to_the_byte() -> None:
+    encoded = encode_rest_response(request(binary_output=True), response(FP32, TEXT))
+    head = (
+        b'{"model_name":"m","model_version":"7","outputs":['
+        b'{"name":"y","datatype":"FP32","shape":[2,2],"parameters":{"binary_data_size":16}},'
+        b'{"name":"t","datatype":"BYTES","shape":[2],"parameters":{"binary_data_size":12}}]}'
+    )
+    tail = bytes.fromhex("0000803f cdcccc3d 000020c0 00408043 01000000 61 03000000 c3bc22".replace(" ", ""))
+    assert encoded == EncodedResponse(head + tail, len(head))
+
+
+def test_each_output_is_in_the_form_that_was_asked_for_it() -> None:
+    encoded = encode_rest_response(request(RequestedOutput("y", True), RequestedOutput("t")), response(FP32, TEXT))
+    assert encoded.json_size is not None
+    document = json.loads(encoded.body[: encoded.json_size])
+    assert document["outputs"] == [
+        {"name": "y", "datatype": "FP32", "shape": [2, 2], "parameters": {"binary_data_size": 16}},
+        {"name": "t", "datatype": "BYTES", "shape": [2], "data": ["a", 'ü"']},
+    ]
+    assert encoded.body[encoded.json_size :] == FP32.array.tobytes()
+
+
+def test_binary_answer_without_bytes_is_plain_json() -> None:
+    empty = Tensor("y", DataType.FP32, np.zeros((2, 0), np.float32))
+    encoded = encode_rest_response(request(binary_output=True), response(empty))
+    assert encoded.json_size is None
+    assert json.loads(encoded.body)["outputs"][0] == {
+        "name": "y",
+        "datatype": "FP32",
+        "shape": [2, 0],
+        "parameters": {"binary_data_size": 0},
+    }
+
+
+@pytest.mark.parametrize("datatype", [DataType.FP16, DataType.BF16, DataType.FP32, DataType.FP64])
+def test_numbers_that_are_none_are_written_as_tokens_and_the_others_as_short_as_ever(datatype: DataType) -> None:
+    array = np.array([np.nan, np.inf, -np.inf, 0.1, 3.0], np.float32)
+    if datatype is DataType.BF16:
+        array = (array.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        array = (
+            array.astype(np.float64).astype(datatype.numpy)
+            if datatype is not DataType.FP64
+            else np.array([np.nan, np.inf, -np.inf, 0.1, 3.0])
+        )
+    numbers = Tensor("n", DataType.INT64, np.array([2**62]))
+    encoded = encode_rest_response(request(), response(Tensor("y", datatype, array), TEXT, numbers))
+    tenth = {DataType.FP16: "0.1", DataType.BF16: "0.099609375", DataType.FP32: "0.1", DataType.FP64: "0.1"}[datatype]
+    assert f'"data":[NaN,Infinity,-Infinity,{tenth},3.0]'.encode() in encoded.body
+    assert b'"data":["a","\xc3\xbc\\""]' in encoded.body
+    assert b'"data":[4611686018427387904]' in encoded.body
+
+
+def test_text_that_says_null_or_nan_is_only_text() -> None:
+    tensor = Tensor("t", DataType.BYTES, np.array(["null", "NaN"], object))
+    encoded = encode_rest_response(request(), response(FP32, tensor))
+    assert b'"data":["null","NaN"]' in encoded.body
+    assert b'"data":[1.0,0.1,-2.5,256.5]' in encoded.body
+
+
+@pytest.mark.parametrize("datatype", DataType)
+@pytest.mark.parametrize("is_binary", [False, True])
+@pytest.mark.parametrize("shape", [(2, 2), (0, 3), (), (4,)])
+def test_answer_of_every_datatype_is_a_request_again(
+    datatype: DataType, is_binary: bool, shape: tuple[int, ...]
+) -> None:
+    if datatype is DataType.BYTES:
+        array = np.array(["", "a", "ü", "\0"], object)
+    elif datatype is DataType.BF16:
+        array = np.array([0x3F80, 0xC000, 0x7F80, 0x0001], np.uint16)
+    else:
+        array = np.array([0, 1, 1, 0]).astype(datatype.numpy)
+    array = array[: int(np.prod(shape))].reshape(shape)
+    encoded = encode_rest_response(request(binary_output=is_binary), response(Tensor("y", datatype, array)))
+    size = len(encoded.body) if encoded.json_size is None else encoded.json_size
+    document = json.loads(encoded.body[:size])  # not orjson: there is an infinity
+    assert document["outputs"][0]["shape"] == list(shape)
+    document["inputs"] = document.pop("outputs")
+    (tensor,) = decode_rest_request(
+        json.dumps(document).encode() + encoded.body[size:], len(json.dumps(document)), "m", ""
+    ).inputs
+    np.testing.assert_array_equal(tensor.array, array)
+
+
+def test_rows_cut_out_of_a_batch_are_written_right_in_both_forms() -> None:
+    batch = np.arange(12, dtype=np.float32).reshape(4, 3)
+    tensor = Tensor("y", DataType.FP32, batch[1:3])
+    assert json.loads(encode_rest_response(request(), response(tensor)).body)["outputs"][0]["data"] == [
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
+    encoded = encode_rest_response(request(binary_output=True), response(tensor))
+    assert encoded.body[encoded.json_size :] == batch[1:3].tobytes()

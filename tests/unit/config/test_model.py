@@ -1,0 +1,136 @@
+"""model.yaml: what it inherits, what it may say, what is said of a bad one."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from ortserve.config.model import AllVersions, LatestVersions, SpecificVersions, load_model_options
+from ortserve.config.options import ServerOptions
+from ortserve.errors import ErrorKind, ServeError
+
+DEFAULTS = ServerOptions(execution_providers=("cuda", "cpu"), max_rows=16, warmup_s=1.5)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.yaml"
+
+
+def test_model_without_a_file_is_as_the_server_says() -> None:
+    options = load_model_options(None, DEFAULTS)
+
+    assert (options.execution_providers, options.max_rows, options.warmup_s) == (("cuda", "cpu"), 16, 1.5)
+    assert (options.required, options.version_policy) == (False, LatestVersions(latest=1))
+
+
+def test_empty_file_says_nothing(file: Path) -> None:
+    file.write_text("# nothing yet\n")
+
+    assert load_model_options(file, DEFAULTS) == load_model_options(None, DEFAULTS)
+
+
+def test_keys_of_the_file_go_before_the_servers_options(file: Path) -> None:
+    file.write_text("execution_providers: [cpu]\nmax_rows: null\nqueue_delay_s: 1\nrequired: true\n")
+
+    options = load_model_options(file, DEFAULTS)
+
+    assert (options.execution_providers, options.max_rows, options.queue_delay_s) == (("cpu",), None, 1.0)
+    assert options.required
+    assert options.warmup_s == 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("{latest: 3}", LatestVersions(latest=3)),
+        ("{all: true}", AllVersions(all=True)),
+        ("{specific: [1, 7]}", SpecificVersions(specific=(1, 7))),
+    ],
+)
+def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: object) -> None:
+    file.write_text(f"version_policy: {text}")
+
+    assert load_model_options(file, DEFAULTS).version_policy == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("max_row: 4", "max_row: unknown key"),
+        ("max_rows: 0", "max_rows: expected integer, 1 to 65536, got 0"),
+        ("max_rows: true", "max_rows: expected integer, 1 to 65536, got True"),
+        ("warmup_s: '3'", "warmup_s: expected number, 0 to 3600, got '3'"),
+        ("required: 1", "required: expected true or false, got 1"),
+        ("execution_providers: cpu", "execution_providers: expected list of names, at least one, got 'cpu'"),
+        *(
+            (
+                f"version_policy: {policy}",
+                f"version_policy: expected {{latest: n}}, {{all: true}} or {{specific: [n, ...]}}, got {got}",
+            )
+            for policy, got in [
+                ("{latest: 1, all: true}", "{'latest': 1, 'all': True}"),
+                ("{all: false}", "{'all': False}"),
+                ("{specific: []}", "{'specific': []}"),
+                ("{latest: 0}", "{'latest': 0}"),
+                ("latest", "'latest'"),
+            ]
+        ),
+    ],
+)
+def test_bad_key_is_told_with_the_files_name_but_not_its_folder(file: Path, text: str, problem: str) -> None:
+    file.write_text(text)
+
+    with pytest.raises(ServeError) as raised:
+        load_model_options(file, DEFAULTS)
+
+    assert raised.value.kind is ErrorKind.INVALID_INPUT
+    assert raised.value.message == f"model.yaml: {problem}"
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"- a", b"\x00", b"\xff\xfe\xff"])
+def test_file_that_is_no_yaml_mapping_is_told_without_its_folder(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+
+    with pytest.raises(ServeError, match=r"^model\.yaml: ") as raised:
+        load_model_options(file, DEFAULTS)
+
+    assert str(file.parent) not in raised.value.message
+
+
+def test_padding_is_declared_by_input(file: Path) -> None:
+    file.write_text(
+        "pad:\n  ids: {axis: 1, multiple: 16, value: 0}\n  mask: {axis: 2, multiple: 8, value: -.inf}\n"
+        "  text: {axis: 1, multiple: 4, value: '[PAD]'}\n  flag: {axis: 1, multiple: 4, value: false}\n"
+    )
+
+    pad = load_model_options(file, DEFAULTS).pad
+
+    assert {name: (one.axis, one.multiple, one.value) for name, one in pad.items()} == {
+        "ids": (1, 16, 0),
+        "mask": (2, 8, -math.inf),
+        "text": (1, 4, "[PAD]"),
+        "flag": (1, 4, False),
+    }
+    assert [type(one.value) for one in pad.values()] == [int, float, str, bool]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "{axis: 1, multiple: 0, value: 0}",
+        "{axis: 1, multiple: 8}",
+        "{axis: '1', multiple: 8, value: 0}",
+        "{axis: 1, multiple: 8, value: null}",
+        "{axis: 1, multiple: 8, value: 0, side: left}",
+        "16",
+    ],
+)
+def test_bad_padding_is_told_with_the_form_it_should_have(file: Path, entry: str) -> None:
+    file.write_text(f"pad: {{ids: {entry}}}")
+
+    with pytest.raises(ServeError) as raised:
+        load_model_options(file, DEFAULTS)
+
+    expected = r"model.yaml: pad: expected {input: {axis: n, multiple: n, value: v}, ...}, got {'ids': "
+    assert raised.value.message.startswith(expected)

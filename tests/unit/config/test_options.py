@@ -1,0 +1,124 @@
+"""The order of sources, and what is said of a bad value."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from ortserve.config.options import OptionsError, ServerOptions, read_options
+
+
+@pytest.fixture(autouse=True)
+def empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ServerOptions.model_fields, "config"):
+        monkeypatch.delenv(f"ORTSERVE_{name.upper()}", raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "options.yaml"
+
+
+def problems_of(flags: dict[str, object], config_path: Path | None = None) -> tuple[str, ...]:
+    with pytest.raises(OptionsError) as raised:
+        read_options(flags, config_path)
+    return raised.value.problems
+
+
+def test_nothing_given_leaves_the_defaults() -> None:
+    assert read_options({}) == ServerOptions()
+    assert (ServerOptions().host, ServerOptions().http_port, ServerOptions().repositories) == ("127.0.0.1", 8000, ())
+
+
+def test_flag_goes_before_environment_before_file_before_default(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    file.write_text("http_port: 1\ngrpc_port: 1\nmetrics_port: 1\n")
+    monkeypatch.setenv("ORTSERVE_HTTP_PORT", "2")
+    monkeypatch.setenv("ORTSERVE_GRPC_PORT", "2")
+
+    options = read_options({"http_port": "3"}, file)
+
+    assert (options.http_port, options.grpc_port, options.metrics_port) == (3, 2, 1)
+    assert options.max_body_bytes == 67_108_864
+
+
+def test_config_file_is_found_by_environment_unless_a_flag_names_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: Path
+) -> None:
+    file.write_text("server_name: by-flag\n")
+    (tmp_path / "other.yaml").write_text("server_name: by-environment\n")
+    monkeypatch.setenv("ORTSERVE_CONFIG", str(tmp_path / "other.yaml"))
+
+    assert read_options({}).server_name == "by-environment"
+    assert read_options({}, file).server_name == "by-flag"
+
+
+def test_lists_in_the_environment_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTSERVE_REPOSITORIES", "/models, /more")
+    monkeypatch.setenv("ORTSERVE_EXECUTION_PROVIDERS", "cuda,CPUExecutionProvider")
+
+    options = read_options({})
+
+    assert options.repositories == (Path("/models"), Path("/more"))
+    assert options.execution_providers == ("cuda", "CPUExecutionProvider")
+
+
+def test_lists_in_the_file_are_yaml_lists(file: Path) -> None:
+    file.write_text("repositories: [/models]\nexecution_providers: [cuda, cpu]\n")
+
+    options = read_options({}, file)
+
+    assert (options.repositories, options.execution_providers) == ((Path("/models"),), ("cuda", "cpu"))
+
+
+def test_empty_variable_counts_as_unset_and_unknown_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTSERVE_MAX_ROWS", "")
+    monkeypatch.setenv("ORTSERVE_PORT", "tcp://10.0.0.1:8000")
+
+    assert read_options({}) == ServerOptions()
+
+
+def test_constructing_options_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTSERVE_HTTP_PORT", "9")
+
+    assert ServerOptions().http_port == 8000
+    assert type(read_options({})) is ServerOptions
+
+
+def test_every_bad_value_is_told_with_its_source_expectation_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTSERVE_GRPC_PORT", "tcp://10.0.0.1:8001")
+
+    assert set(problems_of({"http_port": "99999", "log_level": "loud", "execution_providers": []})) == {
+        "--http-port: expected integer, 0 to 65535, got '99999'",
+        "--log-level: expected one of debug, info, warning, error, got 'loud'",
+        "--execution-providers: expected list of names, at least one, got []",
+        "ORTSERVE_GRPC_PORT: expected integer, 0 to 65535, got 'tcp://10.0.0.1:8001'",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("http_prot: 8000", "http_prot: unknown key"),
+        ("http_port: true", "http_port: expected integer, 0 to 65535, got True"),
+        ("http_port: '8000'", "http_port: expected integer, 0 to 65535, got '8000'"),
+        ("queue_delay_s: .nan", "queue_delay_s: expected number, 0 to 60, got nan"),
+        ("repositories: models", "repositories: expected list of paths, got 'models'"),
+        ("- http_port", "expected keys with values, got a list"),
+        ("host: [", "is not YAML: expected the node content, but found '<stream end>' in line 1"),
+    ],
+)
+def test_bad_file_is_an_error_even_where_a_flag_overrides_it(file: Path, line: str, problem: str) -> None:
+    file.write_text(line)
+
+    assert problems_of({"http_port": "0"}, file) == (f"{file}: {problem}",)
+
+
+def test_missing_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "absent.yaml"
+
+    assert problems_of({}, path) == (f"{path}: cannot be read: No such file or directory",)
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        ServerOptions().http_port = 1

@@ -1,0 +1,46 @@
+"""What a signature says of its model."""
+
+import pytest
+
+from ortserve.core.dtypes import DataType
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import format_shape
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, DataType.FP32, shape)
+
+
+def test_inputs_are_found_by_name_and_outputs_by_place() -> None:
+    signature = ModelSignature((spec("a", -1, 1), spec("b", -1, 2)), (spec("y", -1), spec("z", -1)))
+    assert signature.inputs_by_name == {"a": signature.inputs[0], "b": signature.inputs[1]}
+    assert signature.output_index == {"y": 0, "z": 1}
+
+
+def test_model_is_batched_unless_there_is_a_reason_why_not() -> None:
+    assert ModelSignature((), ()).is_batched
+    assert not ModelSignature((), (), "rows influence each other").is_batched
+
+
+@pytest.mark.parametrize(
+    ("shapes", "unbatched_because", "has_one"),
+    [
+        ([(-1, 4)], "", True),
+        ([(-1, 4), (-1, 2, 3)], "", True),
+        ([(-1, 4), (-1, -1)], "", False),
+        ([(-1,)], "", True),
+        ([(-1,)], "reason", False),
+        ([(3, 4)], "reason", True),
+        ([()], "reason", True),
+    ],
+)
+def test_shapes_without_free_items_are_one_class(
+    shapes: list[tuple[int, ...]], unbatched_because: str, has_one: bool
+) -> None:
+    inputs = tuple(spec(f"x{i}", *shape) for i, shape in enumerate(shapes))
+    assert ModelSignature(inputs, (), unbatched_because).has_one_shape_class is has_one
+
+
+@pytest.mark.parametrize(("shape", "text"), [((), "[]"), ((-1,), "[-1]"), ((-1, 16, 0), "[-1,16,0]")])
+def test_shape_is_spelled_as_clients_know_it(shape: tuple[int, ...], text: str) -> None:
+    assert format_shape(shape) == text

@@ -1,0 +1,115 @@
+"""What is read from each of the tiny models."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models import builders
+from ortserve.core.dtypes import DataType
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session
+from ortserve.errors import ErrorKind, ServeError
+
+FP32, INT64 = DataType.FP32, DataType.INT64
+Spec = tuple[str, DataType, tuple[int, ...]]
+
+
+def read(path: Path) -> ModelSignature:
+    return read_signature(open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1)))
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "outputs", "unbatched_because"),
+    [
+        (builders.mlp, [("x", FP32, (-1, 64))], [("y", FP32, (-1, 10))], ""),
+        (builders.identity, [("x", FP32, (-1, 4))], [("y", FP32, (-1, 4))], ""),
+        (builders.row_mixer, [("x", FP32, (-1, 4))], [("y", FP32, (-1, 4))], ""),
+        (builders.poison, [("x", INT64, (-1, 4))], [("y", FP32, (-1, 4))], ""),
+        (builders.refuses_synthetic, [("x", INT64, (-1, 4))], [("y", FP32, (-1, 4))], ""),
+        (builders.heavy, [("x", FP32, (-1, 64))], [("y", FP32, (-1, 10))], ""),
+        (builders.slow, [("x", FP32, (-1, 4))], [("y", FP32, (-1, 4))], ""),
+        (builders.variable_length, [("x", INT64, (-1, -1))], [("y", FP32, (-1,))], ""),
+        (builders.unnamed_dims, [("x", FP32, (-1, -1))], [("y", FP32, (-1, -1))], ""),
+        (builders.scalar_sum, [("x", FP32, (-1,))], [("y", FP32, ())], "output 'y' has no dimensions"),
+        (
+            builders.fixed_batch,
+            [("x", FP32, (1, 4))],
+            [("y", FP32, (1, 4))],
+            "the first dimension of input 'x' is fixed at 1",
+        ),
+        (
+            builders.two_batch_names,
+            [("a", FP32, (-1, 4)), ("b", FP32, (-1, 4))],
+            [("y", FP32, (-1, -1))],
+            "the first dimensions of input 'a' and input 'b' have different names, 'queries' and 'documents'",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_signature_of_each_model(
+    tmp_path: Path,
+    build: Callable[[Path], Path],
+    inputs: list[Spec],
+    outputs: list[Spec],
+    unbatched_because: str,
+) -> None:
+    signature = read(build(tmp_path / "model.onnx"))
+    assert signature == ModelSignature(
+        tuple(TensorSpec(*spec) for spec in inputs), tuple(TensorSpec(*spec) for spec in outputs), unbatched_because
+    )
+    assert signature.is_batched == (not unbatched_because)
+
+
+@pytest.mark.parametrize("datatype", [datatype for datatype in DataType if datatype is not DataType.BF16])
+def test_every_datatype_that_numpy_has_is_read(tmp_path: Path, datatype: DataType) -> None:
+    signature = read(builders.identity(tmp_path / "model.onnx", datatype))
+    assert [spec.datatype for spec in (*signature.inputs, *signature.outputs)] == [datatype, datatype]
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (builders.sequence_output, "output 'y' has type seq(tensor(float)), which is not served; served are"),
+        (
+            lambda path: builders.identity(path, DataType.BF16),
+            "input 'x' has type tensor(bfloat16), which is not served",
+        ),
+    ],
+)
+def test_type_that_is_not_served_is_an_error_that_names_it(
+    tmp_path: Path, build: Callable[[Path], Path], text: str
+) -> None:
+    with pytest.raises(ServeError) as caught:
+        read(build(tmp_path / "model.onnx"))
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
+    assert text in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_batched", "has_one_shape_class"),
+    [
+        (("batch", 4), True, True),
+        ((None, 4), True, True),
+        (("batch", "length"), True, False),
+        ((4,), False, True),
+        ((4, "length"), False, False),
+    ],
+)
+def test_free_dimensions_beside_the_batch_make_shape_classes(
+    tmp_path: Path, shape: Any, is_batched: bool, has_one_shape_class: bool
+) -> None:
+    signature = read(builders.identity(tmp_path / "model.onnx", DataType.FP32, shape))
+    assert signature.is_batched is is_batched
+    assert signature.has_one_shape_class is has_one_shape_class
+
+
+def test_free_dimensions_are_known_by_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    tokens = read(builders.masked_tokens(path))
+    assert [spec.dim_names for spec in (*tokens.inputs, *tokens.outputs)] == [("batch", "seq")] * 3 + [("batch",)]
+    assert read(builders.mlp(path)).inputs[0].dim_names == ("batch", "")
+    assert read(builders.unnamed_dims(path)).inputs[0].dim_names == ("", "")

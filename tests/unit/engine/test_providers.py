@@ -1,0 +1,53 @@
+"""A wish list against an offer."""
+
+import pytest
+
+from ortserve.engine.providers import CPU, ProviderChoice, check_providers, choose_provider, session_providers
+from ortserve.errors import ErrorKind, ServeError
+
+CUDA = "CUDAExecutionProvider"
+TENSORRT = "TensorrtExecutionProvider"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "offered", "chosen", "passed_over"),
+    [
+        (["cpu"], [CPU], CPU, []),
+        (["cpu"], [CUDA, CPU], CPU, []),
+        (["CUDA", "cpu"], [CUDA, CPU], CUDA, []),
+        ([CUDA], [CUDA, CPU], CUDA, []),
+        (["tensorrt", "cuda", "cpu"], [CPU], CPU, [TENSORRT, CUDA]),
+        (["MyOwnExecutionProvider", "cpu"], ["MyOwnExecutionProvider", CPU], "MyOwnExecutionProvider", []),
+    ],
+)
+def test_first_wish_that_is_offered_is_chosen(
+    wishes: list[str], offered: list[str], chosen: str, passed_over: list[str]
+) -> None:
+    choice = choose_provider(wishes, offered)
+    assert choice.name == chosen
+    assert choice.passed_over == tuple(f"{name} is not offered by this ONNX Runtime" for name in passed_over)
+
+
+def test_wishes_that_nothing_meets_are_an_error_that_names_wishes_and_offer() -> None:
+    with pytest.raises(ServeError) as caught:
+        choose_provider(["tensorrt", "gpu"], [CUDA, CPU])
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == (
+        "execution_providers: none of tensorrt, gpu can be used; "
+        "this ONNX Runtime offers CUDAExecutionProvider, CPUExecutionProvider"
+    )
+
+
+def test_installed_onnx_runtime_is_asked_and_offers_the_cpu() -> None:
+    assert choose_provider(["no_such", "cpu"]).name == CPU
+
+
+def test_cpu_stands_behind_every_other_provider() -> None:
+    assert session_providers(ProviderChoice(CUDA)) == [CUDA, CPU]
+    assert session_providers(ProviderChoice(CPU)) == [CPU]
+
+
+def test_provider_that_onnx_runtime_dropped_is_an_error() -> None:
+    check_providers(ProviderChoice(CUDA), [CUDA, CPU])
+    with pytest.raises(ServeError, match=f"{CUDA} was chosen, but ONNX Runtime could not start it and uses {CPU}"):
+        check_providers(ProviderChoice(CUDA), [CPU])

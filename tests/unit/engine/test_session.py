@@ -1,0 +1,114 @@
+"""Files that are models and files that are not, opened by the real ONNX Runtime."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from models import builders
+from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session, run_error, without_paths
+from ortserve.errors import ErrorKind, ServeError
+
+OPTIONS = SessionOptions(ProviderChoice(CPU), intra_op_threads=1)
+
+
+def write_node(path: Path, operator: str, *, domain: str = "", opset: int = 21, ir_version: int = 10) -> Path:
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node(operator, ["x"], ["y"], domain=domain)], "g", tensors[:1], tensors[1:])
+    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def write_external(path: Path) -> Path:
+    """A model whose weights lie in a file that is not there."""
+    weights = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", "weights.bin"), ("offset", "0"), ("length", "16")):
+        weights.external_data.add(key=key, value=value)
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xy"]
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])], "g", tensors[:1], tensors[1:], initializer=[weights]
+    )
+    model: onnx.ModelProto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def write_empty(path: Path) -> Path:
+    path.write_bytes(b"")
+    return path
+
+
+def write_nothing(path: Path) -> Path:
+    return path
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (builders.not_onnx, "Protobuf parsing failed"),
+        (write_empty, "No graph was found in the protobuf"),
+        (write_nothing, "File doesn't exist"),
+        (lambda path: write_node(path, "NoSuchOperator"), "No Op registered for NoSuchOperator"),
+        (lambda path: write_node(path, "Gelu", domain="my.domain"), "my.domain:Gelu"),
+        (lambda path: write_node(path, "Identity", opset=99), "Opset 99 is under development"),
+        (lambda path: write_node(path, "Identity", ir_version=99), "Unsupported model IR version: 99"),
+        (write_external, "weights.bin"),
+    ],
+)
+def test_file_that_cannot_be_opened_is_named_with_the_reason_but_not_where_it_lies(
+    tmp_path: Path, write: Callable[[Path], Path], reason: str
+) -> None:
+    folder = tmp_path / "models of a secret project" / "1"
+    folder.mkdir(parents=True)
+    path = write(folder / "model.onnx")
+    with pytest.raises(ServeError) as caught:
+        open_session(path, "m/1", OPTIONS)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    message = caught.value.message
+    assert message.startswith("ONNX Runtime cannot load the model: ")
+    assert reason in message
+    for part in (*tmp_path.parts[1:], "secret", "onnxruntime_src", "\n"):
+        assert part not in message
+
+
+def test_threads_are_set_and_none_of_them_spins(tmp_path: Path) -> None:
+    path = builders.identity(tmp_path / "model.onnx")
+    for threads in (1, 3):
+        settings = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), threads)).get_session_options()
+        assert settings.intra_op_num_threads == threads
+        assert settings.inter_op_num_threads == 1
+        assert settings.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+        assert settings.get_session_config_entry("session.inter_op.allow_spinning") == "0"
+        assert settings.logid == "m/1"
+
+
+def test_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(tmp_path: Path) -> None:
+    path = builders.identity(tmp_path / "model.onnx")  # a provider that ONNX Runtime knows, but not on Linux
+    with pytest.warns(UserWarning, match="not in available provider names"), pytest.raises(ServeError) as caught:
+        open_session(path, "m/1", SessionOptions(ProviderChoice("CoreMLExecutionProvider"), 1))
+    assert "CoreMLExecutionProvider was chosen" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Load model from /data/m/1/model.onnx failed:no", "Load model from … failed:no"),
+        ("see '/a/b', \"/c/d\" and (/e)", "see '…', \"…\" and (…)"),
+        ("two\n  lines\n", "two lines"),
+        ("3 rows/s, and/or ratio 1/2", "3 rows/s, and/or ratio 1/2"),
+        ("node /encoder/layer.0/MatMul", "node …"),
+    ],
+)
+def test_text_without_paths(text: str, told: str) -> None:
+    assert without_paths(text) == told
+
+
+def test_failed_run_is_an_internal_error() -> None:
+    error = run_error(RuntimeError("at /home/x/y.cc"))
+    assert error.kind is ErrorKind.INTERNAL
+    assert error.message == "ONNX Runtime failed to run the model: at …"

@@ -1,0 +1,35 @@
+"""The generated messages: current, and at peace with a client library for the same protocol."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+ROUND_TRIP = """
+message = ours.ModelInferRequest(model_name="m", id="7", raw_input_contents=[b"abcd"])
+message.parameters["priority"].uint64_param = 3
+message.inputs.add(name="x", datatype="FP32", shape=[1])
+theirs_message = theirs.ModelInferRequest.FromString(message.SerializeToString())
+assert theirs_message.inputs[0].shape == [1]
+assert ours.ModelInferRequest.FromString(theirs_message.SerializeToString()) == message
+"""
+IMPORT_OURS = "import ortserve._pb.grpc_service_pb2 as ours\n"
+IMPORT_THEIRS = "import tritonclient.grpc\nimport tritonclient.grpc.service_pb2 as theirs\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("grpc_tools") is None, reason="grpcio-tools is not installed")
+def test_committed_messages_are_what_the_protos_generate() -> None:
+    check = subprocess.run(
+        [sys.executable, ROOT / "protos" / "generate.py", "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert check.returncode == 0, check.stderr
+
+
+@pytest.mark.parametrize("imports", [IMPORT_OURS + IMPORT_THEIRS, IMPORT_THEIRS + IMPORT_OURS], ids=["ours", "theirs"])
+def test_messages_live_in_one_process_with_tritonclient_whichever_is_imported_first(imports: str) -> None:
+    run = subprocess.run([sys.executable, "-c", imports + ROUND_TRIP], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

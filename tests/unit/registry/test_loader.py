@@ -1,0 +1,117 @@
+"""From a file to a warm instance, with the real ONNX Runtime."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.core.batch import Batch
+from ortserve.core.dtypes import DataType
+from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.session import open_session
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.loader import LoadedModel, load_model
+
+QUICK = ModelOptions(warmup_s=0.1)
+
+
+def load(path: Path, options: ModelOptions = QUICK, on_warming: Callable[[], None] = lambda: None) -> LoadedModel:
+    loaded = load_model(path, "m/1", options, time.monotonic_ns, on_warming)
+    for instance in loaded.instances:
+        instance.close()
+    return loaded
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("run m/1")]
+
+
+def test_short_runs_get_one_thread_unless_told_otherwise(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "model.onnx")
+    assert load(path).intra_op_threads == 1
+    assert load(path, QUICK.model_copy(update={"intra_op_threads": 2})).intra_op_threads == 2
+    assert not workers()
+
+
+def test_long_runs_get_the_whole_budget(tmp_path: Path) -> None:
+    assert load(builders.slow(tmp_path / "model.onnx", steps=2000)).intra_op_threads == cpu_budget()
+
+
+def test_dependent_rows_are_the_reason_in_the_signature(tmp_path: Path) -> None:
+    loaded = load(builders.row_mixer(tmp_path / "model.onnx"))
+    assert loaded.signature.unbatched_because == "output 'y' of a row depends on the rows beside it"
+
+
+def test_warming_is_told_when_the_file_is_open(tmp_path: Path) -> None:
+    told: list[str] = []
+    load(builders.identity(tmp_path / "model.onnx"), on_warming=lambda: told.append("warming"))
+    assert told
+    with pytest.raises(ServeError):
+        load(builders.not_onnx(tmp_path / "model.onnx"), on_warming=lambda: told.append("never"))
+    assert "never" not in told
+
+
+def test_instance_is_closed_when_its_warm_up_fails_unexpectedly(tmp_path: Path) -> None:
+    # Made-up inputs of 8 exabytes: there is no memory for them.
+    path = builders.identity(tmp_path / "model.onnx", DataType.FP64, ("batch", 2**30, 2**30))
+    with pytest.raises((MemoryError, ValueError)):
+        load(path)
+    assert not workers()
+
+
+def test_wishes_that_nothing_meets_are_an_error(tmp_path: Path) -> None:
+    options = ModelOptions(execution_providers=("no_such",), warmup_s=0)
+    with pytest.raises(ServeError, match="none of no_such can be used") as caught:
+        load(builders.identity(tmp_path / "model.onnx"), options)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+
+
+def test_instances_are_as_many_as_asked_for_and_each_is_warm_and_works(tmp_path: Path) -> None:
+    path = builders.unnamed_dims(tmp_path / "model.onnx")
+    options = QUICK.model_copy(update={"instances": 3, "max_rows": 4})
+    loaded = load_model(path, "m/1", options, time.monotonic_ns, lambda: None)
+    try:
+        assert len({id(instance) for instance in loaded.instances}) == 3
+        assert len(workers()) == 3
+        rows = np.ones((2, 3), np.float32)
+        for instance in loaded.instances:
+            np.testing.assert_array_equal(instance.run(Batch(((rows,),), 2, 2)).outputs[0], rows * 2)
+    finally:
+        for instance in loaded.instances:
+            instance.close()
+    assert not workers()
+
+
+def test_all_instances_are_closed_when_one_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = builders.identity(tmp_path / "model.onnx")
+    opened = 0
+
+    def open_some(*args: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        if opened == 3:
+            raise ServeError(ErrorKind.INTERNAL, "no memory")
+        return open_session(*args)
+
+    monkeypatch.setattr("ortserve.registry.loader.open_session", open_some)
+    options = QUICK.model_copy(update={"instances": 4, "intra_op_threads": 1})
+    with pytest.raises(ServeError, match="no memory"):
+        load_model(path, "m/1", options, time.monotonic_ns, lambda: None)
+    assert opened == 3
+    assert not workers()
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "buckets", "expected"), [(None, (2, 8), 8), (5, (2, 8), 5), (100, (2, 8), 8), (3, (), 3)]
+)
+def test_batch_never_has_more_rows_than_the_largest_bucket(
+    tmp_path: Path, max_rows: int | None, buckets: tuple[int, ...], expected: int
+) -> None:
+    options = QUICK.model_copy(update={"max_rows": max_rows, "buckets": buckets})
+    assert load(builders.identity(tmp_path / "model.onnx"), options).warm_up.max_rows == expected

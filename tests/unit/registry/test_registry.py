@@ -1,0 +1,350 @@
+"""A registry over repositories on disk, with the real ONNX Runtime."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from models import builders
+from ortserve.config.model import LoadOptions
+from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.registry import Registry
+from ortserve.telemetry.metrics import Metrics
+
+Load = Callable[..., Awaitable[Registry]]
+
+
+@pytest.fixture
+def prometheus() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest_asyncio.fixture
+async def load(tmp_path: Path, prometheus: CollectorRegistry) -> AsyncIterator[Load]:
+    """Loads the models of ``tmp_path`` and closes them after the test."""
+    registries: list[Registry] = []
+
+    async def load_all(**defaults: object) -> Registry:
+        options = LoadOptions.model_validate({"warmup_s": 0.05} | defaults)
+        registries.append(Registry([tmp_path], options, Metrics(prometheus), time.monotonic_ns))
+        await registries[-1].load_all()
+        return registries[-1]
+
+    yield load_all
+    for registry in registries:
+        await registry.close()
+
+
+def put(root: Path, build: Callable[[Path], Path], name: str, version: int = 1, options: str = "") -> None:
+    path = root / name / str(version) / "model.onnx"
+    path.parent.mkdir(parents=True)
+    build(path)
+    if options:
+        (root / name / "model.yaml").write_text(options)
+
+
+def state_of(registry: Registry, name: str) -> dict[int, tuple[State, str]]:
+    return {record.version: (record.state, record.reason) for record in registry.records() if record.model == name}
+
+
+async def double(registry: Registry, name: str, version: str = "") -> np.ndarray:
+    rows = np.ones((1, 4), np.float32)
+    (output,) = await registry.find(name, version).run((rows,), 1, Timing(0), NO_TERMS)
+    return output
+
+
+def refusal(registry: Registry, name: str, version: str = "") -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        registry.find(name, version)
+    return caught.value
+
+
+async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.not_onnx, "a_broken")
+    put(tmp_path, builders.unnamed_dims, "b_good")
+    put(tmp_path, builders.sequence_output, "c_unserved")
+    put(tmp_path, builders.identity, "d_options", options="max_rows: many")
+    put(tmp_path, builders.identity, "e_policy", options="version_policy: {specific: [4]}")
+    (tmp_path / "f_empty").mkdir()
+    put(tmp_path, builders.identity, "g_provider", options="execution_providers: [no_such]")
+    builders.unnamed_dims(tmp_path / "z_good.onnx")
+    registry = await load()
+
+    assert registry.is_loaded
+    for name in ("b_good", "z_good"):
+        assert state_of(registry, name) == {1: (State.READY, "")}
+        np.testing.assert_array_equal(await double(registry, name), np.full((1, 4), 2))
+    reasons = {
+        "a_broken": (1, "Protobuf parsing failed"),
+        "c_unserved": (1, "output 'y' has type seq(tensor(float)), which is not served"),
+        "d_options": (0, "model.yaml: max_rows: expected integer, 1 to 65536, got 'many'"),
+        "e_policy": (0, "version_policy: expected versions out of 1, got 4"),
+        "f_empty": (0, "no version folder"),
+        "g_provider": (1, "none of no_such can be used"),
+    }
+    for name, (version, text) in reasons.items():
+        ((known, (state, reason)),) = state_of(registry, name).items()
+        assert known == version
+        assert state is State.FAILED
+        assert text in reason
+        assert str(tmp_path) not in reason
+        assert registry.knows(name)
+
+
+async def test_highest_ready_version_answers_for_the_name(tmp_path: Path, load: Load) -> None:
+    policy = "version_policy: {all: true}"
+    put(tmp_path, builders.unnamed_dims, "m", 2, policy)
+    put(tmp_path, builders.identity, "m", 10)
+    put(tmp_path, builders.not_onnx, "m", 11)
+    registry = await load()
+    assert registry.find("m", "").version == "10"
+    assert registry.find("m", "10") is registry.find("m", "")
+    assert registry.find("m", "2").version == "2"
+    assert registry.ready_versions("m") == [2, 10]
+    assert (await double(registry, "m", "2")).tolist() == [[2, 2, 2, 2]]
+    assert (await double(registry, "m")).tolist() == [[1, 1, 1, 1]]
+
+
+async def test_only_the_latest_version_is_served_unless_told_otherwise(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "m", 9)
+    put(tmp_path, builders.identity, "m", 10)
+    registry = await load()
+    assert [record.version for record in registry.records()] == [10]
+
+
+async def test_what_does_not_serve_is_told_in_the_words_clients_know(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "good")
+    put(tmp_path, builders.sequence_output, "bad")
+    registry = await load()
+    (reason,) = (record.reason for record in registry.records() if record.model == "bad")
+    expected = {
+        ("none", ""): (ErrorKind.NOT_FOUND, "Request for unknown model: 'none' is not found"),
+        ("none", "1"): (ErrorKind.NOT_FOUND, "Request for unknown model: 'none' is not found"),
+        ("good", "2"): (ErrorKind.NOT_FOUND, "Request for unknown model: 'good' version 2 is not found"),
+        ("good", "01"): (ErrorKind.NOT_FOUND, "Request for unknown model: 'good' version 01 is not found"),
+        ("good", "x"): (ErrorKind.NOT_FOUND, "Request for unknown model: 'good' version x is not found"),
+        ("good", "²"): (ErrorKind.NOT_FOUND, "Request for unknown model: 'good' version ² is not found"),
+        ("bad", ""): (
+            ErrorKind.NOT_READY,
+            f"Request for unknown model: 'bad' has no available versions: FAILED ({reason})",
+        ),
+        ("bad", "1"): (
+            ErrorKind.NOT_READY,
+            f"Request for unknown model: 'bad' version 1 is not at ready state: FAILED ({reason})",
+        ),
+    }
+    for (name, version), (kind, text) in expected.items():
+        error = refusal(registry, name, version)
+        assert (error.kind, error.message) == (kind, text)
+        assert error.retry_after_s == (1 if kind is ErrorKind.NOT_READY else None)
+    assert refusal(registry, "good", "9" * 5000).kind is ErrorKind.NOT_FOUND  # int() refuses so many digits
+
+
+async def test_states_move_forward_and_metrics_show_them(
+    tmp_path: Path, load: Load, prometheus: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, list[State]] = {}
+    advance = VersionRecord.advance
+
+    def watch(record: VersionRecord, state: State, reason: str = "") -> None:
+        seen.setdefault(record.model, [record.state]).append(state)
+        advance(record, state, reason)
+
+    monkeypatch.setattr(VersionRecord, "advance", watch)
+    put(tmp_path, builders.identity, "good")
+    put(tmp_path, builders.not_onnx, "bad")
+    registry = await load()
+
+    def shown(name: str, state: str) -> float | None:
+        labels = {"model": name, "version": "1", "state": state}
+        return prometheus.get_sample_value("ortserve_model_state", labels)
+
+    assert (shown("good", "ready"), shown("good", "loading")) == (1, 0)
+    assert (shown("bad", "failed"), shown("bad", "ready")) == (1, 0)
+    await registry.close()
+    assert shown("good", "gone") == 1
+    assert seen == {
+        "good": [State.LOADING, State.WARMING, State.READY, State.DRAINING, State.GONE],
+        "bad": [State.LOADING, State.FAILED],
+    }
+
+
+async def test_models_that_wait_for_their_turn_are_known_but_not_ready(tmp_path: Path) -> None:
+    put(tmp_path, builders.identity, "a")
+    put(tmp_path, builders.identity, "b")
+    registry = Registry([tmp_path], LoadOptions(warmup_s=0.05), Metrics(CollectorRegistry()), time.monotonic_ns)
+    assert not registry.is_loaded
+    loading = asyncio.create_task(registry.load_all())
+    while not registry.knows("a"):  # noqa: ASYNC110 - there is no event for it, and a turn of the loop is no wait
+        await asyncio.sleep(0)
+    error = refusal(registry, "a")
+    assert error.kind is ErrorKind.NOT_READY
+    assert error.message == "Request for unknown model: 'a' has no available versions: LOADING"
+    assert not registry.is_loaded
+    await loading
+    assert registry.is_loaded
+    assert registry.find("a", "").name == "a"
+    await registry.close()
+
+
+async def test_repository_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    registry = Registry([tmp_path / "none"], LoadOptions(), Metrics(CollectorRegistry()), time.monotonic_ns)
+    with pytest.raises(ServeError, match="expected a folder of models"):
+        await registry.load_all()
+    assert not registry.is_loaded
+
+
+async def test_options_of_a_model_win_over_the_servers(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.unnamed_dims, "own", options="max_rows: 3\nrequired: true")
+    put(tmp_path, builders.unnamed_dims, "default")
+    registry = await load(max_rows=5)
+    rows = np.ones((4, 2), np.float32)
+    with pytest.raises(ServeError) as caught:
+        await registry.find("own", "").run((rows,), 4, Timing(0), NO_TERMS)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == "inference request batch-size must be <= 3 for 'own', got 4"
+    (output,) = await registry.find("default", "").run((rows,), 4, Timing(0), NO_TERMS)
+    assert output.tolist() == [[2, 2]] * 4
+    assert {record.model: record.is_required for record in registry.records()} == {"default": False, "own": True}
+
+
+async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "batched")
+    put(tmp_path, builders.row_mixer, "mixer")
+    put(tmp_path, builders.fixed_batch, "fixed")
+    put(tmp_path, builders.refuses_synthetic, "refuses")
+    put(tmp_path, builders.identity, "cold", options="warmup_s: 0")
+    registry = await load(intra_op_threads=1)
+    properties = {name: registry.find(name, "").properties for name in ("batched", "mixer", "fixed", "refuses", "cold")}
+    for told in properties.values():
+        assert told["execution_provider"] == "CPUExecutionProvider"
+        assert told["intra_op_threads"] == "1"
+    assert properties["batched"]["batching"].endswith(
+        " rows run together, verified: a row alone and among others differs by 0.0e+00 at most"
+    )
+    assert properties["batched"]["warm_up"].startswith("1: ")
+    assert properties["mixer"]["batching"] == (
+        "one request at a time: output 'y' of a row depends on the rows beside it"
+    )
+    assert properties["fixed"]["batching"] == "one request at a time: the first dimension of input 'x' is fixed at 1"
+    assert properties["refuses"]["batching"] == "up to 64 rows run together, unverified"
+    assert properties["refuses"]["warm_up"].startswith("not warmed up: the model refuses made-up inputs: ")
+    assert properties["cold"]["batching"] == "up to 64 rows run together, unverified"
+    assert properties["cold"]["warm_up"] == "not warmed up"
+
+
+async def test_model_that_refuses_made_up_inputs_answers_proper_ones(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.refuses_synthetic, "m")
+    registry = await load()
+    (output,) = await registry.find("m", "").run((np.full((2, 4), 4),), 2, Timing(0), NO_TERMS)
+    assert output.tolist() == [[1] * 4] * 2
+
+
+async def test_rows_that_influence_each_other_never_run_together(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.row_mixer, "m")
+    served = (await load(max_rows=8)).find("m", "")
+    rows = [np.full((1, 4), value, np.float32) for value in range(8)]
+    answers = await asyncio.gather(*(served.run((row,), 1, Timing(0), NO_TERMS) for row in rows))
+    assert all((output == 0).all() for (output,) in answers)
+
+
+async def test_request_larger_than_the_learned_maximum_is_answered_whole(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.unnamed_dims, "m", options="warmup_s: 0")
+    served = (await load()).find("m", "")
+    rows = np.arange(600, dtype=np.float32).reshape(300, 2)
+    (output,) = await served.run((rows,), 300, Timing(0), NO_TERMS)
+    np.testing.assert_array_equal(output, rows * 2)
+
+
+async def test_shapes_that_differ_do_not_disturb_each_other(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.variable_length, "m")
+    served = (await load()).find("m", "")
+    rows = [np.full((1, length), 1) for length in (3, 5, 3, 1, 5)]
+    answers = await asyncio.gather(*(served.run((row,), 1, Timing(0), NO_TERMS) for row in rows))
+    assert [output.tolist() for (output,) in answers] == [[3], [5], [3], [1], [5]]
+
+
+async def test_close_answers_who_was_admitted_and_then_nobody(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, lambda path: builders.slow(path, steps=3000), "m", options="max_rows: 1\nwarmup_s: 0")
+    registry = await load()
+    served = registry.find("m", "")
+    rows = np.zeros((1, 4), np.float32)
+    running = [asyncio.create_task(served.run((rows,), 1, Timing(0), NO_TERMS)) for _ in range(4)]
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(registry.close())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert state_of(registry, "m")[1][0] is State.DRAINING
+    error = refusal(registry, "m")
+    assert error.message == "Request for unknown model: 'm' has no available versions: DRAINING"
+    with pytest.raises(ServeError, match="stopped accepting new inference requests"):
+        await served.run((rows,), 1, Timing(0), NO_TERMS)
+    await closing
+    assert [task.done() and task.exception() is None for task in running] == [True] * 4
+    assert state_of(registry, "m")[1][0] is State.GONE
+    assert refusal(registry, "m", "1").message == (
+        "Request for unknown model: 'm' version 1 is not at ready state: GONE"
+    )
+    assert registry.ready_versions("m") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "terms"),
+    [
+        # what is asked: timeout, priority, queue timeout, all of a request received at 1000
+        ("", (None, 0, None), Terms(1)),
+        ("", (500, 0, None), Terms(1, finish_by_ns=1500)),
+        ("", (None, 0, 700), Terms(1, start_by_ns=1700)),
+        ("", (0, 0, None), Terms(1, finish_by_ns=1000)),
+        ("slo_s: 0.25", (None, 0, None), Terms(1, finish_by_ns=250_001_000)),
+        ("slo_s: 0.25", (500, 0, 700), Terms(1, finish_by_ns=1500, start_by_ns=1700)),
+        ("slo_s: 0.25", (10**12, 0, None), Terms(1, finish_by_ns=10**12 + 1000)),
+        ("", (None, 1, None), Terms(1)),
+        ("", (None, 2, None), Terms(1)),  # no levels: all are alike
+        ("priority_levels: 3\ndefault_priority_level: 2", (None, 0, None), Terms(2)),
+        ("priority_levels: 3\ndefault_priority_level: 2", (None, 1, None), Terms(1)),
+        ("priority_levels: 3\ndefault_priority_level: 2", (None, 3, None), Terms(3)),
+        ("priority_levels: 3\ndefault_priority_level: 2", (None, 4, None), Terms(2)),
+        ("priority_levels: 3\ndefault_priority_level: 2", (None, 2**63, None), Terms(2)),
+    ],
+)
+async def test_terms_are_the_callers_and_else_the_models(
+    tmp_path: Path, load: Load, options: str, asked: tuple[int | None, int, int | None], terms: Terms
+) -> None:
+    put(tmp_path, builders.identity, "m", options=f"warmup_s: 0\n{options}")
+    served = (await load()).find("m", "")
+    timeout_ns, priority, queue_timeout_ns = asked
+    got = served.terms(1000, timeout_ns=timeout_ns, priority=priority, queue_timeout_ns=queue_timeout_ns)
+    assert got == terms
+
+
+async def test_instances_run_at_the_same_time_and_answers_are_ones_own(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.unnamed_dims, "m", options="instances: 3\nmax_rows: 2\nbuckets: [1, 2]")
+    served = (await load()).find("m", "")
+    rows = [np.full((1, 4), value, np.float32) for value in range(50)]
+    answers = await asyncio.gather(*(served.run((row,), 1, Timing(0), NO_TERMS) for row in rows))
+    for (output,), row in zip(answers, rows, strict=True):
+        np.testing.assert_array_equal(output, row * 2)
+    assert served.learned().max_rows == 2
+    assert served.learned().decisions.batches > 0
+
+
+async def test_options_of_batching_reach_the_batcher(tmp_path: Path, load: Load) -> None:
+    options = "queue_delay_s: 0.02\npreferred_rows: [3, 2]\nbuckets: [8, 4]\nwarmup_s: 0"
+    put(tmp_path, builders.unnamed_dims, "m", options=options)
+    served = (await load()).find("m", "")
+    assert served.learned().max_rows == 8
+    row = np.ones((1, 4), np.float32)
+    await asyncio.gather(*(served.run((row,), 1, Timing(0), NO_TERMS) for _ in range(2)))
+    decisions = served.learned().decisions
+    assert (decisions.batches, decisions.delayed, decisions.padding_rows) == (1, 0, 2)
+    await served.run((row,), 1, Timing(0), NO_TERMS)
+    assert served.learned().decisions.delayed >= 1

@@ -1,0 +1,109 @@
+"""What is found in folders made for the test. No file in them is a model: none is opened."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.repository import ModelFiles, read_repositories
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            (root / name).mkdir(exist_ok=True)
+        else:
+            (root / name).write_bytes(b"")
+
+
+def read_one(root: Path) -> ModelFiles:
+    (model,) = read_repositories([root])
+    return model
+
+
+def test_folder_with_versions_is_a_model(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx", "m/12/model.onnx", "m/12/weights.bin", "m/README.md")
+    assert read_one(tmp_path) == ModelFiles(
+        "m", {1: tmp_path / "m/1/model.onnx", 12: tmp_path / "m/12/model.onnx"}, options=None, problem=""
+    )
+
+
+def test_options_lie_beside_the_versions(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx", "m/model.yaml")
+    assert read_one(tmp_path).options == tmp_path / "m/model.yaml"
+
+
+def test_file_is_version_1_of_its_name(tmp_path: Path) -> None:
+    touch(tmp_path, "my.model.onnx")
+    assert read_one(tmp_path) == ModelFiles("my.model", {1: tmp_path / "my.model.onnx"})
+
+
+def test_models_of_all_repositories_are_listed_by_name(tmp_path: Path) -> None:
+    touch(tmp_path, "one/c.onnx", "one/a/1/model.onnx", "two/b.onnx", "two/notes.txt", "two/.hidden/1/model.onnx")
+    found = read_repositories([tmp_path / "one", tmp_path / "two"])
+    assert [model.name for model in found] == ["a", "b", "c"]
+    assert not any(model.problem for model in found)
+
+
+@pytest.mark.parametrize("folder", ["0", "-1", "v1", "1a", "\u0661", "01", "latest"])
+def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, folder: str) -> None:
+    touch(tmp_path, f"m/{folder}/model.onnx", "m/1/model.onnx")
+    assert list(read_one(tmp_path).versions) == [1]
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (["m/"], "no version folder (1, 2, …) with a file model.onnx"),
+        (["m/model.onnx"], "no version folder (1, 2, …) with a file model.onnx"),
+        (["m/1"], "no version folder (1, 2, …) with a file model.onnx"),
+        (["m/1/"], "version folder 1 has no file model.onnx"),
+        (["m/1/model.onnx", "m/2/other.onnx"], "version folder 2 has no file model.onnx"),
+        (["m/1/model.onnx/"], "version folder 1 has no file model.onnx"),
+        (
+            ["m/1/model.onnx", "m/config.pbtxt"],
+            "config.pbtxt is not read by this server; say it in model.yaml",
+        ),
+        (["m/1/model.onnx", "m.onnx"], "there are two models of this name in the repositories"),
+    ],
+)
+def test_model_that_cannot_be_read_is_found_with_its_problem(tmp_path: Path, files: list[str], problem: str) -> None:
+    touch(tmp_path, *files)
+    assert read_one(tmp_path) == ModelFiles("m", problem=problem)
+
+
+def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
+    touch(tmp_path, "one/m.onnx", "two/m/1/model.onnx", "two/n.onnx")
+    m, n = read_repositories([tmp_path / "one", tmp_path / "two"])
+    assert m.problem == "there are two models of this name in the repositories"
+    assert not m.versions
+    assert not n.problem
+
+
+def test_model_folder_that_the_system_refuses_to_read_keeps_no_other_from_being_found(tmp_path: Path) -> None:
+    # A path to the folder that is allowed, and to whatever is in it too long: refused to root too, unlike permissions.
+    root = tmp_path
+    while len(str(root)) < 3900:
+        root = root / ("d" * 90)
+    root = root / ("d" * (4096 - len(str(root)) - 5))
+    root.mkdir(parents=True)
+    touch(root, "b")
+    (root / "a").mkdir()
+    (model,) = read_repositories([root])
+    assert model == ModelFiles("a", problem="its folder cannot be read: File name too long")
+
+
+@pytest.mark.parametrize("name", ["none", "file"])
+def test_repository_that_is_no_folder_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    touch(tmp_path, "file")
+    with pytest.raises(ServeError) as caught:
+        read_repositories([tmp_path / name])
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    reason = os.strerror(2 if name == "none" else 20)
+    assert caught.value.message == f"repository {tmp_path / name}: expected a folder of models, got: {reason}"
+
+
+def test_empty_repository_has_no_models(tmp_path: Path) -> None:
+    assert read_repositories([tmp_path]) == []

@@ -1,0 +1,169 @@
+"""What warm-up finds: with runs of a known length in virtual time, and with real models."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fakes.clock import FakeClock
+from models import builders
+from ortserve.core.batch import Batch, BatchDone, BatchResult
+from ortserve.core.dtypes import DataType
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.engine.instance import Instance
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.warmup import MAX_SWEPT_ROWS, WarmUp, warm_up
+
+MS = 1_000_000
+X, Y = TensorSpec("x", DataType.FP32, (-1, 4)), TensorSpec("y", DataType.FP32, (-1, 4))
+BATCHED = ModelSignature((X,), (Y,))
+ONE_ROW = ModelSignature((TensorSpec("x", DataType.FP32, (1, 4)),), (Y,), "reason")
+
+
+class TimedRunner:
+    """Doubles its rows, in a time that is a function of how many there are."""
+
+    def __init__(self, clock: FakeClock, latency_ns: Callable[[int], int], error: ServeError | None = None) -> None:
+        self.clock = clock
+        self.latency_ns = latency_ns
+        self.error = error
+        self.ran: list[int] = []
+
+    def run(self, batch: Batch) -> BatchResult:
+        raise AssertionError("warm-up belongs to the worker")
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        self.ran.append(batch.rows)
+        began_ns = self.clock()
+        self.clock.advance(self.latency_ns(batch.rows))
+        if self.error is not None:
+            done(self.error)
+            return
+        (parts,) = batch.parts
+        assert len(np.concatenate(parts)) == batch.rows
+        done(BatchResult((np.concatenate(parts) * 2,), began_ns, self.clock(), self.clock() - began_ns))
+
+
+def sweep(
+    latency_ns: Callable[[int], int],
+    *,
+    budget_s: float = 60,
+    max_rows: int | None = None,
+    signature: ModelSignature = BATCHED,
+) -> WarmUp:
+    clock = FakeClock()
+    return warm_up(TimedRunner(clock, latency_ns), signature, budget_s=budget_s, max_rows=max_rows, clock=clock)
+
+
+def sizes(found: WarmUp) -> list[int]:
+    return [size.rows for size in found.latencies]
+
+
+def test_sizes_double_while_a_row_gets_cheaper() -> None:
+    found = sweep(lambda rows: 10 * MS + rows)
+    assert sizes(found) == [1, 2, 4, 8, 16, 32, 64]
+    assert found.max_rows == MAX_SWEPT_ROWS
+    assert [size.run_ns for size in found.latencies] == [10 * MS + rows for rows in sizes(found)]
+
+
+def test_sweep_ends_with_the_size_that_gains_less_than_a_twentieth() -> None:
+    assert (lambda found: (sizes(found), found.max_rows))(sweep(lambda rows: MS * rows)) == ([1, 2], 1)
+    # 20 rows' worth of overhead: a row costs 21, 11, 6, 3.5, 2.25, 1.625, 1.3125
+    assert sweep(lambda rows: (20 + rows) * MS).max_rows == 64
+    # 0.2 of a row's worth: 1.2, 1.1 (-8 %), 1.05 (-4.5 %)
+    found = sweep(lambda rows: int((0.2 + rows) * MS))
+    assert sizes(found) == [1, 2, 4]
+    assert found.max_rows == 2
+
+
+@pytest.mark.parametrize(("max_rows", "swept"), [(1, [1]), (5, [1, 2, 4, 5]), (128, [1, 2, 4, 8, 16, 32, 64, 128])])
+def test_maximum_that_was_set_is_kept_whatever_it_gains(max_rows: int, swept: list[int]) -> None:
+    found = sweep(lambda rows: MS * rows * rows, max_rows=max_rows)
+    assert found.max_rows == max_rows
+    assert sizes(found) == swept
+
+
+def test_budget_ends_the_sweep() -> None:
+    # Four runs to try the rows, six of size 1, and of size 2 those until the time is over.
+    found = sweep(lambda rows: 100 * MS, budget_s=1.25)
+    assert sizes(found) == [1, 2]
+    assert found.max_rows == 2
+    assert not found.refused
+
+
+def test_first_run_of_a_size_does_not_count() -> None:
+    seen: set[int] = set()
+
+    def latency_ns(rows: int) -> int:
+        is_first = rows not in seen
+        seen.add(rows)
+        return 500 * MS if is_first else 10 * MS
+
+    assert {size.run_ns for size in sweep(latency_ns, signature=ONE_ROW).latencies} == {10 * MS}
+
+
+@pytest.mark.parametrize(("max_rows", "kept"), [(None, MAX_SWEPT_ROWS), (7, 7)])
+def test_budget_of_nothing_runs_nothing(max_rows: int | None, kept: int) -> None:
+    clock = FakeClock()
+    runner = TimedRunner(clock, lambda rows: MS)
+    assert warm_up(runner, BATCHED, budget_s=0, max_rows=max_rows, clock=clock) == WarmUp(kept)
+    assert runner.ran == []
+
+
+def test_model_without_a_batch_axis_is_run_one_at_a_time() -> None:
+    clock = FakeClock()
+    runner = TimedRunner(clock, lambda rows: MS)
+    found = warm_up(runner, ONE_ROW, budget_s=60, max_rows=None, clock=clock)
+    assert sizes(found) == [1]
+    assert set(runner.ran) == {1}
+    assert not found.rows_depend
+
+
+def test_refusal_is_told_and_leaves_the_rest_unknown() -> None:
+    clock = FakeClock()
+    runner = TimedRunner(clock, lambda rows: MS, ServeError(ErrorKind.INTERNAL, "no such index"))
+    assert warm_up(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUp(9, refused="no such index")
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Callable[[Callable[[Path], Path]], WarmUp]]:
+    """Warms a real model."""
+    instances: list[Instance] = []
+
+    def warm_model(build: Callable[[Path], Path]) -> WarmUp:
+        session = open_session(build(tmp_path / "model.onnx"), "m", SessionOptions(ProviderChoice(CPU), 1))
+        signature = read_signature(session)
+        instances.append(Instance(session, signature, name="m", intra_op_threads=1, clock=time.monotonic_ns))
+        return warm_up(instances[-1], signature, budget_s=0.2, max_rows=4, clock=time.monotonic_ns)
+
+    yield warm_model
+    for instance in instances:
+        instance.close()
+
+
+def test_rows_that_influence_each_other_are_found_out(warm: Callable[[Callable[[Path], Path]], WarmUp]) -> None:
+    found = warm(builders.row_mixer)
+    assert found.rows_depend == "output 'y' of a row depends on the rows beside it"
+    assert sizes(found) == [1]
+
+
+@pytest.mark.parametrize("build", [builders.mlp, builders.poison, builders.variable_length, builders.unnamed_dims])
+def test_rows_that_do_not_are_batched(
+    warm: Callable[[Callable[[Path], Path]], WarmUp], build: Callable[[Path], Path]
+) -> None:
+    found = warm(build)
+    assert not found.rows_depend
+    assert not found.refused
+    assert found.latencies[0].rows == 1
+    assert all(0 < size.run_ns <= size.round_trip_ns for size in found.latencies)
+
+
+def test_model_that_refuses_made_up_inputs_is_not_warmed(warm: Callable[[Callable[[Path], Path]], WarmUp]) -> None:
+    found = warm(builders.refuses_synthetic)
+    assert "indices element out of data bounds" in found.refused
+    assert found == WarmUp(4, refused=found.refused)

@@ -1,0 +1,58 @@
+"""How many bytes of bodies the server holds at one time."""
+
+import pytest
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.gate import BodyGate
+
+
+def test_bytes_are_held_for_as_long_as_the_block_lasts() -> None:
+    gate = BodyGate(100)
+    with gate.hold(60):
+        with gate.hold(40):
+            assert gate.held_bytes == 100
+        assert gate.held_bytes == 60
+    assert gate.held_bytes == 0
+
+
+def test_too_much_is_refused_and_leaves_nothing_behind() -> None:
+    gate = BodyGate(100)
+    with gate.hold(60):
+        with pytest.raises(ServeError, match="max_inflight_bytes") as caught:
+            gate.hold(41)
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        assert caught.value.retry_after_s == 1
+        assert gate.held_bytes == 60
+        with gate.hold(40):
+            assert gate.held_bytes == 100
+
+
+def test_server_that_holds_nothing_lets_anything_in() -> None:
+    gate = BodyGate(100)
+    with gate.hold(1000):
+        assert gate.held_bytes == 1000
+        with pytest.raises(ServeError):
+            gate.hold(1)
+    with gate.hold(1):
+        assert gate.held_bytes == 1
+
+
+def test_body_grows_while_there_is_room() -> None:
+    gate = BodyGate(100)
+    with gate.hold(0) as body:
+        body.grow(500)  # it is alone
+        body.grow(500)
+        assert gate.held_bytes == 1000
+    with gate.hold(50), gate.hold(10) as body:
+        body.grow(40)
+        with pytest.raises(ServeError):
+            body.grow(1)
+        assert gate.held_bytes == 100, "what was held still is"
+    assert gate.held_bytes == 0
+
+
+def test_bytes_come_back_when_the_block_fails() -> None:
+    gate = BodyGate(100)
+    with pytest.raises(ZeroDivisionError), gate.hold(60):
+        raise ZeroDivisionError
+    assert gate.held_bytes == 0

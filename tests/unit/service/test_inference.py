@@ -1,0 +1,360 @@
+"""Requests through the service, over a registry with real models: what is answered, what is counted."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from onnx import TensorProto, helper
+from prometheus_client import CollectorRegistry
+
+from models import builders
+from ortserve.config.model import LoadOptions
+from ortserve.core.dtypes import DataType
+from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.tensor import Tensor
+from ortserve.core.timing import PHASES
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.registry import Registry
+from ortserve.service.inference import InferenceService
+from ortserve.telemetry.metrics import Metrics
+
+
+@dataclass
+class Stage:
+    service: InferenceService
+    registry: Registry
+    prometheus: CollectorRegistry
+
+    async def infer(self, request: InferRequest, timeout_ns: int | None = None) -> InferResponse:
+        return await self.service.serve(
+            self.service.receive("http", timeout_ns), lambda: request, lambda _, response: response
+        )
+
+    async def refusal(self, request: InferRequest, timeout_ns: int | None = None) -> ServeError:
+        with pytest.raises(ServeError) as caught:
+            await self.infer(request, timeout_ns)
+        return caught.value
+
+    def counts(self) -> dict[tuple[str, str, str, str], float]:
+        """Requests by model, version, protocol and outcome."""
+        return {
+            (labels["model"], labels["version"], labels["protocol"], labels["outcome"]): value
+            for name, labels, value in self._samples()
+            if name == "ortserve_request_duration_seconds_count" and value
+        }
+
+    def rejected(self) -> dict[tuple[str, str], float]:
+        return {
+            (labels["model"], labels["reason"]): value
+            for name, labels, value in self._samples()
+            if name == "ortserve_rejected_requests_total" and value
+        }
+
+    def _samples(self) -> list[tuple[str, dict[str, str], float]]:
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in self.prometheus.collect()
+            for sample in family.samples
+        ]
+
+
+def two_outputs(path: Path) -> None:
+    """Y = -x, z = |x|, of FP32 [batch, 4]."""
+    x, y, z = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in "xyz")
+    nodes = [helper.make_node("Neg", ["x"], ["y"]), helper.make_node("Abs", ["x"], ["z"])]
+    graph = helper.make_graph(nodes, "two", [x], [y, z])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", builders.OPSET)], ir_version=10)
+    path.write_bytes(model.SerializeToString())
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    """Models ``double``, ``poison``, ``slow``, ``two`` (two outputs) and ``broken``."""
+    builders.unnamed_dims(tmp_path / "double.onnx")
+    folder = tmp_path / "poison" / "1"
+    folder.mkdir(parents=True)
+    builders.poison(folder / "model.onnx")
+    (tmp_path / "poison" / "model.yaml").write_text("max_rows: 32")
+    two_outputs(tmp_path / "two.onnx")
+    builders.not_onnx(tmp_path / "broken.onnx")
+    folder = tmp_path / "slow" / "3"
+    folder.mkdir(parents=True)
+    builders.slow(folder / "model.onnx", steps=3000)
+    (tmp_path / "slow" / "model.yaml").write_text("max_rows: 2\nwarmup_s: 0\nmax_queue_rows: 2")
+    prometheus = CollectorRegistry()
+    metrics = Metrics(prometheus)
+    registry = Registry([tmp_path], LoadOptions(warmup_s=0.05), metrics, time.monotonic_ns)
+    await registry.load_all()
+    yield Stage(InferenceService(registry, metrics, time.monotonic_ns, max_inflight_bytes=1000), registry, prometheus)
+    await registry.close()
+
+
+def request(
+    model: str = "double",
+    array: np.ndarray | None = None,
+    *,
+    version: str = "",
+    request_id: str = "",
+    outputs: tuple[str, ...] = (),
+    datatype: DataType = DataType.FP32,
+    parameters: Mapping[str, Parameter] | None = None,
+) -> InferRequest:
+    array = np.ones((1, 4), datatype.numpy) if array is None else array
+    return InferRequest(
+        model,
+        version,
+        request_id,
+        [Tensor("x", datatype, array)],
+        [RequestedOutput(name) for name in outputs],
+        dict(parameters or {}),
+    )
+
+
+def poisoned(request_id: str = "") -> InferRequest:
+    array = np.full((1, 4), builders.POISON)
+    return request("poison", array, datatype=DataType.INT64, request_id=request_id)
+
+
+async def test_answer_names_what_ran_and_echoes_the_id(stage: Stage) -> None:
+    response = await stage.infer(request(request_id="42", outputs=("y",)))
+    assert (response.model_name, response.model_version, response.id) == ("double", "1", "42")
+    (tensor,) = response.outputs
+    assert (tensor.name, tensor.datatype) == ("y", DataType.FP32)
+    assert tensor.array.tolist() == [[2, 2, 2, 2]]
+    assert (await stage.infer(request("slow"))).model_version == "3"
+
+
+async def test_each_outcome_is_counted_once_where_it_belongs(stage: Stage) -> None:
+    def fail_to_decode() -> InferRequest:
+        raise ServeError(ErrorKind.INVALID_INPUT, "no JSON")
+
+    def crash() -> InferRequest:
+        raise ZeroDivisionError
+
+    await stage.infer(request())
+    await stage.service.serve(stage.service.receive("grpc"), request, lambda _, response: response)
+    await stage.refusal(request("none"))
+    await stage.refusal(request(version="7"))
+    await stage.refusal(request("broken"))
+    await stage.refusal(request(datatype=DataType.INT32))
+    await stage.refusal(request("slow", np.ones((3, 4), np.float32)))
+    await stage.refusal(poisoned())
+    for decode in (fail_to_decode, crash):
+        with pytest.raises(ServeError):
+            await stage.service.serve(stage.service.receive("http"), decode, lambda _, response: response)
+
+    assert stage.counts() == {
+        ("double", "1", "http", "ok"): 1,
+        ("double", "1", "grpc", "ok"): 1,
+        ("double", "1", "http", "invalid_input"): 1,
+        ("slow", "3", "http", "invalid_input"): 1,
+        ("poison", "1", "http", "internal"): 1,
+        ("", "", "http", "not_found"): 2,
+        ("", "", "http", "not_ready"): 1,
+        ("", "", "http", "invalid_input"): 1,
+        ("", "", "http", "internal"): 1,
+    }
+    # A run that failed was no refusal: work was done for it.
+    assert stage.rejected() == {
+        ("", "not_found"): 1,
+        ("double", "not_found"): 1,
+        ("broken", "not_ready"): 1,
+        ("double", "invalid_input"): 1,
+        ("slow", "invalid_input"): 1,
+        ("", "invalid_input"): 1,
+        ("", "internal"): 1,
+    }
+
+
+async def test_full_queue_is_counted_as_overloaded(stage: Stage) -> None:
+    two = request("slow", np.ones((2, 4), np.float32))
+    tasks = [asyncio.create_task(stage.infer(two)) for _ in range(2)]
+    await asyncio.sleep(0)
+    error = await stage.refusal(two)
+    assert error.kind is ErrorKind.OVERLOADED
+    assert error.retry_after_s is not None
+    assert error.retry_after_s > 0
+    assert error.message.startswith("[request id: <id_unknown>] Exceeds maximum queue size")
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, ServeError)]
+    assert stage.counts()["slow", "3", "http", "overloaded"] == 1 + len(refused)
+    assert stage.counts()["slow", "3", "http", "ok"] == 2 - len(refused) >= 1
+
+
+async def test_caller_who_leaves_is_counted_as_cancelled_and_no_refusal(stage: Stage) -> None:
+    task = asyncio.create_task(stage.infer(request("slow")))
+    await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert stage.counts() == {("slow", "3", "http", "cancelled"): 1}
+    assert stage.rejected() == {}
+
+
+async def test_fault_in_encoding_is_an_internal_error_without_details(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def encode(request: InferRequest, response: InferResponse) -> bytes:
+        raise KeyError("/secret/path")
+
+    with pytest.raises(ServeError) as caught:
+        await stage.service.serve(stage.service.receive("http"), lambda: request(request_id="9"), encode)
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert caught.value.message == "[request id: 9] internal error"
+    assert stage.counts() == {("double", "1", "http", "internal"): 1}
+    assert stage.rejected() == {}
+    assert "/secret/path" in caplog.text
+
+
+async def test_error_in_encoding_keeps_its_kind(stage: Stage) -> None:
+    def encode(request: InferRequest, response: InferResponse) -> bytes:
+        raise ServeError(ErrorKind.TOO_LARGE, "answer too large")
+
+    with pytest.raises(ServeError, match="answer too large") as caught:
+        await stage.service.serve(stage.service.receive("grpc"), request, encode)
+    assert caught.value.kind is ErrorKind.TOO_LARGE
+    assert stage.counts() == {("double", "1", "grpc", "too_large"): 1}
+
+
+async def test_phases_of_answered_requests_sum_to_their_duration(stage: Stage) -> None:
+    model = stage.registry.find("double", "").metrics
+    await asyncio.gather(*(stage.infer(request()) for _ in range(20)))
+    await stage.refusal(request(datatype=DataType.INT32))
+    assert len(model.phases) == len(PHASES)
+    assert sum(phase.total for phase in model.phases) == model.answered["http"].total
+    assert [sum(phase.counts) for phase in model.phases] == [20] * len(PHASES)
+    assert all(phase.total >= 0 for phase in model.phases)
+
+
+@pytest.mark.parametrize(("request_id", "spelled"), [("", "<id_unknown>"), ("42", "42")])
+async def test_error_of_a_request_whose_model_is_known_begins_with_its_id(
+    stage: Stage, request_id: str, spelled: str
+) -> None:
+    wrong_type = await stage.refusal(request(datatype=DataType.INT32, request_id=request_id))
+    assert wrong_type.message == (
+        f"[request id: {spelled}] inference input 'x' data-type is 'INT32', but model 'double' expects 'FP32'"
+    )
+    failed = await stage.refusal(poisoned(request_id))
+    assert failed.message.startswith(f"[request id: {spelled}] ONNX Runtime failed to run the model: ")
+    unknown = await stage.refusal(request("none", request_id=request_id))
+    assert unknown.message == "Request for unknown model: 'none' is not found"
+
+
+async def test_callers_of_one_failed_batch_get_errors_of_their_own(stage: Stage) -> None:
+    # So many offenders that the search for them ends before each has failed alone.
+    ids = [str(number) for number in range(32)]
+    outcomes = await asyncio.gather(*(stage.infer(poisoned(one)) for one in ids), return_exceptions=True)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, ServeError)]
+    assert [error.message.split("]")[0] for error in errors] == [f"[request id: {one}" for one in ids]
+    assert all(error.message.count("[request id") == 1 for error in errors)
+
+
+async def test_request_refused_before_its_body_was_complete_is_counted(stage: Stage) -> None:
+    stage.service.count_refused_body("http", ErrorKind.TOO_LARGE, time.monotonic_ns())
+    assert stage.counts() == {("", "", "http", "too_large"): 1}
+    assert stage.rejected() == {("", "too_large"): 1}
+
+
+async def test_names_that_callers_make_up_are_no_labels(stage: Stage) -> None:
+    for name in ("made", "up", "x" * 1000):
+        await stage.refusal(request(name))
+        await stage.refusal(request(name, version="1"))
+    assert stage.counts() == {("", "", "http", "not_found"): 6}
+    assert stage.rejected() == {("", "not_found"): 6}
+
+
+async def test_answers_do_not_change_when_the_model_runs_again(stage: Stage) -> None:
+    first = (await stage.infer(request())).outputs[0].array
+    kept = first.copy()
+    await asyncio.gather(*(stage.infer(request(array=np.full((1, 4), value, np.float32))) for value in range(9)))
+    np.testing.assert_array_equal(first, kept)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [((), ["y", "z"]), (("z", "y"), ["z", "y"]), (("z",), ["z"])],
+)
+async def test_outputs_come_in_the_order_they_were_asked_for(
+    stage: Stage, asked: tuple[str, ...], answered: list[str]
+) -> None:
+    response = await stage.infer(request("two", outputs=asked))
+    assert [tensor.name for tensor in response.outputs] == answered
+    values = {"y": [[-1] * 4], "z": [[1] * 4]}
+    assert [tensor.array.tolist() for tensor in response.outputs] == [values[name] for name in answered]
+
+
+async def test_deadline_that_has_passed_is_refused_and_counted(stage: Stage) -> None:
+    error = await stage.refusal(request(request_id="7"), timeout_ns=0)
+    assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
+    assert error.message.startswith("[request id: 7] deadline cannot be met: 0.0 ms are left")
+    assert stage.counts() == {("double", "1", "http", "deadline"): 1}
+    assert stage.rejected() == {("double", "deadline"): 1}
+
+
+async def test_timeout_counts_from_when_the_body_was_complete(stage: Stage) -> None:
+    call = stage.service.receive("http", timeout_ns=1_000_000)
+    call.timing.received_ns -= 2_000_000
+    with pytest.raises(ServeError) as caught:
+        await stage.service.serve(call, request, lambda _, response: response)
+    assert caught.value.kind is ErrorKind.DEADLINE
+    assert (await stage.infer(request(), timeout_ns=60 * 10**9)).model_name == "double"
+
+
+async def test_parameter_timeout_bounds_the_wait_in_microseconds(stage: Stage) -> None:
+    running = [asyncio.create_task(stage.infer(request("slow", np.ones((2, 4), np.float32))))]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    late = asyncio.create_task(stage.infer(request("slow", parameters={"timeout": 1})))
+    error = (await asyncio.gather(late, *running, return_exceptions=True))[0]
+    assert isinstance(error, ServeError)
+    assert error.kind is ErrorKind.DEADLINE
+    assert "its timeout passed in the queue" in error.message
+    assert (await stage.infer(request("slow", parameters={"timeout": 60_000_000}))).model_name == "slow"
+    assert (await stage.infer(request("slow", parameters={"timeout": 0}))).model_name == "slow", "0 is no bound"
+
+
+@pytest.mark.parametrize("name", ["priority", "timeout"])
+@pytest.mark.parametrize("value", ["1", -1, 1.5, True, ""])
+async def test_parameter_that_is_no_unsigned_integer_is_told(stage: Stage, name: str, value: Parameter) -> None:
+    error = await stage.refusal(request(parameters={name: value}))
+    assert error.kind is ErrorKind.INVALID_INPUT
+    assert error.message == (
+        f"[request id: <id_unknown>] parameter '{name}': expected an unsigned integer, got {value!r}"
+    )
+
+
+@pytest.mark.parametrize("priority", [0, 1, 7, 2**63])
+async def test_priority_that_the_model_does_not_have_is_its_default(stage: Stage, priority: int) -> None:
+    assert (await stage.infer(request(parameters={"priority": priority}))).model_name == "double"
+
+
+async def test_bodies_are_held_up_to_the_limit(stage: Stage) -> None:
+    with stage.service.hold(900):
+        with pytest.raises(ServeError) as caught:
+            stage.service.hold(200)
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        with stage.service.hold(100):
+            pass
+    with stage.service.hold(200):
+        pass
+
+
+async def test_all_points_of_the_way_are_stamped_when_a_call_is_answered(stage: Stage) -> None:
+    call = stage.service.receive("http")
+    await stage.service.serve(call, request, lambda _, response: response)
+    timing = call.timing
+    points = [
+        timing.received_ns,
+        timing.queued_ns,
+        timing.taken_ns,
+        timing.staged_ns,
+        timing.computed_ns,
+        timing.done_ns,
+    ]
+    assert points == sorted(points)
+    assert points[0] > 0

@@ -1,0 +1,92 @@
+"""Health and metadata, over a registry with real models."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from models import builders
+from ortserve import __version__
+from ortserve.config.model import LoadOptions
+from ortserve.core.dtypes import DataType
+from ortserve.core.signature import TensorSpec
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.registry import Registry
+from ortserve.service.models import ModelService
+from ortserve.telemetry.metrics import Metrics
+
+
+@pytest_asyncio.fixture
+async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
+    """Not loaded yet: ``m`` in versions 2 and 3, all of them to be served."""
+    for version in ("2", "3"):
+        (tmp_path / "m" / version).mkdir(parents=True)
+        builders.identity(tmp_path / "m" / version / "model.onnx")
+    (tmp_path / "m" / "model.yaml").write_text("version_policy: {all: true}")
+    registry = Registry([tmp_path], LoadOptions(warmup_s=0), Metrics(CollectorRegistry()), time.monotonic_ns)
+    yield registry
+    await registry.close()
+
+
+def service(registry: Registry, *, strict: bool = False) -> ModelService:
+    return ModelService(registry, server_name="my server", strict_readiness=strict)
+
+
+async def test_server_is_live_from_the_start_and_ready_when_loading_is_over(registry: Registry) -> None:
+    models = service(registry)
+    assert (models.is_live(), models.is_ready(), models.is_exiting) == (True, False, False)
+    assert not models.is_model_ready("m", "")
+    await registry.load_all()
+    assert (models.is_live(), models.is_ready()) == (True, True)
+    models.begin_exit()
+    assert (models.is_live(), models.is_ready(), models.is_exiting) == (False, False, True)
+    assert models.is_model_ready("m", ""), "requests are answered for a while"
+
+
+@pytest.mark.parametrize(
+    ("options", "strict", "is_ready"), [("", False, True), ("", True, False), ("required: true", False, False)]
+)
+async def test_failed_model_holds_readiness_back_only_where_it_must_serve(
+    registry: Registry, tmp_path: Path, options: str, strict: bool, is_ready: bool
+) -> None:
+    (tmp_path / "bad" / "1").mkdir(parents=True)
+    builders.not_onnx(tmp_path / "bad" / "1" / "model.onnx")
+    (tmp_path / "bad" / "model.yaml").write_text(options)
+    await registry.load_all()
+    models = service(registry, strict=strict)
+    assert models.is_ready() is is_ready
+    assert models.is_known("bad")
+    assert not models.is_model_ready("bad", "1")
+
+
+async def test_readiness_of_versions(registry: Registry) -> None:
+    await registry.load_all()
+    models = service(registry)
+    ready = {version: models.is_model_ready("m", version) for version in ("", "1", "2", "3", "x")}
+    assert ready == {"": True, "1": False, "2": True, "3": True, "x": False}
+    assert models.is_known("m")
+    assert not models.is_known("none")
+    assert not models.is_model_ready("none", "")
+
+
+async def test_server_metadata_lists_only_what_is_served(registry: Registry) -> None:
+    metadata = service(registry).server_metadata()
+    assert (metadata.name, metadata.version) == ("my server", __version__)
+    assert metadata.extensions == ("binary_tensor_data", "parameters")
+
+
+async def test_model_metadata(registry: Registry) -> None:
+    await registry.load_all()
+    models = service(registry)
+    metadata = models.model_metadata("m", "")
+    assert (metadata.name, metadata.versions, metadata.platform) == ("m", ("2", "3"), "onnxruntime_onnx")
+    assert metadata.inputs == (TensorSpec("x", DataType.FP32, (-1, 4)),)
+    assert metadata.outputs == (TensorSpec("y", DataType.FP32, (-1, 4)),)
+    assert metadata.properties["batching"] == "up to 64 rows run together, unverified"
+    assert models.model_metadata("m", "2").versions == ("2",)
+    with pytest.raises(ServeError) as caught:
+        models.model_metadata("m", "9")
+    assert caught.value.kind is ErrorKind.NOT_FOUND

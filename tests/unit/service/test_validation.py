@@ -1,0 +1,154 @@
+"""Requests against signatures: each error by its text."""
+
+import numpy as np
+import pytest
+
+from ortserve.core.dtypes import DataType
+from ortserve.core.request import InferRequest, RequestedOutput
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import Tensor
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.validation import check_request
+
+FP32, INT32 = DataType.FP32, DataType.INT32
+
+BATCHED = ModelSignature(
+    (TensorSpec("a", FP32, (-1, 4)), TensorSpec("b", INT32, (-1, -1, 2))),
+    (TensorSpec("y", FP32, (-1,)), TensorSpec("z", FP32, (-1,))),
+)
+UNBATCHED = ModelSignature(
+    (TensorSpec("a", FP32, (1, -1)), TensorSpec("s", INT32, ())), (TensorSpec("y", FP32, ()),), "reason"
+)
+
+
+def tensor(name: str, datatype: DataType, *shape: int) -> Tensor:
+    return Tensor(name, datatype, np.zeros(shape, datatype.numpy))
+
+
+def request(*inputs: Tensor, outputs: list[str] | None = None) -> InferRequest:
+    return InferRequest("m", "", "", inputs, [RequestedOutput(name) for name in outputs or []], {})
+
+
+def expect_invalid(request: InferRequest, text: str, signature: ModelSignature = BATCHED) -> None:
+    with pytest.raises(ServeError) as caught:
+        check_request(request, signature, "m")
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == text
+
+
+def test_arrays_come_out_in_the_order_of_the_signature_with_their_rows() -> None:
+    a, b = tensor("a", FP32, 3, 4), tensor("b", INT32, 3, 7, 2)
+    for inputs in ((a, b), (b, a)):
+        arrays, rows = check_request(request(*inputs, outputs=["z"]), BATCHED, "m")
+        assert arrays[0] is a.array
+        assert arrays[1] is b.array
+        assert rows == 3
+
+
+def test_model_without_a_batch_axis_counts_as_one_row() -> None:
+    arrays, rows = check_request(request(tensor("a", FP32, 1, 9), tensor("s", INT32)), UNBATCHED, "m")
+    assert [array.shape for array in arrays] == [(1, 9), ()]
+    assert rows == 1
+
+
+def test_free_dimension_may_be_empty_but_the_batch_may_not() -> None:
+    assert check_request(request(tensor("a", FP32, 1, 4), tensor("b", INT32, 1, 0, 2)), BATCHED, "m")[1] == 1
+    assert check_request(request(tensor("a", FP32, 1, 0), tensor("s", INT32)), UNBATCHED, "m")[1] == 1
+    expect_invalid(
+        request(tensor("a", FP32, 0, 4), tensor("b", INT32, 0, 1, 2)),
+        "input 'a' has no rows for model 'm': expected at least 1, got 0",
+    )
+
+
+GOOD_A, GOOD_B = tensor("a", FP32, 2, 4), tensor("b", INT32, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            request(GOOD_A, GOOD_B, outputs=["y", "q"]),
+            "unexpected inference output 'q' for model 'm'",
+        ),
+        (
+            request(GOOD_A, GOOD_B, tensor("c", FP32, 2)),
+            "unexpected inference input 'c' for model 'm'",
+        ),
+        (
+            request(tensor("c", FP32, 2)),
+            "unexpected inference input 'c' for model 'm'",
+        ),
+        (
+            request(GOOD_A),
+            (
+                "expected 2 inputs but got 1 inputs for model 'm'. Got input(s) ['a'], but missing required input(s) "
+                "['b']. Please provide all required input(s)."
+            ),
+        ),
+        (
+            request(),
+            (
+                "expected 2 inputs but got 0 inputs for model 'm'. Got input(s) [], but missing required input(s) "
+                "['a', 'b']. Please provide all required input(s)."
+            ),
+        ),
+        (
+            request(tensor("a", INT32, 2, 4), GOOD_B),
+            "inference input 'a' data-type is 'INT32', but model 'm' expects 'FP32'",
+        ),
+        (
+            request(tensor("a", FP32, 2, 5), GOOD_B),
+            "unexpected shape for input 'a' for model 'm'. Expected [-1,4], got [2,5]",
+        ),
+        (
+            request(tensor("a", FP32, 8), GOOD_B),
+            "unexpected shape for input 'a' for model 'm'. Expected [-1,4], got [8]",
+        ),
+        (
+            request(tensor("a", FP32, 1, 2, 4), GOOD_B),
+            "unexpected shape for input 'a' for model 'm'. Expected [-1,4], got [1,2,4]",
+        ),
+        (
+            request(GOOD_A, tensor("b", INT32, 2, 1, 3)),
+            "unexpected shape for input 'b' for model 'm'. Expected [-1,-1,2], got [2,1,3]",
+        ),
+        (
+            request(tensor("a", FP32), GOOD_B),
+            "input 'a' has no shape but model requires batch dimension for 'm'",
+        ),
+        (
+            request(GOOD_A, tensor("b", INT32, 3, 1, 2)),
+            "input 'b' batch size does not match other inputs for 'm': expected 2, got 3",
+        ),
+        (
+            request(GOOD_A, tensor("b", INT32, 0, 1, 2)),
+            "input 'b' batch size does not match other inputs for 'm': expected 2, got 0",
+        ),
+    ],
+)
+def test_what_does_not_fit_a_batched_model_is_refused(wrong: InferRequest, text: str) -> None:
+    expect_invalid(wrong, text)
+
+
+@pytest.mark.parametrize(
+    ("a", "s", "text"),
+    [
+        (
+            tensor("a", FP32, 2, 4),
+            tensor("s", INT32),
+            "unexpected shape for input 'a' for model 'm'. Expected [1,-1], got [2,4]",
+        ),
+        (
+            tensor("a", FP32, 1, 4),
+            tensor("s", INT32, 1),
+            "unexpected shape for input 's' for model 'm'. Expected [], got [1]",
+        ),
+        (
+            tensor("a", FP32),
+            tensor("s", INT32),
+            "unexpected shape for input 'a' for model 'm'. Expected [1,-1], got []",
+        ),
+    ],
+)
+def test_what_does_not_fit_an_unbatched_model_is_refused(a: Tensor, s: Tensor, text: str) -> None:
+    expect_invalid(request(a, s), text, UNBATCHED)

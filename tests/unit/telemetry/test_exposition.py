@@ -1,0 +1,37 @@
+"""The metrics port, for real."""
+
+import socket
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.telemetry.exposition import MetricsServer
+from ortserve.telemetry.metrics import Metrics
+
+
+def test_metrics_are_served_until_the_port_is_closed() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    server = MetricsServer(registry, "127.0.0.1", 0)
+    try:
+        with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            assert b"ortserve_build_info{" in answer.read()
+    finally:
+        server.close()
+
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def test_taken_port_is_told_by_the_name_of_its_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ServeError, match=rf"^metrics_port: cannot listen on 127\.0\.0\.1:{port}: .*in use"
+        ) as raised:
+            MetricsServer(CollectorRegistry(), "127.0.0.1", port)
+
+    assert raised.value.kind is ErrorKind.CONFLICT

@@ -1,0 +1,76 @@
+"""Log lines as an operator sees them."""
+
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from ortserve.telemetry.logs import ACCESS_LOGGERS, StderrHandler, configure_logging, log_event
+
+LOGGER = logging.getLogger("ortserve.test")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    level = root.level
+    yield
+    for handler in [handler for handler in root.handlers if isinstance(handler, StderrHandler)]:
+        root.removeHandler(handler)
+    root.setLevel(level)
+    for name in ACCESS_LOGGERS:
+        logging.getLogger(name).disabled = False
+
+
+def test_event_is_one_line_with_time_level_logger_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", access_log=False)
+
+    log_event(LOGGER, logging.INFO, "version is ready", model="m", version=1, reason="two words")
+
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO ortserve\.test "
+        r'version is ready model=m version=1 reason="two words"\n',
+        capsys.readouterr().err,
+    )
+
+
+def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", access_log=False)
+
+    LOGGER.info("asked for %s", "a\nb")
+    log_event(LOGGER, logging.INFO, "refused", model="c\nd e=f")
+
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("asked for a\\nb")
+    assert second.endswith('refused model="c\\nd e=f"')
+
+
+def test_configuring_twice_does_not_print_twice_and_keeps_the_last_level(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("debug", access_log=False)
+    configure_logging("warning", access_log=False)
+
+    LOGGER.info("hidden")
+    LOGGER.warning("shown")
+
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_access_lines_are_printed_only_when_asked_for(capsys: pytest.CaptureFixture[str], wanted: bool) -> None:
+    configure_logging("info", access_log=wanted)
+
+    logging.getLogger("uvicorn.access").info("GET / 200")
+
+    assert ("GET / 200" in capsys.readouterr().err) is wanted
+
+
+def test_exception_follows_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", access_log=False)
+
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        LOGGER.exception("load failed")
+
+    assert "ERROR ortserve.test load failed\nTraceback" in capsys.readouterr().err
