@@ -1,0 +1,132 @@
+"""How much of a bare ``session.run`` loop's throughput is left when the same model is served and batched?
+
+Level: server. Expected: at least 0.9 of the rows per second of a bare loop at the mean batch size served, for a model
+whose run of 32 rows takes 20 ms or more with one intra-op thread, under a saturating closed loop.
+
+    python loadtests/batched_compute.py [--rounds 5] [--seconds 8] [--connections 64]
+
+In turns: the bare loop, with the server idle, and the load (wrk, one row a request) on the server, whose answers a
+checker compares with ONNX Runtime's own meanwhile. The bare loop runs at the batch size that the server's own metrics
+show for the round before. Load generator and event loop share the second processor. Writes
+``loadtests/results/batched_compute.md``.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from harness import Load, checking, circumstances, post, running, spread, table, wrk  # noqa: E402
+from models.builders import heavy  # noqa: E402
+
+HTTP, GRPC, METRICS = 18000, 18001, 18002
+
+
+def bare_rows_per_s(session: ort.InferenceSession, rows: int, seconds: int) -> float:
+    array = np.random.default_rng(rows).standard_normal((rows, 64)).astype(np.float32)
+    session.run(None, {"x": array})
+    began, runs = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        session.run(None, {"x": array})
+        runs += 1
+    return runs * rows / (time.perf_counter() - began)
+
+
+def batches_and_rows() -> tuple[float, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = {
+        sample.name: sample.value
+        for family in families
+        for sample in family.samples
+        if family.name == "ortserve_batch_rows" and sample.labels["model"] == "heavy"
+    }
+    return samples["ortserve_batch_rows_count"], samples["ortserve_batch_rows_sum"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=8)
+    parser.add_argument("--connections", type=int, default=64)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "heavy" / "1").mkdir(parents=True)
+        file = heavy(folder / "heavy" / "1" / "model.onnx")
+        settings = ort.SessionOptions()
+        settings.intra_op_num_threads = 1
+        session = ort.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+        array = np.random.default_rng(0).uniform(-1, 1, (1, 64)).round(6).astype(np.float32)
+        expected = session.run(None, {"x": array})[0].ravel()
+        data = [float(f"{value:.6f}") for value in array.ravel()]
+        body = json.dumps({"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": data}]}).encode()
+        url = f"http://127.0.0.1:{HTTP}/v2/models/heavy/infer"
+
+        def check() -> None:
+            outputs = post(url, body)["outputs"]
+            assert isinstance(outputs, list)
+            np.testing.assert_allclose(np.array(outputs[0]["data"], np.float32), expected, rtol=1e-3, atol=1e-5)
+
+        command = [sys.executable, "-m", "ortserve", "serve", str(folder), "--log-level=warning"]
+        flags = [f"--http-port={HTTP}", f"--grpc-port={GRPC}", f"--metrics-port={METRICS}", "--intra-op-threads=1"]
+        with running([*command, *flags], f"http://127.0.0.1:{HTTP}/v2/health/ready") as pid:
+            wrk(url, body, folder, pid=pid, connections=options.connections, seconds=2)  # warm-up, not counted
+            batches, rows = batches_and_rows()
+            mean_rows = round(rows / batches)
+            ratios: list[float] = []
+            lines: list[list[str]] = []
+            for number in range(options.rounds):
+                bare = bare_rows_per_s(session, mean_rows, options.seconds)
+                batches, rows = batches_and_rows()
+                with checking(check):
+                    load: Load = wrk(
+                        url, body, folder, pid=pid, connections=options.connections, seconds=options.seconds
+                    )
+                more_batches, more_rows = batches_and_rows()
+                served_rows = (more_rows - rows) / (more_batches - batches)
+                ratios.append(load.requests_per_s / bare)
+                lines.append(
+                    [
+                        str(number + 1),
+                        f"{bare:,.0f} at {mean_rows}",
+                        f"{load.requests_per_s:,.0f} at {served_rows:.1f}",
+                        f"{ratios[-1]:.3f}",
+                        f"{load.p50_ms:.0f}",
+                        f"{load.p99_ms:.0f}",
+                        f"{load.cpu_us:,.0f}",
+                    ]
+                )
+                mean_rows = round(served_rows)
+                print(lines[-1], flush=True)
+            began = time.perf_counter()
+            session.run(None, {"x": np.repeat(array, 32, axis=0)})
+            latency_ms = (time.perf_counter() - began) * 1e3
+    header = ["round", "bare rows/s", "served rows/s", "ratio", "p50 ms", "p99 ms", "CPU µs a request"]
+    text = "\n\n".join(
+        (
+            "# Batched compute: served rows against a bare loop",
+            circumstances(),
+            f"{options.connections} connections, closed loop, one row a request; L(32) = {latency_ms:.0f} ms.",
+            f"**Served ÷ bare: {spread(ratios)}**",
+            table(header, lines),
+        )
+    )
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / "batched_compute.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What does the batcher itself cost a request, in CPU time, at batches of 32?
+
+Level: function, beside a REST JSON request's whole CPU at the server level in the same run. Expected: about 5 µs a
+request, and no more than a tenth of the whole.
+
+    python loadtests/batcher_cost.py [--rounds 5]
+
+A runner that answers at once stands for the model: what is measured is queueing, choosing, gathering, splitting and
+waking 32 callers, their futures and the event loop's turns included. Answers are checked once. The server serves a tiny
+MLP to 32 connections (wrk). Writes ``loadtests/results/batcher_cost.md``.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+import numpy as np  # noqa: E402
+import uvloop  # noqa: E402
+
+from harness import circumstances, running, spread, wrk  # noqa: E402
+from models.builders import mlp  # noqa: E402
+from ortserve.batching.admission import QueueLimits  # noqa: E402
+from ortserve.batching.batcher import Batcher  # noqa: E402
+from ortserve.batching.device import Device  # noqa: E402
+from ortserve.batching.inline import InlineBudget  # noqa: E402
+from ortserve.batching.planner import BatchPolicy  # noqa: E402
+from ortserve.batching.queue import RiderQueue  # noqa: E402
+from ortserve.clock import monotonic_ns  # noqa: E402
+from ortserve.core.batch import Batch, BatchDone, BatchResult  # noqa: E402
+from ortserve.core.timing import Timing  # noqa: E402
+
+CALLERS = 32
+TURNS = 3000
+HTTP, GRPC, METRICS = 18000, 18001, 18002
+
+
+class InstantRunner:
+    """Gives rows that were computed before."""
+
+    def __init__(self, outputs: np.ndarray) -> None:
+        self._outputs = outputs
+        self.batches = 0
+
+    def run(self, batch: Batch) -> BatchResult:
+        self.batches += 1
+        now_ns = monotonic_ns()
+        return BatchResult((self._outputs[: batch.rows],), now_ns, now_ns, 1_000)
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        done(self.run(batch))
+
+
+async def batcher_us() -> float:
+    """CPU µs a request."""
+    loop = asyncio.get_running_loop()
+    outputs = np.arange(CALLERS * 10, dtype=np.float32).reshape(CALLERS, 10)
+    runner = InstantRunner(outputs)
+    known = [(1, 1_000.0), (CALLERS, 1_000.0)]
+    batcher = Batcher(
+        [runner],
+        BatchPolicy(CALLERS, waits_for_echo=True),
+        RiderQueue(known, known),
+        limits=QueueLimits(4096, 2**30),
+        device=Device(1, loop),
+        threads=1,
+        inline=InlineBudget(loop),
+        loop=loop,
+        clock=monotonic_ns,
+        observe_batch=lambda rows: None,
+    )
+    rows = np.zeros((1, 64), np.float32)
+
+    async def turn() -> list[tuple[np.ndarray, ...]]:
+        return await asyncio.gather(*[batcher.submit((rows,), 1, None, Timing(monotonic_ns())) for _ in range(CALLERS)])
+
+    for index, (answer,) in enumerate(await turn()):
+        np.testing.assert_array_equal(answer, outputs[index : index + 1])
+    for _ in range(200):
+        await turn()
+    runner.batches = 0
+    began_s = time.process_time()
+    for _ in range(TURNS):
+        await turn()
+    used_s = time.process_time() - began_s
+    assert runner.batches == TURNS
+    return used_s / (TURNS * CALLERS) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    data = np.random.default_rng(0).uniform(-1, 1, 64).round(6).tolist()
+    body = json.dumps({"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": data}]}).encode()
+    own: list[float] = []
+    whole: list[float] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "mlp" / "1").mkdir(parents=True)
+        mlp(folder / "mlp" / "1" / "model.onnx")
+        command = [sys.executable, "-m", "ortserve", "serve", str(folder), "--log-level=warning"]
+        flags = [f"--http-port={HTTP}", f"--grpc-port={GRPC}", f"--metrics-port={METRICS}"]
+        with running([*command, *flags], f"http://127.0.0.1:{HTTP}/v2/health/ready") as pid:
+            url = f"http://127.0.0.1:{HTTP}/v2/models/mlp/infer"
+            wrk(url, body, folder, pid=pid, connections=CALLERS, seconds=1)
+            for _ in range(options.rounds):
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    own.append(runner.run(batcher_us()))
+                whole.append(wrk(url, body, folder, pid=pid, connections=CALLERS, seconds=3).cpu_us)
+                print(f"batcher {own[-1]:.2f} µs, request {whole[-1]:.1f} µs", flush=True)
+    shares = [part / request for part, request in zip(own, whole, strict=True)]
+    text = "\n\n".join(
+        (
+            "# CPU of the batcher",
+            circumstances(),
+            f"Batcher, at batches of {CALLERS}: {spread(own)} µs a request.",
+            f"A REST JSON request, all in: {spread(whole)} µs. Share: {spread(shares)}.",
+        )
+    )
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / "batcher_cost.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

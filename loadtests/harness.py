@@ -1,0 +1,167 @@
+"""What the benchmarks share: servers as processes, a load from wrk, CPU time of a process tree, tables."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from threading import Event, Thread
+
+import psutil
+
+START_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one stretch of load gave: requests per second, latency in ms, CPU of the server per request in µs."""
+
+    requests_per_s: float
+    p50_ms: float
+    p99_ms: float
+    cpu_us: float
+
+
+@contextmanager
+def running(command: Sequence[str], ready_url: str) -> Iterator[int]:
+    """A server process from its readiness to the end of the block; yields its process id."""
+    process = subprocess.Popen(command, env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"})
+    try:
+        _wait_until_ready(process, ready_url)
+        yield process.pid
+    finally:
+        process.terminate()
+        process.wait(START_TIMEOUT_S)
+
+
+def post(url: str, body: bytes) -> dict[str, object]:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # a server of ours
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        document: dict[str, object] = json.load(answer)
+    return document
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process and its children so far."""
+    total = 0.0
+    root = psutil.Process(pid)
+    for process in (root, *root.children(recursive=True)):
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def wrk(url: str, body: bytes, folder: Path, *, pid: int, connections: int, seconds: int) -> Load:
+    """Offer a closed loop of ``connections`` for ``seconds``.
+
+    Raises:
+        RuntimeError: wrk is missing, or an answer was an error.
+    """
+    if shutil.which("wrk") is None:
+        raise RuntimeError("this benchmark needs wrk (Debian package wrk)")
+    script = folder / "post.lua"
+    lines = ("method = 'POST'", "headers['Content-Type'] = 'application/json'", f"body = {json.dumps(body.decode())}")
+    script.write_text("".join(f"wrk.{line}\n" for line in lines))
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(script), url]
+    before_s = cpu_s(pid)
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 30).stdout
+    used_s = cpu_s(pid) - before_s
+    if "Non-2xx" in told or "Socket errors" in told:
+        raise RuntimeError(told)
+    requests = int(_find(r"(\d+) requests in", told))
+    return Load(
+        float(_find(r"Requests/sec:\s+([\d.]+)", told)),
+        _milliseconds(_find(r"\n\s+50%\s+(\S+)", told)),
+        _milliseconds(_find(r"\n\s+99%\s+(\S+)", told)),
+        used_s / requests * 1e6,
+    )
+
+
+@contextmanager
+def checking(check: Callable[[], None]) -> Iterator[None]:
+    """Call ``check`` again and again on a thread while the block runs.
+
+    Raises:
+        AssertionError: Whatever ``check`` raised, or that it never got to run.
+    """
+    stop = Event()
+    failures: list[Exception] = []
+    counted = [0]
+
+    def loop() -> None:
+        while not stop.wait(0.05):
+            try:
+                check()
+            except Exception as error:
+                failures.append(error)
+                return
+            counted[0] += 1
+
+    thread = Thread(target=loop)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if failures:
+        raise AssertionError(f"an answer was wrong under load: {failures[0]}")
+    assert counted[0], "no answer was checked"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and range: ``7.9 (7.5 to 8.3)``."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def circumstances() -> str:
+    """Machine, versions, commit and command, for the head of a report."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    packages = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "uvicorn", "fastapi", "grpcio", "numpy"))
+    processors = len(os.sched_getaffinity(0))
+    return (
+        f"{processors} processors ({platform.machine()}), Python {platform.python_version()}, {packages}; "
+        f"commit {commit.strip() or 'unknown'}; `python {' '.join(sys.argv)}`; {time.strftime('%Y-%m-%d')}."
+    )
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        try:
+            with urllib.request.urlopen(url, timeout=1):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise RuntimeError(f"the server is not ready after {START_TIMEOUT_S} s")
+
+
+def _find(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"wrk printed no {pattern!r}: {text}")
+    return found.group(1)
+
+
+def _milliseconds(text: str) -> float:
+    number, unit = re.fullmatch(r"([\d.]+)(us|ms|s)", text).groups()  # type: ignore[union-attr]
+    return float(number) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit]

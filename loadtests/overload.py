@@ -1,0 +1,156 @@
+"""Does a server that is offered more than it can do still do as much as it can, in time?
+
+Level: server. Expected: at 1.2 and 2 times the capacity, with a deadline of five full batches on each request, at least
+0.90 of the capacity is answered within the deadline. The arm in which callers keep 5 ms of it back for the way there
+and back, of which the server knows nothing, was added after the whole deadline had missed that. Without deadlines
+nearly nothing is answered in time: each answer has waited in a queue that only grows.
+
+    python loadtests/overload.py [--rounds 3] [--seconds 6]
+
+A dense model on one thread, open-loop Poisson load from one process beside it. The capacity is measured in each round
+by 64 callers in a closed loop; then come both loads, with the header ``x-request-timeout-ms`` less 5 ms, with the whole
+deadline in it, and without it. Each arm counts what was answered within the same deadline. Samples of answers are
+compared with what ONNX Runtime gives by itself. Writes ``loadtests/results/overload.md``.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+
+from harness import circumstances, running, spread, table  # noqa: E402
+from models.builders import heavy  # noqa: E402
+from open_loop import Outcome, closed_loop, offer  # noqa: E402
+
+PORT = 18100
+STEPS = 30
+MAX_ROWS = 16
+VARIETY = 16
+CALLERS = 64
+LOADS = (1.2, 2.0)
+BATCHES = 5
+"""Length of the deadline, in full batches."""
+WAY_MS = 5
+ARMS = ("less 5 ms", "whole", "none")
+"""What callers tell the server of their deadline."""
+
+
+def http_request(row: np.ndarray, *headers: str) -> bytes:
+    tensor = {"name": "x", "shape": [1, 64], "datatype": "FP32", "data": row.round(4).tolist()}
+    body = json.dumps({"inputs": [tensor]}).encode()
+    head = ["POST /v2/models/heavy/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*head, "\r\n"]).encode() + body
+
+
+def learned() -> tuple[float, dict[str, int]]:
+    """Milliseconds of a full batch as the server has learned them, and its decisions so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v2/models/heavy/batching", timeout=30) as answer:
+        document = json.load(answer)
+    return document["classes"][0]["latency_ms"][str(MAX_ROWS)], document["decisions"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6)
+    options = parser.parse_args()
+    rows = np.random.default_rng(0).standard_normal((VARIETY, 64)).astype(np.float32).round(4)
+    ratios: dict[tuple[float, str], list[float]] = {}
+    outcomes: dict[tuple[float, str], list[Outcome]] = {}
+    capacities: list[float] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "heavy" / "1").mkdir(parents=True)
+        file = heavy(folder / "heavy" / "1" / "model.onnx", steps=STEPS)
+        (folder / "heavy" / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\nintra_op_threads: 1\n")
+        expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": rows})[0]
+
+        def check(number: int, body: bytes) -> None:
+            answer = json.loads(body)["outputs"][0]["data"]
+            np.testing.assert_allclose(answer, expected[number % VARIETY], rtol=1e-3, atol=1e-4)
+
+        plain = [http_request(row) for row in rows]
+        ports = [f"--http-port={PORT}", f"--grpc-port={PORT + 1}", f"--metrics-port={PORT + 2}"]
+        command = [sys.executable, "-m", "ortserve", "serve", str(folder), "--log-level=warning", *ports]
+        with running(command, f"http://127.0.0.1:{PORT}/v2/health/ready"):
+            closed_loop(PORT, plain, check, callers=CALLERS, seconds=2)  # warm-up, not counted
+            full_ms, _ = learned()
+            deadline_ms = math.ceil(BATCHES * full_ms)
+            requests = {
+                "less 5 ms": [http_request(row, f"X-Request-Timeout-Ms: {deadline_ms - WAY_MS}") for row in rows],
+                "whole": [http_request(row, f"X-Request-Timeout-Ms: {deadline_ms}") for row in rows],
+                "none": plain,
+            }
+            for number in range(options.rounds):
+                capacity = closed_loop(PORT, plain, check, callers=CALLERS, seconds=options.seconds).answers_per_s
+                capacities.append(capacity)
+                print(f"round {number + 1} capacity {capacity:.0f}/s", flush=True)
+                for load in LOADS:
+                    for arm in ARMS:
+                        outcome = offer(
+                            PORT,
+                            requests[arm],
+                            check,
+                            rate=load * capacity,
+                            seconds=options.seconds,
+                            seed=number,
+                        )
+                        outcomes.setdefault((load, arm), []).append(outcome)
+                        ratio = outcome.in_time_per_s(deadline_ms / 1e3) / capacity
+                        ratios.setdefault((load, arm), []).append(ratio)
+                        print(
+                            f"  {load} times, deadline told: {arm}: {ratio:.3f} in time, "
+                            f"{dict(outcome.statuses)}, p99 {outcome.quantile_ms(0.99):.0f} ms",
+                            flush=True,
+                        )
+            _, decided = learned()
+    lines = [
+        [
+            f"{load}",
+            arm,
+            spread(ratios[load, arm]),
+            spread([sum(o.statuses.values()) / o.seconds for o in same]),
+            _share(same, 200),
+            _share(same, 429),
+            _share(same, 504),
+            spread([o.quantile_ms(0.5) for o in same]),
+            spread([o.quantile_ms(0.99) for o in same]),
+        ]
+        for (load, arm), same in outcomes.items()
+    ]
+    header = ["load ÷ capacity", "deadline told", "answered in time ÷ capacity", "offered/s", "200", "429", "504"]
+    setting = (
+        f"One row a request, batches of up to {MAX_ROWS} rows that take {full_ms:.1f} ms on one thread; capacity "
+        f"{spread(capacities)} requests/s by {CALLERS} callers in a closed loop; deadline {deadline_ms} ms. Load "
+        f"generator and server share the machine. Latencies are of answers with status 200, from when the request "
+        f"was due to leave. Rows computed for nobody: {decided['wasted_rows']}."
+    )
+    text = "\n\n".join(
+        (
+            "# Overload: what is answered in time",
+            circumstances(),
+            setting,
+            table([*header, "p50 ms", "p99 ms"], lines),
+        )
+    )
+    (HERE / "results").mkdir(exist_ok=True)
+    (HERE / "results" / "overload.md").write_text(text + "\n")
+    print(text)
+
+
+def _share(outcomes: list[Outcome], status: int) -> str:
+    return f"{100 * sum(o.statuses[status] for o in outcomes) / sum(o.offered for o in outcomes):.1f} %"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""A batcher on a clock of its own: the server's batching code, runners that only take time, seeded arrivals.
+
+Used by ``batching_simulation.py`` and by ``tests/simulation``. Batcher, planner, admission, queue and device are those
+of the server; only the clock, the event loop and the runs are made up. Every request has one row.
+"""
+
+import asyncio
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.device import Device
+from ortserve.batching.inline import InlineBudget
+from ortserve.batching.learned import Decisions
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RiderQueue
+from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
+from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.timing import Timing
+from ortserve.errors import ServeError
+
+BLOCKS: Final = 20
+"""Consecutive parts of a run whose means give its standard error (method of batch means)."""
+WARM_UP: Final = 0.05
+"""Share of a run that is not counted, because it began with an empty queue."""
+
+_ROOM: Final = QueueLimits(rows=10**9, nbytes=2**62)
+_NO_INPUTS: Final[Arrays] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model on a device: a batch of n rows takes ``a_ns``·n + ``b_ns``, and at most ``max_rows`` run together.
+
+    ``noise`` is the standard deviation of the logarithm of what a run takes, around that time.
+    """
+
+    name: str
+    a_ns: int
+    b_ns: int
+    max_rows: int
+    noise: float = 0.0
+
+    def latency_ns(self, rows: int) -> int:
+        return self.a_ns * rows + self.b_ns
+
+    @property
+    def capacity_per_s(self) -> float:
+        """Rows a second when all batches are full."""
+        return self.max_rows / self.latency_ns(self.max_rows) * 1e9
+
+    def bound_ns(self, per_s: float) -> float:
+        """Upper bound of the mean latency of Poisson arrivals that find an unbounded batch whenever the server is free.
+
+        Source: Y. Inoue, Queueing analysis of GPU-based inference servers with dynamic batching, Performance
+        Evaluation 147 (2021).
+        """
+        load = per_s * self.a_ns / 1e9
+        return 1.5 * self.b_ns / (1 - load) + self.a_ns / 2 * (load + 2) / (1 - load**2)
+
+
+GPU: Final = Machine("GPU-like", 50_000, 1_500_000, 64)
+CPU: Final = Machine("CPU-like", 1_000_000, 1_000_000, 16)
+
+
+class SimulatedRunner:
+    """Takes the machine's time for each batch and computes nothing. ``busy_ns`` is what its runs took together."""
+
+    def __init__(self, machine: Machine, loop: asyncio.AbstractEventLoop, clock: FakeClock, seed: int) -> None:
+        self._machine = machine
+        self._loop = loop
+        self._clock = clock
+        self._random = random.Random(seed)
+        self.busy_ns = 0
+        self.batches = 0
+        self.rows = 0
+
+    def run(self, batch: Batch) -> BatchResult:
+        raise AssertionError("no simulated batch is short enough to run on the loop")
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        took_ns = self._machine.latency_ns(batch.bucket)
+        if self._machine.noise:
+            took_ns = round(took_ns * self._random.lognormvariate(0.0, self._machine.noise))
+        self.busy_ns += took_ns
+        self.batches += 1
+        self.rows += batch.rows
+        began_ns = self._clock()
+
+        def end() -> None:
+            now_ns = self._clock()
+            done(BatchResult(_NO_INPUTS, began_ns, now_ns, took_ns))
+
+        self._loop.call_later(took_ns / 1e9, end)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A batcher with its only instance, on a device of one thread."""
+
+    loop: VirtualTimeLoop
+    clock: FakeClock
+    runner: SimulatedRunner
+    batcher: Batcher
+
+
+def set_stage(
+    machine: Machine,
+    loop: VirtualTimeLoop,
+    clock: FakeClock,
+    *,
+    queue_delay_ns: int = 0,
+    waits_for_echo: bool = True,
+    limits: QueueLimits = _ROOM,
+    device: Device | None = None,
+    seed: int = 0,
+) -> Stage:
+    """A batcher as the server makes it after warm-up: it knows L(n) at powers of two."""
+    runner = SimulatedRunner(machine, loop, clock, seed)
+    sizes = {1 << power for power in range(machine.max_rows.bit_length())} | {machine.max_rows}
+    known = [(rows, machine.latency_ns(rows)) for rows in sorted(sizes)]
+    batcher = Batcher(
+        [runner],
+        BatchPolicy(machine.max_rows, queue_delay_ns, waits_for_echo=waits_for_echo),
+        RiderQueue(known, known),
+        limits=limits,
+        device=device or Device(1, loop),
+        threads=1,
+        inline=InlineBudget(loop),
+        loop=loop,
+        clock=clock,
+        observe_batch=lambda rows: None,
+    )
+    return Stage(loop, clock, runner, batcher)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an open load gave; requests are in the order of arrival and those of the warm-up are left out.
+
+    Attributes:
+        latency_ns: Of each request, None for those refused or dropped.
+        span_ns: From the first counted arrival to the last.
+        decisions: The batcher's own counts, warm-up included.
+        rows_a_batch: Mean, warm-up included.
+    """
+
+    latency_ns: Sequence[int | None]
+    span_ns: int
+    decisions: Decisions
+    rows_a_batch: float
+
+    @property
+    def answered_ns(self) -> list[int]:
+        return [one for one in self.latency_ns if one is not None]
+
+    @property
+    def mean_ns(self) -> float:
+        return statistics.fmean(self.answered_ns)
+
+    @property
+    def mean_error_ns(self) -> float:
+        """Standard error of the mean."""
+        return standard_error(block_means(self.answered_ns))
+
+    def quantile_ns(self, share: float) -> int:
+        ordered = sorted(self.answered_ns)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    def goodput_per_s(self, slo_ns: int) -> float:
+        """Requests a second that were answered within ``slo_ns``."""
+        return sum(one is not None and one <= slo_ns for one in self.latency_ns) / self.span_ns * 1e9
+
+
+def block_means(values: Sequence[float]) -> list[float]:
+    """Means of ``BLOCKS`` consecutive parts."""
+    size = len(values) // BLOCKS
+    return [statistics.fmean(values[first * size : (first + 1) * size]) for first in range(BLOCKS)]
+
+
+def standard_error(blocks: Sequence[float]) -> float:
+    return statistics.stdev(blocks) / math.sqrt(len(blocks))
+
+
+def ratio_error(over: Outcome, under: Outcome) -> float:
+    """Standard error of ``over.mean_ns / under.mean_ns`` where both served the same arrivals, all of them."""
+    ratio = over.mean_ns / under.mean_ns
+    pairs = zip(block_means(over.answered_ns), block_means(under.answered_ns), strict=True)
+    return standard_error([one - ratio * other for one, other in pairs]) / under.mean_ns
+
+
+def poisson_ns(per_s: float, count: int, seed: int) -> list[int]:
+    """Arrival times from 0 on: the same for all arms with the same arguments."""
+    draw = random.Random(seed).expovariate
+    now = 0.0
+    times = []
+    for _ in range(count):
+        now += draw(per_s) * 1e9
+        times.append(round(now))
+    return times
+
+
+def open_loop(
+    machine: Machine,
+    arrivals_ns: Sequence[int],
+    *,
+    queue_delay_ns: int = 0,
+    waits_for_echo: bool = True,
+    slo_ns: int | None = None,
+    limits: QueueLimits = _ROOM,
+) -> Outcome:
+    """Offer requests at set times, whatever becomes of those before, each to be answered within ``slo_ns``."""
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Outcome:
+        stage = set_stage(
+            machine, loop, clock, queue_delay_ns=queue_delay_ns, waits_for_echo=waits_for_echo, limits=limits
+        )
+        submit = stage.batcher.submit
+        began_ns = clock()
+        requests: list[tuple[Timing, asyncio.Future[Arrays] | None]] = []
+        over: asyncio.Future[None] = loop.create_future()
+        due_ns = iter(arrivals_ns)
+
+        def arrive() -> None:
+            now_ns = clock()
+            timing = Timing(now_ns)
+            terms = Terms(finish_by_ns=now_ns + slo_ns) if slo_ns is not None else NO_TERMS
+            try:
+                requests.append((timing, submit(_NO_INPUTS, 1, None, timing, terms)))
+            except ServeError:
+                requests.append((timing, None))
+            schedule()
+
+        def schedule() -> None:
+            next_ns = next(due_ns, None)
+            if next_ns is None:
+                over.set_result(None)
+            else:
+                loop.call_at((began_ns + next_ns) / 1e9, arrive)
+
+        schedule()
+        await over
+        await stage.batcher.close()
+        await asyncio.sleep(0)
+        first = int(WARM_UP * len(requests))
+        latency_ns = [_latency_ns(timing, future) for timing, future in requests[first:]]
+        runner = stage.runner
+        return Outcome(
+            latency_ns,
+            arrivals_ns[-1] - arrivals_ns[first],
+            stage.batcher.decisions,
+            runner.rows / max(1, runner.batches),
+        )
+
+    return run_virtual(main)
+
+
+def _latency_ns(timing: Timing, future: "asyncio.Future[Arrays] | None") -> int | None:
+    if future is None or future.exception() is not None:
+        return None
+    return timing.computed_ns - timing.received_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What clients in a closed loop got: requests a second with its standard error, and the mean latency."""
+
+    per_s: float
+    error_per_s: float
+    mean_ns: float
+    rows_a_batch: float
+    decisions: Decisions = field(default_factory=Decisions)
+
+
+Think = Callable[[random.Random], float]
+"""Draws how long a client waits after an answer before it asks again, in nanoseconds."""
+
+
+def closed_loop(machine: Machine, clients: int, think: Think, *, waits_for_echo: bool, requests: int = 20_000) -> Loop:
+    """Let each of ``clients`` ask, wait for the answer, think, and ask again. Each has a seeded thinking of its own."""
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Loop:
+        stage = set_stage(machine, loop, clock, waits_for_echo=waits_for_echo)
+        warm_up = int(WARM_UP * requests)
+        answered_ns: list[int] = []
+        latency_ns: list[int] = []
+        over: asyncio.Future[None] = loop.create_future()
+
+        def ask(draw: random.Random) -> None:
+            if over.done():
+                return
+            asked_ns = clock()
+            future = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(asked_ns))
+            future.add_done_callback(lambda _: answer(draw, asked_ns))
+
+        def answer(draw: random.Random, asked_ns: int) -> None:
+            answered_ns.append(clock())
+            latency_ns.append(clock() - asked_ns)
+            if len(answered_ns) == requests:
+                over.set_result(None)
+            else:
+                loop.call_later(think(draw) / 1e9, ask, draw)
+
+        for client in range(clients):
+            draw = random.Random(client)
+            loop.call_later(_first_ns(machine, clients, draw) / 1e9, ask, draw)
+        await over
+        await stage.batcher.close()
+        counted = answered_ns[warm_up:]
+        size = len(counted) // BLOCKS
+        rates = [
+            size / (counted[first + size - 1] - answered_ns[warm_up + first - 1]) * 1e9
+            for first in range(0, size * BLOCKS, size)
+        ]
+        return Loop(
+            (len(counted) - 1) / (counted[-1] - counted[0]) * 1e9,
+            standard_error(rates),
+            statistics.fmean(latency_ns[warm_up:]),
+            stage.runner.rows / stage.runner.batches,
+            stage.batcher.decisions,
+        )
+
+    return run_virtual(main)
+
+
+def _first_ns(machine: Machine, clients: int, draw: random.Random) -> float:
+    """When a client asks first: not all at once, or clients that think equally long would stay together for ever."""
+    return draw.uniform(0, machine.latency_ns(clients))
+
+
+def ideal_closed_loop(machine: Machine, clients: int, think: Think, *, requests: int = 20_000) -> float:
+    """Requests a second of a batcher that sees when each client will be back, at its best.
+
+    The most of: going, after each batch, at the moment that gives most rows a second for the batch begun then, and
+    going always when k rows wait, for every k up to the number of clients.
+    """
+    counts = range(1, min(clients, machine.max_rows) + 1)
+    rates = [_foresee(machine, clients, think, least, requests) for least in counts]
+    return max(_foresee(machine, clients, think, None, requests), *rates)
+
+
+def _greedy(machine: Machine, ready: list[float], now: float) -> int:
+    """How many of those back at the moments ``ready`` (sorted) to go with, for most rows a second from now on."""
+    most = min(len(ready), machine.max_rows)
+    return max(
+        range(1, most + 1),
+        key=lambda rows: rows / (machine.latency_ns(rows) + max(0.0, ready[rows - 1] - now)),
+    )
+
+
+def _foresee(machine: Machine, clients: int, think: Think, least: int | None, requests: int) -> float:
+    """Requests a second when a batch goes as soon as ``least`` wait, or, for None, at the best moment."""
+    draws = [random.Random(client) for client in range(clients)]
+    back = sorted((_first_ns(machine, clients, draw), client) for client, draw in enumerate(draws))
+    now = 0.0
+    answered = 0
+    while answered < requests:
+        rows = least or _greedy(machine, [at for at, _ in back], now)
+        begin = max(now, back[rows - 1][0])
+        while rows < min(len(back), machine.max_rows) and back[rows][0] <= begin:
+            rows += 1
+        now = begin + machine.latency_ns(rows)
+        riding = [client for _, client in back[:rows]]
+        back = sorted(back[rows:] + [(now + think(draws[client]), client) for client in riding])
+        answered += rows
+    return answered / now * 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTime:
+    """What saturated models of one device got of it, in the order of the models."""
+
+    shares: list[float]
+    batches: list[int]
+
+
+def share_device(machines: Sequence[Machine], *, seconds: float) -> SharedTime:
+    """Keep every model's queue full, on one device of one thread."""
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> SharedTime:
+        device = Device(1, loop)
+        stages = [set_stage(machine, loop, clock, device=device, seed=seed) for seed, machine in enumerate(machines)]
+        over = False
+
+        def ask(stage: Stage) -> None:
+            if not over:
+                future = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(clock()))
+                future.add_done_callback(lambda _: ask(stage))
+
+        for machine, stage in zip(machines, stages, strict=True):
+            for _ in range(4 * machine.max_rows):
+                ask(stage)
+        await asyncio.sleep(seconds)
+        busy_ns = [stage.runner.busy_ns for stage in stages]
+        batches = [stage.runner.batches for stage in stages]
+        over = True
+        for stage in stages:
+            await stage.batcher.close()
+        return SharedTime([one / sum(busy_ns) for one in busy_ns], batches)
+
+    return run_virtual(main)
