@@ -52,6 +52,9 @@ class ServerOptions(LoadOptions):
     max_inflight_bytes: int = Field(default=4 * 1024**3, ge=1, le=2**44)
     """Most bytes of request bodies that the server holds at one time, answered or not; beyond it refuses as
     ``overloaded``."""
+    http_lane: bool = True
+    """Answer REST inference inside the HTTP server's protocol class, which costs half of what passing it through ASGI
+    does. Off, or with another version of uvicorn than it was made for, all goes through ASGI."""
     server_name: str = Field(default="ortserve", min_length=1)
     """Name in the server's metadata."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=3600)

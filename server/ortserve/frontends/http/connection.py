@@ -33,6 +33,16 @@ class CorkedTransport(asyncio.Transport):
         for data in list_of_data:
             self.write(data)
 
+    def write_out(self, *data: bytes) -> None:
+        """Hand on at once, behind what was collected: for who writes once a turn anyway."""
+        if self._pending:
+            self._pending += data
+            self._flush()
+        elif len(data) == 1:
+            self._transport.write(data[0])
+        else:
+            self._transport.writelines(data)
+
     def close(self) -> None:
         self._flush()
         self._transport.close()
@@ -72,15 +82,18 @@ class Connection(HttpToolsProtocol):
     """uvicorn's protocol on a corked transport.
 
     Attributes:
+        corked: The transport.
         answering: The task to cancel when the caller leaves, while there is one.
         has_left: Whether the caller left.
     """
 
+    corked: CorkedTransport
     answering: "asyncio.Task[Any] | None" = None
     has_left = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
-        super().connection_made(CorkedTransport(transport, asyncio.get_running_loop()))
+        self.corked = CorkedTransport(transport, self.loop)
+        super().connection_made(self.corked)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
