@@ -117,7 +117,14 @@ class Server:
             InferRoute(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns),
             make_control_app(self._models, title=options.server_name, version=__version__),
         )
-        self._http = HttpServer(rest, _lane(inference, options), host=options.host, port=options.http_port)
+        self._lane = _lane(inference, options)
+        self._http = HttpServer(
+            rest,
+            self._lane,
+            host=options.host,
+            port=options.http_port,
+            idle_timeout_s=options.idle_timeout_s,
+        )
         self._grpc = GrpcServer(
             inference,
             self._models,
@@ -137,7 +144,8 @@ class Server:
         self._metrics = MetricsServer(self._prometheus, host, self._options.metrics_port)
         ports = {"http": await self._http.start(), "grpc": await self._grpc.start(), "metrics": self._metrics.port}
         for protocol, port in ports.items():
-            log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port)
+            way = {"lane": self._lane is not None} if protocol == "http" else {}
+            log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **way)
 
     async def load(self) -> None:
         """Load all models.

@@ -79,7 +79,7 @@ class CorkedTransport(asyncio.Transport):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol on a corked transport.
+    """uvicorn's protocol on a corked transport, which answers what is no request in its turn.
 
     Attributes:
         corked: The transport.
@@ -90,6 +90,7 @@ class Connection(HttpToolsProtocol):
     corked: CorkedTransport
     answering: "asyncio.Task[Any] | None" = None
     has_left = False
+    _malformed: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
         self.corked = CorkedTransport(transport, self.loop)
@@ -98,6 +99,24 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # the ASGI text allows keys of one's own
+
+    def data_received(self, data: bytes) -> None:
+        if self._malformed is None:
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()  # the malformed one itself
+        elif self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            super().send_400_response(msg)
+            return
+        self._malformed = msg  # there are requests before it that are still to be answered
+
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if self._malformed is not None and is_last and not self.transport.is_closing():
+            super().send_400_response(self._malformed)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

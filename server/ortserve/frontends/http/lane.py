@@ -76,7 +76,6 @@ class LaneConnection(Connection):
         self.lane: Final = lane
         self.exchange: Exchange | None = None
         """The one whose turn it is; those behind it wait in ``pipeline``."""
-        self._malformed: str | None = None
 
     def on_message_begin(self) -> None:
         # What uvicorn's does, without the scope that only ASGI needs.
@@ -114,16 +113,11 @@ class LaneConnection(Connection):
         else:
             super().on_message_complete()
 
-    def data_received(self, data: bytes) -> None:
-        if self._malformed is None:
-            super().data_received(data)
-
     def send_400_response(self, msg: str) -> None:
-        # In its turn, where requests before it are still to be answered.
-        if self.exchange is not None and self.exchange.is_whole:
-            self._malformed = msg
-        else:
-            super().send_400_response(msg)
+        exchange: object = self.cycle
+        if type(exchange) is Exchange and exchange.more_body:
+            exchange.abandon()
+        super().send_400_response(msg)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -144,8 +138,6 @@ class LaneConnection(Connection):
     def on_response_complete(self) -> None:
         self.exchange = None
         super().on_response_complete()
-        if self._malformed is not None and not self.pipeline and not self.transport.is_closing():
-            super().send_400_response(self._malformed)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         exchange: object = cycle
@@ -189,8 +181,8 @@ class Exchange:
         "_size",
         "_version",
         "disconnected",
-        "is_whole",
         "keep_alive",
+        "more_body",
         "response_complete",
     )
     message_event: Final = _NoEvent()
@@ -217,8 +209,7 @@ class Exchange:
         self._hold: Hold | None = None
         self._refusal: ServeError | None = None
         self._is_started = False
-        self.is_whole = False
-        """Whether the whole body came."""
+        self.more_body = True
         self.keep_alive = keep_alive
         self.disconnected = False
         self.response_complete = False
@@ -240,7 +231,7 @@ class Exchange:
         self._is_started = True
         if self._refusal is not None:
             self._refuse(self._refusal)
-        elif self.is_whole:
+        elif not self.more_body:
             self._run()
         elif self._expects_continue:
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -268,7 +259,7 @@ class Exchange:
 
     def on_end(self) -> None:
         """The body is whole."""
-        self.is_whole = True
+        self.more_body = False
         if self._refusal is not None:
             if self._is_started:
                 self._complete()
@@ -334,7 +325,7 @@ class Exchange:
             self._hold.release()
         self.keep_alive = False
         self._write(failure(error))
-        if self.is_whole:
+        if not self.more_body:
             self._complete()
         else:
             connection.loop.call_later(LINGER_S, connection.transport.close)

@@ -14,9 +14,6 @@ from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, send_answer
 from ortserve.frontends.http.lane import Lane
 
-_KEEP_ALIVE_S = 75
-"""Longer than the 60 s after which common load balancers drop idle connections, so that they do it and not we."""
-
 _WRONG_METHOD = Answer(
     405, b'{"error":"Method Not Allowed"}', ((b"content-type", b"application/json"), (b"allow", b"POST"))
 )
@@ -50,12 +47,13 @@ class RestApp:
 class HttpServer:
     """Listens from ``start`` to ``stop``."""
 
-    def __init__(self, app: RestApp, lane: Lane | None, *, host: str, port: int) -> None:
+    def __init__(self, app: RestApp, lane: Lane | None, *, host: str, port: int, idle_timeout_s: float) -> None:
         """``lane`` answers infer requests in the place of ``app``; None leaves them to it."""
         self._app = app
         self._lane = lane
         self._host = host
         self._port = port
+        self._idle_timeout_s = idle_timeout_s
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -78,7 +76,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,  # nobody here asks who the caller is
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=self._idle_timeout_s,  # type: ignore[arg-type]  # declared int, used as seconds
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
