@@ -86,10 +86,11 @@ class InferenceService:
             request = decode()
             served = self._registry.find(request.model_name, request.model_version)
             inputs, rows = check_request(request, served.signature, served.name)
-            outputs = await served.run(inputs, rows, timing, _terms(call, request, served))
-            answer = encode(request, _response(request, served, outputs))
+            running = served.run(inputs, rows, timing, _terms(call, request, served))
+            # The outputs are not named: the memory they are in is leased for as long as anything here holds them.
+            answer = encode(request, _response(request, served, await running))
         except ServeError as error:
-            failure = error
+            failure = error.with_traceback(None)  # the frames of a failed encoding hold the outputs
         except asyncio.CancelledError:
             self._count_failure(call, request, served, ErrorKind.CANCELLED)
             raise
