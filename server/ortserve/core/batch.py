@@ -30,7 +30,8 @@ class BatchResult:
     """What a run gave.
 
     Attributes:
-        outputs: In the signature's order, without padding rows.
+        outputs: In the signature's order, without padding rows. They stay unchanged for as long as somebody holds
+            them or views on them; after that their memory may be used for another run.
         staged_ns: When the rows were gathered (monotonic).
         computed_ns: When the outputs were there (monotonic).
         run_ns: How long computing took, without the time a worker thread then waited for the interpreter lock.

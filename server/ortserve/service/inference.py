@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
@@ -41,7 +41,10 @@ class Call:
     timeout_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
+_TAKEN: Final[Any] = None
+
+
+@dataclass(slots=True)
 class Pending:
     """A request on its way through its model. ``inputs`` are in the signature's order."""
 
@@ -50,6 +53,11 @@ class Pending:
     served: ServedModel
     inputs: Arrays
     outputs: asyncio.Future[Arrays]
+
+    def take(self) -> Arrays:
+        """The outputs, once: they are leased for as long as anything holds them, and frames that failed live long."""
+        outputs, self.outputs = self.outputs, _TAKEN
+        return outputs.result()
 
 
 class InferenceService:
@@ -111,13 +119,13 @@ class InferenceService:
         """
         call, request, served = pending.call, pending.request, pending.served
         try:
-            outputs = served.cut_back(pending.outputs.result(), pending.inputs)
-            answer = encode(request, _response(request, served, outputs))
+            answer = encode(request, _response(request, served, served.cut_back(pending.take(), pending.inputs)))
         except asyncio.CancelledError:
             self._count_failure(call, request, served, ErrorKind.CANCELLED)
             raise
-        except Exception as error:
-            raise self._failed(call, request, served, error) from error
+        except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
+            # Without its frames, which hold the outputs where encoding failed.
+            raise self._failed(call, request, served, error) from error.with_traceback(None)
         timing = call.timing
         timing.done_ns = self._clock()
         served.metrics.observe_success(call.protocol, timing)
