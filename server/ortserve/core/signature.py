@@ -11,13 +11,14 @@ class TensorSpec:
     """An input or output of a model. ``shape`` is the full shape, -1 for a dimension that is free.
 
     ``dim_names`` are what the model calls its free dimensions, ``""`` where it does not or the dimension is fixed; the
-    tuple is empty where nobody asked.
+    tuple is empty where nobody asked. A request may leave an input out that ``is_optional``.
     """
 
     name: str
     datatype: DataType
     shape: tuple[int, ...]
     dim_names: tuple[str, ...] = field(default=(), compare=False)
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,10 @@ class Instance:
         intra_op_threads: int,
         clock: Clock,
         padding: Padding | None = None,
+        run_options: ort.RunOptions | None = None,
     ) -> None:
-        """``padding`` is None where no batch is ever padded."""
+        """``padding`` is None where no batch is ever padded; ``run_options`` are told to every run."""
+        self._run_options = run_options
         self._session: ort.InferenceSession | None = session
         self._input_names = [spec.name for spec in signature.inputs]
         self._output_names = [spec.name for spec in signature.outputs]
@@ -58,7 +60,7 @@ class Instance:
         try:
             feeds = dict(zip(self._input_names, self._staging.stage(batch.parts, batch.bucket), strict=True))
             staged_ns = self._clock()
-            outputs = self._session.run(self._output_names, feeds)
+            outputs = self._session.run(self._output_names, feeds, self._run_options)
             computed_ns = self._clock()
         except ORT_ERRORS as error:
             raise run_error(error) from error

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Final
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
-from ortserve.config.model import ModelOptions
+from ortserve.config.queueing import QueuePolicy
 from ortserve.core.batch import Arrays
-from ortserve.core.padding import Padding
-from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.engine.instance import Instance
-from ortserve.errors import invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.configuration import Configuration
+from ortserve.registry.loader import LoadedModel
 from ortserve.telemetry.metrics import ModelMetrics
 
 
@@ -23,27 +23,55 @@ class ServedModel:
         self,
         name: str,
         version: str,
-        signature: ModelSignature,
+        loaded: LoadedModel,
         batcher: Batcher,
-        instances: Sequence[Instance],
         metrics: ModelMetrics,
         *,
-        options: ModelOptions,
+        configuration: Configuration,
         properties: Mapping[str, str],
-        padding: Padding | None = None,
     ) -> None:
-        """``properties`` is what operators may read about it, ``padding`` the instances' own."""
+        """Open for requests.
+
+        Args:
+            name: Of the model.
+            version: Digits.
+            loaded: What the loader made of it.
+            batcher: Of the loaded instances.
+            metrics: Of the version.
+            configuration: It was loaded with.
+            properties: What operators may read about it.
+        """
         self.name = name
         self.version = version
-        self.signature = signature
+        self.signature: Final = loaded.interface.client
+        """What requests bring and get."""
+        self.model_signature: Final = loaded.interface.model
+        """The same tensors in the same order as the model itself has them: other shapes, where they are reshaped."""
+        self.labels: Final[Mapping[str, Sequence[str]]] = loaded.labels
+        """Names of the elements of an output, by its name; outputs without labels are not in it."""
         self.metrics = metrics
         self.properties = properties
+        self.options: Final = configuration.options
+        self.declared: Final = configuration.declared
+        """Its ``config.pbtxt`` as it stands; empty where it has none."""
+        self.execution_provider: Final = loaded.execution_provider
+        self.device_id: Final = loaded.device_id
+        self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
-        self._instances = instances
-        self._options = options
-        self._usual_terms = None if options.slo_s is not None else Terms(options.default_priority_level)
-        self._has_one_shape_class = signature.has_one_shape_class
+        self._instances = loaded.instances
+        self._reshapes = loaded.interface.reshapes
+        options = configuration.options
+        self._has_queue_policies = bool(options.priority_queue_policies) or options.queue_policy != QueuePolicy()
+        is_usual = options.slo_s is None and not self._has_queue_policies
+        self._usual_terms = Terms(options.default_priority_level) if is_usual else None
+        self._has_one_shape_class = self.signature.has_one_shape_class
+        padding = loaded.padding
         self._padding = padding if padding is not None and padding.pads_requests else None
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows that run together."""
+        return self._batcher.max_rows
 
     def terms(self, received_ns: int, *, timeout_ns: int | None, priority: int, queue_timeout_ns: int | None) -> Terms:
         """The terms of a request: what its caller asked for, and the model's options where it did not.
@@ -56,14 +84,20 @@ class ServedModel:
         """
         if timeout_ns is None and queue_timeout_ns is None and not priority and self._usual_terms is not None:
             return self._usual_terms
-        options = self._options
+        options = self.options
         if timeout_ns is None and options.slo_s is not None:
             timeout_ns = int(options.slo_s * 1e9)
         level = priority if 0 < priority <= options.priority_levels else options.default_priority_level
+        yields = False
+        if self._has_queue_policies:
+            policy = options.priority_queue_policies.get(level, options.queue_policy)
+            yields = policy.timeout_action == "delay"
+            queue_timeout_ns = _queue_timeout_ns(policy, queue_timeout_ns)
         return Terms(
             level,
             None if timeout_ns is None else received_ns + timeout_ns,
             None if queue_timeout_ns is None else received_ns + queue_timeout_ns,
+            yields,
         )
 
     def learned(self) -> Learned:
@@ -87,6 +121,9 @@ class ServedModel:
                 a padded dimension; overloaded, deadline, not_ready or internal from batcher and instance.
         """
         batcher = self._batcher
+        reshapes = self._reshapes
+        if reshapes is not None:
+            inputs = reshapes.to_model(inputs)
         shape_class: Hashable = None
         padding = self._padding
         if padding is not None:
@@ -96,16 +133,31 @@ class ServedModel:
             shape_class = tuple([array.shape[first:] for array in inputs])
         if rows <= batcher.max_rows:
             outputs = await batcher.submit(inputs, rows, shape_class, timing, terms)
-        elif self._options.max_rows is None:
+        elif self.options.max_rows is None:
             outputs = await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
         else:
             raise invalid_input(
                 f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}"
             )
-        return outputs if padding is None else padding.cut_back(outputs, inputs)
+        if padding is not None:
+            outputs = padding.cut_back(outputs, inputs)
+        if reshapes is not None:
+            try:
+                outputs = reshapes.to_client(outputs)
+            except ValueError as error:
+                raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
+        return outputs
 
     async def close(self) -> None:
         """Answer everyone who was admitted, then free the instances."""
         await self._batcher.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
+
+
+def _queue_timeout_ns(policy: QueuePolicy, asked_ns: int | None) -> int | None:
+    """How long a request may wait: what the policy says, or the request where it is heard and asks for less."""
+    usual_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)
+    if asked_ns is None or not policy.timeout_override:
+        return usual_ns
+    return asked_ns if usual_ns is None else min(asked_ns, usual_ns)

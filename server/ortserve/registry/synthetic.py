@@ -27,11 +27,12 @@ def synthetic_inputs(signature: ModelSignature, rows: int, seed: int, padding: P
             shape[0] = rows
         if padded is not None:
             shape[padded.axis] = padded.padded_length(FREE_DIM)
-        arrays.append(_draw(generator, spec.datatype, tuple(shape)))
+        arrays.append(draw(generator, spec.datatype, tuple(shape)))
     return tuple(arrays)
 
 
-def _draw(generator: np.random.Generator, datatype: DataType, shape: tuple[int, ...]) -> np.ndarray:
+def draw(generator: np.random.Generator, datatype: DataType, shape: tuple[int, ...]) -> np.ndarray:
+    """Make up one tensor."""
     if datatype is DataType.BYTES:
         return generator.choice(np.array(["a", "b"], dtype=object), size=shape)
     if datatype.numpy.kind == "f":

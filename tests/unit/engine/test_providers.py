@@ -43,8 +43,8 @@ def test_installed_onnx_runtime_is_asked_and_offers_the_cpu() -> None:
 
 
 def test_cpu_stands_behind_every_other_provider() -> None:
-    assert session_providers(ProviderChoice(CUDA)) == [CUDA, CPU]
-    assert session_providers(ProviderChoice(CPU)) == [CPU]
+    assert session_providers(ProviderChoice(CUDA)) == [(CUDA, {}), (CPU, {})]
+    assert session_providers(ProviderChoice(CPU)) == [(CPU, {})]
 
 
 def test_provider_that_onnx_runtime_dropped_is_an_error() -> None:

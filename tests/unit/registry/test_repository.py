@@ -26,7 +26,11 @@ def read_one(root: Path) -> ModelFiles:
 def test_folder_with_versions_is_a_model(tmp_path: Path) -> None:
     touch(tmp_path, "m/1/model.onnx", "m/12/model.onnx", "m/12/weights.bin", "m/README.md")
     assert read_one(tmp_path) == ModelFiles(
-        "m", {1: tmp_path / "m/1/model.onnx", 12: tmp_path / "m/12/model.onnx"}, options=None, problem=""
+        "m",
+        {1: tmp_path / "m/1/model.onnx", 12: tmp_path / "m/12/model.onnx"},
+        options=None,
+        problem="",
+        folder=tmp_path / "m",
     )
 
 
@@ -63,8 +67,8 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
         (["m/1/model.onnx", "m/2/other.onnx"], "version folder 2 has no file model.onnx"),
         (["m/1/model.onnx/"], "version folder 1 has no file model.onnx"),
         (
-            ["m/1/model.onnx", "m/config.pbtxt"],
-            "config.pbtxt is not read by this server; say it in model.yaml",
+            ["m/1/model.onnx", "m/config.pbtxt", "m/model.yaml"],
+            "it has both model.yaml and config.pbtxt: say it all in one of them",
         ),
         (["m/1/model.onnx", "m.onnx"], "there are two models of this name in the repositories"),
     ],
