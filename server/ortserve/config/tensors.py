@@ -11,8 +11,8 @@ _CONFIG = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
 
 Dim = Annotated[int, Field(ge=-1, le=2**63 - 1)]
 """-1 is free."""
-FileName = Annotated[str, StringConstraints(pattern=r"^[^/\\\x00]+$", max_length=255)]
-"""A file's name without a folder."""
+FileName = Annotated[str, StringConstraints(pattern=r"^\.*[^./\\\x00][^/\\\x00]*$", max_length=255)]
+"""A file's name without a folder, and not ``.`` or ``..``."""
 
 
 class TensorOptions(BaseModel):
@@ -54,7 +54,7 @@ class WarmupInput(BaseModel):
     datatype: DataType | None = None
     """Checked against the model."""
     dims: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...] | None = None
-    """Without the batch dimension. Unset: as clients see the input, which then has no free dimensions."""
+    """Without the batch dimension. Unset: as clients see the input, with 8 for free dimensions."""
     data: Literal["random", "zeros"] = "random"
     """Floats from N(0, 1), integers 0 or 1, short texts; or all zero, which for texts is empty."""
     file: str | None = None

@@ -9,7 +9,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from ortserve.config.session import SessionSettings, option_text
-from ortserve.engine.providers import ProviderChoice, check_providers, session_providers
+from ortserve.engine.providers import CPU, ProviderChoice, check_providers, session_providers
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 # ONNX Runtime's own classes derive straight from Exception, each on its own; bindings and strings raise built-in ones.
@@ -57,6 +57,7 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
     Raises:
         ServeError: invalid_input, saying what ONNX Runtime found wrong, without paths.
     """
+    _check_arenas(options)
     try:
         session = ort.InferenceSession(
             str(path),
@@ -89,6 +90,19 @@ def run_error(error: Exception) -> ServeError:
 def without_paths(message: str) -> str:
     """ONNX Runtime's text without file-system paths and source locations, on one line."""
     return " ".join(_LOCATION.sub("", _PATH.sub("…", message)).split())
+
+
+def _check_arenas(options: SessionOptions) -> None:
+    """ONNX Runtime would refuse every run for an arena that is not there."""
+    settings = options.settings
+    if options.provider.name != CPU:
+        return
+    there = {"cpu:0"} if settings.memory_arena else set()
+    for arena in settings.shrink_arenas:
+        if arena not in there:
+            raise invalid_input(
+                f"session.shrink_arenas: expected arenas out of {', '.join(there) or 'none'}, got {arena}"
+            )
 
 
 def _native_options(name: str, options: SessionOptions) -> ort.SessionOptions:

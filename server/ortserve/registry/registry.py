@@ -24,6 +24,7 @@ from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.instance import Instance
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.configuration import Configuration, read_configuration
+from ortserve.registry.lateness import requests_limits
 from ortserve.registry.lifecycle import State, VersionRecord
 from ortserve.registry.loader import LoadedModel, load_model
 from ortserve.registry.repository import ModelFiles, read_repositories
@@ -204,7 +205,7 @@ class Registry:
             loaded.instances,
             _policy(loaded, options),
             queue,
-            limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes),
+            limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
             device=self._device,
             threads=loaded.intra_op_threads,
             inline=self._inline,

@@ -6,12 +6,12 @@ from typing import Final
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
-from ortserve.config.queueing import QueuePolicy
 from ortserve.core.batch import Arrays
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.configuration import Configuration
+from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
 from ortserve.registry.loader import LoadedModel
 from ortserve.telemetry.metrics import ModelMetrics
 
@@ -61,7 +61,7 @@ class ServedModel:
         self._instances = loaded.instances
         self._reshapes = loaded.interface.reshapes
         options = configuration.options
-        self._has_queue_policies = bool(options.priority_queue_policies) or options.queue_policy != QueuePolicy()
+        self._has_queue_policies = has_queue_policies(options)
         is_usual = options.slo_s is None and not self._has_queue_policies
         self._usual_terms = Terms(options.default_priority_level) if is_usual else None
         self._has_one_shape_class = self.signature.has_one_shape_class
@@ -88,17 +88,10 @@ class ServedModel:
         if timeout_ns is None and options.slo_s is not None:
             timeout_ns = int(options.slo_s * 1e9)
         level = priority if 0 < priority <= options.priority_levels else options.default_priority_level
-        yields = False
+        finish_by_ns = None if timeout_ns is None else received_ns + timeout_ns
         if self._has_queue_policies:
-            policy = options.priority_queue_policies.get(level, options.queue_policy)
-            yields = policy.timeout_action == "delay"
-            queue_timeout_ns = _queue_timeout_ns(policy, queue_timeout_ns)
-        return Terms(
-            level,
-            None if timeout_ns is None else received_ns + timeout_ns,
-            None if queue_timeout_ns is None else received_ns + queue_timeout_ns,
-            yields,
-        )
+            return policy_terms(options, level, received_ns, finish_by_ns, queue_timeout_ns)
+        return Terms(level, finish_by_ns, None if queue_timeout_ns is None else received_ns + queue_timeout_ns)
 
     def learned(self) -> Learned:
         """What its batcher has learned and decided."""
@@ -120,7 +113,6 @@ class ServedModel:
             ServeError: invalid_input for more rows than the model's configured maximum, and for inputs that disagree on
                 a padded dimension; overloaded, deadline, not_ready or internal from batcher and instance.
         """
-        batcher = self._batcher
         reshapes = self._reshapes
         if reshapes is not None:
             inputs = reshapes.to_model(inputs)
@@ -131,14 +123,12 @@ class ServedModel:
         elif not self._has_one_shape_class:
             first = 1 if self.signature.is_batched else 0
             shape_class = tuple([array.shape[first:] for array in inputs])
-        if rows <= batcher.max_rows:
-            outputs = await batcher.submit(inputs, rows, shape_class, timing, terms)
-        elif self.options.max_rows is None:
-            outputs = await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
+        if terms.yields_when_late:
+            outputs = await self._run_yielding(inputs, rows, shape_class, timing, terms)
+        elif rows <= self._batcher.max_rows:
+            outputs = await self._batcher.submit(inputs, rows, shape_class, timing, terms)
         else:
-            raise invalid_input(
-                f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}"
-            )
+            outputs = await self._run_large(inputs, rows, shape_class, timing, terms)
         if padding is not None:
             outputs = padding.cut_back(outputs, inputs)
         if reshapes is not None:
@@ -148,16 +138,34 @@ class ServedModel:
                 raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
         return outputs
 
+    async def _run_yielding(
+        self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms
+    ) -> Arrays:
+        """Run a request that lets others go first once it has waited for its time."""
+        run = self._batcher.submit if rows <= self._batcher.max_rows else self._run_large
+        try:
+            return await run(inputs, rows, shape_class, timing, terms)
+        except ServeError as error:
+            # Only its place in the queue was too late, and no run has begun.
+            if error.kind is not ErrorKind.DEADLINE or timing.taken_ns:
+                raise
+        queued_ns = timing.queued_ns
+        outputs = await run(inputs, rows, shape_class, timing, terms_behind(terms))
+        timing.queued_ns = queued_ns  # it waited since then
+        return outputs
+
+    async def _run_large(
+        self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms
+    ) -> Arrays:
+        """Run a request of more rows than a batch may have."""
+        if self.options.max_rows is None:
+            return await self._batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
+        raise invalid_input(
+            f"inference request batch-size must be <= {self._batcher.max_rows} for '{self.name}', got {rows}"
+        )
+
     async def close(self) -> None:
         """Answer everyone who was admitted, then free the instances."""
         await self._batcher.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
-
-
-def _queue_timeout_ns(policy: QueuePolicy, asked_ns: int | None) -> int | None:
-    """How long a request may wait: what the policy says, or the request where it is heard and asks for less."""
-    usual_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)
-    if asked_ns is None or not policy.timeout_override:
-        return usual_ns
-    return asked_ns if usual_ns is None else min(asked_ns, usual_ns)
