@@ -97,8 +97,8 @@ class ServedModel:
         """What its batcher has learned and decided."""
         return self._batcher.learned()
 
-    async def run(self, inputs: Arrays, rows: int, timing: Timing, terms: Terms) -> Arrays:
-        """Run one request, alone or with others.
+    def submit(self, inputs: Arrays, rows: int, timing: Timing, terms: Terms) -> asyncio.Future[Arrays]:
+        """Queue one request, to run alone or with others.
 
         Args:
             inputs: Checked against the signature, in its order.
@@ -107,42 +107,58 @@ class ServedModel:
             terms: Priority and deadlines.
 
         Returns:
-            Outputs in the signature's order, views that later runs do not touch, without what padding added.
+            A future of the outputs in the signature's order, for ``cut_back``, or of a ``ServeError``. Cancelling it
+            leaves the queue.
 
         Raises:
             ServeError: invalid_input for more rows than the model's configured maximum, and for inputs that disagree on
-                a padded dimension; overloaded, deadline, not_ready or internal from batcher and instance.
+                a padded dimension; overloaded, deadline, not_ready or internal from the batcher.
         """
-        reshapes = self._reshapes
-        if reshapes is not None:
-            inputs = reshapes.to_model(inputs)
+        batcher = self._batcher
+        if self._reshapes is not None:
+            inputs = self._reshapes.to_model(inputs)
         shape_class: Hashable = None
-        padding = self._padding
-        if padding is not None:
-            shape_class = padding.shape_class(inputs)
+        if self._padding is not None:
+            shape_class = self._padding.shape_class(inputs)
         elif not self._has_one_shape_class:
             first = 1 if self.signature.is_batched else 0
             shape_class = tuple([array.shape[first:] for array in inputs])
+        if rows > batcher.max_rows and self.options.max_rows is not None:
+            raise invalid_input(
+                f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}"
+            )
         if terms.yields_when_late:
-            outputs = await self._run_yielding(inputs, rows, shape_class, timing, terms)
-        elif rows <= self._batcher.max_rows:
-            outputs = await self._batcher.submit(inputs, rows, shape_class, timing, terms)
-        else:
-            outputs = await self._run_large(inputs, rows, shape_class, timing, terms)
-        if padding is not None:
-            outputs = padding.cut_back(outputs, inputs)
-        if reshapes is not None:
-            try:
-                outputs = reshapes.to_client(outputs)
-            except ValueError as error:
-                raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
-        return outputs
+            return asyncio.ensure_future(self._run_yielding(inputs, rows, shape_class, timing, terms))
+        if rows <= batcher.max_rows:
+            return batcher.submit(inputs, rows, shape_class, timing, terms)
+        return asyncio.ensure_future(batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms))
+
+    def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
+        """Take away what padding added to the outputs of a request: views that later runs do not touch.
+
+        Args:
+            outputs: As the batcher gave them.
+            inputs: Of the request, as they were submitted.
+
+        Raises:
+            ServeError: internal, when an output has not the shape that it is configured to have.
+        """
+        if self._padding is not None:
+            model_inputs = inputs if self._reshapes is None else self._reshapes.to_model(inputs)
+            outputs = self._padding.cut_back(outputs, model_inputs)
+        if self._reshapes is None:
+            return outputs
+        try:
+            return self._reshapes.to_client(outputs)
+        except ValueError as error:
+            raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
 
     async def _run_yielding(
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms
     ) -> Arrays:
         """Run a request that lets others go first once it has waited for its time."""
-        run = self._batcher.submit if rows <= self._batcher.max_rows else self._run_large
+        batcher = self._batcher
+        run = batcher.submit if rows <= batcher.max_rows else batcher.submit_in_pieces
         try:
             return await run(inputs, rows, shape_class, timing, terms)
         except ServeError as error:
@@ -153,16 +169,6 @@ class ServedModel:
         outputs = await run(inputs, rows, shape_class, timing, terms_behind(terms))
         timing.queued_ns = queued_ns  # it waited since then
         return outputs
-
-    async def _run_large(
-        self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms
-    ) -> Arrays:
-        """Run a request of more rows than a batch may have."""
-        if self.options.max_rows is None:
-            return await self._batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
-        raise invalid_input(
-            f"inference request batch-size must be <= {self._batcher.max_rows} for '{self.name}', got {rows}"
-        )
 
     async def close(self) -> None:
         """Answer everyone who was admitted, then free the instances."""
