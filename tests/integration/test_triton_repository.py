@@ -96,6 +96,10 @@ def make_repository(root: Path) -> None:
         'input { name: "x" data_type: TYPE_FP32 dims: [ -1, 3 ] } '
         'output { name: "y" data_type: TYPE_FP32 dims: [ -1, 3 ] }',
     )
+    configure(
+        add_model(root, "sometimes_other", builders.unnamed_dims),
+        'max_batch_size: 4 input { name: "x" dims: -1 } output { name: "y" dims: [ 2, 2 ] reshape { shape: 4 } }',
+    )
     # A bare configuration: everything is completed from the model.
     configure(add_model(root, "completed", builders.mlp), 'backend: "onnxruntime"')
     versions = root / "versions"
@@ -180,6 +184,16 @@ def test_model_is_not_asked_in_its_own_form_where_it_is_reshaped(server: ServerP
     answer = httpx.post(rest_url(server, "classifier"), json=own, timeout=LONG_S)
     assert answer.status_code == 400
     assert "Expected [3,8,8], got [1,3,8,8]" in answer.json()["error"]
+
+
+def test_output_that_has_not_its_configured_shape_fails_its_request_and_no_other(server: ServerProcess) -> None:
+    four, three = (np.ones((1, size), np.float32) for size in (4, 3))
+    assert infer(server, "sometimes_other", {"x": four})["y"].shape == (1, 2, 2)
+    body = {"inputs": [json_input("x", three)]}
+    answer = httpx.post(rest_url(server, "sometimes_other"), json=body, timeout=LONG_S)
+    assert answer.status_code == 500
+    assert "an output has not the configured shape" in answer.json()["error"]
+    assert infer(server, "sometimes_other", {"x": four})["y"].shape == (1, 2, 2)
 
 
 def test_only_listed_outputs_are_there(server: ServerProcess) -> None:

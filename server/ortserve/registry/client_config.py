@@ -5,6 +5,7 @@ that the server would write, is for configurations in the operator's own reposit
 only those are let through that are known to do nothing of the kind.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ _PROVIDER_OPTIONS: Final = frozenset(
     }
 )
 """Options of execution providers that name no file and hold no address in memory."""
+
+
+_MOST_THREADS: Final = 256
+"""Of all instances of a model that a client configures."""
+_MOST_ELEMENTS: Final = 2**24
+"""Of a tensor that warms such a model up: 128 MiB where they are of 8 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +170,19 @@ def _check_options(options: ModelOptions) -> None:
         for key in given:
             if key not in _PROVIDER_OPTIONS:
                 raise _not_for_clients(f"option '{key}' of the execution provider {name}")
+    threads = options.instances * ((options.intra_op_threads or 1) + options.session.inter_op_threads - 1)
+    if threads > _MOST_THREADS:
+        raise invalid_input(f"{SOURCE}: expected at most {_MOST_THREADS} threads in all instances, got {threads}")
     for output in options.outputs.values():
         if isinstance(output.labels, str):
             _check_inside(output.labels, "label_filename")
     for sample in options.warmup_samples:
-        for tensor in sample.inputs.values():
+        for name, tensor in sample.inputs.items():
+            if sample.rows * math.prod(tensor.dims or ()) > _MOST_ELEMENTS:
+                raise invalid_input(
+                    f"{SOURCE}: model_warmup: expected at most {_MOST_ELEMENTS} elements, got {sample.rows} rows of "
+                    f"{list(tensor.dims or ())} for input '{name}'"
+                )
             if tensor.file is not None:
                 _check_inside(tensor.file, "input_data_file")
 

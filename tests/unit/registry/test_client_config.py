@@ -156,6 +156,18 @@ def test_labels_and_tensors_lie_in_the_models_folder(path: str) -> None:
     assert "expected a file in the model's folder" in refusal({"model_warmup": warmup})
 
 
+def test_client_cannot_have_the_server_take_any_number_of_threads_or_bytes() -> None:
+    threads = {"intra_op_thread_count": {"string_value": "1000"}}
+    assert "at most 256 threads in all instances, got 1000" in refusal({"parameters": threads})
+    assert "got 320" in refusal(
+        {"instance_group": [{"count": 64}], "parameters": {"intra_op_thread_count": {"string_value": "5"}}}
+    )
+    warmup = [{"batch_size": 3, "inputs": {"x": {"dims": [2**23], "zero_data": True}}}]
+    assert "expected at most 16777216 elements, got 3 rows of [8388608] for input 'x'" in refusal(
+        {"model_warmup": warmup}
+    )
+
+
 @pytest.mark.parametrize("name", ["../model.onnx", "..", "/model.onnx"])
 def test_model_file_lies_in_its_versions_folder(name: str) -> None:
     assert "model_file: expected name of a file, without a folder" in refusal({"default_model_filename": name})
