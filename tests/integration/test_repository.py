@@ -36,7 +36,7 @@ def mixed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     add_model(repository, "a_sequence", builders.sequence_output)
     (add_model(repository, "bad_options", builders.identity) / "model.yaml").write_text("max_rows: many\nmax_row: 5\n")
     (add_model(repository, "no_yaml", builders.identity) / "model.yaml").write_text("max_rows: [")
-    (add_model(repository, "for_triton", builders.identity) / "config.pbtxt").write_text('name: "for_triton"\n')
+    (add_model(repository, "for_triton", builders.identity) / "config.pbtxt").write_text('backend: "python"\n')
     shutil.rmtree(add_model(repository, "no_version", builders.identity) / "1")
     (add_model(repository, "no_file", builders.identity) / "1" / "model.onnx").unlink()
     builders.identity(repository / "bare.onnx")
@@ -59,7 +59,7 @@ def test_broken_models_keep_no_other_from_being_served(mixed_server: ServerProce
         ("a_sequence", ("output 'y' has type seq(tensor(float))",)),
         ("bad_options", ("max_rows: expected integer, 1 to 65536, got 'many'", "max_row: unknown key")),
         ("no_yaml", ("is not YAML",)),
-        ("for_triton", ("config.pbtxt is not read",)),
+        ("for_triton", ("config.pbtxt: backend: expected 'onnxruntime', got 'python'",)),
         ("no_version", ("no version folder",)),
         ("no_file", ("version folder 1 has no file model.onnx",)),
     ],

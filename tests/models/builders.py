@@ -218,6 +218,48 @@ def sequence_output(path: Path) -> Path:
     return _write(path, nodes, [_fp32("x", "batch", 4)], [output])
 
 
+def external_weights(path: Path, location: str) -> Path:
+    """Weights in a file beside the model, or wherever ``location`` says: x FP32 [batch, 4] → y FP32 [batch, 4], x + w.
+
+    The file holds four FP32 values and is not made here.
+    """
+    weight = onnx.TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    weight.external_data.add(key="location", value=location)
+    weight.external_data.add(key="length", value="16")
+    nodes = [helper.make_node("Add", ["x", "w"], ["y"])]
+    return _write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)], [weight])
+
+
+def image_classifier(path: Path) -> Path:
+    """As classifiers were exported: a fixed batch of 1: data FP32 [1, 3, 8, 8] → scores FP32 [1, 5, 1, 1].
+
+    The scores are the mean of the image plus 0, 1, 2, 3 and 4.
+    """
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["data"], ["channels"]),
+        helper.make_node("ReduceMean", ["channels", "axes"], ["mean"], keepdims=1),
+        helper.make_node("Add", ["mean", "classes"], ["scores"]),
+    ]
+    weights = [
+        numpy_helper.from_array(np.array([1], np.int64), "axes"),
+        numpy_helper.from_array(np.arange(5, dtype=np.float32).reshape(1, 5, 1, 1), "classes"),
+    ]
+    return _write(path, nodes, [_fp32("data", 1, 3, 8, 8)], [_fp32("scores", 1, 5, 1, 1)], weights)
+
+
+def two_outputs(path: Path) -> Path:
+    """Two inputs and two outputs: INPUT0, INPUT1 INT32 [batch, 16] → OUTPUT0 their sum, OUTPUT1 their difference."""
+    nodes = [
+        helper.make_node("Add", ["INPUT0", "INPUT1"], ["OUTPUT0"]),
+        helper.make_node("Sub", ["INPUT0", "INPUT1"], ["OUTPUT1"]),
+    ]
+    inputs, outputs = (
+        [helper.make_tensor_value_info(f"{role}{n}", TensorProto.INT32, ["batch", 16]) for n in (0, 1)]
+        for role in ("INPUT", "OUTPUT")
+    )
+    return _write(path, nodes, inputs, outputs)
+
+
 def not_onnx(path: Path) -> Path:
     """Bytes that no parser takes for a model."""
     path.write_bytes(b"\xff not a model \xff")

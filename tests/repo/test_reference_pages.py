@@ -4,11 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 import ortserve.config.reference
+import ortserve.config.schema
+import ortserve.registry.reference
 import ortserve.telemetry.reference
 from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
+from ortserve.config.queueing import QueuePolicy
+from ortserve.config.session import SessionSettings
+from ortserve.config.tensors import InputOptions, OutputOptions, WarmupInput, WarmupSample
 from ortserve.telemetry.metrics import DECLARATIONS
 
 
@@ -16,6 +22,8 @@ from ortserve.telemetry.metrics import DECLARATIONS
     ("page", "render", "command"),
     [
         (ortserve.config.reference.PAGE, ortserve.config.reference.render, "ortserve.config.reference"),
+        (ortserve.config.schema.FILE, ortserve.config.schema.render, "ortserve.config.schema"),
+        (ortserve.registry.reference.PAGE, ortserve.registry.reference.render, "ortserve.registry.reference"),
         (ortserve.telemetry.reference.PAGE, ortserve.telemetry.reference.render, "ortserve.telemetry.reference"),
     ],
 )
@@ -23,8 +31,11 @@ def test_page_is_current(page: Path, render: Callable[[], str], command: str) ->
     assert page.read_text() == render(), f"run: python -m {command}"
 
 
-@pytest.mark.parametrize("schema", [ServerOptions, ModelOptions])
-def test_every_option_is_described(schema: type[ServerOptions] | type[ModelOptions]) -> None:
+@pytest.mark.parametrize(
+    "schema",
+    [ServerOptions, ModelOptions, SessionSettings, QueuePolicy, InputOptions, OutputOptions, WarmupInput, WarmupSample],
+)
+def test_every_option_is_described(schema: type[BaseModel]) -> None:
     assert [name for name, field in schema.model_fields.items() if not field.description] == []
 
 

@@ -6,7 +6,8 @@ early: where it is missing or no number, everybody is let in.
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
@@ -82,10 +83,14 @@ def judge(left_ns: float, backlog: Backlog, observations: int) -> TooLate | None
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait for one model. An empty queue takes anything: what is too much alone would never get in."""
+    """What may wait for one model. An empty queue takes anything: what is too much alone would never get in.
+
+    ``requests`` is how many may wait on a priority level, for levels that have such a bound.
+    """
 
     rows: int
     nbytes: int
+    requests: Mapping[int, int] = field(default_factory=dict)
 
 
 class Admission:
@@ -120,6 +125,24 @@ class Admission:
                 f"Exceeds maximum queue size: {queue.rows} rows of {queue.nbytes} bytes wait, at most max_queue_rows "
                 f"{limits.rows} and max_queue_bytes {limits.nbytes} may",
                 retry_after_s=self._queued_ns(queue.rows, shape_class) / 1e9 or _RETRY_AFTER_S,
+            )
+
+    def check_level(self, terms: Terms) -> None:
+        """Let a newcomer in on its priority level, or say that too many wait there.
+
+        Raises:
+            ServeError: overloaded.
+        """
+        most = self._limits.requests.get(terms.level or 1)
+        if most is None:
+            return
+        waiting = self._queue.requests(terms.level or 1)
+        if waiting >= most:
+            self._decisions.refused_full += 1
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"Exceeds maximum queue size: {waiting} requests of its priority level wait, at most {most} may",
+                retry_after_s=_RETRY_AFTER_S,
             )
 
     def check_deadline(

@@ -168,6 +168,7 @@ class Batcher:
                 retry_after_s=1,
             )
         self._admission.check_room(nbytes, rows, shape_class)
+        self._admission.check_level(terms)
         if terms.finish_by_ns is not None:
             # A run that lasts longer than predicted may end at any moment, but nobody is to take the instance for idle.
             busy_ns = 0.0 if self._free else max(1.0, min(self._busy_until_ns.values()) - now_ns)

@@ -151,6 +151,10 @@ class RiderQueue:
         """Every class that is known, used last last."""
         return list(self._classes.values())
 
+    def requests(self, level: int) -> int:
+        """How many wait on a priority level; looks at everybody who waits."""
+        return sum(rider.level == level for waiting in self._waiting.values() for rider in waiting.riders)
+
     def take(self, shape_class: ShapeClass, count: int) -> list[Rider]:
         """Remove and return the first ``count`` riders of a class."""
         riders = shape_class.riders

@@ -5,9 +5,10 @@
 
 import json
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
@@ -25,12 +26,15 @@ _UNITS: Final = {"_s": "seconds", "_bytes": "bytes", "_rows": "rows"}
 
 def describe_values(field: FieldInfo) -> str:
     """Say which values a field takes: ``integer, 0 to 65535``, or the ``expects`` of its declaration."""
-    if isinstance(field.json_schema_extra, dict):
+    if isinstance(field.json_schema_extra, dict) and "expects" in field.json_schema_extra:
         return str(field.json_schema_extra["expects"])
     lowest = next((mark.ge for mark in field.metadata if isinstance(mark, annotated_types.Ge)), None)
+    above = next((mark.gt for mark in field.metadata if isinstance(mark, annotated_types.Gt)), None)
     highest = next((mark.le for mark in field.metadata if isinstance(mark, annotated_types.Le)), None)
     words = _describe_type(field.annotation)
-    return words if highest is None else f"{words}, {lowest} to {highest}"
+    if highest is None:
+        return words
+    return f"{words}, above {above} and up to {highest}" if lowest is None else f"{words}, {lowest} to {highest}"
 
 
 def describe_unit(name: str) -> str:
@@ -62,20 +66,79 @@ def describe_problems(
         fields: The declaration.
         given: The values as they came, by key.
     """
-    # A finding inside a value (one item of a list, one form of a union) is told as one about the whole value.
-    names = dict.fromkeys(str(finding["loc"][0]) for finding in error.errors(include_url=False))
-    return {
-        name: f"expected {describe_values(fields[name])}, got {given.get(name)!r}" if name in fields else "unknown key"
-        for name in names
-    }
+    problems: dict[str, str] = {}
+    for finding in error.errors(include_url=False):
+        name, field, value = _locate(finding["loc"], fields, given)
+        if finding["type"] == "value_error":  # raised by a validator of ours, which says all there is to say
+            problems.setdefault(name, str(finding["ctx"]["error"]))
+        elif field is not None:
+            problems.setdefault(name, f"expected {describe_values(field)}, got {value!r}")
+        else:
+            problems.setdefault(name, "unknown key")
+    return problems
+
+
+def nested_fields(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
+    """The declaration of the mapping that a value is, or of each value in a list or mapping; None for plain values."""
+    annotation = field.annotation
+    if isinstance(field.json_schema_extra, dict) and "expects" in field.json_schema_extra:
+        return None
+    candidates = [annotation, *get_args(annotation)]
+    return next(
+        (one.model_fields for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)),
+        None,
+    )
+
+
+def _locate(
+    loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo], given: object
+) -> tuple[str, FieldInfo | None, object]:
+    """The path of the key that a finding is about, its declaration (None for an unknown key) and what came.
+
+    A finding inside a plain value (an item of a list, one form of a union) is told as one about the whole value.
+    """
+    name = str(loc[0])
+    field = fields.get(name)
+    value = given.get(name) if isinstance(given, Mapping) else given
+    if field is None or len(loc) == 1:
+        return name, field, value
+    inner = nested_fields(field)
+    if inner is None:
+        return name, field, value
+    rest, path = loc[1:], name
+    if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        # One of several: its index or key comes first.
+        path += f"[{rest[0]}]" if isinstance(rest[0], int) else f".{rest[0]}"
+        value = _item(value, rest[0])
+        rest = rest[1:]
+    if not rest or not isinstance(value, Mapping):
+        return path, field, value
+    name, found, value = _locate(rest, inner, value)
+    return f"{path}.{name}", found, value
+
+
+def _item(values: object, key: int | str) -> object:
+    if isinstance(values, Mapping):
+        return values.get(key, values.get(int(key)) if str(key).isdecimal() else None)
+    return values[key] if isinstance(values, list | tuple) and isinstance(key, int) and key < len(values) else values
 
 
 def _describe_type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _describe_type(arguments[0])
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if origin is tuple:
-        return f"list of {_describe_type(arguments[0])}s"
+        item = _describe_type(arguments[0])
+        return f"list of {item}s" if item in _TYPE_WORDS.values() else f"list of {item}"
+    if origin is Mapping:
+        return f"mapping of {_describe_type(arguments[0])} to {_describe_type(arguments[1])}"
     if origin in (Union, UnionType):
-        return _describe_type(next(argument for argument in arguments if argument is not NoneType))
+        words = dict.fromkeys(_describe_type(argument) for argument in arguments if argument is not NoneType)
+        return " or ".join(words)
+    if issubclass(annotation, Enum):
+        return "one of " + ", ".join(str(member.value) for member in annotation)
+    if issubclass(annotation, BaseModel):
+        return "{" + ", ".join(annotation.model_fields) + "}"
     return _TYPE_WORDS[annotation]

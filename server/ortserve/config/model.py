@@ -7,12 +7,15 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ortserve.config.expectation import describe_problems
+from ortserve.config.queueing import QueuePolicy
+from ortserve.config.session import ProviderWish, SessionSettings
+from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
 from ortserve.errors import invalid_input
 
 
@@ -21,11 +24,13 @@ class LoadOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    execution_providers: tuple[Annotated[str, StringConstraints(pattern=r"^\w+$")], ...] = Field(
-        default=("cpu",), min_length=1, json_schema_extra={"expects": "list of names, at least one"}
+    execution_providers: tuple[ProviderWish, ...] = Field(
+        default=("cpu",),
+        min_length=1,
+        json_schema_extra={"expects": "list of names, at least one"},
     )
     """Execution providers in order of preference, by short name (``cpu``, ``cuda``, ``tensorrt``) or ONNX Runtime's own
-    (``CUDAExecutionProvider``)."""
+    (``CUDAExecutionProvider``); in a file one may have options: ``[{cuda: {device_id: 1}}, cpu]``."""
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
@@ -106,6 +111,27 @@ class ModelOptions(LoadOptions):
     """Levels that requests may ask for by the parameter ``priority``, 1 the most urgent. 0: all requests are alike."""
     default_priority_level: int = Field(default=1, ge=1, le=64)
     """Level of requests that ask for none, or for one that is not there."""
+    queue_policy: QueuePolicy = Field(default_factory=QueuePolicy)
+    """How long requests may wait, and how many."""
+    priority_queue_policies: Mapping[int, QueuePolicy] = Field(default_factory=dict)
+    """The same for one priority level, instead of ``queue_policy``."""
+    model_file: FileName = Field(
+        default="model.onnx", json_schema_extra={"expects": "name of a file, without a folder"}
+    )
+    """Name of the file in each version's folder."""
+    batched: bool | None = None
+    """Whether axis 0 of the inputs is a batch axis. Unset: where it looks like one; ``true`` fails the load where it
+    does not; with ``false`` each request runs alone."""
+    inputs: Mapping[str, InputOptions] = Field(default_factory=dict)
+    """How clients see an input, by its name. Those that are named are listed first in the metadata, in this order."""
+    outputs: Mapping[str, OutputOptions] = Field(default_factory=dict)
+    """How clients see an output, by its name; names of its elements."""
+    served_outputs: tuple[str, ...] = Field(default=(), json_schema_extra={"expects": "list of names"})
+    """Outputs that clients can have, in this order. Unset: all that the model has."""
+    session: SessionSettings = Field(default_factory=SessionSettings)
+    """Settings of ONNX Runtime's sessions."""
+    warmup_samples: tuple[WarmupSample, ...] = ()
+    """Requests that are run before the version is ready, after batch sizes were measured."""
     required: bool = False
     """Whether the server is not ready while this model has no ready version. With ``strict_readiness`` every model is
     required."""
@@ -127,20 +153,35 @@ def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions
         ServeError: ``INVALID_INPUT``, with the file's name (never its folder), every bad key, what was expected there
             and what came.
     """
-    inherited = {name: getattr(defaults, name) for name in LoadOptions.model_fields}
     if path is None:
-        return ModelOptions(**inherited)
+        return ModelOptions(**inherited_options(defaults))
     try:
         given = read_yaml(path)
     except ValueError as error:
         raise invalid_input(f"{path.name}: {error}") from None
+    return make_model_options(given, defaults, path.name)
+
+
+def inherited_options(defaults: LoadOptions) -> dict[str, Any]:
+    """What a model is given that says nothing itself."""
+    return {name: getattr(defaults, name) for name in LoadOptions.model_fields}
+
+
+def make_model_options(given: Mapping[str, object], defaults: LoadOptions, source: str) -> ModelOptions:
+    """Check values as they stand in a file; keys that are not given are taken from ``defaults``.
+
+    Raises:
+        ServeError: ``INVALID_INPUT``, beginning with ``source``, with every bad key.
+    """
     try:
         # Through JSON, because strict validation takes a list for a tuple there, but no text or boolean for a number.
-        return ModelOptions.model_validate_json(json.dumps(inherited | given, default=str), strict=True)
+        return ModelOptions.model_validate_json(
+            json.dumps(inherited_options(defaults) | dict(given), default=str), strict=True
+        )
     except ValidationError as error:
         problems = describe_problems(error, ModelOptions.model_fields, given)
         told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        raise invalid_input(f"{path.name}: {told}") from None
+        raise invalid_input(f"{source}: {told}") from None
 
 
 def read_yaml(path: Path) -> dict[str, object]:

@@ -6,7 +6,7 @@ from typing import Final
 
 from pydantic.fields import FieldInfo
 
-from ortserve.config.expectation import describe_default, describe_unit, describe_values
+from ortserve.config.expectation import describe_default, describe_unit, describe_values, nested_fields
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import ServerOptions, flag_name, variable_name
 
@@ -34,7 +34,13 @@ _MODEL: Final = """\
 ## One model
 
 Keys of `model.yaml` in the model's folder. What it does not say is as the server's option of the same name says, else
-the default; `null` unsets. An unknown key or a value out of bounds fails the load of the model.
+the default; `null` unsets. An unknown key or a value out of bounds fails the load of the model. Triton's `config.pbtxt`
+says the same in [its own words](config_pbtxt.md); a model may have one of the two.
+
+[`model.schema.json`](model.schema.json) is the JSON Schema of the file, for editors that complete and check: with the
+YAML language server by a first line such as
+
+    # yaml-language-server: $schema=/path/to/model.schema.json
 """
 
 
@@ -68,7 +74,23 @@ def _model_key(name: str, field: FieldInfo) -> str:
 def _facts(name: str, field: FieldInfo, places: str) -> str:
     default = describe_default(field)
     told = " ".join((field.description or "").replace("``", "`").split())
-    return f"{places}{_values(name, field)} · default: {f'`{default}`' if default else 'unset'}\n\n{told}\n"
+    inner = nested_fields(field)
+    if inner is None:
+        return f"{places}{_values(name, field)} · default: {f'`{default}`' if default else 'unset'}\n\n{told}\n"
+    kind = describe_values(field).partition("{")[0]
+    keys = "".join(_nested_key(key, one) for key, one in inner.items())
+    return f"{places}{kind}keys with values · default: none\n\n{told}\n\n{keys}"
+
+
+def _nested_key(name: str, field: FieldInfo) -> str:
+    default = describe_default(field)
+    values = f"{_values(name, field)} · default: {f'`{default}`' if default else 'unset'}"
+    inner = nested_fields(field)
+    if inner is not None:
+        values = f"{describe_values(field).partition('{')[0]}keys with values"
+    told = " ".join((field.description or "").replace("``", "`").split())
+    nested = "".join(f"  {_nested_key(key, one)}" for key, one in (inner or {}).items())
+    return f"- `{name}`: {values}. {told}\n{nested}"
 
 
 def _values(name: str, field: FieldInfo) -> str:

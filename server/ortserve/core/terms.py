@@ -12,11 +12,13 @@ class Terms:
         level: Priority, 1 first; 0 for the model's default.
         finish_by_ns: The caller has no use for an answer after this.
         start_by_ns: It must not wait in the queue beyond this; once it runs it may take as long as it takes.
+        yields_when_late: One that does wait beyond it is not refused, but goes behind everybody of its level.
     """
 
     level: int = 0
     finish_by_ns: int | None = None
     start_by_ns: int | None = None
+    yields_when_late: bool = False
 
 
 NO_TERMS: Final = Terms()

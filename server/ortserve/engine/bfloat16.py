@@ -25,10 +25,15 @@ class BFloat16Run:
     """Runs a session on arrays, BF16 among them. No more state than the session: safe where that is."""
 
     def __init__(
-        self, session: ort.InferenceSession, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+        self,
+        session: ort.InferenceSession,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        run_options: ort.RunOptions | None = None,
     ) -> None:
         """``outputs`` are what is fetched, in this order; BF16 ones only where ``can_give_bfloat16``."""
         self._session = session
+        self._run_options = run_options
         self._output_names = [spec.name for spec in outputs]
         self._is_bfloat16_input = {spec.name: spec.datatype is DataType.BF16 for spec in inputs}
         self._is_bfloat16_output = [spec.datatype is DataType.BF16 for spec in outputs]
@@ -40,14 +45,13 @@ class BFloat16Run:
                 name: _ort_value(array, is_bfloat16=True) if self._is_bfloat16_input[name] else array
                 for name, array in feeds.items()
             }
-            outputs: list[np.ndarray] = self._session.run(self._output_names, values)
+            outputs: list[np.ndarray] = self._session.run(self._output_names, values, self._run_options)
             return outputs
         values = {name: _ort_value(array, is_bfloat16=self._is_bfloat16_input[name]) for name, array in feeds.items()}
+        results = self._session.run_with_ort_values(self._output_names, values, self._run_options)
         return [
             np.asarray(_Bits(value)) if is_bfloat16 else value.numpy()
-            for value, is_bfloat16 in zip(
-                self._session.run_with_ort_values(self._output_names, values), self._is_bfloat16_output, strict=True
-            )
+            for value, is_bfloat16 in zip(results, self._is_bfloat16_output, strict=True)
         ]
 
 

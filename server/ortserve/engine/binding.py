@@ -55,9 +55,16 @@ class HostBinding:
     of them as it did plainly, and no more at all once it did not, or a bound run failed where the plain one did not.
     """
 
-    def __init__(self, session: ort.InferenceSession, signature: ModelSignature, clock: Clock) -> None:
-        """``signature`` is one that ``can_bind`` accepts."""
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        signature: ModelSignature,
+        clock: Clock,
+        run_options: ort.RunOptions | None = None,
+    ) -> None:
+        """``signature`` is one that ``can_bind`` accepts, ``run_options`` are told to every run."""
         self._session = session
+        self._run_options = run_options
         self._names = [spec.name for spec in signature.inputs]
         self._output_names = [spec.name for spec in signature.outputs]
         self._layouts = [RowLayout(spec.datatype.numpy, spec.shape[1:]) for spec in signature.inputs]
@@ -95,7 +102,7 @@ class HostBinding:
             bound = self._bindings.get((outputs, batch.bucket)) or self._bind(outputs, batch.bucket)
             self._stage(bound, batch, lent)
             staged_ns = self._clock()
-            self._session.run_with_iobinding(bound.binding)
+            self._session.run_with_iobinding(bound.binding, self._run_options)
             computed_ns = self._clock()
         except ORT_ERRORS:
             # The plain run tells whether it was the batch's fault, and its text is the one that callers know.

@@ -33,13 +33,16 @@ class Instance:
         intra_op_threads: int,
         clock: Clock,
         padding: Padding | None = None,
+        run_options: ort.RunOptions | None = None,
     ) -> None:
-        """``padding`` is None where no batch is ever padded."""
-        self._plain_run: PlainRun | None = make_plain_run(session, signature)
+        """``padding`` is None where no batch is ever padded; ``run_options`` are told to every run."""
+        self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
         self._is_single_threaded = intra_op_threads == 1
         self._clock = clock
         self._staging = HostStaging(len(signature.inputs), padding)
-        self._binding = HostBinding(session, signature, clock) if can_bind(session, signature, padding) else None
+        self._binding: HostBinding | None = None
+        if can_bind(session, signature, padding):
+            self._binding = HostBinding(session, signature, clock, run_options)
         self._counts_padding = padding is not None
         self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)

@@ -15,8 +15,10 @@ PlainRun: TypeAlias = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 """From staged inputs to outputs, both in the signature's order. ONNX Runtime allocates the outputs."""
 
 
-def make_plain_run(session: ort.InferenceSession, signature: ModelSignature) -> PlainRun:
-    """Choose how a session is run; the choice holds the session.
+def make_plain_run(
+    session: ort.InferenceSession, signature: ModelSignature, run_options: ort.RunOptions | None = None
+) -> PlainRun:
+    """Choose how a session is run, each time with these options; the choice holds the session.
 
     Inputs must be aligned and contiguous; those that are absent are not handed to the model.
     """
@@ -24,11 +26,11 @@ def make_plain_run(session: ort.InferenceSession, signature: ModelSignature) -> 
     output_names = [spec.name for spec in signature.outputs]
     run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
     if any(spec.datatype is DataType.BF16 for spec in (*signature.inputs, *signature.outputs)):
-        run = BFloat16Run(session, signature.inputs, signature.outputs)
+        run = BFloat16Run(session, signature.inputs, signature.outputs, run_options)
     else:
 
         def run(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-            outputs: list[np.ndarray] = session.run(output_names, feeds)
+            outputs: list[np.ndarray] = session.run(output_names, feeds, run_options)
             return outputs
 
     if signature.has_optional_inputs:

@@ -1,8 +1,8 @@
 """From a model file to a warm instance. Blocks for as long as that takes: runs on the loader's thread."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +14,12 @@ from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import choose_provider
-from ortserve.engine.session import SessionOptions, open_session
+from ortserve.engine.session import SessionOptions, open_session, run_options
+from ortserve.registry.interface import Interface, resolve_interface
+from ortserve.registry.model_folder import operator_libraries, read_labels
 from ortserve.registry.padding import resolve_padding
-from ortserve.registry.warmup import WarmUp, run_once, warm_up
+from ortserve.registry.samples import make_samples
+from ortserve.registry.warmup import WarmUp, run_once, run_samples, warm_up
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -30,15 +33,27 @@ class LoadedModel:
     """Warm instances, what they take and give, and what was found out about them."""
 
     instances: tuple[Instance, ...]
-    signature: ModelSignature
+    interface: Interface
     warm_up: WarmUp
     execution_provider: str
+    device_id: int
     intra_op_threads: int
     padding: Padding | None = None
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def signature(self) -> ModelSignature:
+        """What the instances take and give."""
+        return self.interface.model
 
 
 def load_model(
-    path: Path, name: str, options: ModelOptions, clock: Clock, on_warming: Callable[[], None]
+    path: Path,
+    name: str,
+    options: ModelOptions,
+    clock: Clock,
+    on_warming: Callable[[], None],
+    folder: Path | None = None,
 ) -> LoadedModel:
     """Open a model and warm it up.
 
@@ -48,6 +63,7 @@ def load_model(
         options: Of the model.
         clock: Monotonic nanoseconds.
         on_warming: Called on this thread when the model is open and warm-up begins.
+        folder: Of the model, with the files that its options name; None where it is a file by itself.
 
     Raises:
         ServeError: In words, why it cannot be served.
@@ -59,27 +75,43 @@ def load_model(
     limits = [limit for limit in (options.max_rows, max(options.buckets, default=None)) if limit is not None]
     most_rows = min(limits, default=None)  # a batch over the largest bucket could not be padded to any
 
+    labels = read_labels(options, folder)
+    libraries = operator_libraries(options, folder)
+
+    def session_options(threads: int) -> SessionOptions:
+        return SessionOptions(provider, threads, options.session, libraries)
+
     def open_warm(threads: int) -> LoadedModel:
-        session = open_session(path, name, SessionOptions(provider, threads))
-        signature = read_signature(session, path)
+        session = open_session(path, name, session_options(threads))
+        own = read_signature(session, path)
         if options.pad or options.buckets:
-            signature = signature.without_whole_inputs(
-                "it is the same for all rows, and batches of the model are padded"
-            )
+            own = own.without_whole_inputs("it is the same for all rows, and batches of the model are padded")
+        interface = resolve_interface(options, own)
+        signature = interface.model
         padding = resolve_padding(options, signature)
-        instance = Instance(session, signature, name=name, intra_op_threads=threads, clock=clock, padding=padding)
+        samples = make_samples(options, interface, folder, max_rows=most_rows)
+        instance = Instance(
+            session,
+            signature,
+            name=name,
+            intra_op_threads=threads,
+            clock=clock,
+            padding=padding,
+            run_options=run_options(options.session),
+        )
         try:
             on_warming()
             found = warm_up(
                 instance, signature, budget_s=options.warmup_s, max_rows=most_rows, clock=clock, padding=padding
             )
             if found.rows_depend:
-                signature = replace(signature, unbatched_because=found.rows_depend)
-                padding = resolve_padding(options, signature)  # what runs alone is not padded
+                interface = interface.unbatched(found.rows_depend)
+                padding = resolve_padding(options, interface.model)  # what runs alone is not padded
+            run_samples(instance, samples)
         except BaseException:
             instance.close()  # else its worker and session would stay for as long as the process
             raise
-        return LoadedModel((instance,), signature, found, provider.name, threads, padding)
+        return LoadedModel((instance,), interface, found, provider.name, provider.device_id, threads, padding, labels)
 
     threads = options.intra_op_threads or cpu_budget()
     loaded = open_warm(threads)
@@ -89,14 +121,14 @@ def load_model(
         loaded = open_warm(1)
     try:
         for number in range(1, options.instances):
-            session = open_session(path, name, SessionOptions(provider, loaded.intra_op_threads))
             instance = Instance(
-                session,
+                open_session(path, name, session_options(loaded.intra_op_threads)),
                 loaded.signature,
                 name=f"{name} {number}",
                 intra_op_threads=loaded.intra_op_threads,
                 clock=clock,
                 padding=loaded.padding,
+                run_options=run_options(options.session),
             )
             loaded = replace(loaded, instances=(*loaded.instances, instance))
             if loaded.warm_up.latencies:
@@ -108,10 +140,13 @@ def load_model(
                     loaded.padding,
                     brings_optional=loaded.warm_up.brings_optional,
                 )
+            run_samples(instance, make_samples(options, loaded.interface, folder, max_rows=most_rows))
     except BaseException:
         for instance in loaded.instances:
             instance.close()
         raise
+    for reason in loaded.interface.without_effect:
+        log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
     return loaded
 
 

@@ -18,12 +18,14 @@ from ortserve.batching.learned import Learned
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.clock import Clock
-from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
+from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.core.padding import StagedElements
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.instance import Instance
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.configuration import Configuration, read_configuration
+from ortserve.registry.lateness import requests_limits
 from ortserve.registry.lifecycle import State, VersionRecord
 from ortserve.registry.loader import LoadedModel, load_model
 from ortserve.registry.repository import ModelFiles, read_repositories
@@ -127,27 +129,34 @@ class Registry:
         await asyncio.gather(*[self._retire(record) for record in self.records() if record.served is not None])
 
     async def _load(self, files: ModelFiles, executor: ThreadPoolExecutor) -> None:
-        records = self._records[files.name] = {}
+        records: dict[int, VersionRecord] = {}
         try:
             if files.problem:
                 raise ServeError(ErrorKind.INVALID_INPUT, files.problem)
-            options = load_model_options(files.options, self._defaults)
-            versions = choose_versions(options.version_policy, files.versions)
+            # On the loader's thread, because it reads a file.
+            configuration = await asyncio.get_running_loop().run_in_executor(
+                executor, read_configuration, files.name, files.options, self._defaults
+            )
+            versions = choose_versions(configuration.options.version_policy, files.versions)
         except ServeError as error:
+            self._records[files.name] = records
             record = records[0] = VersionRecord(files.name, 0, is_required=False)
             self._advance(record, State.FAILED, error.message)
             return
         for version in versions:
-            records[version] = VersionRecord(files.name, version, is_required=options.required)
+            records[version] = VersionRecord(files.name, version, is_required=configuration.options.required)
             self._show(records[version])
+        self._records[files.name] = records
+        for reason in configuration.without_effect:
+            log_event(logger, logging.WARNING, "configured without effect", model=files.name, reason=reason)
         for version in versions:
-            await self._load_version(records[version], files.versions[version], options, executor)
+            await self._load_version(records[version], files, configuration, executor)
 
     async def _load_version(
         self,
         record: VersionRecord,
-        path: Path,
-        options: ModelOptions,
+        files: ModelFiles,
+        configuration: Configuration,
         executor: ThreadPoolExecutor,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -156,15 +165,20 @@ class Registry:
         def on_warming() -> None:
             loop.call_soon_threadsafe(self._on_warming, record)
 
-        name = f"{record.model}/{record.version}"
+        def load() -> LoadedModel:
+            options = configuration.options
+            path = files.file(record.version, options)
+            name = f"{record.model}/{record.version}"
+            return load_model(path, name, options, self._clock, on_warming, files.folder)
+
         try:
-            loaded = await loop.run_in_executor(executor, load_model, path, name, options, self._clock, on_warming)
+            loaded = await loop.run_in_executor(executor, load)
         except Exception as error:
             if not isinstance(error, ServeError):
                 logger.error("loading failed unexpectedly", exc_info=error)
             self._advance(record, State.FAILED, error.message if isinstance(error, ServeError) else "unexpected error")
             return
-        record.served = self._serve(record, loaded, options)
+        record.served = self._serve(record, loaded, configuration)
         self._advance(record, State.READY)
         self._route(record.model)
         log_event(
@@ -177,8 +191,9 @@ class Registry:
             **record.served.properties,
         )
 
-    def _serve(self, record: VersionRecord, loaded: LoadedModel, options: ModelOptions) -> ServedModel:
+    def _serve(self, record: VersionRecord, loaded: LoadedModel, configuration: Configuration) -> ServedModel:
         found = loaded.warm_up
+        options = configuration.options
         loop = asyncio.get_running_loop()
         # What was measured at one shape says nothing of another: then each shape class learns from its own batches.
         is_known = loaded.signature.has_one_shape_class
@@ -191,7 +206,7 @@ class Registry:
             loaded.instances,
             _policy(loaded, options),
             queue,
-            limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes),
+            limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
             device=self._device,
             threads=loaded.intra_op_threads,
             inline=self._inline,
@@ -206,13 +221,11 @@ class Registry:
         return ServedModel(
             record.model,
             str(record.version),
-            loaded.signature,
+            loaded,
             batcher,
-            loaded.instances,
             metrics,
-            options=options,
+            configuration=configuration,
             properties=_properties(loaded, batcher.max_rows),
-            padding=loaded.padding,
         )
 
     async def _retire(self, record: VersionRecord) -> None:

@@ -3,18 +3,18 @@
 import asyncio
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Final
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
-from ortserve.config.model import ModelOptions
 from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
-from ortserve.core.padding import Padding
-from ortserve.core.signature import ModelSignature
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.engine.instance import Instance
-from ortserve.errors import invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.configuration import Configuration
+from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
+from ortserve.registry.loader import LoadedModel
 from ortserve.telemetry.metrics import ModelMetrics
 
 
@@ -25,30 +25,60 @@ class ServedModel:
         self,
         name: str,
         version: str,
-        signature: ModelSignature,
+        loaded: LoadedModel,
         batcher: Batcher,
-        instances: Sequence[Instance],
         metrics: ModelMetrics,
         *,
-        options: ModelOptions,
+        configuration: Configuration,
         properties: Mapping[str, str],
-        padding: Padding | None = None,
     ) -> None:
-        """``properties`` is what operators may read about it, ``padding`` the instances' own."""
+        """Open for requests.
+
+        Args:
+            name: Of the model.
+            version: Digits.
+            loaded: What the loader made of it.
+            batcher: Of the loaded instances.
+            metrics: Of the version.
+            configuration: It was loaded with.
+            properties: What operators may read about it.
+        """
         self.name = name
         self.version = version
-        self.signature = signature
+        self.signature: Final = loaded.interface.client
+        """What requests bring and get."""
+        self.model_signature: Final = loaded.interface.model
+        """The same tensors in the same order as the model itself has them: other shapes, where they are reshaped."""
+        self.labels: Final[Mapping[str, Sequence[str]]] = loaded.labels
+        """Names of the elements of an output, by its name; outputs without labels are not in it."""
         self.metrics = metrics
         self.properties = properties
+        self.options: Final = configuration.options
+        self.declared: Final = configuration.declared
+        """Its ``config.pbtxt`` as it stands; empty where it has none."""
+        self.execution_provider: Final = loaded.execution_provider
+        self.device_id: Final = loaded.device_id
+        self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
-        self._instances = instances
-        self._options = options
-        self._usual_terms = None if options.slo_s is not None else Terms(options.default_priority_level)
-        self._has_one_shape_class = signature.has_one_shape_class
-        self._has_optional_inputs = signature.has_optional_inputs
-        self._whole_inputs = [i for i, spec in enumerate(signature.inputs) if spec.is_whole and signature.is_batched]
+        self._instances = loaded.instances
+        self._reshapes = loaded.interface.reshapes
+        options = configuration.options
+        self._has_queue_policies = has_queue_policies(options)
+        is_usual = options.slo_s is None and not self._has_queue_policies
+        self._usual_terms = Terms(options.default_priority_level) if is_usual else None
+        self._has_one_shape_class = self.signature.has_one_shape_class
+        self._has_optional_inputs = self.signature.has_optional_inputs
+        self._whole_inputs = [
+            index for index, spec in enumerate(self.signature.inputs) if spec.is_whole and self.signature.is_batched
+        ]
         self._most_rows_alone = options.max_rows or math.inf
+        padding = loaded.padding
         self._padding = padding if padding is not None and padding.pads_requests else None
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows that run together."""
+        return self._batcher.max_rows
 
     def terms(self, received_ns: int, *, timeout_ns: int | None, priority: int, queue_timeout_ns: int | None) -> Terms:
         """The terms of a request: what its caller asked for, and the model's options where it did not.
@@ -61,15 +91,14 @@ class ServedModel:
         """
         if timeout_ns is None and queue_timeout_ns is None and not priority and self._usual_terms is not None:
             return self._usual_terms
-        options = self._options
+        options = self.options
         if timeout_ns is None and options.slo_s is not None:
             timeout_ns = int(options.slo_s * 1e9)
         level = priority if 0 < priority <= options.priority_levels else options.default_priority_level
-        return Terms(
-            level,
-            None if timeout_ns is None else received_ns + timeout_ns,
-            None if queue_timeout_ns is None else received_ns + queue_timeout_ns,
-        )
+        finish_by_ns = None if timeout_ns is None else received_ns + timeout_ns
+        if self._has_queue_policies:
+            return policy_terms(options, level, received_ns, finish_by_ns, queue_timeout_ns)
+        return Terms(level, finish_by_ns, None if queue_timeout_ns is None else received_ns + queue_timeout_ns)
 
     def learned(self) -> Learned:
         """What its batcher has learned and decided."""
@@ -93,6 +122,8 @@ class ServedModel:
                 a padded dimension; overloaded, deadline, not_ready or internal from the batcher.
         """
         batcher = self._batcher
+        if self._reshapes is not None:
+            inputs = self._reshapes.to_model(inputs)
         shape_class: Hashable = None
         if self._padding is not None:
             shape_class = self._padding.shape_class(inputs)
@@ -103,15 +134,52 @@ class ServedModel:
             shape_class = shape_class, tuple(map(is_absent, inputs))
             if rows <= self._most_rows_alone and any(not is_absent(inputs[index]) for index in self._whole_inputs):
                 shape_class, rows = _Alone(), 1  # a batch of one, of which the batcher makes neither more nor less
+        if rows > batcher.max_rows and self.options.max_rows is not None:
+            raise invalid_input(
+                f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}"
+            )
+        if terms.yields_when_late:
+            return asyncio.ensure_future(self._run_yielding(inputs, rows, shape_class, timing, terms))
         if rows <= batcher.max_rows:
             return batcher.submit(inputs, rows, shape_class, timing, terms)
-        if self._options.max_rows is None:
-            return asyncio.ensure_future(batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms))
-        raise invalid_input(f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}")
+        return asyncio.ensure_future(batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms))
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
-        """Take away what padding added to the outputs of a request: views that later runs do not touch."""
-        return outputs if self._padding is None else self._padding.cut_back(outputs, inputs)
+        """Take away what padding added to the outputs of a request: views that later runs do not touch.
+
+        Args:
+            outputs: As the batcher gave them.
+            inputs: Of the request, as they were submitted.
+
+        Raises:
+            ServeError: internal, when an output has not the shape that it is configured to have.
+        """
+        if self._padding is not None:
+            model_inputs = inputs if self._reshapes is None else self._reshapes.to_model(inputs)
+            outputs = self._padding.cut_back(outputs, model_inputs)
+        if self._reshapes is None:
+            return outputs
+        try:
+            return self._reshapes.to_client(outputs)
+        except ValueError as error:
+            raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
+
+    async def _run_yielding(
+        self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms
+    ) -> Arrays:
+        """Run a request that lets others go first once it has waited for its time."""
+        batcher = self._batcher
+        run = batcher.submit if rows <= batcher.max_rows else batcher.submit_in_pieces
+        try:
+            return await run(inputs, rows, shape_class, timing, terms)
+        except ServeError as error:
+            # Only its place in the queue was too late, and no run has begun.
+            if error.kind is not ErrorKind.DEADLINE or timing.taken_ns:
+                raise
+        queued_ns = timing.queued_ns
+        outputs = await run(inputs, rows, shape_class, timing, terms_behind(terms))
+        timing.queued_ns = queued_ns  # it waited since then
+        return outputs
 
     async def close(self) -> None:
         """Answer everyone who was admitted, then free the instances."""

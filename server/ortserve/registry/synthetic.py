@@ -49,11 +49,12 @@ def synthetic_inputs(
             shape[0] = rows
         if padded is not None:
             shape[padded.axis] = padded.padded_length(FREE_DIM)
-        arrays.append(_draw(generator, spec.datatype, tuple(shape)))
+        arrays.append(draw(generator, spec.datatype, tuple(shape)))
     return tuple(arrays)
 
 
-def _draw(generator: np.random.Generator | None, datatype: DataType, shape: tuple[int, ...]) -> np.ndarray:
+def draw(generator: np.random.Generator | None, datatype: DataType, shape: tuple[int, ...]) -> np.ndarray:
+    """Make up one tensor; zeros, or texts all alike, without a generator."""
     if generator is None:
         return np.full(shape, "a" if datatype is DataType.BYTES else 0, datatype.numpy)
     if datatype is DataType.BYTES:

@@ -2,6 +2,7 @@
 
 import statistics
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -10,8 +11,9 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
-from ortserve.errors import ServeError
+from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
+from ortserve.registry.samples import Sample
 from ortserve.registry.synthetic import synthetic_inputs
 
 MAX_SWEPT_ROWS: Final = 64
@@ -111,6 +113,21 @@ def run_once(
         ServeError: internal, when the model refuses made-up inputs.
     """
     _run_on_worker(runner, _as_batch(_MakeUp(signature, padding, brings_optional)(rows, 0), rows))
+
+
+def run_samples(runner: Runner, samples: Sequence[Sample]) -> None:
+    """Run what the model's configuration asks for, on the instance's own worker.
+
+    Raises:
+        ServeError: invalid_input, naming the sample that failed, and why.
+    """
+    for sample in samples:
+        batch = _as_batch(sample.inputs, sample.rows)
+        try:
+            for _ in range(sample.count):
+                _run_on_worker(runner, batch)
+        except ServeError as error:
+            raise invalid_input(f"warm-up sample '{sample.name}': {error.message}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,3 +289,19 @@ def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch(loop: asyncio.Abstr
     stage.check(left_ms=15)  # all three ride at once: 14 ms
     stage.wait(1, finish_by_ns=NOW + 15 * MS)
     assert stage.refusal(left_ms=15).kind is ErrorKind.OVERLOADED
+
+
+def test_level_with_a_bound_takes_no_more_requests_than_that(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop)
+    limits = QueueLimits(10**6, 10**6, {1: 2})
+    admission = Admission(BatchPolicy(MAX_ROWS), stage.queue, limits, stage.decisions, instances=1)
+    stage.wait(rows=1, level=1)
+    stage.wait(rows=1, level=2)
+    admission.check_level(Terms(1))
+    stage.wait(rows=5, level=1)
+    with pytest.raises(ServeError, match="2 requests of its priority level wait, at most 2 may") as caught:
+        admission.check_level(Terms())
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    assert caught.value.retry_after_s == 1
+    assert stage.decisions.refused_full == 1
+    admission.check_level(Terms(2))

@@ -7,6 +7,7 @@ import pytest
 
 from ortserve.config.model import AllVersions, LatestVersions, SpecificVersions, load_model_options
 from ortserve.config.options import ServerOptions
+from ortserve.config.session import provider_parts
 from ortserve.errors import ErrorKind, ServeError
 
 DEFAULTS = ServerOptions(execution_providers=("cuda", "cpu"), max_rows=16, warmup_s=1.5)
@@ -134,3 +135,41 @@ def test_bad_padding_is_told_with_the_form_it_should_have(file: Path, entry: str
 
     expected = r"model.yaml: pad: expected {input: {axis: n, multiple: n, value: v}, ...}, got {'ids': "
     assert raised.value.message.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("session: {graph_optimisation: all}", "session.graph_optimisation: unknown key"),
+        (
+            "session: {graph_optimization: most}",
+            "session.graph_optimization: expected one of none, basic, extended, layout, all, got 'most'",
+        ),
+        ("inputs: {x: {dims: [a]}}", "inputs.x.dims: expected list of integers, got ['a']"),
+        ("warmup_samples: [{}, {rows: 0}]", "warmup_samples[1].rows: expected integer, 1 to 65536, got 0"),
+        (
+            "priority_queue_policies: {1: {timeout_s: 0}}",
+            "priority_queue_policies.1.timeout_s: expected number, above 0 and up to 86400, got 0",
+        ),
+        (
+            "session: {entries: {session.disable_prepack: 1}}",
+            "session.entries: no such entry: 'session.disable_prepack'; did you mean 'session.disable_prepacking'?",
+        ),
+        ("model_file: a/b.onnx", "model_file: expected name of a file, without a folder, got 'a/b.onnx'"),
+    ],
+)
+def test_bad_key_inside_a_value_is_told_by_its_path(file: Path, text: str, problem: str) -> None:
+    file.write_text(text)
+
+    with pytest.raises(ServeError) as raised:
+        load_model_options(file, DEFAULTS)
+
+    assert raised.value.message == f"model.yaml: {problem}"
+
+
+def test_execution_providers_may_have_options(file: Path) -> None:
+    file.write_text("execution_providers: [{cuda: {device_id: 1, use_tf32: false}}, cpu]")
+
+    wishes = load_model_options(file, DEFAULTS).execution_providers
+
+    assert [provider_parts(wish) for wish in wishes] == [("cuda", {"device_id": "1", "use_tf32": "0"}), ("cpu", {})]

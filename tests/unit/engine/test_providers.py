@@ -2,6 +2,7 @@
 
 import pytest
 
+from ortserve.config.session import ProviderWish
 from ortserve.engine.providers import CPU, ProviderChoice, check_providers, choose_provider, session_providers
 from ortserve.errors import ErrorKind, ServeError
 
@@ -43,11 +44,37 @@ def test_installed_onnx_runtime_is_asked_and_offers_the_cpu() -> None:
 
 
 def test_cpu_stands_behind_every_other_provider() -> None:
-    assert session_providers(ProviderChoice(CUDA)) == [CUDA, CPU]
-    assert session_providers(ProviderChoice(CPU)) == [CPU]
+    assert session_providers(ProviderChoice(CUDA)) == [(CUDA, {}), (CPU, {})]
+    assert session_providers(ProviderChoice(CPU)) == [(CPU, {})]
 
 
 def test_provider_that_onnx_runtime_dropped_is_an_error() -> None:
     check_providers(ProviderChoice(CUDA), [CUDA, CPU])
     with pytest.raises(ServeError, match=f"{CUDA} was chosen, but ONNX Runtime could not start it and uses {CPU}"):
         check_providers(ProviderChoice(CUDA), [CPU])
+
+
+def test_wish_may_bring_options_which_go_to_its_own_provider_only() -> None:
+    wishes: list[ProviderWish] = [
+        {"tensorrt": {"trt_fp16_enable": True, "device_id": 1}},
+        {"cuda": {"device_id": 1}},
+        "openvino",
+        "cpu",
+    ]
+    choice = choose_provider(wishes, [TENSORRT, CUDA, CPU])
+    assert (choice.name, choice.device_id, choice.passed_over) == (TENSORRT, 1, ())
+    assert session_providers(choice) == [
+        (TENSORRT, {"trt_fp16_enable": "1", "device_id": "1"}),
+        (CUDA, {"device_id": "1"}),
+        (CPU, {}),
+    ]
+
+
+def test_nothing_stands_behind_the_cpu_and_nothing_ahead_of_the_choice_beside_it() -> None:
+    choice = choose_provider(["openvino", {"cpu": {"a": "b"}}, "cuda"], [CUDA, CPU])
+    assert session_providers(choice) == [(CPU, {"a": "b"})]
+    assert choice.passed_over == ("OpenVINOExecutionProvider is not offered by this ONNX Runtime",)
+
+
+def test_unreadable_device_is_left_to_the_provider_to_refuse() -> None:
+    assert choose_provider([{"cuda": {"device_id": "first"}}], [CUDA]).device_id == 0

@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
 from models import builders
+from ortserve.config.session import GraphOptimization, SessionSettings
 from ortserve.engine.providers import CPU, ProviderChoice
-from ortserve.engine.session import SessionOptions, open_session, run_error, without_paths
+from ortserve.engine.session import SessionOptions, open_session, run_error, run_options, without_paths
 from ortserve.errors import ErrorKind, ServeError
 
 OPTIONS = SessionOptions(ProviderChoice(CPU), intra_op_threads=1)
@@ -112,3 +115,87 @@ def test_failed_run_is_an_internal_error() -> None:
     error = run_error(RuntimeError("at /home/x/y.cc"))
     assert error.kind is ErrorKind.INTERNAL
     assert error.message == "ONNX Runtime failed to run the model: at …"
+
+
+def test_settings_are_those_of_the_session(tmp_path: Path) -> None:
+    settings = SessionSettings(
+        graph_optimization="basic",
+        execution_mode="parallel",
+        inter_op_threads=2,
+        spinning=True,
+        memory_arena=False,
+        memory_pattern=False,
+        deterministic=True,
+        entries={"session.set_denormal_as_zero": True, "session.dynamic_block_base": 4},
+    )
+    options = SessionOptions(ProviderChoice(CPU), 1, settings)
+    native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", options).get_session_options()
+    assert native.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    assert native.execution_mode == ort.ExecutionMode.ORT_PARALLEL
+    assert (native.intra_op_num_threads, native.inter_op_num_threads) == (1, 2)
+    assert (native.enable_cpu_mem_arena, native.enable_mem_pattern) == (False, False)
+    assert native.use_deterministic_compute
+    entries = ("session.set_denormal_as_zero", "session.dynamic_block_base", "session.intra_op.allow_spinning")
+    assert [native.get_session_config_entry(entry) for entry in entries] == ["1", "4", "1"]
+
+
+@pytest.mark.parametrize(
+    ("level", "native"),
+    [
+        ("none", ort.GraphOptimizationLevel.ORT_DISABLE_ALL),
+        ("extended", ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED),
+        ("layout", ort.GraphOptimizationLevel.ORT_ENABLE_LAYOUT),
+        ("all", ort.GraphOptimizationLevel.ORT_ENABLE_ALL),
+    ],
+)
+def test_every_level_of_graph_optimization_is_onnx_runtimes_own(
+    tmp_path: Path, level: GraphOptimization, native: ort.GraphOptimizationLevel
+) -> None:
+    options = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization=level))
+    session = open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+    assert session.get_session_options().graph_optimization_level == native
+
+
+def test_usual_settings_suit_a_server(tmp_path: Path) -> None:
+    native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", OPTIONS).get_session_options()
+    assert native.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert native.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    assert native.inter_op_num_threads == 1
+
+
+@pytest.mark.parametrize("content", [None, b"no library"])
+def test_operator_library_that_is_none_is_told_without_its_folder(tmp_path: Path, content: bytes | None) -> None:
+    library = tmp_path / "ops.so"
+    if content is not None:
+        library.write_bytes(content)
+    options = SessionOptions(ProviderChoice(CPU), 1, operator_libraries=(library,))
+    with pytest.raises(ServeError, match=r"ONNX Runtime cannot load the model: .*ops\.so") as caught:
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert str(tmp_path) not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "there"),
+    [
+        (SessionSettings(shrink_arenas=("cpu:0", "gpu:0")), "cpu:0"),
+        (SessionSettings(shrink_arenas=("cpu:0",), memory_arena=False), "none"),
+    ],
+)
+def test_arena_that_is_not_there_fails_the_load_and_not_every_run(
+    tmp_path: Path, settings: SessionSettings, there: str
+) -> None:
+    options = SessionOptions(ProviderChoice(CPU), 1, settings)
+    with pytest.raises(ServeError, match=f"session.shrink_arenas: expected arenas out of {there}, got"):
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+
+
+def test_arenas_are_shrunk_by_every_run_where_that_is_asked_for(tmp_path: Path) -> None:
+    session = open_session(builders.mlp(tmp_path / "model.onnx"), "m", OPTIONS)
+    assert run_options(SessionSettings()) is None
+    feeds = {"x": np.zeros((1, 64), np.float32)}
+    told = run_options(SessionSettings(shrink_arenas=("cpu:0",)))
+    assert session.run(None, feeds, told)[0].shape == (1, 10)
+    # ONNX Runtime refuses an arena that is not there, which shows that it was told.
+    with pytest.raises(Exception, match=r"gpu:7|arena"):
+        session.run(None, feeds, run_options(SessionSettings(shrink_arenas=("gpu:7",))))

@@ -33,3 +33,34 @@ def test_committed_messages_are_what_the_protos_generate() -> None:
 def test_messages_live_in_one_process_with_tritonclient_whichever_is_imported_first(imports: str) -> None:
     run = subprocess.run([sys.executable, "-c", imports + ROUND_TRIP], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+SAME_CONTRACT = """
+import tritonclient.grpc.model_config_pb2 as theirs
+import ortserve._pb.model_config_pb2 as ours
+
+def shape(message, seen):
+    if message.name in seen:
+        return
+    seen[message.name] = {
+        field.name: (
+            field.number,
+            field.type,
+            field.is_repeated,
+            field.containing_oneof.name if field.containing_oneof else None,
+            {value.name: value.number for value in field.enum_type.values} if field.enum_type else None,
+        )
+        for field in message.fields
+    }
+    for field in message.fields:
+        if field.message_type:
+            shape(field.message_type, seen)
+    return seen
+
+assert shape(theirs.ModelConfig.DESCRIPTOR, {}) == shape(ours.ModelConfig.DESCRIPTOR, {})
+"""
+
+
+def test_configurations_have_the_fields_and_numbers_that_clients_know() -> None:
+    run = subprocess.run([sys.executable, "-c", SAME_CONTRACT], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr

@@ -115,3 +115,58 @@ def test_batch_never_has_more_rows_than_the_largest_bucket(
 ) -> None:
     options = QUICK.model_copy(update={"max_rows": max_rows, "buckets": buckets})
     assert load(builders.identity(tmp_path / "model.onnx"), options).warm_up.max_rows == expected
+
+
+def test_interface_labels_and_samples_are_those_configured(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "model.onnx")
+    (tmp_path / "labels.txt").write_text("a\nb\n")
+    options = ModelOptions.model_validate(
+        {
+            "warmup_s": 0.05,
+            "instances": 2,
+            "inputs": {"x": {"dims": (8, 8), "reshape": (64,)}},
+            "outputs": {"y": {"labels": "labels.txt"}},
+            "warmup_samples": ({"rows": 2, "count": 3},),
+        }
+    )
+    loaded = load_model(path, "m/1", options, time.monotonic_ns, lambda: None, tmp_path)
+    for instance in loaded.instances:
+        instance.close()
+    assert loaded.interface.client.inputs[0].shape == (-1, 8, 8)
+    assert loaded.signature.inputs[0].shape == (-1, 64)
+    assert loaded.labels == {"y": ("a", "b")}
+
+
+def test_sample_that_the_model_refuses_fails_the_load(tmp_path: Path) -> None:
+    path = builders.refuses_synthetic(tmp_path / "model.onnx")
+    options = ModelOptions.model_validate(
+        {"warmup_s": 0.05, "warmup_samples": ({"name": "mine", "inputs": {"x": {"data": "zeros"}}},)}
+    )
+    with pytest.raises(ServeError, match="warm-up sample 'mine': ONNX Runtime failed to run the model") as caught:
+        load(path, options)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert not workers()
+
+
+def test_settings_of_the_session_hold_for_every_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def open_noted(*args: Any) -> Any:
+        opened.append(open_session(*args))
+        return opened[-1]
+
+    monkeypatch.setattr("ortserve.registry.loader.open_session", open_noted)
+    options = ModelOptions.model_validate(
+        {"warmup_s": 0, "instances": 2, "intra_op_threads": 1, "session": {"graph_optimization": "basic"}}
+    )
+    load(builders.mlp(tmp_path / "model.onnx"), options)
+    levels = {str(session.get_session_options().graph_optimization_level) for session in opened}
+    assert len(opened) == 2
+    assert levels == {"GraphOptimizationLevel.ORT_ENABLE_BASIC"}
+
+
+def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) -> None:
+    options = QUICK.model_copy(update={"batched": True})
+    with pytest.raises(ServeError, match="the configuration says that the model is batched, but the first dimension"):
+        load(builders.fixed_batch(tmp_path / "model.onnx"), options)
+    assert not workers()

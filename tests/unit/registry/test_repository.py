@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ortserve.config.model import ModelOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.repository import ModelFiles, read_repositories
 
@@ -26,13 +27,38 @@ def read_one(root: Path) -> ModelFiles:
 def test_folder_with_versions_is_a_model(tmp_path: Path) -> None:
     touch(tmp_path, "m/1/model.onnx", "m/12/model.onnx", "m/12/weights.bin", "m/README.md")
     assert read_one(tmp_path) == ModelFiles(
-        "m", {1: tmp_path / "m/1/model.onnx", 12: tmp_path / "m/12/model.onnx"}, options=None, problem=""
+        "m",
+        {1: tmp_path / "m/1/model.onnx", 12: tmp_path / "m/12/model.onnx"},
+        options=None,
+        problem="",
+        folder=tmp_path / "m",
     )
 
 
 def test_options_lie_beside_the_versions(tmp_path: Path) -> None:
     touch(tmp_path, "m/1/model.onnx", "m/model.yaml")
     assert read_one(tmp_path).options == tmp_path / "m/model.yaml"
+
+
+def test_triton_options_lie_beside_the_versions_too(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx", "m/config.pbtxt")
+    assert read_one(tmp_path).options == tmp_path / "m/config.pbtxt"
+
+
+def test_options_may_name_another_file_or_a_folder_with_one(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/net.onnx", "m/2/net.onnx/model.onnx", "m/3/model.onnx", "m/model.yaml")
+    model = read_one(tmp_path)
+    options = ModelOptions(model_file="net.onnx")
+    assert model.problem == ""
+    assert model.file(1, options) == tmp_path / "m/1/net.onnx"
+    assert model.file(2, options) == tmp_path / "m/2/net.onnx/model.onnx"
+    with pytest.raises(ServeError, match=r"version folder 3 has no file net\.onnx"):
+        model.file(3, options)
+
+
+def test_file_by_itself_is_opened_whatever_options_call_it(tmp_path: Path) -> None:
+    touch(tmp_path, "m.onnx")
+    assert read_one(tmp_path).file(1, ModelOptions(model_file="net.onnx")) == tmp_path / "m.onnx"
 
 
 def test_file_is_version_1_of_its_name(tmp_path: Path) -> None:
@@ -63,8 +89,8 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
         (["m/1/model.onnx", "m/2/other.onnx"], "version folder 2 has no file model.onnx"),
         (["m/1/model.onnx/"], "version folder 1 has no file model.onnx"),
         (
-            ["m/1/model.onnx", "m/config.pbtxt"],
-            "config.pbtxt is not read by this server; say it in model.yaml",
+            ["m/1/model.onnx", "m/config.pbtxt", "m/model.yaml"],
+            "it has both model.yaml and config.pbtxt: say it all in one of them",
         ),
         (["m/1/model.onnx", "m.onnx"], "there are two models of this name in the repositories"),
     ],

@@ -1,0 +1,66 @@
+"""How ONNX Runtime is told to run a model: execution providers with their options, and the settings of its sessions."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+from ortserve.config.session_entries import SESSION_ENTRIES, check_session_entry
+
+Scalar: TypeAlias = bool | int | float | str
+"""A value of ONNX Runtime's options, all of which are texts to it: true is ``1``, false ``0``."""
+
+ProviderName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^\w+$")]
+ProviderWish: TypeAlias = (
+    ProviderName | Annotated[Mapping[ProviderName, Mapping[str, Scalar]], Field(min_length=1, max_length=1)]
+)
+"""An execution provider by name, or ``{name: {option: value}}``."""
+
+SessionEntry: TypeAlias = Annotated[
+    str,
+    AfterValidator(check_session_entry),
+    WithJsonSchema({"type": "string", "enum": sorted(SESSION_ENTRIES)}),
+]
+
+GraphOptimization: TypeAlias = Literal["none", "basic", "extended", "layout", "all"]
+
+
+class SessionSettings(BaseModel):
+    """Settings of ONNX Runtime's sessions; the defaults are those that suit a server."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    graph_optimization: GraphOptimization = "all"
+    """How far the graph is rewritten at load. Less makes loading faster and results closer to the exporter's."""
+    execution_mode: Literal["sequential", "parallel"] = "sequential"
+    """``parallel`` runs independent branches of the graph at the same time, on ``inter_op_threads`` threads."""
+    inter_op_threads: int = Field(default=1, ge=1, le=1024)
+    """Threads for branches of the graph, in the execution mode ``parallel``."""
+    spinning: bool = False
+    """Let idle threads of a session wait in a busy loop: quicker to start, at the cost of whatever else runs there."""
+    memory_arena: bool = True
+    """Keep freed memory for the next run. Without it memory goes back at once, and runs are a little slower."""
+    memory_pattern: bool = True
+    """Plan the memory of a whole run, once for each shape. Of no use, and growing, where shapes vary a lot."""
+    shrink_arenas: tuple[Annotated[str, StringConstraints(pattern=r"^(cpu|gpu):\d+$")], ...] = ()
+    """Arenas, such as ``cpu:0`` or ``gpu:0``, that give back what they do not need after every run."""
+    deterministic: bool = False
+    """Choose kernels that give the same result for the same input every time, where there are such."""
+    entries: Mapping[SessionEntry, Scalar] = Field(default_factory=dict)
+    """Entries of ONNX Runtime's session configuration, such as ``session.set_denormal_as_zero: 1``, handed on as they
+    are. One that ONNX Runtime does not know is refused here, because it would not say so itself."""
+    operator_libraries: tuple[str, ...] = ()
+    """Shared libraries with operators of the model's own. A path that is not absolute is one in the model's folder."""
+
+
+def option_text(value: Scalar) -> str:
+    """A value as ONNX Runtime takes it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def provider_parts(wish: ProviderWish) -> tuple[str, dict[str, str]]:
+    """The name of a provider, and its options as texts."""
+    if isinstance(wish, str):
+        return wish, {}
+    ((name, options),) = wish.items()
+    return name, {option: option_text(value) for option, value in options.items()}

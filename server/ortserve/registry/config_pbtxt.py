@@ -1,0 +1,188 @@
+"""A ``config.pbtxt`` in our own words: from the fields of its message to the same options that ``model.yaml`` gives."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ortserve._pb import model_config_pb2 as pb
+from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.config_fields import check_fields
+from ortserve.registry.config_parameters import read_parameters
+from ortserve.registry.config_providers import choose_wishes
+
+PLATFORM: Final = "onnxruntime_onnx"
+BACKEND: Final = "onnxruntime"
+
+_GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """The options, and for each field of the configuration that has no effect its path and why."""
+
+    options: ModelOptions
+    without_effect: tuple[str, ...]
+
+
+def translate_config(config: pb.ModelConfig, name: str, defaults: LoadOptions, source: str) -> Translation:
+    """Say in options what a configuration says.
+
+    Args:
+        config: As it stands in the file.
+        name: Of the model.
+        defaults: What holds where the configuration says nothing.
+        source: What errors begin with, such as ``config.pbtxt``.
+
+    Raises:
+        ServeError: unsupported for fields that are not served here, invalid_input for values that make no sense.
+    """
+    try:
+        _check_identity(config, name)
+        without_effect = check_fields(config)
+        given, more = _options(config, defaults)
+    except ServeError as error:
+        raise ServeError(error.kind, f"{source}: {error.message}") from None
+    return Translation(make_model_options(given, defaults, source), (*without_effect, *more))
+
+
+def datatype_name(datatype: int) -> str:
+    """The wire's name of a configured datatype."""
+    name = pb.DataType.Name(datatype).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
+
+
+def _check_identity(config: pb.ModelConfig, name: str) -> None:
+    if config.name and config.name != name:
+        raise invalid_input(f"name: expected '{name}', as the model's folder, got '{config.name}'")
+    for field, got, expected in (("platform", config.platform, PLATFORM), ("backend", config.backend, BACKEND)):
+        if got not in ("", expected):
+            raise ServeError(ErrorKind.UNSUPPORTED, f"{field}: expected '{expected}', got '{got}'")
+
+
+def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, Any], list[str]]:
+    given: dict[str, Any] = {}
+    if config.max_batch_size < 0:
+        raise invalid_input(f"max_batch_size: expected 0 or more, got {config.max_batch_size}")
+    if config.max_batch_size:
+        given |= {"max_rows": config.max_batch_size, "batched": True}
+    elif any(tensor.dims for tensor in config.input) or any(tensor.dims for tensor in config.output):
+        given["batched"] = False  # then the dims are whole shapes
+    given["inputs"] = {tensor.name: _tensor(tensor) | {"optional": tensor.optional} for tensor in config.input}
+    given["outputs"] = {
+        tensor.name: _tensor(tensor) | {"labels": tensor.label_filename or None} for tensor in config.output
+    }
+    given["served_outputs"] = list(given["outputs"])
+    for role, tensors in (("input", config.input), ("output", config.output)):
+        if len({tensor.name for tensor in tensors}) < len(tensors) or not all(tensor.name for tensor in tensors):
+            raise invalid_input(f"{role}: expected a name of its own for each")
+    if config.default_model_filename:
+        given["model_file"] = config.default_model_filename
+    given |= _version_policy(config.version_policy)
+    if config.HasField("dynamic_batching"):
+        given |= _dynamic_batching(config.dynamic_batching)
+    given["warmup_samples"] = [_sample(sample) for sample in config.model_warmup]
+
+    groups = list(config.instance_group)
+    if count := sum(group.count or 1 for group in groups):
+        given["instances"] = count
+    parameters = read_parameters({key: value.string_value for key, value in config.parameters.items()})
+    wishes = choose_wishes(groups, config.optimization.execution_accelerators, parameters.cuda, defaults)
+    given["execution_providers"] = wishes.providers
+    if config.cc_model_filenames and wishes.wants_gpu:
+        raise ServeError(
+            ErrorKind.UNSUPPORTED,
+            "cc_model_filenames is not supported on a GPU: name the one file in default_model_filename",
+        )
+    level = config.optimization.graph.level
+    if level not in _GRAPH_LEVELS:
+        raise invalid_input(f"optimization.graph.level: expected one of -1, 0, 1, 2, got {level}")
+    given |= parameters.options
+    given["session"] = parameters.session | {
+        "graph_optimization": _GRAPH_LEVELS[level],
+        "operator_libraries": list(config.model_operations.op_library_filename),
+    }
+    return given, [*parameters.without_effect, *wishes.without_effect]
+
+
+def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if tensor.data_type:
+        options["datatype"] = datatype_name(tensor.data_type)
+    if any(dim < 1 and dim != -1 for dim in tensor.dims):
+        raise invalid_input(f"dims of '{tensor.name}': expected sizes of at least 1, or -1, got {list(tensor.dims)}")
+    if tensor.dims:
+        options["dims"] = list(tensor.dims)
+    if tensor.HasField("reshape"):
+        options["reshape"] = list(tensor.reshape.shape)
+    return options
+
+
+def _version_policy(policy: pb.ModelVersionPolicy) -> dict[str, Any]:
+    match policy.WhichOneof("policy_choice"):
+        case "latest":
+            return {"version_policy": {"latest": policy.latest.num_versions or 1}}
+        case "all":
+            return {"version_policy": {"all": True}}
+        case "specific":
+            return {"version_policy": {"specific": list(policy.specific.versions)}}
+        case _:
+            return {}
+
+
+def _dynamic_batching(batching: pb.ModelDynamicBatching) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "preferred_rows": list(batching.preferred_batch_size),
+        "queue_delay_s": batching.max_queue_delay_microseconds / 1e6,
+        "priority_levels": batching.priority_levels,
+    }
+    if batching.priority_levels:
+        level = batching.default_priority_level
+        if level > batching.priority_levels:
+            raise invalid_input(
+                f"dynamic_batching.default_priority_level: expected 1 to {batching.priority_levels}, got {level}"
+            )
+        given["default_priority_level"] = level or 1
+    if batching.HasField("default_queue_policy"):
+        given["queue_policy"] = _queue_policy(batching.default_queue_policy)
+    given["priority_queue_policies"] = {
+        level: _queue_policy(policy) for level, policy in batching.priority_queue_policy.items()
+    }
+    return given
+
+
+def _queue_policy(policy: pb.ModelQueuePolicy) -> dict[str, Any]:
+    return {
+        "timeout_s": policy.default_timeout_microseconds / 1e6 or None,
+        "timeout_override": policy.allow_timeout_override,
+        "timeout_action": pb.ModelQueuePolicy.TimeoutAction.Name(policy.timeout_action).lower(),
+        "max_requests": policy.max_queue_size or None,
+    }
+
+
+def _sample(sample: pb.ModelWarmup) -> dict[str, Any]:
+    return {
+        "name": sample.name,
+        "rows": sample.batch_size or 1,
+        "count": sample.count or 1,
+        "inputs": dict(_sample_inputs(sample.name, sample.inputs)),
+    }
+
+
+def _sample_inputs(sample: str, inputs: Mapping[str, pb.ModelWarmup.Input]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, tensor in inputs.items():
+        options: dict[str, Any] = {"dims": list(tensor.dims)}
+        if tensor.data_type:
+            options["datatype"] = datatype_name(tensor.data_type)
+        match tensor.WhichOneof("input_data_type"):
+            case "zero_data":
+                options["data"] = "zeros"
+            case "random_data":
+                options["data"] = "random"
+            case "input_data_file":
+                options["file"] = tensor.input_data_file
+            case _:
+                raise invalid_input(
+                    f"model_warmup '{sample}': input '{name}' needs zero_data, random_data or input_data_file"
+                )
+        yield name, options
