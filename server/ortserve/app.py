@@ -16,6 +16,8 @@ from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
+from ortserve.frontends.grpc.infer_calls import InferCalls
+from ortserve.frontends.grpc.metadata_calls import MetadataCalls
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.infer_route import InferRoute
@@ -107,8 +109,7 @@ class Server:
         )
         self._http = HttpServer(rest, host=options.host, port=options.http_port)
         self._grpc = GrpcServer(
-            inference,
-            self._models,
+            (InferCalls(inference), MetadataCalls(self._models)),
             host=options.host,
             port=options.grpc_port,
             max_body_bytes=options.max_body_bytes,
