@@ -114,6 +114,7 @@ class Server:
         )
         self._http = HttpServer(rest, host=options.host, port=options.http_port)
         streams = Streams(options.grpc_max_streams)
+        metrics.set_streams_source(lambda: streams.open_count)
         self._grpc = GrpcServer(
             self._calls(inference, streams),
             streams,
