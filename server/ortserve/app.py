@@ -16,7 +16,14 @@ from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
+from ortserve.frontends.grpc.health_calls import HealthCalls
+from ortserve.frontends.grpc.infer_calls import InferCalls
+from ortserve.frontends.grpc.infer_stream import InferStreamCalls
+from ortserve.frontends.grpc.metadata_calls import MetadataCalls
+from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
 from ortserve.frontends.grpc.server import GrpcServer
+from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.server import HttpServer, RestApp
@@ -106,14 +113,32 @@ class Server:
             make_control_app(self._models, title=options.server_name, version=__version__),
         )
         self._http = HttpServer(rest, host=options.host, port=options.http_port)
+        streams = Streams(options.grpc_max_streams)
+        metrics.set_streams_source(lambda: streams.open_count)
         self._grpc = GrpcServer(
-            inference,
-            self._models,
+            self._calls(inference, streams),
+            streams,
+            options,
             host=options.host,
             port=options.grpc_port,
             max_body_bytes=options.max_body_bytes,
         )
         self._metrics: MetricsServer | None = None
+
+    def _calls(self, inference: InferenceService, streams: Streams) -> list[Calls]:
+        """Everything that is answered over gRPC."""
+        options = self._options
+        calls: list[Calls] = [
+            InferCalls(inference),
+            InferStreamCalls(
+                inference, streams, max_requests=options.grpc_stream_requests, max_bytes=options.grpc_stream_bytes
+            ),
+            MetadataCalls(self._models),
+        ]
+        services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
+        calls.append(HealthCalls(self._models, streams, services))
+        calls.extend(ReflectionCalls(service, streams, services) for service in REFLECTION_SERVICES)
+        return calls
 
     async def start(self) -> None:
         """Listen on all ports. Health answers from now on, models as they are loaded.
