@@ -98,7 +98,7 @@ class InferenceService:
             failure = ServeError(ErrorKind.INTERNAL, "internal error")
         else:
             timing.done_ns = self._clock()
-            served.metrics.observe_success(call.protocol, timing)
+            served.metrics.observe_success(call.protocol, timing, rows)
             if not access_logger.disabled:
                 self._log_access(call.protocol, request, served, "ok", timing.done_ns - timing.received_ns)
             return answer
