@@ -72,7 +72,7 @@ async def batcher_us() -> float:
         inline=InlineBudget(loop),
         loop=loop,
         clock=monotonic_ns,
-        observe_batch=lambda rows: None,
+        observe_batch=lambda *_: None,
     )
     rows = np.zeros((1, 64), np.float32)
 

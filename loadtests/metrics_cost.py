@@ -46,7 +46,7 @@ def library_arm() -> tuple[CollectorRegistry, Callable[[], None]]:
 def collector_arm() -> tuple[CollectorRegistry, Callable[[], None]]:
     registry = CollectorRegistry()
     model = Metrics(registry).model("m", "1")
-    return registry, lambda: model.observe_success("rest", TIMING)
+    return registry, lambda: model.observe_success("rest", TIMING, 1)
 
 
 def buckets_of(registry: CollectorRegistry) -> list[str]:

@@ -136,7 +136,7 @@ def set_stage(
         inline=InlineBudget(loop),
         loop=loop,
         clock=clock,
-        observe_batch=lambda rows: None,
+        observe_batch=lambda *_: None,
     )
     return Stage(loop, clock, runner, batcher)
 

@@ -17,12 +17,16 @@ from ortserve.config.options import ServerOptions
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
+from ortserve.frontends.grpc.configuration_calls import ConfigurationCalls
 from ortserve.frontends.grpc.health_calls import HealthCalls
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.metadata_calls import MetadataCalls
 from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
+from ortserve.frontends.grpc.repository_calls import RepositoryCalls
 from ortserve.frontends.grpc.server import GrpcServer
+from ortserve.frontends.grpc.settings_calls import SettingsCalls
+from ortserve.frontends.grpc.statistics_calls import StatisticsCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.infer_route import InferRoute
@@ -30,10 +34,15 @@ from ortserve.frontends.http.lane import UVICORN, Lane, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
+from ortserve.service.management import Management
 from ortserve.service.models import ModelService
+from ortserve.service.repository import RepositoryService
+from ortserve.service.settings import LogSettings, TraceSettings
+from ortserve.service.statistics import StatisticsService
 from ortserve.telemetry.exposition import MetricsServer
-from ortserve.telemetry.logs import configure_logging, log_event
+from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.triton_metrics import TritonMetrics
 
 logger: Final = logging.getLogger(__name__)
 
@@ -49,19 +58,19 @@ def run(options: ServerOptions) -> int:
     Returns:
         The exit status: 0 after a complete drain, 1 when the server could not start.
     """
-    configure_logging(options.log_level, options.access_log)
+    switches = configure_logging(options.log_level, options.access_log)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(options))
+            runner.run(_serve(options, switches))
         except ServeError as error:
             log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
             return 1
     return 0
 
 
-async def _serve(options: ServerOptions) -> None:
-    server = Server(options)
+async def _serve(options: ServerOptions, switches: LogSwitches) -> None:
+    server = Server(options, switches)
     asked_to_stop = _catch_signals()
     try:
         await server.start()
@@ -70,8 +79,10 @@ async def _serve(options: ServerOptions) -> None:
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()  # a repository that cannot be read ends the server
+        watching = asyncio.create_task(server.watch(), name="watch")
         await stopping
         loading.cancel()
+        watching.cancel()
         await server.drain()
     finally:
         await server.stop()
@@ -107,10 +118,12 @@ def _catch_signals() -> asyncio.Event:
 class Server:
     """A whole server: its parts, and the order in which they come up and go down. Loop thread only."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, switches: LogSwitches) -> None:
         repositories = [*options.repositories, *([repository_path()] if options.example else [])]
         prometheus = CollectorRegistry()
         metrics = Metrics(prometheus, onnxruntime_version=onnxruntime.__version__)
+        if options.triton_metrics:
+            TritonMetrics(prometheus, metrics)
         self._options = options
         self._prometheus = prometheus
         self._registry = Registry(repositories, options, metrics, monotonic_ns)
@@ -120,9 +133,24 @@ class Server:
         inference = InferenceService(
             self._registry, metrics, monotonic_ns, max_inflight_bytes=options.max_inflight_bytes
         )
+        self._repository = RepositoryService(
+            self._registry, mode=options.model_control_mode, load_models=options.load_model
+        )
+        management = Management(
+            self._repository,
+            StatisticsService(self._registry, monotonic_ns),
+            LogSettings(switches),
+            TraceSettings(self._registry),
+        )
         rest = RestApp(
             InferRoute(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns),
-            make_control_app(self._models, title=options.server_name, version=__version__),
+            make_control_app(
+                self._models,
+                management,
+                title=options.server_name,
+                version=__version__,
+                max_body_bytes=options.max_body_bytes,
+            ),
         )
         self._lane = _lane(inference, options)
         self._http = HttpServer(
@@ -135,7 +163,7 @@ class Server:
         streams = Streams(options.grpc_max_streams)
         metrics.set_streams_source(lambda: streams.open_count)
         self._grpc = GrpcServer(
-            self._calls(inference, streams),
+            self._calls(inference, management, streams),
             streams,
             options,
             host=options.host,
@@ -144,7 +172,7 @@ class Server:
         )
         self._metrics: MetricsServer | None = None
 
-    def _calls(self, inference: InferenceService, streams: Streams) -> list[Calls]:
+    def _calls(self, inference: InferenceService, management: Management, streams: Streams) -> list[Calls]:
         """Everything that is answered over gRPC."""
         options = self._options
         calls: list[Calls] = [
@@ -153,6 +181,10 @@ class Server:
                 inference, streams, max_requests=options.grpc_stream_requests, max_bytes=options.grpc_stream_bytes
             ),
             MetadataCalls(self._models),
+            ConfigurationCalls(self._models),
+            RepositoryCalls(management.repository),
+            StatisticsCalls(management.statistics),
+            SettingsCalls(management.logs, management.traces),
         ]
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
         calls.append(HealthCalls(self._models, streams, services))
@@ -178,11 +210,15 @@ class Server:
         Raises:
             ServeError: invalid_input, when a repository cannot be read.
         """
-        await self._registry.load_all()
+        await self._repository.start()
         # What start-up made will live as long as the process: the garbage collector need not look at it again.
         gc.collect()
         gc.freeze()
         log_event(logger, logging.INFO, "loading is over", ready=self._models.is_ready())
+
+    async def watch(self) -> None:
+        """Follow the repositories for as long as the server runs, where its mode is to."""
+        await self._repository.watch(self._options.repository_poll_s)
 
     async def drain(self) -> None:
         """Turn readiness off, wait for load balancers to notice, then finish what was admitted."""

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
 from ortserve.batching.alarm import LoopAlarm, MakeAlarm
@@ -25,6 +25,8 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 
 logger: Final = logging.getLogger(__name__)
+
+ObserveBatch: TypeAlias = Callable[[int, int, BatchResult, int], None]
 
 
 class Batcher:
@@ -46,7 +48,7 @@ class Batcher:
         inline: InlineBudget,
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
-        observe_batch: Callable[[int], None],
+        observe_batch: ObserveBatch,
         make_alarm: MakeAlarm | None = None,
     ) -> None:
         """Open for requests.
@@ -61,7 +63,8 @@ class Batcher:
             inline: Shared by all models of the loop.
             loop: Of the thread that everything but the runs happens on.
             clock: Monotonic nanoseconds.
-            observe_batch: Told the rows of each batch when it has run.
+            observe_batch: Told of each batch that ran: its rows, when it was chosen, what came of it, when its riders
+                were settled.
             make_alarm: What to be woken by; None for the loop's own timers.
         """
         self._free = list(runners)
@@ -373,12 +376,12 @@ class Batcher:
 
     def _on_computed(self, group: Group, bucket: int, taken_ns: int, result: BatchResult) -> None:
         group.shape_class.run_latency.observe(bucket, result.run_ns)
-        self._observe_batch(group.rows)
         try:
             self.decisions.wasted_rows += settle_all(group.riders, group.rows, taken_ns, result)
         except ServeError as error:
             # What cannot be told apart is right for each that runs alone.
             self._on_failed(group, taken_ns, error)
+        self._observe_batch(group.rows, taken_ns, result, self._clock())  # their callers run in a later turn
 
     def _on_failed(self, group: Group, taken_ns: int, error: Exception) -> None:
         if len(group.riders) > 1:

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(*error.problems)
     if not options.repositories and not options.example:
         return _refuse("no model repository: name at least one folder, or use --example")
+    if options.load_model and options.model_control_mode != "explicit":
+        return _refuse(f"load_model: expected model_control_mode to be 'explicit', got '{options.model_control_mode}'")
     if missing := [path for path in options.repositories if not path.is_dir()]:
         return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
     if problem := runtime_problem(installed_runtimes()):
@@ -72,7 +74,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> No
     if field.annotation is bool:
         group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=told)
     elif get_origin(field.annotation) is tuple:
-        group.add_argument(flag_name(name), type=split_list, metavar="NAME,...", help=told)
+        group.add_argument(flag_name(name), type=split_list, action="extend", metavar="NAME,...", help=told)
     else:
         group.add_argument(flag_name(name), metavar=_metavar(name, field.annotation), help=told)
 

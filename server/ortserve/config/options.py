@@ -39,6 +39,16 @@ class ServerOptions(GrpcOptions, LoadOptions):
     """Be ready only while every model is ready. Off: a failed model shows in the repository index and in metrics, and
     holds readiness back only where its ``model.yaml`` says ``required: true``."""
 
+    model_control_mode: Literal["none", "poll", "explicit"] = "none"
+    """How the set of served models changes: ``none``, all models of the repositories are loaded at the start and stay;
+    ``poll``, and the repositories are looked at again every ``repository_poll_s``; ``explicit``, only ``load_model`` at
+    the start and then whatever clients load and unload."""
+    load_model: tuple[str, ...] = ()
+    """Models to load at the start in the mode ``explicit``; ``*`` for all. May be given more than once."""
+    repository_poll_s: float = Field(default=15.0, gt=0, le=86400)
+    """How often the repositories are looked at in the mode ``poll``. What is being copied there may be seen half done:
+    it fails to load, what served before goes on, and the next look tries again; put folders in place by renaming."""
+
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address that all ports listen on; ``0.0.0.0`` for every network interface."""
     http_port: int = Field(default=8000, ge=0, le=65535)
@@ -66,6 +76,8 @@ class ServerOptions(GrpcOptions, LoadOptions):
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """How long admitted requests may take to finish after the listeners have closed."""
 
+    triton_metrics: bool = True
+    """Show the numbers under Triton's metric names (``nv_inference_…``) too."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged, to standard error."""
     access_log: bool = False

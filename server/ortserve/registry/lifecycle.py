@@ -1,8 +1,15 @@
 """The states of a model version, which only ever move forward."""
 
+from collections.abc import Callable
 from enum import IntEnum
+from typing import Final
 
 from ortserve.registry.served import ServedModel
+from ortserve.registry.source import VersionSource
+from ortserve.telemetry.metrics import ModelMetrics
+
+UNLOADED: Final = "unloaded"
+"""The reason of versions that were taken out of service, by request or for another version."""
 
 
 class State(IntEnum):
@@ -17,18 +24,39 @@ class State(IntEnum):
 
 
 class VersionRecord:
-    """What the registry knows of one version. Loop thread only."""
+    """What the registry knows of one load of one version. Loop thread only."""
 
-    def __init__(self, model: str, version: int, *, is_required: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        version: int,
+        on_change: Callable[[], None],
+        *,
+        is_required: bool = False,
+        source: VersionSource | None = None,
+    ) -> None:
+        """``on_change`` is called after each change; ``source`` is None for a model that could not even be read."""
         self.model = model
         self.version = version
         self.is_required = is_required
+        self.source = source
+        self._on_change = on_change
         self.state = State.LOADING
         self.reason = ""
+        """Why it failed, or ``UNLOADED``; of one that is READY, why its last reload failed."""
+        self.metrics = ModelMetrics(model, str(version))
+        self.metrics.set_state(self.state.name.lower())
         self.served: ServedModel | None = None
         """What answers its requests; there exactly while READY or DRAINING."""
+
+    @property
+    def is_unloaded(self) -> bool:
+        """Whether it was taken out of service on purpose, and is not missed."""
+        return self.reason == UNLOADED
 
     def advance(self, state: State, reason: str = "") -> None:
         assert state > self.state, f"{self.model}/{self.version} cannot go from {self.state.name} to {state.name}"
         self.state = state
         self.reason = reason
+        self.metrics.set_state(state.name.lower())
+        self._on_change()

@@ -1,47 +1,36 @@
-"""The registry: every model version that was asked for, its state, and the one that answers for a name."""
+"""The registry: loads models, swaps what serves for what should, takes models out of service; no request is lost."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from weakref import WeakValueDictionary
 
-from ortserve.batching.admission import QueueLimits
-from ortserve.batching.alarm import best_alarm
-from ortserve.batching.batcher import Batcher
-from ortserve.batching.device import Device
-from ortserve.batching.inline import InlineBudget
-from ortserve.batching.learned import Learned
-from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
 from ortserve.clock import Clock
-from ortserve.config.model import LoadOptions, ModelOptions
-from ortserve.core.padding import StagedElements
-from ortserve.core.signature import ModelSignature
-from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.instance import Instance
+from ortserve.config.model import LoadOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.configuration import Configuration, read_configuration
-from ortserve.registry.lateness import requests_limits
-from ortserve.registry.lifecycle import State, VersionRecord
-from ortserve.registry.loader import LoadedModel, load_model
-from ortserve.registry.repository import ModelFiles, read_repositories
-from ortserve.registry.served import ServedModel
-from ortserve.registry.versions import choose_versions
+from ortserve.registry.catalog import Catalog
+from ortserve.registry.client_config import read_client_model
+from ortserve.registry.client_source import client_source
+from ortserve.registry.lifecycle import UNLOADED, State, VersionRecord
+from ortserve.registry.loading import VersionLoader
+from ortserve.registry.repository import read_repositories
+from ortserve.registry.source import ModelSource, VersionSource, read_sources
+from ortserve.registry.swap import plan_swap
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.metrics import BatchingNumbers, Metrics
+from ortserve.telemetry.metrics import Metrics
 
 logger: Final = logging.getLogger(__name__)
+
+_NOT_POLLED: Final = "failed to poll from model repository"
 
 
 class Registry:
     """Loads the models of the repositories and finds the one for a request. Loop thread only.
 
-    Models are opened one after the other on a single loader thread: ONNX Runtime does not promise that sessions may be
-    made in parallel, and one at a time keeps the peak of memory low.
+    Loads and unloads of one model wait for each other. What was begun goes on when its caller leaves.
     """
 
     def __init__(self, repositories: Sequence[Path], defaults: LoadOptions, metrics: Metrics, clock: Clock) -> None:
@@ -49,298 +38,289 @@ class Registry:
         self._repositories = repositories
         self._defaults = defaults
         self._metrics = metrics
-        self._clock = clock
-        self._records: dict[str, dict[int, VersionRecord]] = {}
-        self._serving: dict[tuple[str, str], ServedModel] = {}
         self._is_loaded = False
+        self._loop = asyncio.get_running_loop()
+        self._catalog = Catalog()
+        self._loader = VersionLoader(self._loop, metrics, clock)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._sources: dict[str, ModelSource] = {}
+        """What each model was last loaded from, or should have been."""
+        self._changes: set[asyncio.Task[Any]] = set()
+        self._drains: set[asyncio.Task[None]] = set()
         self.on_change: Callable[[], None] = _ignore
         """Called after the state of a version has changed, and when initial loading is over."""
-        loop = asyncio.get_running_loop()
-        self._inline = InlineBudget(loop)
-        self._device = Device(cpu_budget(), loop)
+        self.find: Final = self._catalog.find
+        self.knows: Final = self._catalog.knows
+        self.records: Final = self._catalog.records
 
     @property
     def is_loaded(self) -> bool:
         """Whether initial loading is over, however it ended."""
         return self._is_loaded
 
-    async def load_all(self) -> None:
-        """Load what the repositories hold. A model that fails is recorded and keeps no other from loading.
+    def ready_versions(self, name: str) -> list[int]:
+        """The versions of a model that serve now, ascending."""
+        return [record.version for record in self._catalog.ready(name)]
+
+    def models(self) -> Mapping[str, Sequence[VersionRecord]]:
+        """What is known of the versions of each model that was asked for, ascending."""
+        return {
+            name: sorted(self._catalog.of(name).values(), key=lambda record: record.version)
+            for name in self._catalog.names()
+        }
+
+    async def names_in_repositories(self) -> list[str]:
+        """The models that lie in the repositories now, loaded or not.
 
         Raises:
             ServeError: invalid_input, when a repository cannot be read.
         """
-        loop = asyncio.get_running_loop()
-        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
-        try:
-            found = await loop.run_in_executor(executor, read_repositories, self._repositories)
-            for files in found:
-                await self._load(files, executor)
-        finally:
-            executor.shutdown(wait=False, cancel_futures=True)  # waiting would stop the loop
+        return [files.name for files in await asyncio.to_thread(read_repositories, self._repositories)]
+
+    async def load_all(self, only: Collection[str] | None = None) -> None:
+        """Load what the repositories hold. A model that fails is recorded and keeps no other from loading.
+
+        Args:
+            only: Names of models; None for all.
+
+        Raises:
+            ServeError: invalid_input, when a repository cannot be read.
+        """
+        found = {source.name: source for source in await self._read()}
+        for name in found if only is None else sorted(only):
+            async with self._lock(name):
+                await self._apply(found.get(name) or ModelSource(name, problem="it is in no repository"))
         self._is_loaded = True
         self.on_change()
 
-    def find(self, name: str, version: str) -> ServedModel:
-        """The version that answers: the one named, or the highest that is ready.
+    async def load(self, name: str, *, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+        """Load a model, or load it anew where it has changed. Returns when it serves.
+
+        What served before goes on serving until the new is warm, and if it fails.
 
         Args:
             name: Of the model.
-            version: A number without leading zeros, or ``""`` for any.
+            config: JSON of a configuration that holds until the next load, in the place of the model's own.
+            files: The model's files by ``file:<version>/<file>``, in the place of its folder; with ``config`` only.
 
         Raises:
-            ServeError: not_found or not_ready.
+            ServeError: internal, saying why, in the words clients search for.
         """
-        served = self._serving.get((name, version))
-        if served is not None:
-            return served
-        records = self._records.get(name)
-        if records is None:
-            raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
-        if version:
-            record = next((record for record in records.values() if str(record.version) == version), None)
-            if record is None:
-                raise ServeError(
-                    ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' version {version} is not found"
-                )
-            raise ServeError(
-                ErrorKind.NOT_READY,
-                f"Request for unknown model: '{name}' version {version} is not at ready state: {_describe(record)}",
-                retry_after_s=1,
-            )
-        states = "; ".join(_describe(record) for record in records.values())
-        raise ServeError(
-            ErrorKind.NOT_READY,
-            f"Request for unknown model: '{name}' has no available versions: {states}",
-            retry_after_s=1,
-        )
+        await self._finish(self._load(name, config, files or {}))
 
-    def ready_versions(self, name: str) -> list[int]:
-        """The versions of a model that serve now, ascending."""
-        return [record.version for record in self._records.get(name, {}).values() if record.state is State.READY]
+    async def unload(self, name: str) -> None:
+        """Take a model out of service, at once for new requests. Returns when the running ones are answered.
 
-    def knows(self, name: str) -> bool:
-        return name in self._records
+        Does nothing for a model that is unknown or not loaded.
+        """
+        await self._finish(self._unload(name))
 
-    def records(self) -> Iterator[VersionRecord]:
-        """Every version that was asked for; a model that could not even be read counts as version 0."""
-        for records in self._records.values():
-            yield from records.values()
+    async def poll(self) -> None:
+        """Look at the repositories again: load what is new or has changed, unload what is gone.
+
+        What failed is not tried again until it changes.
+
+        Raises:
+            ServeError: invalid_input, when a repository cannot be read; then all stays as it is.
+        """
+        await self._finish(self._poll())
 
     async def close(self) -> None:
         """Drain and free every model; requests that were admitted are answered first."""
-        await asyncio.gather(*[self._retire(record) for record in self.records() if record.served is not None])
+        changes = list(self._changes)
+        for change in changes:
+            change.cancel()
+        await asyncio.gather(*changes, return_exceptions=True)
+        for record in self.records():
+            if record.state is State.READY:
+                self._drain(record)
+        await asyncio.gather(*self._drains)
+        self._loader.close()
 
-    async def _load(self, files: ModelFiles, executor: ThreadPoolExecutor) -> None:
-        records: dict[int, VersionRecord] = {}
+    async def _finish(self, change: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._on_changed)
+        await asyncio.shield(task)
+
+    def _on_changed(self, task: asyncio.Task[None]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, in case the caller has left
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    async def _read(self) -> list[ModelSource]:
+        # Not on the loader thread, where it would wait for a model that is loading.
+        return await asyncio.to_thread(read_sources, self._repositories, self._defaults)
+
+    async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        async with self._lock(name):
+            kept = ExitStack()
+            try:
+                source = await asyncio.to_thread(self._find_source, kept, name, config, files)
+                failures = await self._apply(source)
+            finally:
+                await asyncio.to_thread(kept.close)
+        if source.problem:
+            what = _NOT_POLLED if source.has_files else "no version is available"
+            raise _load_failure(name, f"{what}: {source.problem}")
+        if failures:
+            raise _load_failure(name, "; ".join(failures))
+
+    def _find_source(self, kept: ExitStack, name: str, config: str | None, files: Mapping[str, bytes]) -> ModelSource:
+        """What to load a model from, on a thread; ``kept`` is closed when it is loaded.
+
+        Raises:
+            ServeError: internal, as ``load``.
+        """
         try:
-            if files.problem:
-                raise ServeError(ErrorKind.INVALID_INPUT, files.problem)
-            # On the loader's thread, because it reads a file.
-            configuration = await asyncio.get_running_loop().run_in_executor(
-                executor, read_configuration, files.name, files.options, self._defaults
-            )
-            versions = choose_versions(configuration.options.version_policy, files.versions)
+            client = read_client_model(name, config, files, self._defaults)
+            if client is not None:
+                return kept.enter_context(client_source(client, self._repositories))
         except ServeError as error:
-            self._records[files.name] = records
-            record = records[0] = VersionRecord(files.name, 0, is_required=False)
-            self._advance(record, State.FAILED, error.message)
-            return
-        for version in versions:
-            records[version] = VersionRecord(files.name, version, is_required=configuration.options.required)
-            self._show(records[version])
-        self._records[files.name] = records
-        for reason in configuration.without_effect:
-            log_event(logger, logging.WARNING, "configured without effect", model=files.name, reason=reason)
-        for version in versions:
-            await self._load_version(records[version], files, configuration, executor)
-
-    async def _load_version(
-        self,
-        record: VersionRecord,
-        files: ModelFiles,
-        configuration: Configuration,
-        executor: ThreadPoolExecutor,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        began_ns = self._clock()
-
-        def on_warming() -> None:
-            loop.call_soon_threadsafe(self._on_warming, record)
-
-        def load() -> LoadedModel:
-            options = configuration.options
-            path = files.file(record.version, options)
-            name = f"{record.model}/{record.version}"
-            return load_model(path, name, options, self._clock, on_warming, files.folder)
-
+            raise _load_failure(name, f"{_NOT_POLLED}: {error.message}") from None
         try:
-            loaded = await loop.run_in_executor(executor, load)
-        except Exception as error:
-            if not isinstance(error, ServeError):
-                logger.error("loading failed unexpectedly", exc_info=error)
-            self._advance(record, State.FAILED, error.message if isinstance(error, ServeError) else "unexpected error")
-            return
-        record.served = self._serve(record, loaded, configuration)
-        self._advance(record, State.READY)
-        self._route(record.model)
-        log_event(
-            logger,
-            logging.INFO,
-            "model is ready",
-            model=record.model,
-            version=record.version,
-            seconds=round((self._clock() - began_ns) / 1e9, 2),
-            **record.served.properties,
-        )
+            found = read_sources(self._repositories, self._defaults)
+        except ServeError:  # its text names the folder, which is none of a client's business
+            raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
+        source = next((source for source in found if source.name == name), None)
+        if source is None:
+            raise _load_failure(name, _NOT_POLLED)
+        return source
 
-    def _serve(self, record: VersionRecord, loaded: LoadedModel, configuration: Configuration) -> ServedModel:
-        found = loaded.warm_up
-        options = configuration.options
-        loop = asyncio.get_running_loop()
-        # What was measured at one shape says nothing of another: then each shape class learns from its own batches.
-        is_known = loaded.signature.has_one_shape_class
-        queue = RiderQueue(
-            [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
-            [(size.rows, size.run_ns) for size in found.latencies if is_known],
+    async def _unload(self, name: str) -> None:
+        async with self._lock(name):
+            self._sources.pop(name, None)
+            self._forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
+            draining = [self._drain(record, UNLOADED) for record in self._catalog.ready(name)]
+            await asyncio.shield(asyncio.gather(*draining))
+
+    async def _poll(self) -> None:
+        found = await self._read()
+        for source in found:
+            if self._sources.get(source.name) != source:
+                async with self._lock(source.name):
+                    await self._apply(source)
+        for name in self._sources.keys() - {source.name for source in found}:
+            log_event(logger, logging.INFO, "model is no longer in the repositories", model=name)
+            await self._unload(name)
+
+    async def _apply(self, source: ModelSource) -> list[str]:
+        """Make what serves of a model what ``source`` says; called with the model's lock.
+
+        Returns:
+            In words what failed. The old load of such a version, and versions that should go, then serve on.
+        """
+        name = source.name
+        self._sources[name] = source
+        if source.problem:
+            self._note_problem(name, source.problem)
+            return [source.problem]
+        records = self._catalog.of(name)
+        self._forget(
+            record
+            for record in records.values()
+            if record.version not in source.versions and record.state in (State.FAILED, State.GONE)
         )
-        metrics = self._metrics.model(record.model, str(record.version))
-        batcher = Batcher(
-            loaded.instances,
-            _policy(loaded, options),
-            queue,
-            limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
-            device=self._device,
-            threads=loaded.intra_op_threads,
-            inline=self._inline,
-            loop=loop,
-            clock=self._clock,
-            observe_batch=metrics.observe_batch,
-            make_alarm=partial(best_alarm, loop),
+        serving = self._catalog.ready(name)
+        for record in serving:
+            record.reason = ""
+        swap = plan_swap({record.version: record.source for record in serving if record.source}, source.versions)
+        for reason in source.without_effect if swap.load else ():
+            log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
+        incoming = [self._announce(name, version, source) for version in swap.load]
+        failures = [
+            f"version {record.version}: {reason}"
+            for record in incoming
+            if (reason := await self._load_version(record, source.versions[record.version]))
+        ]
+        if not failures:
+            for version in swap.retire:
+                self._drain(self._catalog.of(name)[version], UNLOADED)
+        return failures
+
+    def _note_problem(self, name: str, problem: str) -> None:
+        serving = self._catalog.ready(name)
+        for record in serving:
+            record.reason = problem
+        if serving:
+            _log_failure("model cannot be reloaded, what served before goes on", serving[-1], problem)
+            return
+        self._forget(self._catalog.of(name).values())
+        record = VersionRecord(name, 0, self._tell_change)
+        self._show(record)
+        record.advance(State.FAILED, problem)
+        _log_failure("model cannot be served", record, problem)
+
+    def _announce(self, name: str, version: int, source: ModelSource) -> VersionRecord:
+        """A record of a load that begins, shown unless an old load of the same version serves meanwhile."""
+        record = VersionRecord(
+            name, version, self._tell_change, is_required=source.is_required, source=source.versions[version]
         )
-        metrics.set_batching_source(lambda: _numbers(batcher.learned()))
-        # What warm-up staged was nobody's.
-        metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
-        return ServedModel(
-            record.model,
-            str(record.version),
-            loaded,
-            batcher,
-            metrics,
-            configuration=configuration,
-            properties=_properties(loaded, batcher.max_rows),
-        )
+        before = self._catalog.of(name).get(version)
+        if before is None or before.state is not State.READY:
+            self._show(record)
+        return record
+
+    def _show(self, record: VersionRecord) -> VersionRecord | None:
+        self._metrics.show(record.metrics)
+        before = self._catalog.put(record)
+        self.on_change()
+        return before
+
+    def _tell_change(self) -> None:
+        self.on_change()
+
+    def _forget(self, records: Iterable[VersionRecord]) -> None:
+        for record in list(records):
+            self._catalog.drop(record)
+            self._metrics.forget(record.model, str(record.version))
+        self.on_change()
+
+    async def _load_version(self, record: VersionRecord, source: VersionSource) -> str:
+        """Load a version and, once it is warm, let it answer. Returns why it failed, empty where it did not."""
+        reason = await self._loader.load(record, source)
+        if reason:
+            before = self._catalog.of(record.model)[record.version]
+            if before is record:
+                _log_failure("model cannot be served", record, reason)
+            else:
+                before.reason = reason
+                _log_failure("model cannot be reloaded, what served before goes on", record, reason)
+            return reason
+        replaced = self._show(record)
+        self._catalog.route(record.model)
+        if replaced is not None and replaced.state is State.READY and replaced is not record:
+            self._drain(replaced, UNLOADED)
+        return ""
+
+    def _drain(self, record: VersionRecord, reason: str = "") -> asyncio.Task[None]:
+        """Send a version no more requests, now, and free it when those it has are answered."""
+        record.advance(State.DRAINING, reason)
+        self._catalog.route(record.model)
+        task = self._loop.create_task(self._retire(record))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+        return task
 
     async def _retire(self, record: VersionRecord) -> None:
         assert record.served is not None
-        self._advance(record, State.DRAINING)
-        self._route(record.model)
         await record.served.close()
         record.served = None
-        self._advance(record, State.GONE)
-
-    def _route(self, name: str) -> None:
-        """Point requests for a model at its ready versions, and those without a version at the highest."""
-        for key in [key for key in self._serving if key[0] == name]:
-            del self._serving[key]
-        for record in sorted(self._records[name].values(), key=lambda record: record.version):
-            if record.state is State.READY and record.served is not None:
-                self._serving[name, str(record.version)] = record.served
-                self._serving[name, ""] = record.served
-
-    def _on_warming(self, record: VersionRecord) -> None:
-        if record.state is State.LOADING:
-            self._advance(record, State.WARMING)
-
-    def _advance(self, record: VersionRecord, state: State, reason: str = "") -> None:
-        record.advance(state, reason)
-        self._show(record)
-        if state is State.FAILED:
-            log_event(
-                logger,
-                logging.ERROR,
-                "model cannot be served",
-                model=record.model,
-                version=record.version,
-                reason=reason,
-            )
-
-    def _show(self, record: VersionRecord) -> None:
-        self._metrics.model(record.model, str(record.version)).set_state(record.state.name.lower())
-        self.on_change()
+        record.advance(State.GONE, record.reason)
+        if record.is_unloaded and self._catalog.of(record.model).get(record.version) is record:
+            self._metrics.forget(record.model, str(record.version))
 
 
 def _ignore() -> None:
     pass
 
 
-def _describe(record: VersionRecord) -> str:
-    return f"{record.state.name}{f' ({record.reason})' if record.reason else ''}"
+def _load_failure(name: str, reason: str) -> ServeError:
+    return ServeError(ErrorKind.INTERNAL, f"failed to load '{name}', {reason}")
 
 
-def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
-    if not loaded.signature.is_batched:
-        return BatchPolicy(1)
-    return BatchPolicy(
-        loaded.warm_up.max_rows,
-        int(options.queue_delay_s * 1e9),
-        tuple(sorted(options.preferred_rows)),
-        tuple(sorted(set(options.buckets))),
-        options.echo_wait,
-    )
-
-
-def _numbers(learned: Learned) -> BatchingNumbers:
-    latest = learned.classes[0] if learned.classes else None
-    return BatchingNumbers(
-        learned.queued_rows,
-        asdict(learned.decisions),
-        {rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
-        latest.error_ms / 1e3 if latest else 0.0,
-    )
-
-
-def _staged(instances: Sequence[Instance]) -> StagedElements:
-    counts = [instance.staged_elements for instance in instances]
-    return StagedElements(sum(count.staged for count in counts), sum(count.padded for count in counts))
-
-
-def _staged_since(before: StagedElements, instances: Sequence[Instance]) -> StagedElements:
-    now = _staged(instances)
-    return StagedElements(now.staged - before.staged, now.padded - before.padded)
-
-
-def _properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
-    found = loaded.warm_up
-    batching = f"up to {max_rows} rows run together"
-    if not loaded.signature.is_batched:
-        batching = f"one request at a time: {loaded.signature.unbatched_because}"
-    elif not found.latencies:
-        batching += ", unverified"
-    else:
-        batching += f", verified: a row alone and among others differs by {found.drift:.1e} at most"
-    warm_up = "not warmed up"
-    if found.refused:
-        warm_up = f"not warmed up: the model refuses made-up inputs: {found.refused}"
-    elif found.latencies:
-        warm_up = ", ".join(f"{size.rows}: {size.run_ns / 1e6:.3f} ms" for size in found.latencies)
-    properties = {
-        "execution_provider": loaded.execution_provider,
-        "intra_op_threads": str(loaded.intra_op_threads),
-        "batching": batching,
-        "warm_up": warm_up,
-    }
-    return properties | _interface(loaded.signature)
-
-
-def _interface(signature: ModelSignature) -> dict[str, str]:
-    """What inputs and outputs alone do not tell: which may be left out, and what the model has besides."""
-    found = {
-        "optional_inputs": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.is_optional),
-        "any_shape": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.has_any_shape),
-        "not_served": "; ".join(
-            [f"input '{name}': {why}" for name, why in signature.unserved_inputs.items()]
-            + [f"output '{name}': {why}" for name, why in signature.unserved_outputs.items()]
-        ),
-    }
-    return {name: told for name, told in found.items() if told}
+def _log_failure(event: str, record: VersionRecord, reason: str) -> None:
+    log_event(logger, logging.ERROR, event, model=record.model, version=record.version, reason=reason)

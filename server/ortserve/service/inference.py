@@ -52,6 +52,7 @@ class Pending:
     request: InferRequest
     served: ServedModel
     inputs: Arrays
+    rows: int
     outputs: asyncio.Future[Arrays]
 
     def take(self) -> Arrays:
@@ -100,9 +101,8 @@ class InferenceService:
             request = decode()
             served = self._registry.find(request.model_name, request.model_version)
             inputs, rows = check_request(request, served.signature, served.name)
-            return Pending(
-                call, request, served, inputs, served.submit(inputs, rows, call.timing, _terms(call, request, served))
-            )
+            outputs = served.submit(inputs, rows, call.timing, _terms(call, request, served))
+            return Pending(call, request, served, inputs, rows, outputs)
         except Exception as error:
             raise self._failed(call, request, served, error) from error
 
@@ -128,7 +128,7 @@ class InferenceService:
             raise self._failed(call, request, served, error) from error.with_traceback(None)
         timing = call.timing
         timing.done_ns = self._clock()
-        served.metrics.observe_success(call.protocol, timing)
+        served.metrics.observe_success(call.protocol, timing, pending.rows)
         if not access_logger.disabled:
             self._log_access(call.protocol, request, served, "ok", timing.done_ns - timing.received_ns)
         return answer

@@ -1,20 +1,30 @@
 """What there is to know about the server and its models: health and metadata."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ortserve import __version__
+from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.batching.learned import Learned
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ServeError
-from ortserve.registry.lifecycle import State
+from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.model_config import describe_config
 from ortserve.registry.registry import Registry
 
 PLATFORM: Final = "onnxruntime_onnx"
-EXTENSIONS: Final = ("binary_tensor_data", "parameters")
-"""Of the protocol, those that are served."""
+EXTENSIONS: Final = (
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "model_configuration",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "logging",
+)
+"""Of the protocol, those that are served, in the order that Triton tells them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +82,16 @@ class ModelService:
         """Whether initial loading is over, the server is not stopping, and no model that must serve has failed to."""
         if self._is_exiting or not self._registry.is_loaded:
             return False
-        return all(
-            record.state is State.READY
-            for record in self._registry.records()
-            if record.is_required or self._strict_readiness
-        )
+        return all(self._may_be_ready_with(records) for records in self._registry.models().values())
+
+    def _may_be_ready_with(self, versions: Sequence[VersionRecord]) -> bool:
+        """Whether a model's versions do not hold readiness back. What was unloaded on purpose never does."""
+        missed = [record for record in versions if not record.is_unloaded]
+        serves = any(record.state is State.READY for record in missed)
+        if self._strict_readiness:
+            # A version that is loading beside one that serves is no loss.
+            return all(record.state is State.READY or (serves and record.state < State.READY) for record in missed)
+        return serves or not any(record.is_required for record in missed)
 
     def is_model_ready(self, name: str, version: str) -> bool:
         """Whether this version, or for ``""`` any version, of the model is ready; False for an unknown model."""
@@ -99,6 +114,14 @@ class ModelService:
             ServeError: not_found or not_ready.
         """
         return self._registry.find(name, version).learned()
+
+    def model_config(self, name: str, version: str) -> ModelConfig:
+        """The configuration that a version, or for ``""`` the highest that is ready, really has.
+
+        Raises:
+            ServeError: not_found or not_ready.
+        """
+        return describe_config(self._registry.find(name, version))
 
     def model_metadata(self, name: str, version: str) -> ModelMetadata:
         """Describe a version, or for ``""`` the highest that is ready.

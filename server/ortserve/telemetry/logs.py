@@ -10,6 +10,14 @@ ACCESS_LOGGERS: Final = ("ortserve.access", "uvicorn.access")
 """Loggers of one line a request; silent unless asked for."""
 
 
+_NUMBERS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
 class LineFormatter(logging.Formatter):
     """``2030-01-31T12:00:00.123Z INFO ortserve.registry version is ready model=simple version=1``, in UTC."""
 
@@ -24,29 +32,68 @@ class LineFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+class LogSwitches:
+    """Which lines are written, each severity by itself; may be turned while the process runs. From any thread."""
+
+    def __init__(self, level: Literal["debug", "info", "warning", "error"]) -> None:
+        """All severities from ``level`` up."""
+        number = _NUMBERS[level]
+        self.info = number <= logging.INFO
+        self.warning = number <= logging.WARNING
+        self.error = True
+        self.verbose_level = int(number <= logging.DEBUG)
+        """Above 0, lines for developers are written too."""
+
+    def set(self, *, info: bool, warning: bool, error: bool, verbose_level: int) -> None:
+        """Turn all of them; holds for the next line."""
+        self.info, self.warning, self.error, self.verbose_level = info, warning, error, verbose_level
+        self.apply()
+
+    def apply(self) -> None:
+        """Have loggers drop early what no handler would write, so that it costs no more than asking."""
+        wanted = (number for number in sorted(_NUMBERS.values()) if self.allows(number))
+        logging.getLogger().setLevel(next(wanted, logging.CRITICAL + 1))
+
+    def allows(self, number: int) -> bool:
+        """Whether lines of this severity, one of ``logging``'s numbers, are written."""
+        if number >= logging.ERROR:
+            return self.error
+        if number >= logging.WARNING:
+            return self.warning
+        if number >= logging.INFO:
+            return self.info
+        return self.verbose_level > 0
+
+
 class StderrHandler(logging.StreamHandler[TextIO]):
     """The server's one handler; a class of its own so that configuring twice replaces it."""
 
-    def __init__(self) -> None:
+    def __init__(self, switches: LogSwitches) -> None:
         super().__init__(sys.stderr)
         self.setFormatter(LineFormatter())
+        self.addFilter(lambda record: switches.allows(record.levelno))
 
 
-def configure_logging(level: Literal["debug", "info", "warning", "error"], access_log: bool) -> None:
+def configure_logging(level: Literal["debug", "info", "warning", "error"], access_log: bool) -> LogSwitches:
     """Send all loggers' lines of at least ``level`` to standard error; called once, by whoever owns the process.
 
     uvicorn's lines come along if it is given ``log_config=None``, so that it leaves its loggers as they are.
+
+    Returns:
+        What turns severities on and off from now on.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, StderrHandler)]:
         root.removeHandler(handler)
-    root.addHandler(StderrHandler())
-    root.setLevel(level.upper())
+    switches = LogSwitches(level)
+    root.addHandler(StderrHandler(switches))
+    switches.apply()
     if level != "debug":
         # A line for each connection that brings no HTTP: anybody could fill the disk.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     for name in ACCESS_LOGGERS:
         logging.getLogger(name).disabled = not access_log
+    return switches
 
 
 def log_event(logger: logging.Logger, level: int, message: str, **fields: object) -> None:

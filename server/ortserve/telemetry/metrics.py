@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from ortserve import __version__
+from ortserve.core.batch import BatchResult
 from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
@@ -123,6 +124,18 @@ REJECTED: Final = Declaration(
     "Requests refused before any work was done for them, by the kind of error. The model is empty where the request "
     "named none that is served.",
 )
+LOADS: Final = Declaration(
+    "ortserve_model_loads_total",
+    "counter",
+    ("model", "outcome"),
+    "Loads of a model's versions, reloads included, by how they ended: ok or failed.",
+)
+LOAD_DURATION: Final = Declaration(
+    "ortserve_model_load_seconds",
+    "gauge",
+    ("model", "version"),
+    "Time that loading took, warm-up included, of a version that serves.",
+)
 MODEL_STATE: Final = Declaration(
     "ortserve_model_state",
     "gauge",
@@ -147,6 +160,8 @@ DECLARATIONS: Final = (
     STAGED_ELEMENTS,
     PADDED_ELEMENTS,
     REJECTED,
+    LOADS,
+    LOAD_DURATION,
     MODEL_STATE,
     GRPC_STREAMS,
     BUILD_INFO,
@@ -177,6 +192,16 @@ _PHASE_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in PHASE_DURA
 _ROW_BOUNDS: Final = tuple(round(bound) for bound in BATCH_ROWS.buckets)
 
 
+@dataclass(slots=True)
+class BatchSeries:
+    """The batches of one size: how many, and nanoseconds spent in each part of running them."""
+
+    count: int = 0
+    stage_ns: int = 0
+    compute_ns: int = 0
+    settle_ns: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class BatchingNumbers:
     """What a batcher shows of itself at a scrape; times are seconds, latencies by rows."""
@@ -185,6 +210,7 @@ class BatchingNumbers:
     decisions: Mapping[str, int] = field(default_factory=dict)
     latency_s: Mapping[int, float] = field(default_factory=dict)
     latency_error_s: float = 0.0
+    queue_requests: int = 0
 
 
 class ModelMetrics:
@@ -194,16 +220,26 @@ class ModelMetrics:
         self.name = name
         self.version = version
         self.state = ""
+        self.load_ns = 0
+        """How long loading took; 0 before it has ended."""
+        self.rows = 0
+        """Of answered requests."""
+        self.last_done_ns = 0
+        """When a request was last answered (monotonic); 0 if none was."""
         self.answered: dict[str, HistogramSeries] = {}
         """By protocol."""
         self.failed: dict[tuple[str, ErrorKind], HistogramSeries] = {}
         self.phases = tuple(HistogramSeries(_PHASE_BOUNDS_NS) for _ in PHASES)
         self.batch_rows = HistogramSeries(_ROW_BOUNDS)
+        self.batches: dict[int, BatchSeries] = {}
+        """By their rows."""
         self.batching: Callable[[], BatchingNumbers] = BatchingNumbers
         self.staging: Callable[[], StagedElements] = StagedElements
 
-    def observe_success(self, protocol: str, timing: Timing) -> None:
+    def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
         """Count an answered request. ``timing`` has all its points, ``protocol`` is one of the server's own names."""
+        self.rows += rows
+        self.last_done_ns = timing.done_ns
         series = self.answered.get(protocol)
         if series is None:
             series = self.answered[protocol] = HistogramSeries(_DURATION_BOUNDS_NS)
@@ -221,9 +257,16 @@ class ModelMetrics:
         """Count a request that got an error, or whose caller left, ``duration_ns`` after it was received."""
         _observe_failure(self.failed, protocol, kind, duration_ns)
 
-    def observe_batch(self, rows: int) -> None:
-        """Count a batch that ran."""
+    def observe_batch(self, rows: int, taken_ns: int, result: BatchResult, settled_ns: int) -> None:
+        """Count a batch that ran: when it was chosen, what came of it, when its riders were settled."""
         self.batch_rows.observe(rows)
+        series = self.batches.get(rows)
+        if series is None:
+            series = self.batches[rows] = BatchSeries()
+        series.count += 1
+        series.stage_ns += result.staged_ns - taken_ns
+        series.compute_ns += result.computed_ns - result.staged_ns
+        series.settle_ns += settled_ns - result.computed_ns
 
     def set_batching_source(self, source: Callable[[], BatchingNumbers]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
@@ -260,6 +303,7 @@ class Metrics(Collector):
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self._unknown: dict[tuple[str, ErrorKind], HistogramSeries] = {}
         self._rejected: dict[str, dict[str, int]] = {"": {}}
+        self._loads: dict[tuple[str, ...], int] = {}
         self._streams: Callable[[], int] = int
         registry.register(self)
         ProcessCollector(registry=registry)
@@ -268,15 +312,32 @@ class Metrics(Collector):
         """The series of a model version, the same object until it is forgotten. Keep it rather than ask again."""
         series = self._models.get((name, version))
         if series is None:
-            series = self._models[name, version] = ModelMetrics(name, version)
-            self._rejected.setdefault(name, {})
+            series = ModelMetrics(name, version)
+            self.show(series)
         return series
+
+    def show(self, series: ModelMetrics) -> None:
+        """Expose a version's series, in the place of those of the load before; what those still observe is lost."""
+        self._models[series.name, series.version] = series
+        self._rejected.setdefault(series.name, {})
+
+    def models(self) -> list[ModelMetrics]:
+        """The series of every version, from any thread."""
+        # list() of a dictionary's view is one step under the GIL, so that the loop may add series meanwhile.
+        return list(self._models.values())
 
     def forget(self, name: str, version: str) -> None:
         """Drop the series of an unloaded version; what its last requests still observe is lost."""
         self._models.pop((name, version), None)
         if name and not any(known == name for known, _ in self._models):
             self._rejected.pop(name, None)
+            for outcome in ("ok", "failed"):
+                self._loads.pop((name, outcome), None)
+
+    def loaded(self, model: str, *, is_ok: bool) -> None:
+        """Count a load of a version that has ended. ``model`` is one that the registry knows."""
+        labels = (model, "ok" if is_ok else "failed")
+        self._loads[labels] = self._loads.get(labels, 0) + 1
 
     def set_streams_source(self, source: Callable[[], int]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
@@ -299,8 +360,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families as they stand. Called by the registry on the scraping thread."""
-        # list() of a dictionary's view is one step under the GIL, so that the loop may add series meanwhile.
-        models = list(self._models.values())
+        models = self.models()
         yield _histogram(REQUEST_DURATION, self._durations(models), _NS_PER_S)
         yield _histogram(
             PHASE_DURATION,
@@ -342,6 +402,12 @@ class Metrics(Collector):
                 for model, by_reason in list(self._rejected.items())
                 for reason, count in list(by_reason.items())
             },
+        )
+        yield _filled(CounterMetricFamily, LOADS, self._loads.copy())
+        yield _filled(
+            GaugeMetricFamily,
+            LOAD_DURATION,
+            {(model.name, model.version): model.load_ns / _NS_PER_S for model in models if model.load_ns},
         )
         yield _filled(
             GaugeMetricFamily,

@@ -112,7 +112,7 @@ def play(
             inline=InlineBudget(loop),
             loop=loop,
             clock=clock,
-            observe_batch=observed.append,
+            observe_batch=lambda rows, *_: observed.append(rows),
         )
         await main(Stage(loop, clock, runners, queue, device, batcher, observed, clock()))
         await batcher.close()

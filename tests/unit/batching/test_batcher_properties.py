@@ -297,7 +297,7 @@ class Theatre:
             inline=self.inline,
             loop=self.loop,
             clock=self.clock,
-            observe_batch=self.observed[index].append,
+            observe_batch=lambda rows, *_: self.observed[index].append(rows),
         )
 
     def _arrive(self, caller: Caller) -> None:

@@ -263,7 +263,7 @@ class Backlogged:
             inline=self.inline,
             loop=self.loop,
             clock=self.clock,
-            observe_batch=lambda rows: None,
+            observe_batch=lambda *_: None,
         )
         self.runners.append(runners)
         self.batchers.append(batcher)

@@ -6,7 +6,7 @@ from ortserve.registry.lifecycle import State, VersionRecord
 
 
 def in_state(state: State) -> VersionRecord:
-    record = VersionRecord("m", 1, is_required=False)
+    record = VersionRecord("m", 1, lambda: None)
     if state is not State.LOADING:
         record.advance(state)
     return record

@@ -51,6 +51,10 @@ def put(root: Path, build: Callable[[Path], Path], name: str, version: int = 1, 
         (root / name / "model.yaml").write_text(options)
 
 
+def move(folder: Path, target: Path) -> None:
+    folder.rename(target)
+
+
 def state_of(registry: Registry, name: str) -> dict[int, tuple[State, str]]:
     return {record.version: (record.state, record.reason) for record in registry.records() if record.model == name}
 
@@ -348,3 +352,110 @@ async def test_options_of_batching_reach_the_batcher(tmp_path: Path, load: Load)
     assert (decisions.batches, decisions.delayed, decisions.padding_rows) == (1, 0, 2)
     await served.submit((row,), 1, Timing(0), NO_TERMS)
     assert served.learned().decisions.delayed >= 1
+
+
+async def test_load_swaps_only_when_warm_and_retires_what_is_not_wanted(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "m", 1)
+    registry = await load()
+    old = registry.find("m", "")
+    put(tmp_path, builders.unnamed_dims, "m", 2)
+    await registry.load("m")
+    assert (registry.find("m", "").version, registry.ready_versions("m")) == ("2", [2])
+    assert (await double(registry, "m")).tolist() == [[2, 2, 2, 2]]
+    with pytest.raises(ServeError, match="stopped accepting"):
+        await old.submit((np.ones((1, 4), np.float32),), 1, Timing(0), NO_TERMS)
+    assert refusal(registry, "m", "1").kind is ErrorKind.NOT_FOUND
+
+
+async def test_version_that_goes_serves_on_until_the_new_one_is_ready(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "m", 1)
+    registry = await load()
+    old = registry.find("m", "")
+    put(tmp_path, builders.not_onnx, "m", 2)
+    with pytest.raises(ServeError, match="failed to load 'm', version 2: ") as caught:
+        await registry.load("m")
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert registry.find("m", "") is old
+    assert [state for state, _ in state_of(registry, "m").values()] == [State.READY, State.FAILED]
+    (tmp_path / "m" / "2" / "model.onnx").unlink()
+    (tmp_path / "m" / "2").rmdir()
+    await registry.load("m")
+    assert state_of(registry, "m") == {1: (State.READY, "")}
+    assert registry.find("m", "") is old, "nothing of it has changed"
+
+
+async def test_model_is_loaded_on_although_its_caller_has_left(tmp_path: Path, load: Load) -> None:
+    registry = await load()
+    put(tmp_path, builders.identity, "m")
+    caller = asyncio.create_task(registry.load("m"))
+    while not registry.knows("m"):  # noqa: ASYNC110 - there is no event for it, and a turn of the loop is no wait
+        await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await registry.load("m")  # waits for the first
+    assert registry.ready_versions("m") == [1]
+
+
+async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: Load) -> None:
+    registry = await load()
+    seen: list[tuple[State, str] | None] = []
+    registry.on_change = lambda: seen.append(state_of(registry, "m").get(1))
+    put(tmp_path, builders.identity, "m")
+    await registry.load("m")
+    await registry.unload("m")
+    told = [state[0] for state in dict.fromkeys(state for state in seen if state is not None)]
+    assert told == [State.LOADING, State.WARMING, State.READY, State.DRAINING, State.GONE]
+
+
+async def test_poll_tries_what_failed_again_only_when_it_has_changed(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.not_onnx, "m")
+    put(tmp_path, builders.identity, "other")
+    registry = await load()
+    (failed,) = [record for record in registry.records() if record.model == "m"]
+    other = registry.find("other", "")
+    await registry.poll()
+    assert failed in list(registry.records())
+    builders.identity(tmp_path / "m" / "1" / "model.onnx")
+    await registry.poll()
+    assert state_of(registry, "m") == {1: (State.READY, "")}
+    (tmp_path / "m" / "1" / "model.onnx").unlink()
+    await registry.poll()
+    ((state, reason),) = state_of(registry, "m").values()
+    assert (state, reason) == (State.READY, "version folder 1 has no file model.onnx")
+    (tmp_path / "m" / "1").rmdir()
+    (tmp_path / "m").rmdir()
+    await registry.poll()
+    assert state_of(registry, "m") == {1: (State.GONE, "unloaded")}
+    assert refusal(registry, "m").kind is ErrorKind.NOT_FOUND
+    assert registry.find("other", "") is other
+
+
+async def test_unreadable_repository_unloads_nothing(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.identity, "m")
+    registry = await load()
+    away = tmp_path.with_name(f"{tmp_path.name}-away")
+    move(tmp_path, away)
+    with pytest.raises(ServeError, match="expected a folder of models"):
+        await registry.poll()
+    assert registry.ready_versions("m") == [1]
+    move(away, tmp_path)
+
+
+async def test_series_of_a_version_begin_anew_with_each_load_and_go_when_it_is_unloaded(
+    tmp_path: Path, load: Load, prometheus: CollectorRegistry
+) -> None:
+    put(tmp_path, builders.identity, "m")
+    registry = await load()
+    name, labels = "ortserve_model_state", {"model": "m", "version": "1", "state": "ready"}
+    first = registry.find("m", "").metrics
+    put_again = tmp_path / "m" / "1" / "model.onnx"
+    put_again.unlink()
+    builders.unnamed_dims(put_again)
+    await registry.load("m")
+    assert registry.find("m", "").metrics is not first
+    assert prometheus.get_sample_value(name, labels) == 1
+    assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "ok"}) == 2
+    await registry.unload("m")
+    assert prometheus.get_sample_value(name, labels) is None
+    assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "ok"}) is None

@@ -15,7 +15,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
-from ortserve.service.models import ModelService
+from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.telemetry.metrics import Metrics
 
 
@@ -74,6 +74,25 @@ async def test_failed_model_holds_readiness_back_only_where_it_must_serve(
     assert not models.is_model_ready("bad", "1")
 
 
+@pytest.mark.parametrize("strict", [False, True])
+async def test_readiness_outlives_a_reload_and_does_not_miss_what_was_unloaded(
+    registry: Registry, tmp_path: Path, strict: bool
+) -> None:
+    (tmp_path / "m" / "model.yaml").write_text("required: true")
+    await registry.load_all()
+    models = service(registry, strict=strict)
+    builders.not_onnx(tmp_path / "m" / "3" / "model.onnx")
+    with pytest.raises(ServeError):
+        await registry.load("m")
+    assert models.is_ready(), "the old load serves on"
+    await registry.unload("m")
+    assert models.is_ready()
+    assert not models.is_model_ready("m", "")
+    with pytest.raises(ServeError):
+        await registry.load("m")
+    assert not models.is_ready()
+
+
 async def test_readiness_of_versions(registry: Registry) -> None:
     await registry.load_all()
     models = service(registry)
@@ -87,7 +106,8 @@ async def test_readiness_of_versions(registry: Registry) -> None:
 async def test_server_metadata_lists_only_what_is_served(registry: Registry) -> None:
     metadata = service(registry).server_metadata()
     assert (metadata.name, metadata.version) == ("my server", __version__)
-    assert metadata.extensions == ("binary_tensor_data", "parameters")
+    assert metadata.extensions == EXTENSIONS
+    assert "trace" not in metadata.extensions, "settings are kept, but no traces written"
 
 
 async def test_model_metadata(registry: Registry) -> None:

@@ -3,10 +3,11 @@
 import logging
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
-from ortserve.telemetry.logs import ACCESS_LOGGERS, StderrHandler, configure_logging, log_event
+from ortserve.telemetry.logs import ACCESS_LOGGERS, LogSwitches, StderrHandler, configure_logging, log_event
 
 LOGGER = logging.getLogger("ortserve.test")
 
@@ -74,3 +75,37 @@ def test_exception_follows_its_line(capsys: pytest.CaptureFixture[str]) -> None:
         LOGGER.exception("load failed")
 
     assert "ERROR ortserve.test load failed\nTraceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("off", ["info", "warning", "error"])
+def test_each_severity_is_turned_off_and_on_by_itself(capsys: pytest.CaptureFixture[str], off: str) -> None:
+    switches = configure_logging("info", access_log=False)
+    numbers = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+    def log_all() -> list[str]:
+        for name, number in {**numbers, "debug": logging.DEBUG}.items():
+            LOGGER.log(number, "line %s", name)
+        return [line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+
+    switches.set(**{**dict.fromkeys(numbers, True), off: False}, verbose_level=0)
+    assert log_all() == [name for name in numbers if name != off]
+    switches.set(info=True, warning=True, error=True, verbose_level=2)
+    assert log_all() == [*numbers, "debug"]
+    switches.set(info=False, warning=False, error=False, verbose_level=0)
+    assert log_all() == []
+
+
+@pytest.mark.parametrize(
+    ("level", "switches"),
+    [
+        ("debug", (True, True, True, 1)),
+        ("info", (True, True, True, 0)),
+        ("warning", (False, True, True, 0)),
+        ("error", (False, False, True, 0)),
+    ],
+)
+def test_switches_begin_as_the_level_says(
+    level: Literal["debug", "info", "warning", "error"], switches: tuple[bool, bool, bool, int]
+) -> None:
+    known = LogSwitches(level)
+    assert (known.info, known.warning, known.error, known.verbose_level) == switches

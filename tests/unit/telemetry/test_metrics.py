@@ -4,6 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ortserve.core.batch import BatchResult
 from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
@@ -24,7 +25,7 @@ def metrics(registry: CollectorRegistry) -> Metrics:
 
 
 def test_answered_request_counts_its_duration_and_each_phase(metrics: Metrics, registry: CollectorRegistry) -> None:
-    metrics.model("m", "1").observe_success("rest", TIMING)
+    metrics.model("m", "1").observe_success("rest", TIMING, 1)
 
     labels = {"model": "m", "version": "1", "protocol": "rest", "outcome": "ok"}
     assert registry.get_sample_value("ortserve_request_duration_seconds_sum", labels) == 0.0015
@@ -40,7 +41,7 @@ def test_answered_request_counts_its_duration_and_each_phase(metrics: Metrics, r
 
 def test_buckets_are_cumulative_and_include_their_upper_bound(metrics: Metrics, registry: CollectorRegistry) -> None:
     for rows in (1, 2, 3, 4, 5000):
-        metrics.model("m", "1").observe_batch(rows)
+        metrics.model("m", "1").observe_batch(rows, 1_000, BatchResult((), 3_000, 8_000, 5_000), 9_000)
 
     counts = {
         bound: registry.get_sample_value("ortserve_batch_rows_bucket", {"model": "m", "version": "1", "le": bound})
@@ -136,7 +137,7 @@ def test_series_of_a_version_are_the_same_until_it_is_forgotten(metrics: Metrics
     assert metrics.model("m", "1") is old
     for model in (old, new):
         model.set_state("ready")
-        model.observe_success("rest", TIMING)
+        model.observe_success("rest", TIMING, 1)
     metrics.rejected("m", "overloaded")
 
     metrics.forget("m", "1")
@@ -154,9 +155,11 @@ def test_series_of_a_version_are_the_same_until_it_is_forgotten(metrics: Metrics
 def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, registry: CollectorRegistry) -> None:
     model = metrics.model('quoted "name"\n', "1")
     model.set_state("ready")
-    model.observe_success("rest", TIMING)
+    model.observe_success("rest", TIMING, 1)
     model.set_batching_source(lambda: BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001))
     metrics.rejected("", "overloaded")
+    metrics.loaded("m", is_ok=True)
+    model.load_ns = 1
 
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
 

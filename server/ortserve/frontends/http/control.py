@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, FastAPI, Path, Request, Response
+from fastapi import APIRouter, Body, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.answers import failure
+from ortserve.frontends.http.configuration_routes import configuration_routes
 from ortserve.frontends.http.documents import (
     BatchingDocument,
     ErrorDocument,
@@ -20,13 +21,17 @@ from ortserve.frontends.http.documents import (
     ModelMetadataDocument,
     ServerMetadataDocument,
 )
+from ortserve.frontends.http.path_parameters import ModelName, ModelVersion
+from ortserve.frontends.http.repository_routes import repository_routes
+from ortserve.frontends.http.settings_routes import settings_routes
+from ortserve.frontends.http.statistics_routes import statistics_routes
+from ortserve.service.management import Management
 from ortserve.service.models import ModelService
 
-ModelName = Annotated[str, Path(description="Name of the model", examples=["digits"])]
-ModelVersion = Annotated[str, Path(description="Version of the model", pattern="^[0-9]+$", examples=["1"])]
 
-
-def make_control_app(models: ModelService, *, title: str, version: str) -> FastAPI:
+def make_control_app(
+    models: ModelService, management: Management, *, title: str, version: str, max_body_bytes: int
+) -> FastAPI:
     """The FastAPI application; its OpenAPI document also describes the infer routes, which are served beside it."""
     app = FastAPI(
         title=title,
@@ -36,6 +41,10 @@ def make_control_app(models: ModelService, *, title: str, version: str) -> FastA
         redirect_slashes=False,
     )
     app.include_router(_health_routes(models))
+    app.include_router(statistics_routes(management.statistics))
+    app.include_router(configuration_routes(models))
+    app.include_router(repository_routes(management.repository, max_body_bytes=max_body_bytes))
+    app.include_router(settings_routes(management.logs, management.traces, max_body_bytes=max_body_bytes))
     app.include_router(_metadata_routes(models))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)

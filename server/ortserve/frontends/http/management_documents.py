@@ -1,0 +1,88 @@
+"""The JSON documents of the repository, statistics and settings calls: for the OpenAPI document only."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class IndexRequestDocument(BaseModel):
+    ready: bool = Field(False, description="List only versions that are ready")
+
+
+class IndexEntryDocument(BaseModel):
+    name: str
+    version: str | None = None
+    state: Literal["READY", "UNAVAILABLE", "LOADING", "UNLOADING"] | None = Field(
+        None, description="Missing for a model that was never asked to load"
+    )
+    reason: str | None = None
+
+
+class UnloadParametersDocument(BaseModel):
+    unload_dependents: bool = Field(False, description="Of no effect: no model here depends on another")
+
+
+class UnloadRequestDocument(BaseModel):
+    parameters: UnloadParametersDocument | None = None
+
+
+class StatisticDurationDocument(BaseModel):
+    count: int
+    ns: int
+
+
+class InferStatisticsDocument(BaseModel):
+    success: StatisticDurationDocument
+    fail: StatisticDurationDocument
+    queue: StatisticDurationDocument
+    compute_input: StatisticDurationDocument
+    compute_infer: StatisticDurationDocument
+    compute_output: StatisticDurationDocument
+    cache_hit: StatisticDurationDocument
+    cache_miss: StatisticDurationDocument
+
+
+class BatchStatisticsDocument(BaseModel):
+    batch_size: int
+    compute_input: StatisticDurationDocument
+    compute_infer: StatisticDurationDocument
+    compute_output: StatisticDurationDocument
+
+
+class ModelStatisticsDocument(BaseModel):
+    name: str
+    version: str
+    last_inference: int = Field(description="Milliseconds since the epoch; 0 if there was none")
+    inference_count: int = Field(description="Rows of successful requests")
+    execution_count: int = Field(description="Batches that ran")
+    inference_stats: InferStatisticsDocument
+    response_stats: dict[str, Any] = Field(description="Empty: of decoupled models only")
+    batch_stats: list[BatchStatisticsDocument]
+    memory_usage: list[Any] = Field(description="Empty: ONNX Runtime does not tell a model's memory")
+
+
+class StatisticsDocument(BaseModel):
+    model_stats: list[ModelStatisticsDocument]
+
+
+class TraceSettingsDocument(BaseModel):
+    trace_level: list[str] = Field(description="Always OFF: this server writes no trace files")
+    trace_rate: str
+    trace_count: str
+    log_frequency: str
+    trace_file: str
+    trace_mode: str
+
+
+class LogSettingsDocument(BaseModel):
+    log_file: str
+    log_info: bool
+    log_warning: bool
+    log_error: bool
+    log_verbose_level: int = Field(ge=0)
+    log_format: Literal["default", "ISO8601"]
+
+
+def request_body(document: type[BaseModel]) -> dict[str, Any]:
+    """What ``openapi_extra`` of a route needs to show the body that it reads by itself."""
+    return {"requestBody": {"content": {"application/json": {"schema": document.model_json_schema()}}}}

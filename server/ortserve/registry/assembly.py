@@ -1,0 +1,105 @@
+"""From a loaded model to one that answers: its instances behind a queue and a batcher, its numbers in the metrics."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.alarm import best_alarm
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.device import Device
+from ortserve.batching.inline import InlineBudget
+from ortserve.batching.learned import Learned
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RiderQueue
+from ortserve.clock import Clock
+from ortserve.config.model import ModelOptions
+from ortserve.core.padding import StagedElements
+from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.instance import Instance
+from ortserve.registry.configuration import Configuration
+from ortserve.registry.lateness import requests_limits
+from ortserve.registry.loader import LoadedModel
+from ortserve.registry.properties import describe_properties
+from ortserve.registry.served import ServedModel
+from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
+
+
+class Assembly:
+    """Makes served models that share the loop's time and the device's threads. Loop thread only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._inline = InlineBudget(loop)
+        self._device = Device(cpu_budget(), loop)
+
+    def serve(self, loaded: LoadedModel, configuration: Configuration, metrics: ModelMetrics) -> ServedModel:
+        """Open a loaded model for requests; ``metrics`` are the series of its version, and name it."""
+        found = loaded.warm_up
+        options = configuration.options
+        # What was measured at one shape says nothing of another: then each shape class learns from its own batches.
+        is_known = loaded.signature.has_one_shape_class
+        queue = RiderQueue(
+            [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
+            [(size.rows, size.run_ns) for size in found.latencies if is_known],
+        )
+        batcher = Batcher(
+            loaded.instances,
+            _policy(loaded, options),
+            queue,
+            limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
+            device=self._device,
+            threads=loaded.intra_op_threads,
+            inline=self._inline,
+            loop=self._loop,
+            clock=self._clock,
+            observe_batch=metrics.observe_batch,
+            make_alarm=partial(best_alarm, self._loop),
+        )
+        metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue))
+        # What warm-up staged was nobody's.
+        metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
+        return ServedModel(
+            metrics.name,
+            metrics.version,
+            loaded,
+            batcher,
+            metrics,
+            configuration=configuration,
+            properties=describe_properties(loaded, batcher.max_rows),
+        )
+
+
+def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
+    if not loaded.signature.is_batched:
+        return BatchPolicy(1)
+    return BatchPolicy(
+        loaded.warm_up.max_rows,
+        int(options.queue_delay_s * 1e9),
+        tuple(sorted(options.preferred_rows)),
+        tuple(sorted(set(options.buckets))),
+        options.echo_wait,
+    )
+
+
+def _numbers(learned: Learned, queue: RiderQueue) -> BatchingNumbers:
+    latest = learned.classes[0] if learned.classes else None
+    return BatchingNumbers(
+        learned.queued_rows,
+        asdict(learned.decisions),
+        {rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
+        latest.error_ms / 1e3 if latest else 0.0,
+        sum(len(shape_class.riders) for shape_class in queue.classes()),
+    )
+
+
+def _staged(instances: Sequence[Instance]) -> StagedElements:
+    counts = [instance.staged_elements for instance in instances]
+    return StagedElements(sum(count.staged for count in counts), sum(count.padded for count in counts))
+
+
+def _staged_since(before: StagedElements, instances: Sequence[Instance]) -> StagedElements:
+    now = _staged(instances)
+    return StagedElements(now.staged - before.staged, now.padded - before.padded)

@@ -1,0 +1,85 @@
+"""Loading one version, from its record to a served model, on the loader thread."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.errors import ServeError, invalid_input
+from ortserve.registry.assembly import Assembly
+from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.loader import LoadedModel, load_model
+from ortserve.registry.source import VersionSource
+from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.metrics import Metrics
+
+logger: Final = logging.getLogger(__name__)
+
+
+class VersionLoader:
+    """Opens models one after the other. Loop thread only, but for the loading itself.
+
+    ONNX Runtime does not promise that sessions may be made in parallel, and one at a time keeps the peak of memory low.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, metrics: Metrics, clock: Clock) -> None:
+        self._loop = loop
+        self._metrics = metrics
+        self._clock = clock
+        self._assembly = Assembly(loop, clock)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
+
+    async def load(self, record: VersionRecord, source: VersionSource) -> str:
+        """Load a version.
+
+        Args:
+            record: Of this load; READY with what answers, or FAILED, when this returns.
+            source: What to load.
+
+        Returns:
+            Why it failed, empty where it did not.
+        """
+        began_ns = self._clock()
+        name = f"{record.model}/{record.version}"
+
+        def on_warming() -> None:
+            self._loop.call_soon_threadsafe(_advance_to_warming, record)
+
+        def load() -> LoadedModel:
+            if source.problem:
+                raise invalid_input(source.problem)
+            options = source.configuration.options
+            return load_model(source.path, name, options, self._clock, on_warming, source.folder)
+
+        try:
+            loaded = await self._loop.run_in_executor(self._thread, load)
+        except Exception as error:
+            if not isinstance(error, ServeError):
+                logger.error("loading failed unexpectedly", exc_info=error)
+            record.advance(State.FAILED, error.message if isinstance(error, ServeError) else "unexpected error")
+            self._metrics.loaded(record.model, is_ok=False)
+            return record.reason
+        record.served = self._assembly.serve(loaded, source.configuration, record.metrics)
+        record.metrics.load_ns = self._clock() - began_ns
+        record.advance(State.READY)
+        self._metrics.loaded(record.model, is_ok=True)
+        log_event(
+            logger,
+            logging.INFO,
+            "model is ready",
+            model=record.model,
+            version=record.version,
+            seconds=round(record.metrics.load_ns / 1e9, 2),
+            **record.served.properties,
+        )
+        return ""
+
+    def close(self) -> None:
+        """Begin no further load. Does not wait for one that runs, which would stop the loop."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _advance_to_warming(record: VersionRecord) -> None:
+    if record.state is State.LOADING:
+        record.advance(State.WARMING)

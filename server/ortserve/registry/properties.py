@@ -1,0 +1,41 @@
+"""What operators may read of a loaded model: how it is run, and why."""
+
+from ortserve.core.signature import ModelSignature
+from ortserve.registry.loader import LoadedModel
+
+
+def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
+    """The properties of a model's metadata; ``max_rows`` is the most rows of a batch."""
+    found = loaded.warm_up
+    batching = f"up to {max_rows} rows run together"
+    if not loaded.signature.is_batched:
+        batching = f"one request at a time: {loaded.signature.unbatched_because}"
+    elif not found.latencies:
+        batching += ", unverified"
+    else:
+        batching += f", verified: a row alone and among others differs by {found.drift:.1e} at most"
+    warm_up = "not warmed up"
+    if found.refused:
+        warm_up = f"not warmed up: the model refuses made-up inputs: {found.refused}"
+    elif found.latencies:
+        warm_up = ", ".join(f"{size.rows}: {size.run_ns / 1e6:.3f} ms" for size in found.latencies)
+    properties = {
+        "execution_provider": loaded.execution_provider,
+        "intra_op_threads": str(loaded.intra_op_threads),
+        "batching": batching,
+        "warm_up": warm_up,
+    }
+    return properties | _interface(loaded.signature)
+
+
+def _interface(signature: ModelSignature) -> dict[str, str]:
+    """What inputs and outputs alone do not tell: which may be left out, and what the model has besides."""
+    found = {
+        "optional_inputs": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.is_optional),
+        "any_shape": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.has_any_shape),
+        "not_served": "; ".join(
+            [f"input '{name}': {why}" for name, why in signature.unserved_inputs.items()]
+            + [f"output '{name}': {why}" for name, why in signature.unserved_outputs.items()]
+        ),
+    }
+    return {name: told for name, told in found.items() if told}

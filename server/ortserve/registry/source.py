@@ -1,0 +1,112 @@
+"""What a model is loaded from: its files as they lie there now, and its configuration. Blocks on the disk."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from ortserve.config.model import LoadOptions
+from ortserve.errors import ServeError
+from ortserve.registry.configuration import Configuration, read_configuration
+from ortserve.registry.repository import ModelFiles, read_repositories
+from ortserve.registry.versions import choose_versions
+
+FileStamp: TypeAlias = tuple[str, int, int, int]
+"""A file's name, inode, size and time of change: another one where it was replaced or rewritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSource:
+    """What one version is loaded from. Two are equal exactly where loading the second would change nothing.
+
+    ``path`` is the file to open, ``problem`` why there is none, ``folder`` the model's with the files that its
+    configuration names, None where it is a file by itself.
+    """
+
+    path: Path
+    folder: Path | None
+    configuration: Configuration
+    stamps: tuple[FileStamp, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The versions of a model that should serve, or in words why none can.
+
+    ``has_files`` says, where there is a problem, that version folders are there and the problem is another.
+    """
+
+    name: str
+    versions: Mapping[int, VersionSource] = field(default_factory=dict)
+    is_required: bool = False
+    problem: str = ""
+    has_files: bool = True
+    without_effect: tuple[str, ...] = ()
+
+
+def read_sources(roots: Sequence[Path], defaults: LoadOptions) -> list[ModelSource]:
+    """All models of all repositories by name. ``defaults`` hold for what a model's own options leave open.
+
+    Raises:
+        ServeError: invalid_input, when a repository is not a readable folder.
+    """
+    return [_read_source(files, defaults) for files in read_repositories(roots)]
+
+
+def make_source(files: ModelFiles, configuration: Configuration) -> ModelSource:
+    """The source of a model whose files and configuration are known.
+
+    Raises:
+        ServeError: invalid_input, when its version policy names versions that are not there.
+        OSError: A file went meanwhile.
+    """
+    options = configuration.options
+    versions = choose_versions(options.version_policy, files.versions)
+    return ModelSource(
+        files.name,
+        {version: _version_source(files, version, configuration) for version in versions},
+        options.required,
+        without_effect=configuration.without_effect,
+    )
+
+
+def _read_source(files: ModelFiles, defaults: LoadOptions) -> ModelSource:
+    if files.problem:
+        return ModelSource(files.name, problem=files.problem, has_files=bool(files.versions))
+    try:
+        return make_source(files, read_configuration(files.name, files.options, defaults))
+    except ServeError as error:
+        return ModelSource(files.name, problem=error.message)
+    except OSError as error:  # somebody changes the folder meanwhile
+        return ModelSource(files.name, problem=f"its files cannot be read: {error.strerror}")
+
+
+def _version_source(files: ModelFiles, version: int, configuration: Configuration) -> VersionSource:
+    found = files.versions[version]
+    stamps = tuple(_stamp(file) for file in _files_of(files, version))
+    try:
+        path = files.file(version, configuration.options)
+    except ServeError as error:
+        return VersionSource(found, files.folder, configuration, stamps, error.message)
+    return VersionSource(path, files.folder, configuration, stamps)
+
+
+def _files_of(files: ModelFiles, version: int) -> Iterator[Path]:
+    """All that the version may consist of: weights may lie beside the model's file, labels beside the versions."""
+    if files.folder is None:
+        yield files.versions[version]
+        return
+    for entry in sorted(files.folder.iterdir()):
+        is_other_version = entry.is_dir() and entry.name.isdigit() and entry.name != str(version)
+        if is_other_version or entry == files.options:  # what the options say is compared by itself
+            continue
+        if entry.is_dir():
+            yield from sorted(file for file in entry.rglob("*") if file.is_file())
+        else:
+            yield entry
+
+
+def _stamp(file: Path) -> FileStamp:
+    status = file.stat()
+    return str(file), status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,155 @@
+"""What lies in the model repositories, and loading and unloading by request or by watching the folders."""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.registry import Registry
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+ControlMode: TypeAlias = Literal["none", "poll", "explicit"]
+LoadParameter: TypeAlias = bool | int | str | bytes
+
+ALL_MODELS: Final = "*"
+
+_PROTOCOL_STATES: Final = {
+    State.LOADING: "LOADING",
+    State.WARMING: "LOADING",
+    State.READY: "READY",
+    State.DRAINING: "UNLOADING",
+    State.GONE: "UNAVAILABLE",
+    State.FAILED: "UNAVAILABLE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """A version in the index, or a model that was never asked to load: then all but its name is empty."""
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""
+
+
+class RepositoryService:
+    """Answers the repository calls. Loop thread only."""
+
+    def __init__(self, registry: Registry, *, mode: ControlMode, load_models: Collection[str] = ()) -> None:
+        """``load_models`` are those that the mode ``explicit`` starts with; ``*`` for all."""
+        self._registry = registry
+        self._mode = mode
+        self._load_models = load_models
+
+    async def start(self) -> None:
+        """Load what the mode begins with.
+
+        Raises:
+            ServeError: invalid_input, when a repository cannot be read.
+        """
+        takes_all = self._mode != "explicit" or ALL_MODELS in self._load_models
+        await self._registry.load_all(None if takes_all else frozenset(self._load_models))
+
+    async def watch(self, interval_s: float) -> None:
+        """Follow the repositories for ever, in the mode ``poll``; else return at once."""
+        told = ""
+        while self._mode == "poll":
+            await asyncio.sleep(interval_s)
+            try:
+                await self._registry.poll()
+                told = ""
+            except ServeError as error:
+                if error.message != told:  # once, not at every look
+                    told = error.message
+                    log_event(logger, logging.ERROR, "the repositories cannot be followed", reason=told)
+            except Exception as error:
+                logger.error("the repositories could not be followed", exc_info=error)
+
+    async def index(self, *, only_ready: bool = False) -> list[IndexEntry]:
+        """Every version the server knows, and every model that lies in the repositories now, by name."""
+        models = self._registry.models()
+        entries = [_entry(record) for records in models.values() for record in records]
+        if only_ready:
+            return sorted((entry for entry in entries if entry.state == "READY"), key=_name)
+        try:
+            lying = await self._registry.names_in_repositories()
+        except ServeError as error:
+            log_event(logger, logging.WARNING, "the index shows only known models", reason=error.message)
+            lying = []
+        known = {entry.name for entry in entries}
+        entries.extend(IndexEntry(name) for name in lying if name not in known)
+        return sorted(entries, key=_name)
+
+    async def load(self, name: str, parameters: Mapping[str, LoadParameter]) -> None:
+        """Load or reload a model. Returns when it serves.
+
+        Args:
+            name: Of the model.
+            parameters: ``config``, a configuration as JSON in a text, and with it the model's files, bytes by
+                ``file:<version>/<file>``. They hold until the next load.
+
+        Raises:
+            ServeError: not_ready, in a mode that loads by itself; invalid_input, for a name or parameter that cannot
+                be; internal, when loading failed.
+        """
+        self._check(name)
+        config: str | None = None
+        files: dict[str, bytes] = {}
+        for parameter, value in parameters.items():
+            if parameter == "config":
+                if not isinstance(value, str):
+                    raise invalid_input(f"parameter 'config': expected JSON in a text, got {type(value).__name__}")
+                config = value
+            elif parameter.startswith("file:"):
+                if not isinstance(value, bytes):
+                    raise invalid_input(f"parameter '{parameter}': expected bytes, got {type(value).__name__}")
+                files[parameter] = value
+            else:
+                raise invalid_input(f"unrecognized load parameter '{parameter}'.")
+        await self._registry.load(name, config=config, files=files)
+
+    async def unload(self, name: str, parameters: Mapping[str, LoadParameter]) -> None:
+        """Unload a model, if it is there. Returns when its last request is answered.
+
+        Args:
+            name: Of the model.
+            parameters: ``unload_dependents``, a boolean without effect: no model here depends on another.
+
+        Raises:
+            ServeError: not_ready, in a mode that unloads by itself; invalid_input, for a name or parameter that cannot
+                be.
+        """
+        self._check(name)
+        for parameter, value in parameters.items():
+            if parameter != "unload_dependents":
+                raise invalid_input(f"unrecognized unload parameter '{parameter}'.")
+            if not isinstance(value, bool):
+                raise invalid_input(f"parameter 'unload_dependents': expected a boolean, got {value!r}")
+        await self._registry.unload(name)
+
+    def _check(self, name: str) -> None:
+        if self._mode != "explicit":
+            raise ServeError(
+                ErrorKind.NOT_READY,
+                "explicit model load / unload is not allowed if polling is enabled: model_control_mode is "
+                f"'{self._mode}', expected 'explicit'",
+            )
+        if not name:
+            raise invalid_input("Model name cannot be empty. Please enter a valid name to deploy.")
+        if name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise invalid_input(f"invalid model name '{name}', model name must not contain path traversal characters")
+
+
+def _entry(record: VersionRecord) -> IndexEntry:
+    version = str(record.version) if record.version else ""
+    return IndexEntry(record.model, version, _PROTOCOL_STATES[record.state], record.reason)
+
+
+def _name(entry: IndexEntry) -> str:
+    return entry.name

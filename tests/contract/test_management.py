@@ -1,0 +1,307 @@
+"""The repository, statistics, configuration and settings calls, byte for byte as their clients read them."""
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import grpc_raw, rest_json
+from models import builders
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving, triton_clients
+
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+
+
+@pytest.fixture(scope="module")
+def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The mode ``explicit``, with ``identity``, ``poison``, ``broken`` and ``empty`` asked for, and ``idle`` not."""
+    repository = tmp_path_factory.mktemp("managed")
+    add_model(repository, "identity", builders.identity)
+    add_model(repository, "poison", builders.poison)
+    add_model(repository, "broken", builders.not_onnx)
+    add_model(repository, "idle", builders.identity)
+    (repository / "empty").mkdir()
+    names = "identity,poison,broken,empty"
+    with serving(
+        repository, "--model-control-mode", "explicit", "--load-model", names, "--max-rows", "8", *SHORT_WARMUP
+    ) as server:
+        yield server
+
+
+def call(server: ServerProcess, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Any:
+    """GET, or with a body POST; the answer must be good JSON."""
+    url = f"http://{server.http}{path}"
+    answer = (
+        httpx.get(url, timeout=LONG_S)
+        if body is None
+        else httpx.post(url, content=body, headers=headers, timeout=LONG_S)
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    return answer.json() if answer.content else None
+
+
+def refusal(server: ServerProcess, path: str, body: bytes) -> tuple[int, str]:
+    answer = httpx.post(f"http://{server.http}{path}", content=body, headers=FORM, timeout=LONG_S)
+    assert list(answer.json()) == ["error"]
+    return answer.status_code, answer.json()["error"]
+
+
+@pytest.mark.parametrize("headers", [FORM, {}, {"content-type": "application/octet-stream"}])
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"ready":false}'])
+def test_index_lists_what_is_known_and_what_lies_there(
+    managed: ServerProcess, body: bytes, headers: dict[str, str]
+) -> None:
+    broken, *others = call(managed, "/v2/repository/index", body, headers)
+    assert broken.pop("reason").startswith("ONNX Runtime cannot load the model")
+    assert broken == {"name": "broken", "version": "1", "state": "UNAVAILABLE"}
+    reason = "no version folder (1, 2, …) with a file model.onnx"
+    assert others == [
+        {"name": "empty", "state": "UNAVAILABLE", "reason": reason},
+        {"name": "identity", "version": "1", "state": "READY"},
+        {"name": "idle"},
+        {"name": "poison", "version": "1", "state": "READY"},
+    ]
+
+
+def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
+    with triton_clients(managed) as (http, grpc):
+        told = [
+            {key: value for key in ("name", "version", "state", "reason") if (value := getattr(entry, key))}
+            for entry in grpc.get_model_repository_index().models
+        ]
+        assert told == http.get_model_repository_index()
+    ready = call(managed, "/v2/repository/index", b'{"ready":true}')
+    assert [entry["name"] for entry in ready] == ["identity", "poison"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/v2/repository/index", b'{"ready":1}', 400, "Invalid value for 'ready': expected a boolean"),
+        ("/v2/repository/index", b"[]", 400, "expected a JSON object, got list"),
+        ("/v2/repository/index", b"{", 400, "failed to parse the request JSON buffer: "),
+        ("/v2/repository/mine/index", b"", 501, "'repository_name' specification is not supported"),
+        ("/v2/repository/mine/models/m/load", b"", 501, "'repository_name' specification is not supported"),
+        ("/v2/repository/mine/models/m/unload", b"", 501, "'repository_name' specification is not supported"),
+        (
+            "/v2/repository/models/none/load",
+            b"",
+            500,
+            "failed to load 'none', failed to poll from model repository",
+        ),
+        ("/v2/repository/models/..%5Cm/load", b"", 400, "model name must not contain path traversal characters"),
+        ("/v2/repository/models/identity/load", b'{"parameters":[]}', 400, "Unable to parse 'parameters'"),
+        ("/v2/repository/models/m/load", b'{"parameters":{"x":1}}', 400, "unrecognized load parameter 'x'."),
+        ("/v2/repository/models/m/load", b'{"parameters":{"file:1/x":"?"}}', 400, "a file's bytes in base64"),
+        ("/v2/repository/models/m/unload", b'{"parameters":{"x":1}}', 400, "unrecognized unload parameter 'x'."),
+        (
+            "/v2/repository/models/m/unload",
+            b'{"parameters":{"unload_dependents":1}}',
+            400,
+            "'unload_dependents': expected a boolean",
+        ),
+        ("/v2/logging", b'{"log_info":"yes"}', 400, "expect boolean for 'log_info', got 'yes'"),
+        ("/v2/logging", b'{"log_file":"x"}', 501, "log file location can not be updated through network protocol"),
+        ("/v2/trace/setting", b'{"trace_file":"x"}', 501, "trace file location can not be updated through network"),
+        ("/v2/trace/setting", b'{"trace_level":["TIMESTAMPS"]}', 501, "this server writes no trace files"),
+        ("/v2/models/none/trace/setting", b"", 404, "Request for unknown model : none"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_the_words_of_the_protocol(
+    managed: ServerProcess, path: str, body: bytes, status: int, text: str
+) -> None:
+    answered, message = refusal(managed, path, body)
+    assert answered == status
+    assert text in message
+
+
+@pytest.mark.parametrize("path", ["/v2/repository/models/identity/load", "/v2/repository/models/none/unload"])
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"parameters":{}}'])
+def test_load_and_unload_answer_nothing_with_status_200(managed: ServerProcess, path: str, body: bytes) -> None:
+    assert call(managed, path, body, FORM) is None
+
+
+def test_body_over_the_limit_is_refused(tmp_path: Any) -> None:
+    add_model(tmp_path, "m", builders.identity)
+    with serving(tmp_path, "--max-body-bytes", "1000", *SHORT_WARMUP) as server:
+        status, text = refusal(server, "/v2/logging", b'{"log_info":true,"x":"' + b"y" * 1000 + b'"}')
+        assert (status, text) == (413, "max_body_bytes: expected a body of at most 1000 bytes, got more")
+
+
+def test_caller_who_leaves_within_its_body_troubles_nobody(managed: ServerProcess) -> None:
+    host, port = managed.http.split(":")
+    with socket.create_connection((host, int(port)), LONG_S) as connection:
+        connection.sendall(b"POST /v2/logging HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert call(managed, "/v2/health/live") == {"live": True}
+    assert call(managed, "/v2/health/live") == {"live": True}  # and the server ends without a traceback
+
+
+def test_statistics_count_rows_batches_and_failures_before_the_answer_is_sent(tmp_path: Any) -> None:
+    add_model(tmp_path, "identity", builders.identity)
+    add_model(tmp_path, "poison", builders.poison)
+    with serving(tmp_path, "--max-rows", "8", *SHORT_WARMUP) as server:
+        for rows in (1, 2, 2):
+            rest_json(server, "identity", {"x": np.ones((rows, 4), np.float32)})
+        grpc_raw(server, "identity", {"x": np.ones((5, 4), np.float32)})
+        with triton_clients(server) as (http, grpc):
+            malformed = triton_http.InferInput("x", [1, 5], "FP32")
+            malformed.set_data_from_numpy(np.ones((1, 5), np.float32))
+            with pytest.raises(InferenceServerException):
+                http.infer("identity", [malformed])
+            bad = triton_http.InferInput("x", [1, 4], "INT64")
+            bad.set_data_from_numpy(np.full((1, 4), builders.POISON))
+            with pytest.raises(InferenceServerException):
+                http.infer("poison", [bad])
+
+            text = httpx.get(f"http://{server.http}/v2/models/stats", timeout=LONG_S).text
+            assert "." not in text, "all numbers are integers"
+            identity, poison = json.loads(text)["model_stats"]
+            assert list(identity) == [
+                "name",
+                "version",
+                "last_inference",
+                "inference_count",
+                "execution_count",
+                "inference_stats",
+                "response_stats",
+                "batch_stats",
+                "memory_usage",
+            ]
+            assert (identity["name"], identity["version"]) == ("identity", "1")
+            assert (identity["inference_count"], identity["execution_count"]) == (10, 4)
+            assert identity["last_inference"] > 1_700_000_000_000
+            counts = {part: numbers["count"] for part, numbers in identity["inference_stats"].items()}
+            assert counts == {
+                "success": 4,
+                "fail": 0,
+                "queue": 4,
+                "compute_input": 4,
+                "compute_infer": 4,
+                "compute_output": 4,
+                "cache_hit": 0,
+                "cache_miss": 0,
+            }
+            spent = {part: numbers["ns"] for part, numbers in identity["inference_stats"].items()}
+            parts = ("queue", "compute_input", "compute_infer", "compute_output")
+            assert 0 < sum(spent[part] for part in parts) <= spent["success"]
+            sizes = {batch["batch_size"]: batch["compute_infer"]["count"] for batch in identity["batch_stats"]}
+            assert sizes == {1: 1, 2: 2, 5: 1}
+            assert (poison["inference_stats"]["fail"]["count"], poison["execution_count"]) == (1, 0)
+
+            for statistics in (
+                call(server, "/v2/models/identity/stats"),
+                call(server, "/v2/models/identity/versions/1/stats"),
+            ):
+                assert statistics == {"model_stats": [identity]}
+            (message,) = grpc.get_inference_statistics("identity").model_stats
+            assert (message.inference_count, message.execution_count) == (10, 4)
+            assert message.last_inference == pytest.approx(identity["last_inference"], abs=1)
+            assert message.inference_stats.success.ns == spent["success"]
+            assert message.inference_stats.HasField("cache_hit")
+            assert [batch.batch_size for batch in message.batch_stats] == [1, 2, 5]
+            assert len(grpc.get_inference_statistics().model_stats) == 2
+        samples = read_metrics(server)
+        assert samples.value("nv_inference_count", model="identity", version="1") == 10
+        assert samples.value("nv_inference_request_failure", model="poison", version="1", reason="BACKEND") == 1
+
+
+def test_statistics_of_unknown_models_are_refused(managed: ServerProcess) -> None:
+    with triton_clients(managed) as (http, grpc):
+        for client, status in ((http, "400"), (grpc, "StatusCode.INVALID_ARGUMENT")):
+            for arguments, text in (
+                (("none",), "requested model 'none' is not available"),
+                (("identity", "9"), "requested model version is not available for model 'identity'"),
+            ):
+                with pytest.raises(InferenceServerException, match=text) as caught:
+                    client.get_inference_statistics(*arguments)
+                assert caught.value.status() == status
+
+
+def test_triton_names_are_left_out_where_nobody_wants_them(tmp_path: Any) -> None:
+    add_model(tmp_path, "m", builders.identity)
+    with serving(tmp_path, "--no-triton-metrics", *SHORT_WARMUP) as server:
+        text = read_metrics(server).text
+    assert "nv_" not in text
+    assert "ortserve_model_state" in text
+
+
+@pytest.mark.parametrize("version", ["", "1"])
+def test_configuration_has_numbers_as_numbers_on_rest_and_the_same_on_grpc(
+    managed: ServerProcess, version: str
+) -> None:
+    config = call(managed, f"/v2/models/identity{f'/versions/{version}' if version else ''}/config")
+    assert (config["name"], config["platform"], config["max_batch_size"]) == ("identity", "onnxruntime_onnx", 8)
+    assert config["input"][0]["dims"] == [4]
+    assert config["input"][0]["data_type"] == "TYPE_FP32"
+    assert "dynamic_batching" in config
+    assert "response_cache" not in config
+    with triton_clients(managed) as (http, grpc):
+        assert http.get_model_config("identity", version) == config
+        message = grpc.get_model_config("identity", version).config
+        assert (message.name, message.max_batch_size, list(message.input[0].dims)) == ("identity", 8, [4])
+        with pytest.raises(InferenceServerException, match="Request for unknown model: 'none' is not found"):
+            grpc.get_model_config("none")
+
+
+def test_log_settings_switch_the_lines_of_a_running_server(managed: ServerProcess) -> None:
+    start = {
+        "log_file": "",
+        "log_info": True,
+        "log_warning": True,
+        "log_error": True,
+        "log_verbose_level": 0,
+        "log_format": "default",
+    }
+    with triton_clients(managed) as (http, grpc):
+        assert http.get_log_settings() == start
+        assert http.update_log_settings({"log_error": False}) == {**start, "log_error": False}
+        begun = len(managed.lines)
+        with pytest.raises(InferenceServerException, match="failed to load 'broken'"):
+            http.load_model("broken")
+        settings = grpc.update_log_settings({"log_error": True, "log_verbose_level": 1}).settings
+        assert settings["log_error"].bool_param
+        assert settings["log_verbose_level"].uint32_param == 1
+        assert settings["log_format"].string_param == "default"
+        grpc.update_log_settings({"log_verbose_level": 0})
+        with pytest.raises(InferenceServerException, match="failed to load 'empty', no version is available"):
+            http.load_model("empty")
+        managed.wait_for_line("model cannot be served", "model=empty")  # behind all lines of before
+        assert not [line for line in managed.lines[begun:] if "model=broken" in line]
+        assert call(managed, "/v2/logging", b'{"log_error":null,"other":1}', FORM) == start
+        assert grpc.update_log_settings({"log_error": None}).settings["log_error"].bool_param
+        with pytest.raises(InferenceServerException, match="invalid argument for --log_format, got: json"):
+            grpc.update_log_settings({"log_format": "json"})
+
+
+def test_trace_settings_are_kept_for_the_server_and_for_models(managed: ServerProcess) -> None:
+    start = {
+        "trace_level": ["OFF"],
+        "trace_rate": "1000",
+        "trace_count": "-1",
+        "log_frequency": "0",
+        "trace_file": "",
+        "trace_mode": "triton",
+    }
+    with triton_clients(managed) as (http, grpc):
+        assert http.get_trace_settings() == start
+        assert call(managed, "/v2/trace/setting", b"", FORM) == start
+        assert http.update_trace_settings(settings={"trace_rate": "5"}) == {**start, "trace_rate": "5"}
+        assert call(managed, "/v2/trace/setting", b'{"trace_count":7}', FORM)["trace_count"] == "7"
+        own = grpc.update_trace_settings("identity", {"trace_rate": "9", "trace_level": ["OFF"]}).settings
+        assert list(own["trace_rate"].value) == ["9"]
+        assert http.get_trace_settings("identity") == {**start, "trace_rate": "9", "trace_count": "7"}
+        assert http.update_trace_settings("identity", {"trace_rate": None})["trace_rate"] == "5"
+        cleared = grpc.update_trace_settings(settings={"trace_rate": None, "trace_count": None}).settings
+        assert {key: list(setting.value) for key, setting in cleared.items()} == {
+            key: value if isinstance(value, list) else [value] for key, value in start.items()
+        }
+        with pytest.raises(InferenceServerException, match="this server writes no trace files") as caught:
+            grpc.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})
+        assert caught.value.status() == "StatusCode.UNIMPLEMENTED"

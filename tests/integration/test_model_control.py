@@ -1,0 +1,395 @@
+"""Loading, reloading and unloading while clients send requests: by call, and by changing folders."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import rest_json, triton_inputs
+from models import builders
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    read_metrics,
+    serving,
+    starting,
+    triton_clients,
+    wait_for_sample,
+)
+
+EXPLICIT = ("--model-control-mode", "explicit", *SHORT_WARMUP)
+POLL = ("--model-control-mode", "poll", "--repository-poll-s", "0.05", *SHORT_WARMUP)
+ONES = {"x": np.ones((1, 4), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def control_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """In the mode ``explicit``, without a model."""
+    with serving(tmp_path_factory.mktemp("empty"), *EXPLICIT) as server:
+        yield server
+
+
+def put(folder: Path, version: int, build: Callable[[Path], Path]) -> None:
+    """Put a version into a model's folder as operators should: whole, by renaming."""
+    fresh = folder / f".{version}"
+    fresh.mkdir(parents=True)
+    build(fresh / "model.onnx")
+    if (folder / str(version)).exists():
+        shutil.rmtree(folder / str(version))
+    fresh.rename(folder / str(version))
+
+
+def index_of(server: ServerProcess, **body: Any) -> list[dict[str, str]]:
+    answer = httpx.post(f"http://{server.http}/v2/repository/index", json=body, timeout=LONG_S)
+    entries: list[dict[str, str]] = answer.raise_for_status().json()
+    return entries
+
+
+def answer_of(server: ServerProcess, model: str) -> float:
+    return float(rest_json(server, model, ONES)["y"][0, 0])
+
+
+@contextmanager
+def load_on(server: ServerProcess, model: str) -> Iterator[list[float]]:
+    """Keep two clients of each protocol busy; yields all answers as they come. Any failure fails the test."""
+    answers: list[float] = []
+    failures: list[Exception] = []
+    stopping = threading.Event()
+
+    def ask(library: Any, address: str) -> None:
+        with library.InferenceServerClient(address) as client:
+            inputs = triton_inputs(library, ONES)
+            while not stopping.is_set():
+                try:
+                    answers.append(float(client.infer(model, inputs).as_numpy("y")[0, 0]))
+                except Exception as error:
+                    failures.append(error)
+                    return
+
+    askers = [
+        threading.Thread(target=ask, args=arguments)
+        for arguments in ((triton_http, server.http), (triton_grpc, server.grpc)) * 2
+    ]
+    for asker in askers:
+        asker.start()
+    try:
+        yield answers
+    finally:
+        stopping.set()
+        for asker in askers:
+            asker.join(LONG_S)
+    assert failures == []
+
+
+def test_no_request_fails_while_versions_are_swapped_under_load(tmp_path: Path) -> None:
+    put(tmp_path / "m", 1, builders.identity)
+    with serving(tmp_path, *EXPLICIT, "--load-model", "m") as server, triton_clients(server) as (http, grpc):
+        with load_on(server, "m") as answers:
+            for _ in range(3):
+                put(tmp_path / "m", 1, builders.unnamed_dims)
+                http.load_model("m")
+                assert answer_of(server, "m") == 2
+                put(tmp_path / "m", 1, builders.identity)
+                grpc.load_model("m")
+                assert answer_of(server, "m") == 1
+            for version in (2, 3, 4, 5):
+                put(tmp_path / "m", version, builders.unnamed_dims)
+                http.load_model("m")
+                assert answer_of(server, "m") == 2
+            put(tmp_path / "m", 6, builders.not_onnx)
+            with pytest.raises(InferenceServerException, match="failed to load 'm', version 6: ONNX Runtime cannot"):
+                grpc.load_model("m")
+        assert set(answers) == {1, 2}
+        entries = {entry["version"]: entry for entry in index_of(server)}
+        assert entries["5"] == {"name": "m", "version": "5", "state": "READY"}
+        assert entries["6"]["state"] == "UNAVAILABLE"
+        assert "ONNX Runtime cannot load the model" in entries["6"]["reason"]
+        assert httpx.get(f"http://{server.http}/v2/health/ready").status_code == 200
+
+
+def test_failed_reload_of_a_version_keeps_the_old_one_and_shows_the_reason(tmp_path: Path) -> None:
+    put(tmp_path / "m", 1, builders.identity)
+    with serving(tmp_path, *EXPLICIT, "--load-model", "m") as server, triton_clients(server) as (http, _):
+        put(tmp_path / "m", 1, builders.not_onnx)
+        with pytest.raises(InferenceServerException, match="failed to load 'm'") as caught:
+            http.load_model("m")
+        assert caught.value.status() == "500"
+        assert answer_of(server, "m") == 1
+        (entry,) = index_of(server)
+        assert (entry["state"], "ONNX Runtime cannot load" in entry["reason"]) == ("READY", True)
+        assert str(tmp_path) not in entry["reason"]
+        (tmp_path / "m" / "model.yaml").write_text("max_rows: many")
+        with pytest.raises(
+            InferenceServerException, match=r"failed to load 'm', failed to poll from model repository: model\.yaml"
+        ):
+            http.load_model("m")
+        (tmp_path / "m" / "model.yaml").unlink()
+        put(tmp_path / "m", 1, builders.unnamed_dims)
+        http.load_model("m")
+        assert answer_of(server, "m") == 2
+        assert index_of(server) == [{"name": "m", "version": "1", "state": "READY"}]
+        loads = read_metrics(server).by_labels("ortserve_model_loads_total", "outcome")
+        assert loads == {"ok": 2, "failed": 1}
+
+
+def test_load_without_a_change_keeps_the_counters_and_one_with_a_change_starts_them_anew(tmp_path: Path) -> None:
+    put(tmp_path / "m", 1, builders.identity)
+    with serving(tmp_path, *EXPLICIT, "--load-model", "*") as server, triton_clients(server) as (http, _):
+
+        def inferences() -> int:
+            count: int = http.get_inference_statistics("m")["model_stats"][0]["inference_count"]
+            return count
+
+        answer_of(server, "m")
+        http.load_model("m")
+        (tmp_path / "m" / "1" / "model.onnx").parent.touch()
+        http.load_model("m")
+        assert inferences() == 1
+        (tmp_path / "m" / "model.yaml").write_text("max_rows: 3")
+        http.load_model("m")
+        assert inferences() == 0
+        assert http.get_model_config("m")["max_batch_size"] == 3
+
+
+def test_explicit_mode_loads_what_is_named_and_unloads_at_once(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        add_model(tmp_path, name, builders.identity)
+    with (
+        serving(tmp_path, *EXPLICIT, "--load-model", "a", "--load-model", "b") as server,
+        triton_clients(server) as (http, grpc),
+    ):
+        assert index_of(server) == [
+            {"name": "a", "version": "1", "state": "READY"},
+            {"name": "b", "version": "1", "state": "READY"},
+            {"name": "c"},
+        ]
+        for client in (http, grpc):
+            client.load_model("c")
+            assert client.is_model_ready("c")
+            client.unload_model("c")
+            assert not client.is_model_ready("c")
+            client.unload_model("c")
+            client.unload_model("never there")
+        assert index_of(server)[2] == {"name": "c", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
+        assert [entry["name"] for entry in index_of(server, ready=True)] == ["a", "b"]
+        assert [entry.name for entry in grpc.get_model_repository_index().models] == ["a", "b", "c"]
+        with pytest.raises(InferenceServerException, match="'c' has no available versions: it was unloaded") as caught:
+            http.infer("c", triton_inputs(triton_http, ONES))
+        assert caught.value.status() == "404"
+        add_model(tmp_path, "d", builders.identity)
+        http.load_model("d")
+        assert answer_of(server, "d") == 1
+
+
+def test_unload_answers_who_was_admitted_and_refuses_who_comes_after(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "slow", builders.slow, steps=60_000)
+    (folder / "model.yaml").write_text("max_rows: 1\nwarmup_s: 0\n")
+    with serving(tmp_path, *EXPLICIT, "--load-model", "*") as server, triton_clients(server) as (_, grpc):
+        done: list[int] = []
+
+        def ask() -> None:
+            rest_json(server, "slow", ONES)
+            done.append(1)
+
+        askers = [threading.Thread(target=ask) for _ in range(4)]
+        for asker in askers:
+            asker.start()
+        wait_for_sample(server, "ortserve_queue_rows", lambda rows: rows >= 3, model="slow", version="1")
+        grpc.unload_model("slow")
+        for asker in askers:
+            asker.join(LONG_S)
+        assert len(done) == 4
+        assert not grpc.is_model_ready("slow")
+        assert read_metrics(server).by_labels("ortserve_model_state", "model") == {}
+
+
+def test_loads_of_one_model_at_the_same_time_wait_for_each_other(tmp_path: Path) -> None:
+    add_model(tmp_path, "m", builders.identity)
+    with serving(tmp_path, *EXPLICIT) as server:
+        failures: list[Exception] = []
+
+        def change(call: str) -> None:
+            try:
+                with triton_http.InferenceServerClient(server.http) as client:
+                    getattr(client, call)("m")
+            except InferenceServerException as error:
+                failures.append(error)
+
+        threads = [
+            threading.Thread(target=change, args=(call,)) for call in ("load_model", "load_model", "unload_model") * 3
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG_S)
+        assert failures == []
+        change("load_model")
+        assert index_of(server) == [{"name": "m", "version": "1", "state": "READY"}]
+
+
+def test_polling_follows_the_folders(tmp_path: Path) -> None:
+    add_model(tmp_path, "stays", builders.identity)
+    with serving(tmp_path, *POLL) as server:
+        add_model(tmp_path, "new", builders.identity)  # not at once: a look between mkdir and the file may see it
+        server.wait_for_line("model is ready", "model=new")
+        with load_on(server, "new") as answers:
+            put(tmp_path / "new", 2, builders.unnamed_dims)
+            server.wait_for_line("model is ready", "model=new", "version=2")
+            assert answer_of(server, "new") == 2
+            put(tmp_path / "new", 3, builders.not_onnx)
+            server.wait_for_line("model cannot be served", "model=new", "version=3")
+            assert answer_of(server, "new") == 2
+        assert 2 in answers
+        shutil.rmtree(tmp_path / "new")
+        server.wait_for_line("model is no longer in the repositories", "model=new")
+        labels = {"model": "new", "version": "2", "state": "ready"}
+        wait_for_sample(server, "ortserve_model_state", lambda shown: not shown, **labels)
+        assert answer_of(server, "stays") == 1
+        assert sum("model=stays" in line and "model is ready" in line for line in server.lines) == 1
+        tmp_path.rename(tmp_path.with_name("away"))
+        server.wait_for_line("the repositories cannot be followed")
+        assert answer_of(server, "stays") == 1
+        tmp_path.with_name("away").rename(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [(), POLL])
+def test_calls_that_load_are_refused_where_the_server_loads_by_itself(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    add_model(tmp_path, "m", builders.identity)
+    with serving(tmp_path, *(mode or SHORT_WARMUP)) as server, triton_clients(server) as (http, grpc):
+        text = "explicit model load / unload is not allowed if polling is enabled"
+        for client, status in ((http, "503"), (grpc, "StatusCode.UNAVAILABLE")):
+            for call in (client.load_model, client.unload_model):
+                with pytest.raises(InferenceServerException, match=text) as caught:
+                    call("m")
+                assert caught.value.status() == status
+
+
+def test_server_that_is_stopped_while_it_loads_by_request_ends_cleanly(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "slow", builders.slow, steps=60_000)
+    (folder / "model.yaml").write_text("warmup_s: 2\n")
+    with starting(tmp_path, *EXPLICIT) as server:
+        server.wait_until_loaded()
+
+        def ask() -> None:
+            with triton_http.InferenceServerClient(server.http) as client:
+                try:
+                    client.load_model("slow")
+                except Exception:
+                    left.set()
+
+        left = threading.Event()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        wait_for_sample(
+            server, "ortserve_model_state", lambda shown: shown == 1, model="slow", version="1", state="warming"
+        )
+        server.stop()
+        thread.join(LONG_S)
+
+
+def test_names_of_models_to_load_need_the_explicit_mode(tmp_path: Path) -> None:
+    with starting(tmp_path, "--load-model", "m") as server:
+        assert server.wait() == 2
+        assert "load_model: expected model_control_mode to be 'explicit', got 'none'" in server.output
+
+
+def model_bytes(build: Callable[[Path], Path], folder: Path) -> bytes:
+    return build(folder / "sent.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_configuration_of_a_client_holds_until_the_next_load(tmp_path: Path, protocol: str) -> None:
+    repository = tmp_path / "repository"
+    add_model(repository, "m", builders.identity)
+    with serving(repository, *EXPLICIT, "--load-model", "m") as server, triton_clients(server) as clients:
+        client = clients[protocol == "grpc"]
+
+        def max_batch_size() -> int:
+            size: int = clients[0].get_model_config("m")["max_batch_size"]
+            return size
+
+        assert max_batch_size() != 3
+        client.load_model("m", config='{"max_batch_size":"3"}')
+        assert max_batch_size() == 3
+        client.load_model("m", config='{"maxBatchSize":5, "input":[{"name":"x","dataType":"TYPE_FP32","dims":["4"]}]}')
+        assert max_batch_size() == 5
+        for bad in ("no json", '{"made_up":1}', '{"max_batch_size":"many"}'):
+            with pytest.raises(
+                InferenceServerException, match="failed to load 'm', failed to poll from model repository"
+            ) as caught:
+                client.load_model("m", config=bad)
+            assert caught.value.status() in ("500", "StatusCode.INTERNAL")
+        assert max_batch_size() == 5
+        client.load_model("m")
+        assert max_batch_size() not in (3, 5)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_files_of_a_client_are_the_model_until_the_next_load(tmp_path: Path, protocol: str) -> None:
+    repository, scratch = tmp_path / "repository", tmp_path / "scratch"
+    scratch.mkdir()
+    add_model(repository, "m", builders.identity)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    double = model_bytes(builders.unnamed_dims, tmp_path)
+    config = '{"backend":"onnxruntime"}'
+    environment = {"TMPDIR": str(kept)}
+    with (
+        serving(repository, *EXPLICIT, "--load-model", "m", env=environment) as server,
+        triton_clients(server) as clients,
+    ):
+        client = clients[protocol == "grpc"]
+        with load_on(server, "m"):
+            client.load_model("m", config=config, files={"file:1/model.onnx": double})
+            assert answer_of(server, "m") == 2
+            client.load_model("m")
+            assert answer_of(server, "m") == 1
+        client.load_model("sent", config=config, files={"file:4/model.onnx": double})
+        assert answer_of(server, "sent") == 2
+        assert {"name": "sent", "version": "4", "state": "READY"} in index_of(server)
+        assert list(kept.iterdir()) == [], "what was sent is not kept once it is loaded"
+        client.unload_model("sent")
+        assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize(
+    "path", ["file:../1/model.onnx", "file:/etc/model.onnx", f"file:1/{'x' * 300}", "file:", "file:1/./model.onnx"]
+)
+def test_files_that_would_lie_elsewhere_are_refused_and_the_server_lives_on(
+    control_server: ServerProcess, protocol: str, path: str
+) -> None:
+    with triton_clients(control_server) as clients:
+        with pytest.raises(
+            InferenceServerException, match="failed to load 'new', failed to poll from model repository"
+        ) as caught:
+            clients[protocol == "grpc"].load_model("new", config="{}", files={path: b"x"})
+        assert caught.value.status() in ("500", "StatusCode.INTERNAL")
+        assert clients[0].is_server_ready()
+        with pytest.raises(InferenceServerException, match="'config'"):
+            clients[protocol == "grpc"].load_model("new", files={"file:1/model.onnx": b"x"})
+        assert "new" not in [entry["name"] for entry in index_of(control_server)]
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_file_that_is_no_model_fails_the_load_and_shows_in_the_index(
+    control_server: ServerProcess, protocol: str
+) -> None:
+    with triton_clients(control_server) as clients:
+        with pytest.raises(InferenceServerException, match="failed to load 'junk', version 1: ONNX Runtime cannot"):
+            clients[protocol == "grpc"].load_model("junk", config="{}", files={"file:1/model.onnx": b"junk"})
+        (entry,) = (entry for entry in index_of(control_server) if entry["name"] == "junk")
+        assert (entry["state"], "/tmp" in entry["reason"]) == ("UNAVAILABLE", False)
+        clients[0].unload_model("junk")
+        assert clients[0].is_server_ready()

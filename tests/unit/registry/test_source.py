@@ -1,0 +1,99 @@
+"""What models are loaded from, as it lies on disk."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ortserve.config.model import LoadOptions
+from ortserve.registry.source import ModelSource, read_sources
+
+
+def read(root: Path) -> dict[str, ModelSource]:
+    return {source.name: source for source in read_sources([root], LoadOptions())}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """``m`` in versions 1 and 2, both to be served, with weights and a file of labels beside them; ``f`` as a file."""
+    for version in ("1", "2"):
+        (tmp_path / "m" / version).mkdir(parents=True)
+        (tmp_path / "m" / version / "model.onnx").write_bytes(b"model")
+    (tmp_path / "m" / "1" / "weights").mkdir()
+    (tmp_path / "m" / "1" / "weights" / "w.bin").write_bytes(b"weights")
+    (tmp_path / "m" / "labels.txt").write_text("cat\n")
+    (tmp_path / "m" / "model.yaml").write_text("version_policy: {all: true}")
+    (tmp_path / "f.onnx").write_bytes(b"file")
+    (tmp_path / "g.onnx").write_bytes(b"file")
+    return tmp_path
+
+
+def changed(before: ModelSource, after: ModelSource) -> list[int]:
+    return [version for version in before.versions if before.versions[version] != after.versions[version]]
+
+
+def test_reading_twice_gives_the_same(root: Path) -> None:
+    assert read(root) == read(root)
+    (root / "m" / "model.yaml").touch()
+    os.utime(root / "m" / "1")
+    assert read(root)["m"].versions.keys() == {1, 2}
+    before = read(root)
+    os.utime(root / "m" / "model.yaml", ns=(1, 1))
+    assert read(root) == before, "the same options say the same, whenever they were written"
+
+
+@pytest.mark.parametrize(
+    ("path", "versions"),
+    [("m/1/model.onnx", [1]), ("m/1/weights/w.bin", [1]), ("m/2/more.bin", [2]), ("m/labels.txt", [1, 2])],
+)
+def test_change_of_a_file_changes_the_versions_it_belongs_to(root: Path, path: str, versions: list[int]) -> None:
+    before = read(root)
+    (root / path).write_bytes(b"something else")
+    after = read(root)
+    assert changed(before["m"], after["m"]) == versions
+    assert before["f"] == after["f"]
+
+
+def test_file_that_is_replaced_by_one_of_the_same_size_and_time_is_seen(root: Path) -> None:
+    before = read(root)
+    file = root / "m" / "1" / "model.onnx"
+    times = file.stat()
+    fresh = root / "m" / "1" / "fresh"
+    fresh.write_bytes(b"other")
+    os.utime(fresh, ns=(times.st_atime_ns, times.st_mtime_ns))
+    fresh.rename(file)
+    assert changed(before["m"], read(root)["m"]) == [1]
+
+
+def test_options_change_every_version(root: Path) -> None:
+    before = read(root)
+    (root / "m" / "model.yaml").write_text("version_policy: {all: true}\nmax_rows: 3\nrequired: true")
+    after = read(root)
+    assert changed(before["m"], after["m"]) == [1, 2]
+    assert (before["m"].is_required, after["m"].is_required) == (False, True)
+
+
+def test_model_by_itself_does_not_change_with_its_neighbours(root: Path) -> None:
+    before = read(root)
+    (root / "g.onnx").write_bytes(b"another")
+    after = read(root)
+    assert changed(before["f"], after["f"]) == []
+    assert changed(before["g"], after["g"]) == [1]
+
+
+def test_problem_is_told_and_whether_there_are_files(root: Path) -> None:
+    (root / "m" / "model.yaml").write_text("version_policy: {specific: [7]}")
+    (root / "empty").mkdir()
+    sources = read(root)
+    assert (sources["m"].versions, sources["m"].has_files) == ({}, True)
+    assert "version_policy: expected versions out of 1, 2, got 7" in sources["m"].problem
+    assert (sources["empty"].problem[:17], sources["empty"].has_files) == ("no version folder", False)
+
+
+def test_version_without_its_file_has_a_problem_of_its_own(root: Path) -> None:
+    (root / "m" / "1" / "model.onnx").rename(root / "m" / "1" / "other.onnx")
+    (root / "m" / "model.yaml").write_text("version_policy: {all: true}\nmodel_file: other.onnx")
+    versions = read(root)["m"].versions
+    assert versions[1].problem == ""
+    assert versions[1].path == root / "m" / "1" / "other.onnx"
+    assert versions[2].problem == "version folder 2 has no file other.onnx"

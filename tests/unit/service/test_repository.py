@@ -1,0 +1,92 @@
+"""The modes of a repository service, and what its callers may ask."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from models import builders
+from ortserve.config.model import LoadOptions
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.registry import Registry
+from ortserve.service.repository import ControlMode, IndexEntry, LoadParameter, RepositoryService
+from ortserve.telemetry.metrics import Metrics
+
+
+@pytest_asyncio.fixture
+async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
+    """Nothing loaded yet of the models ``a`` and ``b``."""
+    for name in ("a", "b"):
+        builders.identity(tmp_path / f"{name}.onnx")
+    registry = Registry([tmp_path], LoadOptions(warmup_s=0), Metrics(CollectorRegistry()), time.monotonic_ns)
+    yield registry
+    await registry.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "names", "ready"),
+    [
+        ("none", (), ["a", "b"]),
+        ("poll", (), ["a", "b"]),
+        ("explicit", (), []),
+        ("explicit", ("b",), ["b"]),
+        ("explicit", ("*",), ["a", "b"]),
+    ],
+)
+async def test_mode_says_what_is_loaded_at_the_start(
+    registry: Registry, mode: ControlMode, names: tuple[str, ...], ready: list[str]
+) -> None:
+    service = RepositoryService(registry, mode=mode, load_models=names)
+    await service.start()
+    assert registry.is_loaded
+    assert [entry.name for entry in await service.index(only_ready=True)] == ready
+    assert [entry.name for entry in await service.index()] == ["a", "b"]
+
+
+async def test_model_to_load_that_lies_nowhere_is_shown_and_keeps_no_other_from_loading(registry: Registry) -> None:
+    service = RepositoryService(registry, mode="explicit", load_models=("none", "a"))
+    await service.start()
+    assert await service.index() == [
+        IndexEntry("a", "1", "READY"),
+        IndexEntry("b"),
+        IndexEntry("none", "", "UNAVAILABLE", "it is in no repository"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "text"),
+    [
+        ("", {}, "Model name cannot be empty. Please enter a valid name to deploy."),
+        ("../a", {}, "invalid model name '../a', model name must not contain path traversal characters"),
+        ("..", {}, "invalid model name '..', model name must not contain path traversal characters"),
+        ("a", {"made_up": 1}, "unrecognized load parameter 'made_up'."),
+        ("a", {"config": 1}, "parameter 'config': expected JSON in a text, got int"),
+        ("a", {"config": b"{}"}, "parameter 'config': expected JSON in a text, got bytes"),
+        ("a", {"config": "{}", "file:1/x": "y"}, "parameter 'file:1/x': expected bytes, got str"),
+    ],
+)
+async def test_load_that_makes_no_sense_is_refused(
+    registry: Registry, name: str, parameters: dict[str, LoadParameter], text: str
+) -> None:
+    service = RepositoryService(registry, mode="explicit")
+    with pytest.raises(ServeError) as caught:
+        await service.load(name, parameters)
+    assert (caught.value.kind, caught.value.message) == (ErrorKind.INVALID_INPUT, text)
+    assert not registry.knows(name)
+
+
+@pytest.mark.parametrize("mode", ["none", "poll"])
+async def test_only_the_explicit_mode_takes_loads_and_unloads(registry: Registry, mode: ControlMode) -> None:
+    service = RepositoryService(registry, mode=mode)
+    for change in (service.load("a", {}), service.unload("a", {})):
+        with pytest.raises(ServeError, match="explicit model load / unload is not allowed if polling") as caught:
+            await change
+        assert caught.value.kind is ErrorKind.NOT_READY
+
+
+async def test_watching_ends_at_once_where_there_is_nothing_to_follow(registry: Registry) -> None:
+    await RepositoryService(registry, mode="explicit").watch(3600)
+    await RepositoryService(registry, mode="none").watch(3600)

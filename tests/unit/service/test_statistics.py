@@ -1,0 +1,64 @@
+"""Statistics of the models that serve."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from models import builders
+from ortserve.config.model import LoadOptions
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.registry import Registry
+from ortserve.service.statistics import StatisticsService
+from ortserve.telemetry.metrics import Metrics
+
+
+@pytest_asyncio.fixture
+async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
+    """``a`` in versions 2 and 10, ``b`` in version 1, and ``bad``, which cannot be loaded."""
+    for version in ("2", "10"):
+        (tmp_path / "a" / version).mkdir(parents=True)
+        builders.identity(tmp_path / "a" / version / "model.onnx")
+    (tmp_path / "a" / "model.yaml").write_text("version_policy: {all: true}")
+    builders.identity(tmp_path / "b.onnx")
+    builders.not_onnx(tmp_path / "bad.onnx")
+    registry = Registry([tmp_path], LoadOptions(warmup_s=0), Metrics(CollectorRegistry()), time.monotonic_ns)
+    await registry.load_all()
+    yield registry
+    await registry.close()
+
+
+async def test_numbers_of_one_version_of_a_model_and_of_all(registry: Registry) -> None:
+    service = StatisticsService(registry, time.monotonic_ns)
+
+    def named(name: str = "", version: str = "") -> list[tuple[str, str]]:
+        return [(one.version.name, one.version.version) for one in service.statistics(name, version)]
+
+    assert named() == [("a", "2"), ("a", "10"), ("b", "1")]
+    assert named("a") == [("a", "2"), ("a", "10")]
+    assert named("a", "10") == [("a", "10")]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "text"),
+    [
+        ("none", "", "requested model 'none' is not available"),
+        ("none", "1", "requested model 'none' is not available"),
+        ("bad", "", "requested model 'bad' is not available"),
+        ("a", "3", "requested model version is not available for model 'a'"),
+    ],
+)
+async def test_what_does_not_serve_has_no_numbers(registry: Registry, name: str, version: str, text: str) -> None:
+    with pytest.raises(ServeError) as caught:
+        StatisticsService(registry, time.monotonic_ns).statistics(name, version)
+    assert (caught.value.kind, caught.value.message) == (ErrorKind.INVALID_INPUT, text)
+
+
+async def test_last_inference_is_told_by_the_wall_clock(registry: Registry) -> None:
+    service = StatisticsService(registry, lambda: 5_000_000_000, lambda: 1_700_000_000_000_000_000)
+    registry.find("b", "").metrics.observe_success("http", Timing(1, 2, 3, 4, 5, 2_000_000_000), 1)
+    assert [one.last_inference_ms for one in service.statistics()] == [0, 0, 1_700_000_000_000 - 3_000]

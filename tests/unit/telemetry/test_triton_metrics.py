@@ -1,0 +1,61 @@
+"""Triton's metric names as Prometheus reads them."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from ortserve.core.batch import BatchResult
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind
+from ortserve.telemetry.metrics import BatchingNumbers, Metrics
+from ortserve.telemetry.triton_metrics import TRITON_DECLARATIONS, TritonMetrics
+
+LABELS = {"model": "m", "version": "1"}
+# Phases of 1, 2, 3, 4 and 5 µs.
+TIMING = Timing(1_000, 2_000, 4_000, 7_000, 11_000, 16_000)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    TritonMetrics(registry, metrics)
+    model = metrics.model("m", "1")
+    model.load_ns = 1_500_000_000
+    model.observe_success("http", TIMING, 2)
+    model.observe_success("http", TIMING, 5)
+    model.observe_batch(7, 0, BatchResult((), 1, 2, 1), 3)
+    model.observe_failure("grpc", ErrorKind.DEADLINE, 1)
+    model.observe_failure("grpc", ErrorKind.INVALID_INPUT, 1)
+    model.set_batching_source(lambda: BatchingNumbers(queue_rows=9, queue_requests=4))
+    return registry
+
+
+def test_numbers_stand_under_the_names_of_the_protocol(registry: CollectorRegistry) -> None:
+    expected = {
+        "nv_inference_request_success": 2,
+        "nv_inference_count": 7,
+        "nv_inference_exec_count": 1,
+        "nv_inference_request_duration_us": 30,
+        "nv_inference_queue_duration_us": 4,
+        "nv_inference_compute_input_duration_us": 6,
+        "nv_inference_compute_infer_duration_us": 8,
+        "nv_inference_compute_output_duration_us": 10,
+        "nv_inference_pending_request_count": 4,
+        "nv_model_load_duration_secs": 1.5,
+    }
+    assert {name: registry.get_sample_value(name, LABELS) for name in expected} == expected
+    reasons = {"REJECTED": 1, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+    for reason, count in reasons.items():
+        assert registry.get_sample_value("nv_inference_request_failure", {**LABELS, "reason": reason}) == count
+    assert expected.keys() | {"nv_inference_request_failure"} == {known.name for known in TRITON_DECLARATIONS}
+
+
+def test_counters_have_no_suffix_in_the_text(registry: CollectorRegistry) -> None:
+    text = generate_latest(registry).decode()
+    assert '\nnv_inference_count{model="m",version="1"} 7.0\n' in text
+    assert not [line for line in text.splitlines() if "nv_" in line and ("_total" in line or "_created" in line)]
+
+
+def test_two_servers_metrics_are_refused(registry: CollectorRegistry) -> None:
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        TritonMetrics(registry, Metrics(CollectorRegistry()))
