@@ -95,7 +95,12 @@ class ServedModel:
             first = 1 if self.signature.is_batched else 0
             shape_class = tuple([array.shape[first:] for array in inputs])
         if rows <= batcher.max_rows:
-            outputs = await batcher.submit(inputs, rows, shape_class, timing, terms)
+            rider = batcher.submit(inputs, rows, shape_class, timing, terms)
+            try:
+                outputs = await rider.future
+            except asyncio.CancelledError:
+                batcher.leave(rider)
+                raise
         elif self._options.max_rows is None:
             outputs = await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
         else:

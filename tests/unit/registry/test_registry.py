@@ -272,6 +272,22 @@ async def test_shapes_that_differ_do_not_disturb_each_other(tmp_path: Path, load
     assert [output.tolist() for (output,) in answers] == [[3], [5], [3], [1], [5]]
 
 
+async def test_caller_who_leaves_frees_his_place_while_the_run_before_still_lasts(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, lambda path: builders.slow(path, steps=30_000), "m", options="max_rows: 1\nwarmup_s: 0")
+    served = (await load()).find("m", "")
+    rows = np.zeros((1, 4), np.float32)
+    running, *waiting = [asyncio.create_task(served.run((rows,), 1, Timing(0), NO_TERMS)) for _ in range(4)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # in this turn the first is chosen
+    assert (served.learned().decisions.batches, served.learned().queued_rows) == (1, 3)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert (served.learned().decisions.left, served.learned().queued_rows) == (3, 0)
+    assert not running.done()
+    await running
+
+
 async def test_close_answers_who_was_admitted_and_then_nobody(tmp_path: Path, load: Load) -> None:
     put(tmp_path, lambda path: builders.slow(path, steps=3000), "m", options="max_rows: 1\nwarmup_s: 0")
     registry = await load()
