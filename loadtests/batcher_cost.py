@@ -77,7 +77,8 @@ async def batcher_us() -> float:
     rows = np.zeros((1, 64), np.float32)
 
     async def turn() -> list[tuple[np.ndarray, ...]]:
-        return await asyncio.gather(*[batcher.submit((rows,), 1, None, Timing(monotonic_ns())) for _ in range(CALLERS)])
+        riders = [batcher.submit((rows,), 1, None, Timing(monotonic_ns())) for _ in range(CALLERS)]
+        return await asyncio.gather(*[rider.future for rider in riders])
 
     for index, (answer,) in enumerate(await turn()):
         np.testing.assert_array_equal(answer, outputs[index : index + 1])

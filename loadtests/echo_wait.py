@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import Load, checking, circumstances, post, running, spread, table, wrk  # noqa: E402
+from harness import Load, checking, circumstances, post, serving, spread, table, wrk  # noqa: E402
 from models.builders import slow  # noqa: E402
 
 PORTS = {"waiting": 18000, "not waiting": 18010}
@@ -50,11 +50,8 @@ def main() -> None:
         )
         pids = {}
         for arm, port in PORTS.items():
-            flags = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
-            if arm != "waiting":
-                flags.append("--no-echo-wait")
-            command = [sys.executable, "-m", "ortserve", "serve", str(folder), "--log-level=warning", *flags]
-            pids[arm] = servers.enter_context(running(command, f"http://127.0.0.1:{port}/v2/health/ready"))
+            flags = [] if arm == "waiting" else ["--no-echo-wait"]
+            pids[arm] = servers.enter_context(serving(folder, port, *flags))
 
         def check(url: str) -> None:
             outputs = post(url, body)["outputs"]

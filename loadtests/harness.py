@@ -45,6 +45,15 @@ def running(command: Sequence[str], ready_url: str) -> Iterator[int]:
         process.wait(START_TIMEOUT_S)
 
 
+@contextmanager
+def serving(repository: Path, port: int, *flags: str) -> Iterator[int]:
+    """An ortserve of its own on ``port`` (HTTP) and the two ports after it; yields its process id once it is ready."""
+    ports = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
+    command = [sys.executable, "-m", "ortserve", "serve", str(repository), "--log-level=warning", *ports, *flags]
+    with running(command, f"http://127.0.0.1:{port}/v2/health/ready") as pid:
+        yield pid
+
+
 def post(url: str, body: bytes) -> dict[str, object]:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # a server of ours
     with urllib.request.urlopen(request, timeout=30) as answer:

@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -25,18 +24,11 @@ import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
-import numpy as np  # noqa: E402
-import onnxruntime as ort  # noqa: E402
-
-from harness import circumstances, running, spread, table  # noqa: E402
-from models.builders import heavy  # noqa: E402
+from dense_model import CALLERS, MAX_ROWS, dense_model  # noqa: E402
+from harness import circumstances, serving, spread, table  # noqa: E402
 from open_loop import Outcome, closed_loop, offer  # noqa: E402
 
 PORT = 18100
-STEPS = 30
-MAX_ROWS = 16
-VARIETY = 16
-CALLERS = 64
 LOADS = (1.2, 2.0)
 BATCHES = 5
 """Length of the deadline, in full batches."""
@@ -45,16 +37,9 @@ ARMS = ("less 5 ms", "whole", "none")
 """What callers tell the server of their deadline."""
 
 
-def http_request(row: np.ndarray, *headers: str) -> bytes:
-    tensor = {"name": "x", "shape": [1, 64], "datatype": "FP32", "data": row.round(4).tolist()}
-    body = json.dumps({"inputs": [tensor]}).encode()
-    head = ["POST /v2/models/heavy/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*head, "\r\n"]).encode() + body
-
-
-def learned() -> tuple[float, dict[str, int]]:
+def learned(path: str) -> tuple[float, dict[str, int]]:
     """Milliseconds of a full batch as the server has learned them, and its decisions so far."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v2/models/heavy/batching", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}/batching", timeout=30) as answer:
         document = json.load(answer)
     return document["classes"][0]["latency_ms"][str(MAX_ROWS)], document["decisions"]
 
@@ -64,56 +49,42 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6)
     options = parser.parse_args()
-    rows = np.random.default_rng(0).standard_normal((VARIETY, 64)).astype(np.float32).round(4)
     ratios: dict[tuple[float, str], list[float]] = {}
     outcomes: dict[tuple[float, str], list[Outcome]] = {}
     capacities: list[float] = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        (folder / "heavy" / "1").mkdir(parents=True)
-        file = heavy(folder / "heavy" / "1" / "model.onnx", steps=STEPS)
-        (folder / "heavy" / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\nintra_op_threads: 1\n")
-        expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": rows})[0]
-
-        def check(number: int, body: bytes) -> None:
-            answer = json.loads(body)["outputs"][0]["data"]
-            np.testing.assert_allclose(answer, expected[number % VARIETY], rtol=1e-3, atol=1e-4)
-
-        plain = [http_request(row) for row in rows]
-        ports = [f"--http-port={PORT}", f"--grpc-port={PORT + 1}", f"--metrics-port={PORT + 2}"]
-        command = [sys.executable, "-m", "ortserve", "serve", str(folder), "--log-level=warning", *ports]
-        with running(command, f"http://127.0.0.1:{PORT}/v2/health/ready"):
-            closed_loop(PORT, plain, check, callers=CALLERS, seconds=2)  # warm-up, not counted
-            full_ms, _ = learned()
-            deadline_ms = math.ceil(BATCHES * full_ms)
-            requests = {
-                "less 5 ms": [http_request(row, f"X-Request-Timeout-Ms: {deadline_ms - WAY_MS}") for row in rows],
-                "whole": [http_request(row, f"X-Request-Timeout-Ms: {deadline_ms}") for row in rows],
-                "none": plain,
-            }
-            for number in range(options.rounds):
-                capacity = closed_loop(PORT, plain, check, callers=CALLERS, seconds=options.seconds).answers_per_s
-                capacities.append(capacity)
-                print(f"round {number + 1} capacity {capacity:.0f}/s", flush=True)
-                for load in LOADS:
-                    for arm in ARMS:
-                        outcome = offer(
-                            PORT,
-                            requests[arm],
-                            check,
-                            rate=load * capacity,
-                            seconds=options.seconds,
-                            seed=number,
-                        )
-                        outcomes.setdefault((load, arm), []).append(outcome)
-                        ratio = outcome.in_time_per_s(deadline_ms / 1e3) / capacity
-                        ratios.setdefault((load, arm), []).append(ratio)
-                        print(
-                            f"  {load} times, deadline told: {arm}: {ratio:.3f} in time, "
-                            f"{dict(outcome.statuses)}, p99 {outcome.quantile_ms(0.99):.0f} ms",
-                            flush=True,
-                        )
-            _, decided = learned()
+    with dense_model() as model, serving(model.repository, PORT):
+        plain = model.requests()
+        closed_loop(PORT, plain, model.check, callers=CALLERS, seconds=2)  # warm-up, not counted
+        full_ms, _ = learned(model.path)
+        deadline_ms = math.ceil(BATCHES * full_ms)
+        requests = {
+            "less 5 ms": model.requests(f"X-Request-Timeout-Ms: {deadline_ms - WAY_MS}"),
+            "whole": model.requests(f"X-Request-Timeout-Ms: {deadline_ms}"),
+            "none": plain,
+        }
+        for number in range(options.rounds):
+            capacity = closed_loop(PORT, plain, model.check, callers=CALLERS, seconds=options.seconds).answers_per_s
+            capacities.append(capacity)
+            print(f"round {number + 1} capacity {capacity:.0f}/s", flush=True)
+            for load in LOADS:
+                for arm in ARMS:
+                    outcome = offer(
+                        PORT,
+                        requests[arm],
+                        model.check,
+                        rate=load * capacity,
+                        seconds=options.seconds,
+                        seed=number,
+                    )
+                    outcomes.setdefault((load, arm), []).append(outcome)
+                    ratio = outcome.in_time_per_s(deadline_ms / 1e3) / capacity
+                    ratios.setdefault((load, arm), []).append(ratio)
+                    print(
+                        f"  {load} times, deadline told: {arm}: {ratio:.3f} in time, "
+                        f"{dict(outcome.statuses)}, p99 {outcome.quantile_ms(0.99):.0f} ms",
+                        flush=True,
+                    )
+        _, decided = learned(model.path)
     lines = [
         [
             f"{load}",

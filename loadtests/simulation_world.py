@@ -233,7 +233,7 @@ def open_loop(
             timing = Timing(now_ns)
             terms = Terms(finish_by_ns=now_ns + slo_ns) if slo_ns is not None else NO_TERMS
             try:
-                requests.append((timing, submit(_NO_INPUTS, 1, None, timing, terms)))
+                requests.append((timing, submit(_NO_INPUTS, 1, None, timing, terms).future))
             except ServeError:
                 requests.append((timing, None))
             schedule()
@@ -297,7 +297,7 @@ def closed_loop(machine: Machine, clients: int, think: Think, *, waits_for_echo:
             if over.done():
                 return
             asked_ns = clock()
-            future = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(asked_ns))
+            future = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(asked_ns)).future
             future.add_done_callback(lambda _: answer(draw, asked_ns))
 
         def answer(draw: random.Random, asked_ns: int) -> None:
@@ -391,7 +391,7 @@ def share_device(machines: Sequence[Machine], *, seconds: float) -> SharedTime:
 
         def ask(stage: Stage) -> None:
             if not over:
-                future = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(clock()))
+                future = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(clock())).future
                 future.add_done_callback(lambda _: ask(stage))
 
         for machine, stage in zip(machines, stages, strict=True):

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
@@ -20,6 +21,9 @@ from ortserve.errors import ErrorKind, ServeError
 
 _RETRY_AFTER_S: Final = 1.0
 """Where nothing is known of how long batches take."""
+_PRICED_CLASSES: Final = 16
+"""Other shape classes whose waiting batches are predicted one by one for each newcomer with a deadline, for some 15 µs
+(measured). What waits beyond counts as if it were of the newcomer's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,8 @@ class Admission:
         # Under a steady load somebody comes just when a batch has begun, waits for it and rides in the next one, so
         # that each may take half of what there is; more where the first who waits has more left by then.
         fits = max(min(rows, max_rows), self._most_rows(latency, max(left_ns / 2, first_ns - busy_ns)))
-        ahead = self._queue.rows_ahead(order) if self._queue else 0
+        strangers = self._strangers(shape_class, order)
+        ahead = shape_class.rows_ahead(order) + strangers.unpriced_rows
         batches_ahead = (ahead + min(rows, fits) - 1) // fits
         # Not only those who are here already will ride along: others come while it waits, and a batch that is kept
         # small for the sake of those who were promised less makes everybody behind it late.
@@ -198,16 +203,35 @@ class Admission:
         if own_ns is None:
             own_ns = math.nan  # as no number: it refuses nobody
         own_batches = -(-rows // max_rows)
-        queued_ns = batches_ahead * known_ns(self._predict_ns(latency, fits)) / self._instances * slowdown
+        ahead_ns = strangers.work_ns + batches_ahead * known_ns(self._predict_ns(latency, fits))
         solo_ns = self._predict_ns(latency, min(rows, max_rows)) or 0.0
         return Backlog(
             busy_ns=busy_ns,
-            queued_ns=queued_ns,
+            queued_ns=ahead_ns / self._instances * slowdown,
             own_ns=own_ns * own_batches,
             solo_ns=solo_ns * own_batches,
             # Errors of runs one after another add up like independent ones.
-            error_ns=latency.residual_ns * math.sqrt(own_batches + batches_ahead + (busy_ns > 0)),
+            error_ns=math.hypot(
+                latency.residual_ns * math.sqrt(own_batches + batches_ahead + (busy_ns > 0)), strangers.error_ns
+            ),
         )
+
+    def _strangers(self, shape_class: ShapeClass, order: tuple[int, float]) -> "_Strangers":
+        """The work of other shape classes that goes before somebody of this order: full batches, and a last one."""
+        if self._queue.rows == shape_class.rows:
+            return _NO_STRANGERS
+        others = iter(self._queue.strangers(shape_class))
+        max_rows = self._policy.max_rows
+        work_ns = error_ns = 0.0
+        for other in islice(others, _PRICED_CLASSES):
+            full, rest = divmod(other.rows_ahead(order), max_rows)
+            latency = other.batch_latency
+            if full:
+                work_ns += full * known_ns(self._predict_ns(latency, max_rows))
+            if rest:
+                work_ns += known_ns(self._predict_ns(latency, rest))
+            error_ns = math.hypot(error_ns, latency.residual_ns * math.sqrt(full + (rest > 0)))
+        return _Strangers(work_ns, error_ns, sum([other.rows for other in others]))
 
     def _most_rows(self, latency: LatencyModel, ns: float) -> int:
         """The most rows of a batch that takes no longer than ``ns``; 0 where not even one does."""
@@ -222,6 +246,18 @@ class Admission:
     def _queued_ns(self, rows: int, shape_class: ShapeClass) -> float:
         full_ns = known_ns(shape_class.batch_latency.predict_ns(self._policy.max_rows))
         return rows / self._policy.max_rows * full_ns / self._instances
+
+
+@dataclass(frozen=True, slots=True)
+class _Strangers:
+    """Predicted work of other shape classes, the error of that, and rows of classes too many to predict."""
+
+    work_ns: float
+    error_ns: float
+    unpriced_rows: int
+
+
+_NO_STRANGERS: Final = _Strangers(0.0, 0.0, 0)
 
 
 def tensor_bytes(arrays: Arrays) -> int:

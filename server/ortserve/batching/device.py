@@ -38,6 +38,16 @@ class Share:
         """Start a run that ``may_start`` allowed."""
         self._device._begin(self, known_ns(predicted_ns))
 
+    def charge(self, predicted_ns: float | None, *, wants_more: bool) -> None:
+        """Note a run that ``may_start`` allowed and that holds no threads, because it happens on the event loop.
+
+        Args:
+            predicted_ns: What it takes.
+            wants_more: Whether ``may_start`` is called again soon; if not, others get the turn.
+        """
+        self._device._charge(self, known_ns(predicted_ns))
+        self._device._go_on(self, wants_more=wants_more)
+
     def end(self) -> None:
         """Give the run's threads back."""
         self._device._end(self)
@@ -79,14 +89,25 @@ class Device:
             del self._waiting[share]
             self._tell_first()
 
+    def _go_on(self, share: Share, *, wants_more: bool) -> None:
+        if wants_more:
+            # Among those who wait from now on, or the next to begin would move the clock beyond its claim.
+            self._waiting[share] = None
+        else:
+            self._waiting.pop(share, None)
+        self._tell_first()
+
     def _begin(self, share: Share, predicted_ns: float) -> None:
+        self._charge(share, predicted_ns)
         self._waiting.pop(share, None)
         self._free -= share.threads
         self._running[share] = self._running.get(share, 0) + 1
+        self._tell_first()
+
+    def _charge(self, share: Share, predicted_ns: float) -> None:
         # Who was idle begins at the present, with no credit for the time it did not want.
         self._clock_ns = max(self._clock_ns, min((share.had_ns, *(other.had_ns for other in self._waiting))))
         share.had_ns = max(share.had_ns, self._clock_ns) + predicted_ns * share.threads
-        self._tell_first()
 
     def _end(self, share: Share) -> None:
         self._free += share.threads

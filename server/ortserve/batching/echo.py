@@ -43,6 +43,8 @@ class EchoProfile:
         # What comes outside the window makes the background rate.
         self._later_rows = 0.0
         self._later_ns = 0.0
+        # The wait that is on: when it began, and with how many rows.
+        self._wait: tuple[int, int] | None = None
         self._waits = 0
         self._gain_ns = 0.0
 
@@ -93,16 +95,31 @@ class EchoProfile:
                 best_rate, until_ns = rate, self._answered_ns + int(end_ns)
         return until_ns
 
-    def on_waited(self, waiting_rows: int, more_rows: int, line: Line, waited_ns: int) -> None:
-        """A wait of ``waited_ns`` is over, and ``more_rows`` have come to the ``waiting_rows``."""
-        rows = waiting_rows + more_rows
+    def begin_wait(self, rows: int, now_ns: int) -> bool:
+        """A batch of ``rows`` rows is put off; False where it already was."""
+        if self._wait is not None:
+            return False
+        self._wait = (now_ns, rows)
+        return True
+
+    def end_wait(self, rows: int, line: Line, now_ns: int) -> None:
+        """A batch of ``rows`` rows leaves, be it after a wait or not: what a wait has gained is counted."""
+        if self._wait is None:
+            return
+        began_ns, waiting_rows = self._wait
+        self._wait = None
+        rows = max(waiting_rows, rows)
         at_once_ns = rows * (line.b_ns + line.a_ns * waiting_rows) / waiting_rows
-        self._gain_ns += at_once_ns - (line.b_ns + line.a_ns * rows + waited_ns)
+        self._gain_ns += at_once_ns - (line.b_ns + line.a_ns * rows + now_ns - began_ns)
         self._waits += 1
         if self._waits == _TRIAL:
             self.is_on = self._gain_ns >= 0
             self._waits = 0
             self._gain_ns = 0.0
+
+    def abandon_wait(self) -> None:
+        """Nobody is left who could leave after the wait."""
+        self._wait = None
 
     def _learn(self, lasted_ns: int) -> None:
         """Take what came after the last answer, until the next one, into what is usual."""

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ortserve.batching.queue import ShapeClass
+
 
 @dataclass(slots=True)
 class Decisions:
@@ -55,3 +57,18 @@ class Learned:
     decisions: Decisions
     classes: tuple[LearnedClass, ...] = ()
     """Used last first."""
+
+
+def describe(shape_class: ShapeClass, max_rows: int) -> LearnedClass:
+    """What is known of a class whose batches have at most so many rows. From any thread."""
+    latency = shape_class.batch_latency
+    line = latency.line(max_rows)
+    return LearnedClass(
+        "" if shape_class.key is None else str(shape_class.key),
+        shape_class.rows,
+        latency.observations,
+        line.a_ns / 1e6 if line else None,
+        line.b_ns / 1e6 if line else None,
+        latency.residual_ns / 1e6,
+        {rows: ns / 1e6 for rows, ns in latency.knots().items()},
+    )

@@ -75,26 +75,44 @@ def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyMo
         if rider.finish_by_ns is not None:
             has_deadline = True
     if has_deadline:
-        in_time = _most_in_time(waiting, count, policy, latency, now_ns)
-        if in_time is not None and in_time.count < count:
-            better = _without_tightest(waiting, in_time, policy, latency, now_ns)
-            if better is not None:
-                return better
-            count, rows = in_time.count, in_time.rows
+        forecast = _Forecast(policy, latency, now_ns)
+        small = _most_in_time(waiting, count, forecast)
+        if small is not None and small.count < count:
+            if latency.observations >= MIN_OBSERVATIONS:
+                without = _without_tightest(waiting, small, forecast)
+                if without is not None:
+                    return without
+            count, rows = small.count, small.rows
             is_full = True
     if policy.queue_delay_ns and not is_full and rows < policy.max_rows:
         preferred = _largest_preferred(waiting, count, policy.preferred_rows)
         if preferred is not None:
             return preferred
         due_ns = min(rider.timing.queued_ns for rider in islice(waiting, count)) + policy.queue_delay_ns
-        if now_ns < due_ns and _may_wait(waiting, count, known_ns(latency.predict_ns(policy.bucket_for(rows))), due_ns):
+        if now_ns < due_ns and may_wait(waiting, count, known_ns(latency.predict_ns(policy.bucket_for(rows))), due_ns):
             return WaitUntil(due_ns)
     return _fit_bucket(waiting, count, rows, policy, latency)
 
 
-def _most_in_time(
-    waiting: Sequence[Rider], count: int, policy: BatchPolicy, latency: LatencyModel, now_ns: int
-) -> Take | None:
+@dataclass(frozen=True, slots=True)
+class _Forecast:
+    """How long batches would take, and whether their riders would be in time, seen from now."""
+
+    policy: BatchPolicy
+    latency: LatencyModel
+    now_ns: int
+
+    def batch_ns(self, rows: int) -> float:
+        return known_ns(self.latency.predict_ns(self.policy.bucket_for(rows)))
+
+    def is_in_time(self, riders: Sequence[Rider], after_ns: float = 0.0) -> bool:
+        """Whether a batch of them all that begins in ``after_ns`` is late for none; there may be none."""
+        begin_ns = self.now_ns + after_ns
+        finish_ns = begin_ns + self.batch_ns(_rows(riders)) if riders else begin_ns
+        return all(rider.finish_by_ns is None or finish_ns <= rider.finish_by_ns for rider in riders)
+
+
+def _most_in_time(waiting: Sequence[Rider], count: int, forecast: _Forecast) -> Take | None:
     """The most of the first ``count`` riders that together finish before all their deadlines; None if not even one."""
     best: Take | None = None
     rows = 0
@@ -103,63 +121,58 @@ def _most_in_time(
         rows += rider.rows
         if rider.finish_by_ns is not None:
             finish_by_ns = min(finish_by_ns, rider.finish_by_ns)
-        if now_ns + known_ns(latency.predict_ns(policy.bucket_for(rows))) <= finish_by_ns:
+        if forecast.now_ns + forecast.batch_ns(rows) <= finish_by_ns:
             best = Take(taken, rows)
     return best
 
 
-def _without_tightest(
-    waiting: Sequence[Rider], small: Take, policy: BatchPolicy, latency: LatencyModel, now_ns: int
-) -> Take | None:
+def _without_tightest(waiting: Sequence[Rider], small: Take, forecast: _Forecast) -> Take | None:
     """A batch without the first riders, whose deadlines ask for one as ``small`` as that; None to do as they ask.
 
     Small batches are costly while many wait: whoever comes after them is late as well, asks for a small batch in turn,
-    and so on until nearly nobody is answered. So once the batch after the small one would be late, what counts is how
-    many are answered, less how many a full batch would answer in the same time.
+    and so on until nearly nobody is answered. So somebody is given up where, all at once,
+
+    - the small batch would make the next one late;
+    - a batch without him, and without those before him, is in time;
+    - that batch answers more: more rows than the small one, by more than full batches answer in the time that it takes
+      longer.
     """
-    if latency.observations < MIN_OBSERVATIONS:
-        return None
-    max_rows = policy.max_rows
+    max_rows = forecast.policy.max_rows
     level = waiting[0].level  # nobody is given up for those of a lower one
     riders = [rider for rider in islice(waiting, 2 * max_rows) if rider.level == level]
-    small_ns = _batch_ns(small.rows, policy, latency)
-    if _is_in_time(_window(riders, small.count, max_rows), policy, latency, now_ns + small_ns):
+    small_ns = forecast.batch_ns(small.rows)
+    if forecast.is_in_time(_fill(riders[small.count :], max_rows), after_ns=small_ns):
         return None
     for given_up, late in enumerate(riders[: small.count], 1):
-        if late.finish_by_ns is None or late.timing.queued_ns >= now_ns:
+        if late.finish_by_ns is None or late.timing.queued_ns >= forecast.now_ns:
             return None  # it would not be the wait that made it late
-        window = _window(riders, given_up, max_rows)
-        if window and _is_in_time(window, policy, latency, now_ns):
-            rows = sum([rider.rows for rider in window])
-            a_row_ns = _batch_ns(max_rows, policy, latency) / max_rows
-            if (rows - small.rows) * a_row_ns <= _batch_ns(rows, policy, latency) - small_ns:
+        batch = _fill(riders[given_up:], max_rows)
+        if batch and forecast.is_in_time(batch):
+            rows = _rows(batch)
+            longer_ns = forecast.batch_ns(rows) - small_ns
+            row_ns = forecast.batch_ns(max_rows) / max_rows
+            if (rows - small.rows) * row_ns <= longer_ns:
                 return None
-            fitted = _fit_bucket(window, len(window), rows, policy, latency)
+            fitted = _fit_bucket(batch, len(batch), rows, forecast.policy, forecast.latency)
             return Take(fitted.count, fitted.rows, given_up)
     return None
 
 
-def _window(riders: Sequence[Rider], first: int, max_rows: int) -> Sequence[Rider]:
-    """Those from ``first`` on who fit into a batch."""
+def _fill(riders: Sequence[Rider], max_rows: int) -> Sequence[Rider]:
+    """The first of them, as many as fit into a batch."""
     rows = 0
-    for after in range(first, len(riders)):
-        rows += riders[after].rows
+    for count, rider in enumerate(riders):
+        rows += rider.rows
         if rows > max_rows:
-            return riders[first:after]
-    return riders[first:]
+            return riders[:count]
+    return riders
 
 
-def _is_in_time(riders: Sequence[Rider], policy: BatchPolicy, latency: LatencyModel, begin_ns: float) -> bool:
-    """Whether a batch of them all that begins then is late for none."""
-    finish_ns = begin_ns + _batch_ns(sum([rider.rows for rider in riders]), policy, latency) if riders else begin_ns
-    return all(rider.finish_by_ns is None or finish_ns <= rider.finish_by_ns for rider in riders)
+def _rows(riders: Sequence[Rider]) -> int:
+    return sum([rider.rows for rider in riders])
 
 
-def _batch_ns(rows: int, policy: BatchPolicy, latency: LatencyModel) -> float:
-    return known_ns(latency.predict_ns(policy.bucket_for(rows)))
-
-
-def _may_wait(waiting: Sequence[Rider], count: int, batch_ns: float, until_ns: int) -> bool:
+def may_wait(waiting: Sequence[Rider], count: int, batch_ns: float, until_ns: int) -> bool:
     """Whether a batch of the first ``count`` riders that takes ``batch_ns`` is late for none of them if it waits."""
     # No shorter wait in between: a timer may ring a millisecond after it was set for.
     return all(

@@ -1,8 +1,8 @@
 """Riders that wait, in a queue for each shape class, so that no request is flushed or held by a stranger's shape."""
 
-from bisect import insort
-from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Iterable
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Final
@@ -29,8 +29,7 @@ class ShapeClass:
         rows: Rows of them all.
         batch_latency: Of a batch, from being chosen to its answers being ready on the loop.
         run_latency: Of the model alone.
-        echo: How soon callers come back.
-        echo_wait: When a wait for them began, and for how many rows it did; None while there is none.
+        echo: How soon callers come back, and the wait for them.
     """
 
     __slots__ = (
@@ -40,7 +39,6 @@ class ShapeClass:
         "_patience_until",
         "batch_latency",
         "echo",
-        "echo_wait",
         "key",
         "riders",
         "rows",
@@ -49,12 +47,12 @@ class ShapeClass:
 
     def __init__(self, key: Hashable, batch_latency: LatencyModel, run_latency: LatencyModel) -> None:
         self.key = key
-        self.riders: deque[Rider] = deque()
+        # A list: taking from its front moves some kilobytes at most, and anybody is found in it by the order.
+        self.riders: list[Rider] = []
         self.rows = 0
         self.batch_latency = batch_latency
         self.run_latency = run_latency
         self.echo = EchoProfile()
-        self.echo_wait: tuple[int, int] | None = None
         self._last_open_due_ns = 0.0
         self._open = 0
         self._patience = 0.0
@@ -77,10 +75,12 @@ class ShapeClass:
         else:
             insort(riders, rider, key=_order)
 
-    def count_out(self, rider: Rider) -> None:
-        """Note that a rider was removed."""
-        self.rows -= rider.rows
-        self._open -= rider.finish_by_ns is None
+    def count_out(self, rows: int, without_deadline: int) -> None:
+        """Note that riders were removed, who have so many rows together and of whom so many have no deadline."""
+        self.rows -= rows
+        self._open -= without_deadline
+        if not self.riders:
+            self.echo.abandon_wait()
 
     def _patience_ns(self, max_rows: int) -> float:
         """How long a request without a deadline may be overtaken; looked at anew once in a few batches."""
@@ -92,9 +92,13 @@ class ShapeClass:
 
     def rows_ahead(self, order: tuple[int, float]) -> int:
         """Rows that go before somebody of this order."""
-        if not self.riders or self.riders[-1].order <= order:
+        riders = self.riders
+        if not riders or riders[-1].order <= order:
             return self.rows
-        return sum(rider.rows for rider in self.riders if rider.order <= order)
+        ahead = bisect_right(riders, order, key=_order)
+        if ahead < len(riders) // 2:
+            return sum([rider.rows for rider in riders[:ahead]])
+        return self.rows - sum([rider.rows for rider in riders[ahead:]])
 
 
 class RiderQueue:
@@ -109,7 +113,7 @@ class RiderQueue:
         self._classes: OrderedDict[Hashable, ShapeClass] = OrderedDict()
         self._waiting: dict[Hashable, ShapeClass] = {}
         self.rows = 0
-        """Rows that wait, those of callers who left and were not reached yet included."""
+        """Rows that wait."""
         self.nbytes = 0
         """Bytes of their tensors."""
 
@@ -155,35 +159,50 @@ class RiderQueue:
         """How many wait on a priority level; looks at everybody who waits."""
         return sum(rider.level == level for waiting in self._waiting.values() for rider in waiting.riders)
 
-    def take(self, shape_class: ShapeClass, count: int) -> list[Rider]:
+    def strangers(self, shape_class: ShapeClass) -> Iterable[ShapeClass]:
+        """The other classes that somebody waits in, in no order that means anything."""
+        return (other for other in self._waiting.values() if other is not shape_class)
+
+    def take(self, shape_class: ShapeClass, count: int) -> Sequence[Rider]:
         """Remove and return the first ``count`` riders of a class."""
         riders = shape_class.riders
-        taken = [riders.popleft() for _ in range(count)]
+        taken = riders[:count]
+        del riders[:count]
         self._count_out(shape_class, taken)
         return taken
 
-    def remove(self, shape_class: ShapeClass, gone: Collection[Rider]) -> None:
-        """Remove riders of a class, wherever they stand in it."""
+    def remove(self, shape_class: ShapeClass, gone: Sequence[Rider]) -> None:
+        """Remove riders of a class, at least one, in the order in which they stand in it."""
         riders = shape_class.riders
-        staying: list[Rider] = []
-        for _ in gone:
-            while (rider := riders.popleft()) not in gone:
-                staying.append(rider)
-        riders.extendleft(reversed(staying))
+        first, after = riders.index(gone[0]), riders.index(gone[-1]) + 1
+        leaving = set(gone)
+        riders[first:after] = [rider for rider in riders[first:after] if rider not in leaving]
         self._count_out(shape_class, gone)
 
+    def leave(self, rider: Rider) -> bool:
+        """Remove one rider, wherever it stands; False when it does not wait any more."""
+        shape_class = self._waiting.get(rider.key)
+        if shape_class is None:
+            return False
+        riders, order = shape_class.riders, rider.order
+        first = bisect_left(riders, order, key=_order)
+        try:
+            index = riders.index(rider, first, bisect_right(riders, order, lo=first, key=_order))
+        except ValueError:
+            return False
+        del riders[index]
+        self._count_out(shape_class, (rider,))
+        return True
+
     def _count_out(self, shape_class: ShapeClass, gone: Iterable[Rider]) -> None:
+        rows = nbytes = without_deadline = 0
         for rider in gone:
-            shape_class.count_out(rider)
-            self.rows -= rider.rows
-            self.nbytes -= rider.nbytes
+            rows += rider.rows
+            nbytes += rider.nbytes
+            without_deadline += rider.finish_by_ns is None
+        self.rows -= rows
+        self.nbytes -= nbytes
+        shape_class.count_out(rows, without_deadline)
         if not shape_class.riders:
             del self._waiting[shape_class.key]
             self._forget_idle()
-
-    def rows_ahead(self, order: tuple[int, float]) -> int:
-        """Rows of all classes that go before somebody of this order."""
-        if len(self._waiting) == 1:
-            (only,) = self._waiting.values()
-            return only.rows_ahead(order)
-        return sum(shape_class.rows_ahead(order) for shape_class in self._waiting.values())

@@ -1,7 +1,7 @@
 """Riders: requests on their way through a batch, each settled exactly once and on its own."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,8 @@ class Rider:
     """One request (or one piece of a large one). ``inputs`` are in the signature's order, ``rows`` at least 1.
 
     ``level`` is its priority, 1 first, and ``due_ns`` when it should be answered, its deadline or, without one, a time
-    that keeps it from starving; both order the queue. The bounds are those of ``core.terms.Terms``.
+    that keeps it from starving; both order the queue. The bounds are those of ``core.terms.Terms``. ``key`` is that of
+    the shape class it waits in.
     """
 
     inputs: Arrays
@@ -28,15 +29,19 @@ class Rider:
     finish_by_ns: int | None = None
     start_by_ns: int | None = None
     nbytes: int = 0
+    key: Hashable = None
 
     @property
     def order(self) -> tuple[int, float]:
         return self.level, self.due_ns
 
     @property
-    def has_left(self) -> bool:
-        """Whether its caller stopped waiting."""
-        return self.future.done()
+    def expires_ns(self) -> int | None:
+        """The last moment at which its wait in the queue is of any use; None where it may wait for ever."""
+        start_ns, finish_ns = self.start_by_ns, self.finish_by_ns
+        if start_ns is None or (finish_ns is not None and finish_ns < start_ns):
+            return finish_ns
+        return start_ns
 
 
 def make_batch(riders: Sequence[Rider], rows: int, bucket: int) -> Batch:

@@ -2,7 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from ortserve.batching.batcher import Batcher
@@ -16,6 +18,19 @@ from ortserve.registry.configuration import Configuration
 from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
 from ortserve.registry.loader import LoadedModel
 from ortserve.telemetry.metrics import ModelMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request in its model's queue.
+
+    Attributes:
+        outputs: In the signature's order, for ``cut_back``, or a ``ServeError``.
+        leave: To be called by who stops waiting: its place in the queue is free at once, and ``outputs`` cancelled.
+    """
+
+    outputs: asyncio.Future[Arrays]
+    leave: Callable[[], object]
 
 
 class ServedModel:
@@ -104,7 +119,7 @@ class ServedModel:
         """What its batcher has learned and decided."""
         return self._batcher.learned()
 
-    def submit(self, inputs: Arrays, rows: int, timing: Timing, terms: Terms) -> asyncio.Future[Arrays]:
+    def submit(self, inputs: Arrays, rows: int, timing: Timing, terms: Terms) -> Submission:
         """Queue one request, to run alone or with others.
 
         Args:
@@ -114,8 +129,7 @@ class ServedModel:
             terms: Priority and deadlines.
 
         Returns:
-            A future of the outputs in the signature's order, for ``cut_back``, or of a ``ServeError``. Cancelling it
-            leaves the queue.
+            What to wait for, and how to leave.
 
         Raises:
             ServeError: invalid_input for more rows than the model's configured maximum, and for inputs that disagree on
@@ -139,10 +153,13 @@ class ServedModel:
                 f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}"
             )
         if terms.yields_when_late:
-            return asyncio.ensure_future(self._run_yielding(inputs, rows, shape_class, timing, terms))
-        if rows <= batcher.max_rows:
-            return batcher.submit(inputs, rows, shape_class, timing, terms)
-        return asyncio.ensure_future(batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms))
+            task = asyncio.create_task(self._run_yielding(inputs, rows, shape_class, timing, terms))
+        elif rows <= batcher.max_rows:
+            rider = batcher.submit(inputs, rows, shape_class, timing, terms)
+            return Submission(rider.future, partial(batcher.leave, rider))
+        else:
+            task = asyncio.create_task(batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms))
+        return Submission(task, task.cancel)
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """Take away what padding added to the outputs of a request: views that later runs do not touch.
@@ -168,18 +185,26 @@ class ServedModel:
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms
     ) -> Arrays:
         """Run a request that lets others go first once it has waited for its time."""
-        batcher = self._batcher
-        run = batcher.submit if rows <= batcher.max_rows else batcher.submit_in_pieces
         try:
-            return await run(inputs, rows, shape_class, timing, terms)
+            return await self._run(inputs, rows, shape_class, timing, terms)
         except ServeError as error:
             # Only its place in the queue was too late, and no run has begun.
             if error.kind is not ErrorKind.DEADLINE or timing.taken_ns:
                 raise
         queued_ns = timing.queued_ns
-        outputs = await run(inputs, rows, shape_class, timing, terms_behind(terms))
+        outputs = await self._run(inputs, rows, shape_class, timing, terms_behind(terms))
         timing.queued_ns = queued_ns  # it waited since then
         return outputs
+
+    async def _run(self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms) -> Arrays:
+        batcher = self._batcher
+        if rows > batcher.max_rows:
+            return await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
+        rider = batcher.submit(inputs, rows, shape_class, timing, terms)
+        try:
+            return await rider.future
+        finally:
+            batcher.leave(rider)
 
     async def close(self) -> None:
         """Answer everyone who was admitted, then free the instances."""

@@ -46,7 +46,14 @@ _TAKEN: Final[Any] = None
 
 @dataclass(slots=True)
 class Pending:
-    """A request on its way through its model. ``inputs`` are in the signature's order."""
+    """A request on its way through its model.
+
+    Attributes:
+        inputs: In the signature's order.
+        rows: Length of the batch axis, 1 for a model without one.
+        outputs: Done when there is something to ``finish``.
+        leave: To be called by who stops waiting; it cancels ``outputs``.
+    """
 
     call: Call
     request: InferRequest
@@ -54,10 +61,11 @@ class Pending:
     inputs: Arrays
     rows: int
     outputs: asyncio.Future[Arrays]
+    leave: Callable[[], object]
 
     def take(self) -> Arrays:
         """The outputs, once: they are leased for as long as anything holds them, and frames that failed live long."""
-        outputs, self.outputs = self.outputs, _TAKEN
+        outputs, self.outputs, self.leave = self.outputs, _TAKEN, _TAKEN
         return outputs.result()
 
 
@@ -90,7 +98,7 @@ class InferenceService:
             decode: Makes the request from its bytes; called once, at once.
 
         Returns:
-            What to wait for and to ``finish``. Cancelling ``outputs`` leaves the queue; ``finish`` it all the same.
+            What to wait for and to ``finish``, also when it was left.
 
         Raises:
             ServeError: Whatever went wrong, with its kind and a text for the caller; the call is counted.
@@ -101,8 +109,8 @@ class InferenceService:
             request = decode()
             served = self._registry.find(request.model_name, request.model_version)
             inputs, rows = check_request(request, served.signature, served.name)
-            outputs = served.submit(inputs, rows, call.timing, _terms(call, request, served))
-            return Pending(call, request, served, inputs, rows, outputs)
+            submission = served.submit(inputs, rows, call.timing, _terms(call, request, served))
+            return Pending(call, request, served, inputs, rows, submission.outputs, submission.leave)
         except Exception as error:
             raise self._failed(call, request, served, error) from error
 
@@ -144,6 +152,7 @@ class InferenceService:
         try:
             await pending.outputs
         except asyncio.CancelledError:
+            pending.leave()
             self._count_failure(call, pending.request, pending.served, ErrorKind.CANCELLED)
             raise
         except ServeError:

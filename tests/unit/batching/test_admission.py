@@ -305,3 +305,77 @@ def test_level_with_a_bound_takes_no_more_requests_than_that(loop: asyncio.Abstr
     assert caught.value.retry_after_s == 1
     assert stage.decisions.refused_full == 1
     admission.check_level(Terms(2))
+
+
+class TwoShapes(Stage):
+    """Newcomers of one shape, whose full batch takes 16 ms, behind others whose full batch takes 160 ms."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, **options: int) -> None:
+        super().__init__(loop, **options)
+        self.other = self.queue.shape_class("other")
+        self.other.batch_latency = LatencyModel([(1, 100.0 * MS), (4, 160.0 * MS)])
+
+    def wait_other(self, rows: int, finish_by_ns: int = NOW + 1) -> None:
+        rider = Rider((), rows, self.loop.create_future(), Timing(0), finish_by_ns=finish_by_ns)
+        self.queue.push(self.other, rider, MAX_ROWS)
+
+
+def test_each_shape_that_waits_is_priced_at_what_its_own_batches_take(loop: asyncio.AbstractEventLoop) -> None:
+    stage = TwoShapes(loop)
+    stage.wait_other(4)
+    stage.wait_other(1)
+    # 160 for a full batch, 100 for the one left over, and its own
+    stage.check(left_ms=5 + 160 + 100 + 10, busy_ms=5)
+    assert stage.refusal(left_ms=5 + 160 + 100 + 9, busy_ms=5).retry_after_s == pytest.approx(0.001)
+    cheap = TwoShapes(loop)
+    cheap.other.batch_latency = LatencyModel([(1, 0.1 * MS), (4, 0.1 * MS)])
+    for _ in range(10):
+        cheap.wait_other(4)
+    cheap.check(left_ms=5 + 1 + 10, busy_ms=5)
+    assert cheap.refusal(left_ms=5 + 1 + 9, busy_ms=5).kind is ErrorKind.OVERLOADED
+
+
+def test_other_shapes_that_are_due_later_do_not_count(loop: asyncio.AbstractEventLoop) -> None:
+    stage = TwoShapes(loop)
+    stage.wait_other(4, finish_by_ns=NOW + 10_000 * MS)
+    stage.check(left_ms=15, busy_ms=5)
+
+
+def test_instances_and_other_models_share_the_work_of_other_shapes_too(loop: asyncio.AbstractEventLoop) -> None:
+    stage = TwoShapes(loop, instances=2)
+    stage.wait_other(4)
+    stage.check(left_ms=5 + 80 + 10, busy_ms=5)
+    assert stage.refusal(left_ms=5 + 80 + 9, busy_ms=5).kind is ErrorKind.OVERLOADED
+    stage.check(left_ms=5 + 240 + 10, busy_ms=5, slowdown=3)
+    assert stage.refusal(left_ms=5 + 240 + 9, busy_ms=5, slowdown=3).kind is ErrorKind.OVERLOADED
+
+
+def test_errors_of_all_shapes_add_up_like_independent_ones(loop: asyncio.AbstractEventLoop) -> None:
+    stage = TwoShapes(loop)
+    stage.wait_other(4)
+    stage.shape_class.batch_latency.residual_ns = 3 * MS / math.sqrt(2)  # two runs: the one that is on, and its own
+    stage.other.batch_latency.residual_ns = 4 * MS
+    stage.check(left_ms=5 + 160 + 10 + 5.001, busy_ms=5)
+    assert stage.refusal(left_ms=5 + 160 + 10 + 4.999, busy_ms=5).kind is ErrorKind.OVERLOADED
+
+
+@pytest.mark.parametrize("latency", [LatencyModel(), LatencyModel([(1, math.inf)])])
+def test_other_shape_of_which_nothing_is_known_refuses_nobody(
+    loop: asyncio.AbstractEventLoop, latency: LatencyModel
+) -> None:
+    stage = TwoShapes(loop)
+    stage.other.batch_latency = latency
+    stage.wait_other(4)
+    stage.check(left_ms=15, busy_ms=5)
+
+
+def test_shapes_beyond_those_that_are_priced_count_as_the_newcomers_own(loop: asyncio.AbstractEventLoop) -> None:
+    stage = Stage(loop, max_rows=10_000)
+    for number in range(100):
+        other = stage.queue.shape_class(number)
+        other.batch_latency = LatencyModel([(4, 1.0 * MS)])
+        rider = Rider((), 4, loop.create_future(), Timing(0), finish_by_ns=NOW + 1)
+        stage.queue.push(other, rider, MAX_ROWS)
+    # 16 of 1 ms, 84 of 16 ms, and its own
+    stage.check(left_ms=5 + 16 + 84 * 16 + 16, busy_ms=5)
+    assert stage.refusal(left_ms=5 + 16 + 84 * 16 + 15, busy_ms=5).kind is ErrorKind.OVERLOADED

@@ -54,7 +54,10 @@ class Stage:
     def submit(
         self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS
     ) -> "asyncio.Future[Arrays]":
-        return self.batcher.submit((rows,), len(rows), rows.shape[1:], timing or Timing(self.clock()), terms)
+        """As a caller who leaves when his future is cancelled."""
+        rider = self.batcher.submit((rows,), len(rows), rows.shape[1:], timing or Timing(self.clock()), terms)
+        rider.future.add_done_callback(lambda future: self.batcher.leave(rider) if future.cancelled() else None)
+        return rider.future
 
     def submit_in_pieces(
         self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS
@@ -93,6 +96,7 @@ def play(
     run_ns: int = RUN_NS,
     known_ns: int | None = None,
     compute: Callable[[np.ndarray], Arrays] = answer,
+    waits_for_echo: bool = False,
 ) -> None:
     """Run ``main`` on a stage where each run takes ``run_ns``; ``known_ns`` is what the batcher believes."""
 
@@ -104,7 +108,7 @@ def play(
         observed: list[int] = []
         batcher = Batcher(
             runners,
-            BatchPolicy(max_rows, queue_delay_ns, buckets=buckets),
+            BatchPolicy(max_rows, queue_delay_ns, buckets=buckets, waits_for_echo=waits_for_echo),
             queue,
             limits=QueueLimits(max_queue_rows, max_queue_bytes),
             device=device,
@@ -621,6 +625,116 @@ def test_deadline_behind_a_long_queue_is_refused_with_when_to_come_again() -> No
     play(main, max_rows=1, known_ns=RUN_NS)
 
 
+def test_overdue_run_is_not_taken_for_an_idle_instance() -> None:
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        overdue = stage.submit(rows_of(0))
+        await asyncio.sleep(2 * RUN_NS / 1e9)  # of 5 that it takes; 1 was predicted
+        for finish_ns in (RUN_NS, 1):
+            with pytest.raises(ServeError, match="deadline cannot be met") as caught:
+                stage.submit(rows_of(1), terms=stage.within(finish_ns=finish_ns))
+            # Nobody waits: only the run that may end at any moment stands in the way.
+            assert caught.value.kind is (ErrorKind.OVERLOADED if finish_ns == RUN_NS else ErrorKind.DEADLINE)
+        assert stage.batcher.decisions.refused_late == 2
+        await overdue
+
+    play(main, run_ns=5 * RUN_NS, known_ns=RUN_NS)
+
+
+@pytest.mark.parametrize("bound", ["deadline", "timeout"])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_who_waits_too_long_deep_in_the_queue_is_told_then_and_makes_room(bound: str, instances: int) -> None:
+    async def main(stage: Stage) -> None:
+        running = [stage.submit(rows_of(value, value)) for value in range(instances)]
+        await asyncio.sleep(1e-3)
+        ahead = [stage.submit(rows_of(value), terms=Terms(1)) for value in (3, 4, 5)]
+        terms = stage.within(**{"deadline": {"finish_ns": 7 * MS}, "timeout": {"start_ns": 7 * MS}}[bound], level=2)
+        late = stage.submit(rows_of(6, 7), terms=terms)
+        behind = stage.submit(rows_of(8), terms=Terms(3))
+        with pytest.raises(ServeError, match="6 rows of 96 bytes wait"):
+            stage.submit(rows_of(9, 10))
+        await asyncio.wait({late})
+        assert 0 < stage.now_ns - 8 * MS <= MS
+        assert refusal_of(late).message == f"Request timeout expired: its {bound} passed in the queue"
+        assert (stage.batcher.queued_rows, stage.queue.nbytes) == (4, 64)
+        await asyncio.gather(*running, *ahead, behind, stage.submit(rows_of(9, 10)))
+        assert stage.batcher.decisions.dropped_late == 1
+
+    play(main, max_rows=2, max_queue_rows=6, run_ns=100 * MS, instances=instances)
+
+
+def test_many_who_wait_too_long_are_told_in_few_looks_through_the_queue() -> None:
+    async def main(stage: Stage) -> None:
+        running = stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        late = [stage.submit(rows_of(1), terms=stage.within(finish_ns=MS + 10 * US * number)) for number in range(1000)]
+        first_ns = stage.now_ns + MS
+        told_ns = []
+        for number, future in enumerate(late):
+            with pytest.raises(ServeError, match="its deadline passed in the queue"):
+                await future
+            told_ns.append(stage.now_ns)
+            assert 0 < stage.now_ns - (first_ns + 10 * US * number) <= 1.1 * MS
+        assert len(set(told_ns)) <= 12  # looks in the 10 ms
+        assert not running.done()
+        await running
+
+    play(main, run_ns=100 * MS)
+
+
+def test_alarm_for_who_rode_in_time_rings_for_nobody() -> None:
+    async def main(stage: Stage) -> None:
+        for value in range(50):
+            rows = rows_of(value)
+            assert_answered(await stage.submit(rows, terms=stage.within(finish_ns=3 * RUN_NS)), rows)
+        await asyncio.sleep(1)
+        assert stage.batcher.decisions == Decisions(batches=50)
+
+    play(main)
+
+
+def test_who_leaves_the_middle_of_the_queue_makes_room_at_once() -> None:
+    async def main(stage: Stage) -> None:
+        running = stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        waiting = [stage.submit(rows_of(value, value)) for value in (1, 2, 3)]
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        assert (stage.batcher.queued_rows, stage.queue.nbytes, stage.batcher.decisions.left) == (4, 64, 1)
+        other = stage.submit(rows_of(4, 4))
+        await asyncio.gather(running, waiting[0], waiting[2], other)
+        assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [1, 1], [3, 3], [4, 4]]
+
+    play(main, max_rows=2, max_queue_rows=6)
+
+
+def test_rows_of_who_left_are_not_reckoned_with() -> None:
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        running = stage.submit(rows_of(0))
+        await asyncio.sleep(1e-3)
+        waiting = [stage.submit(rows_of(value), terms=stage.within(finish_ns=9 * RUN_NS)) for value in range(5)]
+        with pytest.raises(ServeError, match="deadline cannot be met"):
+            stage.submit(rows_of(9), terms=stage.within(finish_ns=2 * RUN_NS, level=2))
+        for future in waiting:
+            future.cancel()
+        await asyncio.sleep(0)
+        await asyncio.gather(running, stage.submit(rows_of(9), terms=stage.within(finish_ns=2 * RUN_NS, level=2)))
+
+    play(main, max_rows=1, known_ns=RUN_NS)
+
+
+def test_leaving_once_the_run_has_begun_or_ended_changes_nothing() -> None:
+    async def main(stage: Stage) -> None:
+        rider = stage.batcher.submit((rows_of(1),), 1, (2,), Timing(stage.clock()))
+        await rider.future
+        stage.batcher.leave(rider)
+        assert_answered(rider.future.result(), rows_of(1))
+        assert stage.batcher.decisions == Decisions(batches=1)
+
+    play(main)
+
+
 def test_queue_timeout_bounds_the_start_and_not_the_run() -> None:
     async def main(stage: Stage) -> None:
         at_once = stage.submit(rows_of(0), terms=stage.within(start_ns=1))
@@ -644,6 +758,34 @@ def test_set_delay_is_cut_short_for_who_may_not_wait_so_long() -> None:
         assert stage.began() == [0, RUN_NS]
 
     play(main, queue_delay_ns=5 * MS, known_ns=RUN_NS)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "waits"),
+    [
+        ({}, True),
+        ({"start_ns": 50 * US}, False),
+        ({"start_ns": 10 * MS}, True),
+        ({"finish_ns": RUN_NS + 50 * US}, False),
+        ({"finish_ns": 10 * MS}, True),
+    ],
+)
+def test_callers_who_come_back_are_not_waited_for_at_the_cost_of_who_waits(bounds: dict[str, int], waits: bool) -> None:
+    async def main(stage: Stage) -> None:
+        echo = stage.queue.shape_class((2,)).echo
+        for number in range(100):  # five always come back within 0.6 ms
+            at_ns = stage.clock() + (number - 100) * 2 * RUN_NS
+            echo.on_answer(at_ns, RUN_NS)
+            for come_ns in (100 * US, 300 * US, 400 * US, 500 * US, 600 * US):
+                echo.on_arrival(1, at_ns + come_ns)
+        echo.on_answer(stage.clock(), RUN_NS)
+        # One without a deadline goes first, so that it is not only the first who counts.
+        first = stage.submit(rows_of(2), terms=Terms(1))
+        await asyncio.gather(first, stage.submit(rows_of(3), terms=stage.within(**bounds, level=2)))
+        assert (stage.runner.runs[-1].began_ns > stage.began_ns) == waits
+        assert stage.batcher.decisions.echo_waits == waits
+
+    play(main, known_ns=RUN_NS, waits_for_echo=True)
 
 
 def test_request_whose_deadline_passes_during_a_search_is_not_run_again() -> None:

@@ -316,7 +316,9 @@ class Theatre:
             if caller.is_piece_wise:
                 future = self.loop.create_task(self._ask_in_pieces(caller, batcher.submit_in_pieces(*args)))
             else:
-                future = batcher.submit(*args)
+                rider = batcher.submit(*args)
+                future = rider.future
+                future.add_done_callback(lambda future: batcher.leave(rider) if future.cancelled() else None)
         except ServeError as error:
             self._tell(caller, error)
             return
@@ -471,6 +473,17 @@ def check_nobody_is_started_too_late(one: Play) -> None:
             assert terms.finish_by_ns is None or caller.runs[-1].began_ns <= terms.finish_by_ns
 
 
+def check_who_waits_too_long_is_told_then(one: Play) -> None:
+    """And not when a batch reaches him; runs on the loop hold everybody up."""
+    if not one.is_alone or any(run.is_inline for run in one.runs):
+        return
+    for caller in one.callers:
+        terms = caller.terms
+        bounds = [by_ns for by_ns in (terms.start_by_ns, terms.finish_by_ns) if by_ns is not None]
+        if bounds and not caller.runs and not caller.is_piece_wise:
+            assert caller.told_ns <= max(min(bounds), caller.timing.queued_ns) + MS + TIMER_ROUNDING_NS
+
+
 def check_order(one: Play) -> None:
     """In a shape class higher levels go first; inside one, earlier deadlines, and without any who came earlier."""
     ran = [caller for caller in one.callers if caller.runs and not caller.is_piece_wise]
@@ -558,12 +571,13 @@ def running_at(one: Play, at_ns: int) -> int:
 
 
 def waiting_at(one: Play, newcomer: Caller, at_ns: int) -> list[Caller]:
-    """Who may have been in the queue then: those who left count until somebody looks."""
+    """Who may have been in the queue then."""
     return [
         caller
         for caller in one.callers
         if caller is not newcomer
         and 0 < caller.timing.queued_ns <= at_ns
+        and caller.told_ns >= at_ns
         and (caller.is_piece_wise or not caller.runs or caller.runs[0].began_ns >= at_ns)
     ]
 
@@ -579,6 +593,7 @@ CHECKS = (
     check_refusals_are_deserved,
     check_batches,
     check_nobody_is_started_too_late,
+    check_who_waits_too_long_is_told_then,
     check_order,
     check_nobody_waits_for_an_idle_instance,
     check_searches_are_short,

@@ -222,6 +222,49 @@ def test_threads_are_never_overdrawn_and_all_come_back(seed: int) -> None:
     on_stage(main, threads)
 
 
+def test_runs_on_the_loop_count_as_much_as_others() -> None:
+    async def main(stage: Stage) -> None:
+        inline, other = stage.share("inline"), stage.share("other")
+        went = {"inline": 0, "other": 0}
+        blocker = stage.share("blocker")
+        run(blocker, 0)
+        assert not inline.may_start()
+        assert not other.may_start()
+        blocker.end()
+        for _ in range(120):
+            other.may_start()  # so that both of them wait
+            if inline.may_start():
+                inline.charge(10, wants_more=True)
+                assert stage.device.free_threads == 1
+                went["inline"] += 1
+            else:
+                run(other, 30)
+                other.end()
+                went["other"] += 1
+        assert went["inline"] == pytest.approx(3 * went["other"], abs=3)
+
+    on_stage(main)
+
+
+def test_nobody_who_had_more_overtakes_whom_a_run_on_the_loop_has_not_satisfied() -> None:
+    async def main(stage: Stage) -> None:
+        inline, other = stage.share("inline"), stage.share("other")
+        run(other, 1000)
+        other.end()
+        assert inline.may_start()
+        inline.charge(10, wants_more=True)
+        assert not other.may_start()
+        await asyncio.sleep(0)
+        assert stage.woken == ["inline"]
+        assert inline.may_start()
+        inline.charge(10, wants_more=False)
+        await asyncio.sleep(0)
+        assert stage.woken == ["inline", "other"]
+        run(other)
+
+    on_stage(main)
+
+
 def test_work_is_slower_by_as_much_as_is_wanted_more_than_there_is() -> None:
     async def main(stage: Stage) -> None:
         a, b, c = stage.share("a", 2), stage.share("b", 2), stage.share("c", 4)
@@ -271,7 +314,7 @@ class Backlogged:
             self.ask(batcher)
 
     def ask(self, batcher: Batcher) -> None:
-        future = batcher.submit((rows_of(1),), 1, None, Timing(self.clock()))
+        future = batcher.submit((rows_of(1),), 1, None, Timing(self.clock())).future
         future.add_done_callback(lambda _: self.ask(batcher))
 
     def worked_ns(self, model: int) -> int:
@@ -296,6 +339,17 @@ def test_models_with_short_and_long_batches_get_the_same_time(is_known: bool) ->
         short, long = backlogged.worked_ns(0), backlogged.worked_ns(1)
         assert abs(short - long) <= 2 * 20 * MS
         assert short + long >= 9.9 * S, "and the device is never idle"
+
+    play_backlogged(main)
+
+
+def test_model_whose_runs_are_on_the_loop_gets_no_more_of_the_device() -> None:
+    async def main(backlogged: Backlogged) -> None:
+        backlogged.add(MS // 10)
+        backlogged.add(20 * MS)
+        await asyncio.sleep(10)
+        assert all(run.is_inline for run in backlogged.runners[0][0].runs[:100])
+        assert backlogged.worked_ns(0) == pytest.approx(backlogged.worked_ns(1), rel=0.02)
 
     play_backlogged(main)
 

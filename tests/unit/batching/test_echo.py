@@ -83,6 +83,17 @@ def test_moment_lies_within_half_the_time_of_a_row_alone() -> None:
 def test_class_that_gains_nothing_by_waiting_stops(more_rows: int, stays_on: bool) -> None:
     echo = taught(lambda draw: [100, 200, 300, 400])
     for _ in range(1000):
-        echo.on_waited(1, more_rows, GPU_LIKE, 400 * US)
+        assert echo.begin_wait(1, 0)
+        assert not echo.begin_wait(1, 100 * US), "it is the same wait"
+        echo.end_wait(1 + more_rows, GPU_LIKE, 400 * US)
     assert echo.is_on == stays_on
     assert (echo.wait_until(1, 64, GPU_LIKE, 0) is not None) == stays_on
+
+
+def test_batches_that_did_not_wait_and_waits_that_came_to_nothing_teach_nothing() -> None:
+    echo = EchoProfile()
+    for _ in range(2000):
+        echo.end_wait(1, GPU_LIKE, 400 * US)
+        assert echo.begin_wait(1, 0)
+        echo.abandon_wait()
+    assert echo.is_on

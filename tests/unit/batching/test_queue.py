@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import pytest
 
@@ -40,9 +40,10 @@ def known_queue() -> RiderQueue:
     return RiderQueue([(MAX_ROWS, FULL_NS)])
 
 
-def push(queue: RiderQueue, key: object, *riders: Rider) -> ShapeClass:
+def push(queue: RiderQueue, key: Hashable, *riders: Rider) -> ShapeClass:
     shape_class = queue.shape_class(key)
     for one in riders:
+        one.key = key
         queue.push(shape_class, one, MAX_ROWS)
     return shape_class
 
@@ -172,7 +173,7 @@ def test_removed_riders_leave_the_others_in_order(loop: asyncio.AbstractEventLoo
     queue = RiderQueue()
     waiting = [rider(loop, queued_ns=number) for number in range(5)]
     shape_class = push(queue, "a", *waiting)
-    queue.remove(shape_class, {waiting[index] for index in gone})
+    queue.remove(shape_class, [waiting[index] for index in gone])
     assert list(shape_class.riders) == [one for index, one in enumerate(waiting) if index not in gone]
     assert bool(queue) == (len(gone) < 5)
 
@@ -187,14 +188,57 @@ def test_classes_may_be_taken_whole_while_they_are_given(loop: asyncio.AbstractE
     assert queue.waiting() == []
 
 
-def test_rows_ahead_are_those_of_all_classes_that_go_first(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_ahead_are_those_that_go_first(loop: asyncio.AbstractEventLoop) -> None:
     queue = RiderQueue()
-    push(queue, "a", rider(loop, 1, finish_by_ns=10), rider(loop, 2, finish_by_ns=30))
-    assert [queue.rows_ahead((1, due_ns)) for due_ns in (9, 10, 29, 30)] == [0, 1, 1, 3]
-    push(queue, "b", rider(loop, 4, finish_by_ns=20), rider(loop, 8, level=2, finish_by_ns=1))
-    assert [queue.rows_ahead((1, due_ns)) for due_ns in (9, 10, 20, 30)] == [0, 1, 5, 7]
-    assert queue.rows_ahead((2, 0)) == 7
-    assert queue.rows_ahead((2, 1)) == 15
+    a = push(queue, "a", rider(loop, 1, finish_by_ns=10), rider(loop, 2, finish_by_ns=30))
+    assert [a.rows_ahead((1, due_ns)) for due_ns in (9, 10, 29, 30)] == [0, 1, 1, 3]
+    push(queue, "a", rider(loop, 4, finish_by_ns=20), rider(loop, 8, level=2, finish_by_ns=1))
+    assert [a.rows_ahead((1, due_ns)) for due_ns in (9, 10, 20, 30)] == [0, 1, 5, 7]
+    assert [a.rows_ahead(order) for order in ((2, 0), (2, 1))] == [7, 15]
+
+
+def test_strangers_are_the_other_classes_in_which_somebody_waits(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RiderQueue()
+    a, b, c = (push(queue, key, rider(loop)) for key in "abc")
+    queue.shape_class("nobody waits")
+    assert list(queue.strangers(b)) == [a, c]
+    queue.take(a, 1)
+    assert list(queue.strangers(b)) == [c]
+    assert list(queue.strangers(queue.shape_class("nobody waits"))) == [b, c]
+
+
+def test_wait_for_callers_is_over_when_nobody_is_left_who_waits(loop: asyncio.AbstractEventLoop) -> None:
+    queue = RiderQueue()
+    first, second = rider(loop), rider(loop)
+    shape_class = push(queue, None, first, second)
+    assert shape_class.echo.begin_wait(2, 0)
+    queue.leave(first)
+    assert not shape_class.echo.begin_wait(1, 0), "it goes on for the other"
+    queue.leave(second)
+    assert shape_class.echo.begin_wait(1, 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rider_leaves_from_wherever_it_stands_and_only_once(loop: asyncio.AbstractEventLoop, seed: int) -> None:
+    draw = random.Random(seed)
+    queue = RiderQueue()
+    waiting = [
+        rider(loop, draw.randint(1, 3), level=draw.randint(1, 2), finish_by_ns=draw.choice([None, 5, 9]), nbytes=7)
+        for _ in range(40)
+    ]
+    shape_class = push(queue, None, *waiting)
+    push(queue, "other", rider(loop))
+    queue.take(shape_class, 1)
+    order = list(shape_class.riders)
+    for one in draw.sample(waiting, 40):
+        stands = one in order
+        assert queue.leave(one) == stands
+        assert not queue.leave(one)
+        if stands:
+            order.remove(one)
+        assert shape_class.riders == order
+        assert (queue.rows, queue.nbytes) == (1 + sum(one.rows for one in order), 7 * len(order))
+    assert queue.waiting() == [queue.shape_class("other")]
 
 
 def test_new_class_begins_with_what_warm_up_measured_and_then_learns_on_its_own() -> None:

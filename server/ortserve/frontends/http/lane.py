@@ -279,7 +279,7 @@ class Exchange:
         if self._hold is not None:
             self._hold.release()
         if self._pending is not None:
-            self._pending.outputs.cancel()
+            self._pending.leave()
 
     def _run(self) -> None:
         try:

@@ -1,0 +1,68 @@
+"""The dense model that open-loop benchmarks serve: its repository, requests for it, and the right answers.
+
+Batches of it take some milliseconds on one thread, so that queues form. Used by ``overload.py`` and
+``fixed_windows.py``.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+import onnxruntime as ort
+
+from models.builders import heavy
+
+MAX_ROWS: Final = 16
+CALLERS: Final = 64
+"""Of the closed loop that finds the capacity: full batches always wait."""
+
+_NAME: Final = "heavy"
+_STEPS: Final = 30
+_VARIETY: Final = 16
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    """One row a request, in turns of ``rows``; ``expected`` is what ONNX Runtime gives for each by itself."""
+
+    repository: Path
+    rows: np.ndarray
+    expected: np.ndarray
+
+    @property
+    def path(self) -> str:
+        """Of the model's URLs."""
+        return f"/v2/models/{_NAME}"
+
+    def requests(self, *headers: str) -> list[bytes]:
+        """Whole HTTP requests with these headers."""
+        return [self._request(row, headers) for row in self.rows]
+
+    def check(self, number: int, body: bytes) -> None:
+        """Raises AssertionError where a body is not the answer to the request of that number."""
+        answer = json.loads(body)["outputs"][0]["data"]
+        np.testing.assert_allclose(answer, self.expected[number % len(self.rows)], rtol=1e-3, atol=1e-4)
+
+    def _request(self, row: np.ndarray, headers: tuple[str, ...]) -> bytes:
+        tensor = {"name": "x", "shape": [1, len(row)], "datatype": "FP32", "data": row.round(4).tolist()}
+        body = json.dumps({"inputs": [tensor]}).encode()
+        head = [f"POST {self.path}/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+        return "\r\n".join([*head, "\r\n"]).encode() + body
+
+
+@contextmanager
+def dense_model() -> Iterator[DenseModel]:
+    """The model in a repository that lasts as long as the block: ``MAX_ROWS`` at most, on one thread."""
+    rows = np.random.default_rng(0).standard_normal((_VARIETY, 64)).astype(np.float32).round(4)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary) / _NAME
+        (folder / "1").mkdir(parents=True)
+        file = heavy(folder / "1" / "model.onnx", steps=_STEPS)
+        (folder / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\nintra_op_threads: 1\n")
+        expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": rows})[0]
+        yield DenseModel(folder.parent, rows, expected)

@@ -1,0 +1,170 @@
+"""Who leaves the queue without an answer, by literals."""
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from ortserve.batching.departures import (
+    DEADLINE_PASSED,
+    OUT_OF_REACH,
+    PASSED_IN_SEARCH,
+    TIMEOUT_PASSED,
+    leave_search,
+    sweep,
+    turn_away,
+)
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.riders import Rider
+from ortserve.core.timing import Timing
+
+NOW = 1000
+POLICY = BatchPolicy(8)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Somebody in the queue, and what is said to him."""
+
+    why: str | None = None
+    rows: int = 1
+    queued_ns: int = 500
+    finish_by_ns: int | None = None
+    start_by_ns: int | None = None
+    has_left: bool = False
+    goes: bool = True
+
+    def rider(self, loop: asyncio.AbstractEventLoop) -> Rider:
+        future = loop.create_future()
+        if self.has_left:
+            future.cancel()
+        timing = Timing(0, self.queued_ns)
+        return Rider((), self.rows, future, timing, finish_by_ns=self.finish_by_ns, start_by_ns=self.start_by_ns)
+
+
+def stays(
+    rows: int = 1, *, queued_ns: int = 500, finish_by_ns: int | None = None, start_by_ns: int | None = None
+) -> Waiting:
+    return Waiting(None, rows, queued_ns, finish_by_ns, start_by_ns, goes=False)
+
+
+def left(rows: int = 1) -> Waiting:
+    return Waiting(rows=rows, has_left=True)
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def latency(observations: int = MIN_OBSERVATIONS, ns: float = 100) -> LatencyModel:
+    """Any batch takes ``ns``."""
+    model = LatencyModel([(1, ns), (8, ns)])
+    model.observations = observations
+    return model
+
+
+def assert_turned_away(
+    loop: asyncio.AbstractEventLoop,
+    waiting: Sequence[Waiting],
+    model: LatencyModel,
+    policy: BatchPolicy = POLICY,
+) -> None:
+    riders = [one.rider(loop) for one in waiting]
+    departures = turn_away(riders, policy, model, NOW)
+    wanted = [(rider, one.why) for rider, one in zip(riders, waiting, strict=True) if one.goes]
+    assert [(departure.rider, departure.why) for departure in departures] == wanted
+
+
+def test_who_has_left_or_is_too_late_is_turned_away_and_nobody_else(loop: asyncio.AbstractEventLoop) -> None:
+    assert_turned_away(
+        loop,
+        [
+            stays(),
+            left(),
+            stays(start_by_ns=1000),
+            Waiting(TIMEOUT_PASSED, start_by_ns=999),
+            stays(finish_by_ns=1100),
+            Waiting(OUT_OF_REACH, finish_by_ns=1099),
+            Waiting(DEADLINE_PASSED, finish_by_ns=999),
+            Waiting(TIMEOUT_PASSED, start_by_ns=999, finish_by_ns=999),
+            stays(start_by_ns=5000, finish_by_ns=5000),
+        ],
+        latency(),
+    )
+
+
+@pytest.mark.parametrize("model", [latency(MIN_OBSERVATIONS - 1), latency(ns=math.inf), LatencyModel()])
+def test_prediction_that_is_unsure_turns_nobody_away(loop: asyncio.AbstractEventLoop, model: LatencyModel) -> None:
+    assert_turned_away(loop, [stays(finish_by_ns=1001), Waiting(DEADLINE_PASSED, finish_by_ns=999)], model)
+
+
+def test_prediction_turns_nobody_away_whom_the_wait_has_not_made_late(loop: asyncio.AbstractEventLoop) -> None:
+    waiting = [
+        stays(finish_by_ns=1050, queued_ns=951),  # when it came it had 99 left already
+        Waiting(OUT_OF_REACH, finish_by_ns=1050, queued_ns=950),
+    ]
+    assert_turned_away(loop, waiting, latency())
+
+
+def test_prediction_is_of_the_bucket_that_a_request_is_padded_to(loop: asyncio.AbstractEventLoop) -> None:
+    steep = LatencyModel([(1, 10), (8, 100)])
+    steep.observations = MIN_OBSERVATIONS
+    waiting = stays(finish_by_ns=1050)
+    assert_turned_away(loop, [waiting], steep)
+    assert_turned_away(loop, [Waiting(OUT_OF_REACH, finish_by_ns=1050)], steep, BatchPolicy(8, buckets=(8,)))
+
+
+def test_no_more_are_looked_at_than_make_a_full_batch(loop: asyncio.AbstractEventLoop) -> None:
+    behind = Waiting(start_by_ns=1, goes=False)
+    assert_turned_away(loop, [stays(4), left(8), stays(4), behind], latency())
+    assert_turned_away(loop, [stays(4), stays(3), left(), stays(1), behind], latency())
+    assert_turned_away(loop, [stays(4), stays(3), left(), Waiting(TIMEOUT_PASSED, start_by_ns=1)], latency())
+
+
+def test_sweep_finds_everybody_who_is_too_late_and_who_will_be_next(loop: asyncio.AbstractEventLoop) -> None:
+    waiting = [
+        stays(8),
+        Waiting(DEADLINE_PASSED, finish_by_ns=999, start_by_ns=1500),
+        stays(8, finish_by_ns=1300),
+        Waiting(TIMEOUT_PASSED, start_by_ns=999, finish_by_ns=1500),
+        stays(start_by_ns=1200, finish_by_ns=1400),
+        Waiting(has_left=True, finish_by_ns=999),
+        stays(finish_by_ns=1250, start_by_ns=1260),
+    ]
+    riders = [one.rider(loop) for one in waiting]
+    found = sweep(riders, NOW)
+    wanted = [(rider, one.why) for rider, one in zip(riders, waiting, strict=True) if one.goes]
+    assert [(departure.rider, departure.why) for departure in found.departures] == wanted
+    assert found.next_ns == 1200
+
+
+def test_sweep_of_those_who_may_wait_for_ever_finds_nobody(loop: asyncio.AbstractEventLoop) -> None:
+    found = sweep([stays().rider(loop)] * 3, NOW)
+    assert (found.departures, found.next_ns) == ([], math.inf)
+
+
+def test_moment_itself_is_not_too_late(loop: asyncio.AbstractEventLoop) -> None:
+    found = sweep([stays(finish_by_ns=NOW).rider(loop), stays(start_by_ns=NOW).rider(loop)], NOW)
+    assert (found.departures, found.next_ns) == ([], NOW)
+
+
+def test_of_a_failed_batch_those_do_not_run_again_who_left_or_are_past_their_deadline(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    waiting = [
+        stays(start_by_ns=1),  # its run has begun in time
+        left(),
+        Waiting(PASSED_IN_SEARCH, finish_by_ns=999),
+        stays(finish_by_ns=1000),
+        Waiting(has_left=True, finish_by_ns=999),
+        stays(),
+    ]
+    riders = [one.rider(loop) for one in waiting]
+    wanted = [(rider, one.why) for rider, one in zip(riders, waiting, strict=True) if one.goes]
+    assert [(departure.rider, departure.why) for departure in leave_search(riders, NOW)] == wanted
