@@ -59,7 +59,7 @@ def test_server_metadata_is_answered_with_slash_and_query_too(server: ServerProc
     assert answer.json() == {
         "name": "ortserve",
         "version": ortserve.__version__,
-        "extensions": ["binary_tensor_data", "parameters"],
+        "extensions": ["classification", "schedule_policy", "binary_tensor_data", "parameters"],
     }
 
 

@@ -33,13 +33,18 @@ class ServedModel:
         options: ModelOptions,
         properties: Mapping[str, str],
         padding: Padding | None = None,
+        labels: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """``properties`` is what operators may read about it, ``padding`` the instances' own."""
+        """Take over ``instances``, whose own ``padding`` is.
+
+        ``properties`` is what operators may read about it; ``labels`` name the elements of outputs, by output.
+        """
         self.name = name
         self.version = version
         self.signature = signature
         self.metrics = metrics
         self.properties = properties
+        self.labels: Mapping[str, Sequence[str]] = labels or {}
         self._batcher = batcher
         self._instances = instances
         self._options = options

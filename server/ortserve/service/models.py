@@ -12,7 +12,7 @@ from ortserve.registry.lifecycle import State
 from ortserve.registry.registry import Registry
 
 PLATFORM: Final = "onnxruntime_onnx"
-EXTENSIONS: Final = ("binary_tensor_data", "parameters")
+EXTENSIONS: Final = ("classification", "schedule_policy", "binary_tensor_data", "parameters")
 """Of the protocol, those that are served."""
 
 

@@ -75,7 +75,7 @@ async def test_readiness_of_versions(registry: Registry) -> None:
 async def test_server_metadata_lists_only_what_is_served(registry: Registry) -> None:
     metadata = service(registry).server_metadata()
     assert (metadata.name, metadata.version) == ("my server", __version__)
-    assert metadata.extensions == ("binary_tensor_data", "parameters")
+    assert metadata.extensions == ("classification", "schedule_policy", "binary_tensor_data", "parameters")
 
 
 async def test_model_metadata(registry: Registry) -> None:
