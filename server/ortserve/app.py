@@ -18,6 +18,7 @@ from ortserve.errors import ServeError
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.http.control import make_control_app
+from ortserve.frontends.http.generate_route import make_generate_router
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, Lane, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
@@ -78,7 +79,12 @@ def _lane(inference: InferenceService, options: ServerOptions) -> Lane | None:
             logger, logging.WARNING, "the HTTP lane is off", reason="uvicorn is another version", expected=UVICORN
         )
         return None
-    return Lane(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns)
+    return Lane(
+        inference,
+        max_body_bytes=options.max_body_bytes,
+        compression_min_bytes=options.compression_min_bytes,
+        clock=monotonic_ns,
+    )
 
 
 def _catch_signals() -> asyncio.Event:
@@ -113,9 +119,18 @@ class Server:
         inference = InferenceService(
             self._registry, metrics, monotonic_ns, max_inflight_bytes=options.max_inflight_bytes
         )
+        control = make_control_app(self._models, title=options.server_name, version=__version__)
+        control.include_router(
+            make_generate_router(inference, self._models, max_body_bytes=options.max_body_bytes, clock=monotonic_ns)
+        )
         rest = RestApp(
-            InferRoute(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns),
-            make_control_app(self._models, title=options.server_name, version=__version__),
+            InferRoute(
+                inference,
+                max_body_bytes=options.max_body_bytes,
+                compression_min_bytes=options.compression_min_bytes,
+                clock=monotonic_ns,
+            ),
+            control,
         )
         self._lane = _lane(inference, options)
         self._http = HttpServer(
