@@ -29,6 +29,7 @@ from ortserve.frontends.grpc.settings_calls import SettingsCalls
 from ortserve.frontends.grpc.statistics_calls import StatisticsCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
+from ortserve.frontends.http.generate_route import make_generate_router
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, Lane, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
@@ -96,7 +97,12 @@ def _lane(inference: InferenceService, options: ServerOptions) -> Lane | None:
             logger, logging.WARNING, "the HTTP lane is off", reason="uvicorn is another version", expected=UVICORN
         )
         return None
-    return Lane(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns)
+    return Lane(
+        inference,
+        max_body_bytes=options.max_body_bytes,
+        compression_min_bytes=options.compression_min_bytes,
+        clock=monotonic_ns,
+    )
 
 
 def _catch_signals() -> asyncio.Event:
@@ -142,15 +148,24 @@ class Server:
             LogSettings(switches),
             TraceSettings(self._registry),
         )
+        control = make_control_app(
+            self._models,
+            management,
+            title=options.server_name,
+            version=__version__,
+            max_body_bytes=options.max_body_bytes,
+        )
+        control.include_router(
+            make_generate_router(inference, self._models, max_body_bytes=options.max_body_bytes, clock=monotonic_ns)
+        )
         rest = RestApp(
-            InferRoute(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns),
-            make_control_app(
-                self._models,
-                management,
-                title=options.server_name,
-                version=__version__,
+            InferRoute(
+                inference,
                 max_body_bytes=options.max_body_bytes,
+                compression_min_bytes=options.compression_min_bytes,
+                clock=monotonic_ns,
             ),
+            control,
         )
         self._lane = _lane(inference, options)
         self._http = HttpServer(

@@ -60,8 +60,10 @@ def test_server_metadata_is_answered_with_slash_and_query_too(server: ServerProc
         "name": "ortserve",
         "version": ortserve.__version__,
         "extensions": [
+            "classification",
             "model_repository",
             "model_repository(unload_dependents)",
+            "schedule_policy",
             "model_configuration",
             "binary_tensor_data",
             "parameters",

@@ -59,7 +59,7 @@ def _send_traffic(server: ServerProcess) -> None:
     refused(UNKNOWN, np.ones((1, 4), np.float32), 404)
     refused("poison", np.full((1, 4), builders.POISON), 500)
     assert httpx.post(rest_url(server, "identity"), content=b"{", timeout=LONG_S).status_code == 400
-    assert httpx.post(rest_url(server, "identity"), headers={"Content-Encoding": "gzip"}).status_code == 501
+    assert httpx.post(rest_url(server, "identity"), headers={"Content-Encoding": "br"}).status_code == 501
     with triton_clients(server) as (_, grpc):
         for model in (UNKNOWN, UNKNOWN + "2"):
             with pytest.raises(InferenceServerException):

@@ -325,16 +325,36 @@ def _outputs(entries: Iterable[ModelInferRequest.InferRequestedOutputTensor]) ->
         if name in names:
             raise invalid_input(f"output '{name}' already exists in request")
         names.add(name)
+        classes = 0
         if entry.parameters:
+            classes = _classes(entry.parameters, name)
             _refuse_unsupported(entry.parameters, f"output '{name}'")
-        outputs.append(RequestedOutput(name))
+        outputs.append(RequestedOutput(name, classes=classes))
     return outputs
 
 
+def _classes(entries: Mapping[str, InferParameter], output: str) -> int:
+    """How many classes an output is asked for, 0 for the tensor itself."""
+    if "classification" not in entries:
+        return 0
+    entry = entries["classification"]
+    if entry.WhichOneof("parameter_choice") != "int64_param":
+        raise invalid_input("invalid value type for 'classification' parameter, expected int64_param.")
+    classes = entry.int64_param
+    if classes < 1:
+        raise invalid_input(
+            f"invalid value for 'classification' parameter of output '{output}', expected 1 or more, got {classes}"
+        )
+    if "shared_memory_region" in entries:
+        raise invalid_input(f"Output can't set both 'shared_memory_region' and 'classification': '{output}'")
+    return classes
+
+
 def _refuse_unsupported(parameters: Mapping[str, InferParameter], what: str) -> None:
-    for key in ("shared_memory_region", "classification"):
-        if key in parameters:
-            raise ServeError(ErrorKind.UNSUPPORTED, f"{what}: parameter '{key}' is not supported by this server")
+    if "shared_memory_region" in parameters:
+        raise ServeError(
+            ErrorKind.UNSUPPORTED, f"{what}: parameter 'shared_memory_region' is not supported by this server"
+        )
 
 
 _EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"

@@ -4,18 +4,15 @@ Request and response follow the Open Inference Protocol's REST text and its bina
 document is checked before it is used: it comes from anywhere.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-import orjson
-
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
-from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.codecs.json_text import parse_json, write_json
+from ortserve.core.dtypes import DATATYPES
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ErrorKind, ServeError, invalid_input
@@ -34,7 +31,8 @@ def decode_rest_request(body: bytes, json_size: int | None, model_name: str, mod
 
     Args:
         body: The whole (uncompressed) body; the tensors of the result may be views on it.
-        json_size: Value of ``Inference-Header-Content-Length``, None where the header is absent.
+        json_size: Value of ``Inference-Header-Content-Length``, None where the header is absent; 0 makes the whole body
+            the bytes of the model's only input.
         model_name: From the path.
         model_version: From the path, ``""`` for none.
 
@@ -42,16 +40,14 @@ def decode_rest_request(body: bytes, json_size: int | None, model_name: str, mod
         ServeError: invalid_input for anything malformed; unsupported for extensions this server does not have.
     """
     if json_size is None:
-        document, tail = _parse(body), _NO_BYTES
+        document, tail = parse_json(body), _NO_BYTES
     elif json_size == 0:
-        raise ServeError(
-            ErrorKind.UNSUPPORTED, "raw binary requests (Inference-Header-Content-Length: 0) are not supported"
-        )
+        return InferRequest(model_name, model_version, "", (), (), {}, binary_output=True, raw_input=body)
     elif json_size > len(body):
         raise invalid_input(f"inference header size should be in range (0, {len(body)}), got: {json_size}")
     else:
         view = memoryview(body)
-        document, tail = _parse(view[:json_size]), view[json_size:]
+        document, tail = parse_json(view[:json_size]), view[json_size:]
     if type(document) is not dict:
         raise _parse_error("request", "an object", document)
 
@@ -101,7 +97,7 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
     }
     if response.id:
         document["id"] = response.id
-    head = _dump(document, response)
+    head = write_json(document, response.outputs)
     if not any(len(piece) for piece in tail):  # all binary outputs empty: plain JSON, as Triton answers
         return EncodedResponse(head, None)
     return EncodedResponse(b"".join((head, *tail)), len(head))
@@ -110,29 +106,7 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
 _NO_BYTES = memoryview(b"")
 _MAX_DIMS: Final = 64  # numpy's own bound
 _MAX_ELEMENTS: Final = (2**63 - 1) // 8  # of the widest datatype, so that byte counts fit 63 bits
-_SUPPORTED_LATER = ("shared_memory_region", "classification")
-
-
-def _parse(text: bytes | memoryview) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        reason = f"{error.msg} at {error.pos}"
-    # orjson refuses the bare tokens NaN, Infinity and -Infinity that Triton's clients write; the json module reads them
-    raw = bytes(text)
-    if b"NaN" in raw or b"Infinity" in raw:
-        try:
-            return json.loads(raw, parse_float=_finite)
-        except (ValueError, RecursionError):
-            pass
-    raise invalid_input(f"failed to parse the request JSON buffer: {reason}")
-
-
-def _finite(literal: str) -> float:
-    number = float(literal)
-    if math.isinf(number):  # 1e400: not the token, and orjson refuses it, too
-        raise invalid_input(f"failed to parse the request JSON buffer: a number is beyond the range of FP64: {literal}")
-    return number
+_SUPPORTED_LATER = ("shared_memory_region",)
 
 
 def _parse_error(key: str, expected: str, got: object) -> ServeError:
@@ -214,12 +188,22 @@ def _outputs(value: object, *, binary_output: bool) -> list[RequestedOutput]:
             raise invalid_input(f"output '{name}' already exists in request")
         names.add(name)
         parameters = _parameters(entry.get("parameters"), "parameters")
+        classes = _classes(parameters, name) if "classification" in parameters else 0
         _refuse_unsupported(parameters, f"output '{name}'")
         binary = parameters.get("binary_data", binary_output)
         if type(binary) is not bool:
             raise _parse_error("binary_data", f"a boolean for output '{name}'", binary)
-        outputs.append(RequestedOutput(name, binary))
+        outputs.append(RequestedOutput(name, binary, classes))
     return outputs
+
+
+def _classes(parameters: Mapping[str, Parameter], output: str) -> int:
+    classes = parameters["classification"]
+    if type(classes) is not int or classes < 1:
+        raise _parse_error("classification", f"an unsigned integer above 0 for output '{output}'", classes)
+    if "shared_memory_region" in parameters:
+        raise invalid_input(f"Output can't set both 'shared_memory_region' and 'classification': '{output}'")
+    return classes
 
 
 def _name(entry: object, where: str) -> str:
@@ -265,29 +249,3 @@ def _refuse_unsupported(parameters: Mapping[str, Parameter], what: str) -> None:
     for key in _SUPPORTED_LATER:
         if key in parameters:
             raise ServeError(ErrorKind.UNSUPPORTED, f"{what}: parameter '{key}' is not supported by this server")
-
-
-def _dump(document: dict[str, Any], response: InferResponse) -> bytes:
-    text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    # orjson writes NaN and the infinities as null. Looking for it in the text costs next to nothing; only a hit makes
-    # the arrays worth a look. The bare tokens that Triton writes are what its clients read.
-    if b"null" in text and any(_has_non_finite(tensor) for tensor in response.outputs):
-        for entry in document["outputs"]:
-            if isinstance(entry.get("data"), np.ndarray):
-                entry["data"] = _shortest_floats(entry["data"])
-        text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-    return text
-
-
-def _has_non_finite(tensor: Tensor) -> bool:
-    if tensor.datatype is DataType.BF16:
-        return bool(((tensor.array & 0x7F80) == 0x7F80).any())
-    return tensor.array.dtype.kind == "f" and not np.isfinite(tensor.array).all()
-
-
-def _shortest_floats(array: np.ndarray) -> list[Any]:
-    """Python numbers that print as the array's own type would (``float32`` 0.1 as 0.1, not 0.10000000149)."""
-    if array.dtype.kind == "f" and array.dtype.itemsize < 8:
-        return [float(str(number)) for number in array]
-    numbers: list[Any] = array.tolist()
-    return numbers

@@ -66,6 +66,10 @@ class ServerOptions(GrpcOptions, LoadOptions):
     http_lane: bool = True
     """Answer REST inference inside the HTTP server's protocol class, which costs half of what passing it through ASGI
     does. Off, or with another version of uvicorn than it was made for, all goes through ASGI."""
+    compression_min_bytes: int = Field(default=16 * 1024, ge=0, le=2**44)
+    """Smallest answer of REST inference that is compressed for callers whose ``Accept-Encoding`` asks for it, and then
+    only if it shrinks by a fifth at least. Many clients always ask, and compressing 64 KiB takes about as long as ten
+    small requests."""
     # Longer than the 60 s after which common load balancers drop idle connections, so that they do it and not we.
     idle_timeout_s: float = Field(default=75.0, gt=0, le=86400)
     """How long an HTTP connection may stay open without a request."""

@@ -11,10 +11,15 @@ Parameter: TypeAlias = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """An output the caller listed. ``binary`` says how REST encodes it; gRPC always answers raw bytes."""
+    """An output the caller listed.
+
+    ``binary`` says how REST encodes it; gRPC always answers raw bytes. ``classes``, where it is not 0, asks for so many
+    of its largest elements in the place of the tensor.
+    """
 
     name: str
     binary: bool = False
+    classes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,8 @@ class InferRequest:
     """What a codec makes of a request's bytes; names and shapes are not yet checked against the model.
 
     ``model_version`` is ``""`` where the caller left the choice to the server. Empty ``outputs`` mean all outputs of
-    the model, which REST encodes as ``binary_output`` says.
+    the model, which REST encodes as ``binary_output`` says. ``raw_input`` holds the bytes of the model's only input,
+    whose name, datatype and shape the caller left to the model's signature; ``inputs`` are empty then.
     """
 
     model_name: str
@@ -32,6 +38,7 @@ class InferRequest:
     outputs: Sequence[RequestedOutput]
     parameters: Mapping[str, Parameter]
     binary_output: bool = False
+    raw_input: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

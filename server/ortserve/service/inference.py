@@ -2,20 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.request import InferRequest, InferResponse
+from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
+from ortserve.service.classification import classify, is_short
 from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.parameters import read_scheduling
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
@@ -51,8 +54,9 @@ class Pending:
     Attributes:
         inputs: In the signature's order.
         rows: Length of the batch axis, 1 for a model without one.
-        outputs: Done when there is something to ``finish``.
-        leave: To be called by who stops waiting; it cancels ``outputs``.
+        outputs: Done when there is something to ``finish``, ``classified`` included.
+        leave_queue: From the submission.
+        classified: By name, what is answered in the place of the outputs that the caller wants classified, if any.
     """
 
     call: Call
@@ -61,12 +65,24 @@ class Pending:
     inputs: Arrays
     rows: int
     outputs: asyncio.Future[Arrays]
-    leave: Callable[[], object]
+    leave_queue: Callable[[], object]
+    classified: Mapping[str, Tensor] | None = None
 
     def take(self) -> Arrays:
-        """The outputs, once: they are leased for as long as anything holds them, and frames that failed live long."""
-        outputs, self.outputs, self.leave = self.outputs, _TAKEN, _TAKEN
+        """The outputs, once: they are leased for as long as anything holds them, and frames that failed live long.
+
+        Raises:
+            asyncio.CancelledError: The caller left.
+        """
+        outputs, self.outputs, self.leave_queue = self.outputs, _TAKEN, _TAKEN
+        if outputs is _TAKEN:
+            raise asyncio.CancelledError
         return outputs.result()
+
+    def leave(self) -> None:
+        """Stop waiting: the place in the queue is free, and ``outputs`` are cancelled."""
+        leave_queue, self.outputs, self.leave_queue = self.leave_queue, _TAKEN, _TAKEN
+        leave_queue()
 
 
 class InferenceService:
@@ -110,7 +126,15 @@ class InferenceService:
             served = self._registry.find(request.model_name, request.model_version)
             inputs, rows = check_request(request, served.signature, served.name)
             submission = served.submit(inputs, rows, call.timing, _terms(call, request, served))
-            return Pending(call, request, served, inputs, rows, submission.outputs, submission.leave)
+            outputs, leave = submission.outputs, submission.leave
+            to_classify = [output for output in request.outputs if output.classes]
+            if not to_classify:
+                return Pending(call, request, served, inputs, rows, outputs, leave)
+            classified: dict[str, Tensor] = {}
+            classifying = asyncio.create_task(_classify(to_classify, served, inputs, outputs, classified))
+            # A task that is cancelled before its first step cancels nothing of what it would have waited for.
+            classifying.add_done_callback(lambda _: leave())
+            return Pending(call, request, served, inputs, rows, classifying, classifying.cancel, classified)
         except Exception as error:
             raise self._failed(call, request, served, error) from error
 
@@ -127,7 +151,8 @@ class InferenceService:
         """
         call, request, served = pending.call, pending.request, pending.served
         try:
-            answer = encode(request, _response(request, served, served.cut_back(pending.take(), pending.inputs)))
+            # The outputs are not named, so that the frame of a failure does not keep their memory leased.
+            answer = encode(request, _response(pending, served.cut_back(pending.take(), pending.inputs)))
         except asyncio.CancelledError:
             self._count_failure(call, request, served, ErrorKind.CANCELLED)
             raise
@@ -155,14 +180,15 @@ class InferenceService:
             pending.leave()
             self._count_failure(call, pending.request, pending.served, ErrorKind.CANCELLED)
             raise
-        except ServeError:
-            pass  # ``finish`` meets it again, and counts it
+        except Exception as error:  # noqa: BLE001 - as in ``finish``
+            raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
         return self.finish(pending, encode)
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int) -> None:
-        """Count a request that a frontend refused before its body was complete, such as one that is too large."""
+        """Count a request whose body was refused, such as one that is too large, or whose caller left meanwhile."""
         self._metrics.observe_unknown(protocol, kind, self._clock() - received_ns)
-        self._metrics.rejected("", kind.value)
+        if kind is not ErrorKind.CANCELLED:
+            self._metrics.rejected("", kind.value)
 
     def _failed(
         self, call: Call, request: InferRequest | None, served: ServedModel | None, error: Exception
@@ -205,31 +231,49 @@ class InferenceService:
 
 
 def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
-    """Raises ServeError: invalid_input, for a ``priority`` or ``timeout`` that is no unsigned integer."""
-    priority = queue_timeout_us = 0
-    if request.parameters:
-        priority = _unsigned(request, "priority")
-        queue_timeout_us = _unsigned(request, "timeout")
+    """Raises ServeError: invalid_input or unsupported, for parameters that cannot be meant."""
+    scheduling = read_scheduling(request.parameters)
     return served.terms(
         call.timing.received_ns,
         timeout_ns=call.timeout_ns,
-        priority=priority,
-        queue_timeout_ns=queue_timeout_us * 1000 or None,
+        priority=scheduling.priority,
+        queue_timeout_ns=scheduling.queue_timeout_us * 1000 or None,
     )
 
 
-def _unsigned(request: InferRequest, name: str) -> int:
-    value = request.parameters.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise invalid_input(f"parameter '{name}': expected an unsigned integer, got {value!r}")
-    return value
+async def _classify(
+    asked: Sequence[RequestedOutput],
+    served: ServedModel,
+    inputs: Arrays,
+    submitted: asyncio.Future[Arrays],
+    classified: dict[str, Tensor],
+) -> Arrays:
+    """Wait for the outputs of a request and put those that are ``asked`` for as classes into ``classified``."""
+    outputs = await submitted
+    signature = served.signature
+    shown = served.cut_back(outputs, inputs)
+    for output in asked:
+        index = signature.output_index[output.name]
+        work = partial(
+            classify,
+            Tensor(output.name, signature.outputs[index].datatype, shown[index]),
+            output.classes,
+            served.labels.get(output.name, ()),
+            is_batched=signature.is_batched,
+        )
+        is_inline = is_short(shown[index], output.classes, is_batched=signature.is_batched)
+        classified[output.name] = work() if is_inline else await asyncio.to_thread(work)
+    return outputs
 
 
-def _response(request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:
+def _response(pending: Pending, outputs: Arrays) -> InferResponse:
+    request, served, classified = pending.request, pending.served, pending.classified
     signature = served.signature
     if request.outputs:
         chosen = [signature.output_index[output.name] for output in request.outputs]
         tensors = [Tensor(signature.outputs[i].name, signature.outputs[i].datatype, outputs[i]) for i in chosen]
+        if classified:
+            tensors = [classified.get(tensor.name, tensor) for tensor in tensors]
     else:
         tensors = [
             Tensor(spec.name, spec.datatype, array) for spec, array in zip(signature.outputs, outputs, strict=True)

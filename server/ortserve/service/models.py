@@ -16,8 +16,10 @@ from ortserve.registry.registry import Registry
 
 PLATFORM: Final = "onnxruntime_onnx"
 EXTENSIONS: Final = (
+    "classification",
     "model_repository",
     "model_repository(unload_dependents)",
+    "schedule_policy",
     "model_configuration",
     "binary_tensor_data",
     "parameters",

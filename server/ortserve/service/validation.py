@@ -6,6 +6,8 @@ from ortserve.core.request import InferRequest
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.service.classification import check_classifiable
+from ortserve.service.raw_input import read_raw_input
 
 
 def check_request(request: InferRequest, signature: ModelSignature, model: str) -> tuple[Arrays, int]:
@@ -22,7 +24,10 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
     for output in request.outputs:
         if output.name not in signature.output_index:
             raise _output_error(output.name, signature, model)
-    given = {tensor.name: tensor for tensor in request.inputs}
+        if output.classes:
+            check_classifiable(signature.outputs[signature.output_index[output.name]], model)
+    inputs = request.inputs if request.raw_input is None else [read_raw_input(request.raw_input, signature, model)]
+    given = {tensor.name: tensor for tensor in inputs}
     is_complete = given.keys() == signature.inputs_by_name.keys()
     if not is_complete and not _may_do_without(given, signature):
         raise _names_error(given, signature, model)

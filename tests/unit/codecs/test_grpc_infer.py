@@ -358,7 +358,34 @@ def test_parameter_of_the_wrong_type_or_without_a_value_is_refused() -> None:
     expect_invalid(message, "invalid value type for 'custom' parameter, expected bool_param or int64_param")
 
 
-@pytest.mark.parametrize("key", ["shared_memory_region", "classification"])
+def test_classes_asked_of_an_output_arrive() -> None:
+    message = request()
+    message.outputs.add(name="y").parameters["classification"].int64_param = 3
+    message.outputs.add(name="z")
+    assert decode(message).outputs == [RequestedOutput("y", classes=3), RequestedOutput("z")]
+
+
+def test_classes_that_are_no_positive_int64_are_refused() -> None:
+    for value in (0, -1):
+        message = request()
+        message.outputs.add(name="y").parameters["classification"].int64_param = value
+        expect_invalid(
+            message, f"invalid value for 'classification' parameter of output 'y', expected 1 or more, got {value}"
+        )
+    message = request()
+    message.outputs.add(name="y").parameters["classification"].string_param = "3"
+    expect_invalid(message, "invalid value type for 'classification' parameter, expected int64_param.")
+
+
+def test_classes_do_not_go_into_shared_memory() -> None:
+    message = request()
+    output = message.outputs.add(name="y")
+    output.parameters["classification"].int64_param = 1
+    output.parameters["shared_memory_region"].string_param = "r"
+    expect_invalid(message, "Output can't set both 'shared_memory_region' and 'classification': 'y'")
+
+
+@pytest.mark.parametrize("key", ["shared_memory_region"])
 def test_extension_this_server_lacks_is_named_and_refused(key: str) -> None:
     on_input = request(("x", "FP32", [1]))
     on_input.inputs[0].parameters[key].string_param = "r"

@@ -358,18 +358,40 @@ def test_header_that_ends_inside_the_json_is_refused() -> None:
         decode_rest_request(body, len(body) - 1, "m", "")
 
 
+def test_raw_body_is_kept_as_it_is_for_the_signature_to_explain() -> None:
+    for body in (INT32S, b"", b"{"):
+        raw = decode_rest_request(body, 0, "m", "2")
+        assert raw == InferRequest("m", "2", "", (), (), {}, binary_output=True, raw_input=body)
+        assert raw.raw_input is body
+
+
+def test_classes_asked_of_an_output_arrive() -> None:
+    outputs = [{"name": "y", "parameters": {"classification": 3, "binary_data": True}}, {"name": "z"}]
+    assert decode({"inputs": [], "outputs": outputs}).outputs == [RequestedOutput("y", True, 3), RequestedOutput("z")]
+
+
+@pytest.mark.parametrize("odd", [0, -1, 1.0, True, "3"])
+def test_classes_that_are_no_positive_integer_are_refused(odd: object) -> None:
+    error = refusal({"inputs": [], "outputs": [{"name": "y", "parameters": {"classification": odd}}]})
+    assert error.kind is ErrorKind.INVALID_INPUT
+    assert error.message.startswith(
+        "Unable to parse 'classification': expected an unsigned integer above 0 for output 'y', got "
+    )
+
+
+def test_classes_do_not_go_into_shared_memory() -> None:
+    parameters = {"classification": 1, "shared_memory_region": "r", "shared_memory_byte_size": 8}
+    expect_invalid(
+        {"inputs": [], "outputs": [{"name": "y", "parameters": parameters}]},
+        text="Output can't set both 'shared_memory_region' and 'classification': 'y'",
+    )
+
+
 def test_what_the_protocol_knows_and_this_server_does_not_is_unsupported() -> None:
-    with pytest.raises(ServeError) as caught:
-        decode_rest_request(INT32S, 0, "m", "")
-    assert caught.value.kind is ErrorKind.UNSUPPORTED
     for document, text in (
         (
             {"inputs": [entry(data=None, parameters={"shared_memory_region": "r", "shared_memory_byte_size": 8})]},
             "input 'x': parameter 'shared_memory_region' is not supported by this server",
-        ),
-        (
-            {"inputs": [], "outputs": [{"name": "y", "parameters": {"classification": 3}}]},
-            "output 'y': parameter 'classification' is not supported by this server",
         ),
     ):
         error = refusal(document)

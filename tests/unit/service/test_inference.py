@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,13 +74,17 @@ def two_outputs(path: Path) -> None:
 
 @pytest_asyncio.fixture
 async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
-    """Models ``double``, ``poison``, ``slow``, ``two`` (two outputs) and ``broken``."""
+    """Models ``double``, ``poison``, ``slow``, ``two`` (two outputs), ``labelled`` (the same) and ``broken``."""
     builders.unnamed_dims(tmp_path / "double.onnx")
     folder = tmp_path / "poison" / "1"
     folder.mkdir(parents=True)
     builders.poison(folder / "model.onnx")
     (tmp_path / "poison" / "model.yaml").write_text("max_rows: 32")
     two_outputs(tmp_path / "two.onnx")
+    folder = tmp_path / "labelled" / "1"
+    folder.mkdir(parents=True)
+    two_outputs(folder / "model.onnx")
+    (tmp_path / "labelled" / "model.yaml").write_text("outputs: {z: {labels: [a, b, c]}}")
     builders.not_onnx(tmp_path / "broken.onnx")
     folder = tmp_path / "slow" / "3"
     folder.mkdir(parents=True)
@@ -209,6 +213,59 @@ async def test_fault_in_encoding_is_an_internal_error_without_details(
     assert stage.counts() == {("double", "1", "http", "internal"): 1}
     assert stage.rejected() == {}
     assert "/secret/path" in caplog.text
+
+
+async def test_classes_are_answered_in_the_place_of_an_output_beside_others(stage: Stage) -> None:
+    asked = replace(
+        request("two", np.array([[1, -2, 3, 0], [0, 5, 0, 9]], np.float32)),
+        outputs=[RequestedOutput("z", classes=2), RequestedOutput("y")],
+    )
+    response = await stage.infer(asked)
+    classes, plain = response.outputs
+    assert (classes.name, classes.datatype) == ("z", DataType.BYTES)
+    assert classes.array.tolist() == [["3.000000:2", "2.000000:1"], ["9.000000:3", "5.000000:1"]]
+    assert plain.array.tolist() == [[-1, 2, -3, 0], [0, -5, 0, -9]]
+    response = await stage.infer(replace(asked, model_name="labelled"))
+    assert response.outputs[0].array.tolist() == [["3.000000:2:c", "2.000000:1:b"], ["9.000000:3", "5.000000:1:b"]]
+
+
+async def test_many_classes_are_the_same_off_the_loop(stage: Stage) -> None:
+    rows = np.random.default_rng(0).permutation(4 * 2000).reshape(2000, 4).astype(np.float32)
+    asked = replace(request("two", rows), outputs=[RequestedOutput("z", classes=1)])
+    answer = (await stage.infer(asked)).outputs[0].array
+    assert answer.tolist() == [[f"{row.max():f}:{row.argmax()}"] for row in rows]
+
+
+async def test_caller_of_classes_who_leaves_is_counted_once_and_leaves_the_queue(stage: Stage) -> None:
+    asked = replace(request("slow"), outputs=[RequestedOutput("y", classes=1)])
+    for steps in (0, 2):  # before the task that waits for the classes has begun, and after
+        pending = stage.service.begin(stage.service.receive("http"), lambda: asked)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        pending.outputs.cancel()
+        await asyncio.wait([pending.outputs])
+        with pytest.raises(asyncio.CancelledError):
+            stage.service.finish(pending, lambda _, response: response)
+    assert stage.counts() == {("slow", "3", "http", "cancelled"): 2}
+    await stage.infer(asked)
+    learned = stage.registry.find("slow", "").learned()
+    assert learned.queued_rows == 0
+    assert learned.decisions.batches <= 2  # the last one, and the first, which may have begun before its caller left
+
+
+async def test_failed_run_of_classes_is_counted_and_told_like_any_other(stage: Stage) -> None:
+    error = await stage.refusal(replace(poisoned("7"), outputs=[RequestedOutput("y", classes=1)]))
+    assert error.kind is ErrorKind.INTERNAL
+    assert error.message.startswith("[request id: 7] ")
+    assert stage.counts() == {("poison", "1", "http", "internal"): 1}
+
+
+async def test_request_of_a_sequence_is_refused_by_name(stage: Stage) -> None:
+    error = await stage.refusal(request(parameters={"sequence_id": 5, "sequence_start": True}))
+    assert error.kind is ErrorKind.UNSUPPORTED
+    assert error.message == (
+        "[request id: <id_unknown>] parameter 'sequence_id' is not supported: this server keeps no sequences"
+    )
 
 
 async def test_error_in_encoding_keeps_its_kind(stage: Stage) -> None:

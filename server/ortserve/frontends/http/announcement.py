@@ -4,21 +4,32 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.codecs.compression import Encoding
+from ortserve.errors import invalid_input
+from ortserve.frontends.http.encodings import answer_encoding, body_encoding
 
 _MAX_DIGITS: Final = 18  # of a number of bytes or milliseconds; int() refuses some thousands, and 64 bits hold 19
 
 _TIMEOUTS: Final = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
 """Ours, and what Envoy tells the servers behind it by itself."""
 
+_READ: Final = frozenset(
+    (b"content-length", b"inference-header-content-length", b"content-encoding", b"accept-encoding", *_TIMEOUTS)
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """``body_size`` is 0 for a chunked body. ``json_size`` is None where the whole body is JSON."""
+    """``body_size`` is 0 for a chunked body. ``json_size`` is None where the whole body is JSON.
+
+    ``encoding`` is what the body is compressed with, ``accepted`` what the caller wants the answer compressed with.
+    """
 
     body_size: int = 0
     json_size: int | None = None
     timeout_ns: int | None = None
+    encoding: Encoding | None = None
+    accepted: Encoding | None = None
 
 
 def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
@@ -30,7 +41,11 @@ def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
     body_size = 0
     json_size: int | None = None
     timeout_ns: int | None = None
+    encoding: Encoding | None = None
+    accepted: Encoding | None = None
     for name, value in headers:
+        if name not in _READ:
+            continue
         if name == b"content-length":
             body_size = int(value)  # the HTTP parser took it for a number already
         elif name == b"inference-header-content-length":
@@ -40,16 +55,15 @@ def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
                     "expected a number of bytes"
                 )
             json_size = int(value)
-        elif name == b"content-encoding" and value not in (b"identity", b""):
-            raise ServeError(
-                ErrorKind.UNSUPPORTED,
-                f"Content-Encoding '{value.decode('latin-1')}' is not supported: expected identity",
-            )
-        elif name in _TIMEOUTS:
+        elif name == b"content-encoding":
+            encoding = body_encoding(value)
+        elif name == b"accept-encoding":
+            accepted = answer_encoding(value)
+        else:
             if not (value.isdigit() and len(value) <= _MAX_DIGITS):
                 raise invalid_input(
                     f"{name.decode()}: expected a number of milliseconds, got: {value.decode('latin-1')}"
                 )
             shorter_ns = int(value) * 1_000_000
             timeout_ns = shorter_ns if timeout_ns is None else min(timeout_ns, shorter_ns)
-    return Announcement(body_size, json_size, timeout_ns)
+    return Announcement(body_size, json_size, timeout_ns, encoding, accepted)

@@ -8,6 +8,7 @@ import orjson
 from ortserve.codecs.rest import EncodedResponse
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.encodings import NAMES, UnknownEncodingError
 from ortserve.frontends.status import STATUSES
 
 Header = tuple[bytes, bytes]
@@ -43,6 +44,8 @@ def failure(error: ServeError) -> Answer:
     headers: tuple[Header, ...] = (_JSON,)
     if error.retry_after_s is not None:
         headers = (_JSON, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
+    elif isinstance(error, UnknownEncodingError):
+        headers = (_JSON, (b"accept-encoding", NAMES.encode()))
     return Answer(STATUSES[error.kind].http, _document(error.message), headers)
 
 

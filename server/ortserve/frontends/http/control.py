@@ -146,7 +146,8 @@ def _documented_infer_routes() -> APIRouter:
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
     request_body = Body(
         description="JSON, or JSON followed by binary tensors; then the header Inference-Header-Content-Length holds "
-        "the length of the JSON part in bytes."
+        "the length of the JSON part in bytes. At 0 the body is one row of the model's only input, and nothing else. "
+        "It may be compressed as its Content-Encoding says: gzip or deflate."
     )
 
     @router.post("/infer", response_model=InferResponseDocument)

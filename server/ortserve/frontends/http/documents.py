@@ -48,14 +48,18 @@ class InferInputDocument(BaseModel):
 class RequestedOutputDocument(BaseModel):
     name: str
     parameters: dict[str, Parameter] | None = Field(
-        None, description="binary_data: whether this output is answered behind the JSON part"
+        None,
+        description="binary_data: whether this output is answered behind the JSON part; classification: answer so many "
+        "of its largest elements, as texts value:index or value:index:label",
     )
 
 
 class InferRequestDocument(BaseModel):
     id: str | None = Field(None, description="Echoed in the answer")
     parameters: dict[str, Parameter] | None = Field(
-        None, description="binary_data_output: whether outputs are answered behind the JSON part by default"
+        None,
+        description="binary_data_output: whether outputs are answered behind the JSON part by default; priority: 1 for "
+        "the most urgent; timeout: microseconds that the request may wait in the queue",
     )
     inputs: list[InferInputDocument]
     outputs: list[RequestedOutputDocument] | None = Field(None, description="All outputs, where none is listed")

@@ -13,9 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from ortserve.clock import Clock
 from ortserve.codecs.rest import decode_rest_request, encode_rest_response
-from ortserve.errors import ServeError
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.announcement import Announcement, read_announcement
 from ortserve.frontends.http.answers import LINGER_S, Answer, body_too_large, failure, success
+from ortserve.frontends.http.body import read_body
+from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import connection_of
 from ortserve.service.gate import Hold
 from ortserve.service.inference import InferenceService
@@ -40,9 +42,12 @@ def match_infer_path(raw_path: str) -> tuple[str, str] | None:
 class InferRoute:
     """Reads the body, hands it to the service and writes the answer."""
 
-    def __init__(self, service: InferenceService, *, max_body_bytes: int, clock: Clock) -> None:
+    def __init__(
+        self, service: InferenceService, *, max_body_bytes: int, compression_min_bytes: int, clock: Clock
+    ) -> None:
         self._service = service
         self._max_body_bytes = max_body_bytes
+        self._compression_min_bytes = compression_min_bytes
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
@@ -59,7 +64,7 @@ class InferRoute:
             return
         with hold:
             try:
-                body = await self._read_body(receive, hold, announced)
+                body = await read_body(receive, hold, announced.body_size, max_bytes=self._max_body_bytes)
             except ServeError as error:
                 self._service.count_refused_body("http", error.kind, received_ns)
                 await _refuse_body(receive, send, error)
@@ -68,51 +73,39 @@ class InferRoute:
                 connection = connection_of(scope)
                 connection.answering = asyncio.current_task()
                 try:
-                    await self._answer(send, body, announced, model, version)
+                    await send_answer(send, await self._answer(body, hold, announced, model, version, received_ns))
                 except asyncio.CancelledError:
                     if not connection.has_left:
                         raise
                 finally:
                     connection.answering = None
 
-    async def _answer(self, send: Send, body: bytes, announced: Announcement, model: str, version: str) -> None:
+    async def _answer(
+        self, body: bytes, hold: Hold, announced: Announcement, model: str, version: str, received_ns: int
+    ) -> Answer:
         call = self._service.receive("http", announced.timeout_ns)
+        if announced.encoding is not None:
+            try:
+                body = await inflate(body, announced.encoding, hold, max_bytes=self._max_body_bytes)
+            except ServeError as error:
+                self._service.count_refused_body("http", error.kind, received_ns)
+                return failure(error)
+            except asyncio.CancelledError:
+                self._service.count_refused_body("http", ErrorKind.CANCELLED, received_ns)
+                raise
         try:
             encoded = await self._service.serve(
                 call, lambda: decode_rest_request(body, announced.json_size, model, version), encode_rest_response
             )
         except ServeError as error:
-            await send_answer(send, failure(error))
-            return
-        await send_answer(send, success(encoded, call.timing))
-
-    async def _read_body(self, receive: Receive, hold: Hold, announced: Announcement) -> bytes | None:
-        """The whole body, or None when the caller left before its end.
-
-        Raises:
-            ServeError: too_large, before more than the limit is kept; overloaded.
-        """
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        first: bytes = message.get("body", b"")
-        if not message.get("more_body", False):
-            if len(first) > self._max_body_bytes:
-                raise body_too_large(len(first), self._max_body_bytes)
-            return first
-        body = bytearray(first)
-        held = announced.body_size
-        while message.get("more_body", False):
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                raise body_too_large(len(body), self._max_body_bytes)
-            if len(body) > held:
-                hold.grow(len(body) - held)
-                held = len(body)
-        return bytes(body)
+            return failure(error)
+        answer = success(encoded, call.timing)
+        accepted = announced.accepted
+        if accepted is None or not is_to_compress(answer, accepted, min_bytes=self._compression_min_bytes):
+            return answer
+        if is_quickly_compressed(answer):
+            return compressed(answer, accepted)
+        return await asyncio.to_thread(compressed, answer, accepted)
 
 
 async def _refuse_body(receive: Receive, send: Send, error: ServeError) -> None:

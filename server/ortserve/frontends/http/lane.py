@@ -17,11 +17,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from uvicorn.server import ServerState
 
 from ortserve.clock import Clock
+from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import decode_rest_request, encode_rest_response
 from ortserve.core.batch import Arrays
-from ortserve.errors import ServeError
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.announcement import read_announcement
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
+from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.infer_route import match_infer_path
 from ortserve.service.gate import Hold
@@ -46,9 +48,12 @@ def lane_fits() -> bool:
 class Lane:
     """What the exchanges of a server share. Loop thread only."""
 
-    def __init__(self, service: InferenceService, *, max_body_bytes: int, clock: Clock) -> None:
+    def __init__(
+        self, service: InferenceService, *, max_body_bytes: int, compression_min_bytes: int, clock: Clock
+    ) -> None:
         self.service: Final = service
         self.max_body_bytes: Final = max_body_bytes
+        self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
         self.is_draining = False
         """Whether answers ask their callers to open new connections, elsewhere."""
@@ -175,7 +180,9 @@ class Exchange:
         "_connection",
         "_expects_continue",
         "_hold",
+        "_inflating",
         "_is_started",
+        "_is_written",
         "_model",
         "_parts",
         "_pending",
@@ -212,6 +219,8 @@ class Exchange:
         self._hold: Hold | None = None
         self._refusal: ServeError | None = None
         self._is_started = False
+        self._is_written = False
+        self._inflating: asyncio.Task[None] | None = None
         self.more_body = True
         self.keep_alive = keep_alive
         self.disconnected = False
@@ -271,7 +280,7 @@ class Exchange:
 
     def on_writable(self) -> None:
         """The caller took enough of an answer for the next one to be sent."""
-        if self._call is not None and self._pending is None and not self.response_complete:
+        if self._is_written and not self.response_complete:
             self._complete()
 
     def abandon(self) -> None:
@@ -306,11 +315,37 @@ class Exchange:
         parts = self._parts
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         self._parts = []
-        announced = self._announced
-        call = self._call = lane.service.receive("http", announced.timeout_ns)
+        self._call = lane.service.receive("http", self._announced.timeout_ns)
+        if self._announced.encoding is None:
+            self._submit(body)
+        else:
+            self._inflating = self._connection.loop.create_task(self._inflate(body, self._announced.encoding))
+
+    async def _inflate(self, body: bytes, encoding: Encoding) -> None:
+        connection, lane, hold = self._connection, self._connection.lane, self._hold
+        assert hold is not None
+        kind = ErrorKind.CANCELLED
         try:
-            pending = lane.service.begin(
-                call, partial(decode_rest_request, body, announced.json_size, self._model, self._version)
+            inflated = await inflate(body, encoding, hold, max_bytes=lane.max_body_bytes)
+            if not connection.has_left:
+                self._submit(inflated)
+                return
+        except ServeError as error:
+            kind = error.kind
+            if not connection.has_left:
+                self._answer(failure(error))
+        except Exception:  # noqa: BLE001 - as above, in the task
+            self._give_up()
+            return
+        lane.service.count_refused_body("http", kind, self._received_ns)
+        hold.release()  # it may have grown since the caller left
+
+    def _submit(self, body: bytes) -> None:
+        assert self._call is not None
+        announced = self._announced
+        try:
+            pending = self._connection.lane.service.begin(
+                self._call, partial(decode_rest_request, body, announced.json_size, self._model, self._version)
             )
         except ServeError as error:
             self._answer(failure(error))
@@ -326,8 +361,30 @@ class Exchange:
             answer = success(self._connection.lane.service.finish(pending, encode_rest_response), self._call.timing)
         except ServeError as error:
             answer = failure(error)
-        if not self._connection.has_left:
+        if self._connection.has_left:
+            return
+        accepted = self._announced.accepted
+        if accepted is None:
             self._answer(answer)
+        else:
+            self._answer_compressed(answer, accepted)
+
+    def _answer_compressed(self, answer: Answer, encoding: Encoding) -> None:
+        connection = self._connection
+        if not is_to_compress(answer, encoding, min_bytes=connection.lane.compression_min_bytes):
+            self._answer(answer)
+        elif is_quickly_compressed(answer):
+            self._answer(compressed(answer, encoding))
+        else:
+            compressing = connection.loop.run_in_executor(None, compressed, answer, encoding)
+            compressing.add_done_callback(self._on_compressed)
+
+    def _on_compressed(self, compressing: asyncio.Future[Answer]) -> None:
+        try:
+            if not self._connection.has_left:
+                self._answer(compressing.result())
+        except Exception:  # noqa: BLE001 - as above, in the loop
+            self._give_up()
 
     def _answer(self, answer: Answer) -> None:
         assert self._hold is not None
@@ -335,6 +392,7 @@ class Exchange:
         if self._connection.lane.is_draining:
             self.keep_alive = False
         self._write(answer)
+        self._is_written = True
         if not self._connection.flow.write_paused:
             self._complete()  # else when the caller took it, so that answers do not pile up
 

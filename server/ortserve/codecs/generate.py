@@ -1,0 +1,123 @@
+"""The generate extension: a JSON object whose keys are inputs of the model, answered by one whose keys are outputs.
+
+Made for models that are used like a function. What it knows beside tensors is how to sample text, which an ONNX model
+cannot be told: such a parameter is refused, because ignoring it would answer another question than was asked.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ortserve.codecs.json_data import decode_json_data, encode_json_data
+from ortserve.codecs.json_text import parse_json, python_number, write_json
+from ortserve.core.request import InferRequest, InferResponse, Parameter
+from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import Tensor, format_shape
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+
+_HONOURED: Final = frozenset(
+    {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}  # sequences: refused by the service
+)
+
+_SAMPLING: Final = frozenset(
+    {
+        *("max_tokens", "max_new_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "random_seed", "n"),
+        *("stop", "stop_words", "bad_words", "beam_width", "details", "logprobs", "return_log_probs"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty", "stream"),
+    }
+)
+"""What the protocol's draft and the servers of language models know, and cannot be honoured here."""
+
+
+def decode_generate_request(
+    body: bytes, model_name: str, model_version: str, inputs: Sequence[TensorSpec], *, is_stream: bool
+) -> InferRequest:
+    """Read a request.
+
+    A number, string or boolean is a tensor of one element, an array one as it is nested; dimensions of 1 are put in
+    front until there are as many as the model's, so that a flat array is one row.
+
+    Args:
+        body: A JSON object. Keys that are no input are parameters, as are those of the object ``parameters``.
+        model_name: From the path.
+        model_version: From the path, ``""`` for none.
+        inputs: Of that model.
+        is_stream: Whether the answer is to be a stream, which the parameter ``stream`` must not contradict.
+
+    Raises:
+        ServeError: invalid_input for anything malformed, and for a key that means nothing here; unsupported for a
+            parameter of sampling.
+    """
+    document = parse_json(body or b"{}")
+    if type(document) is not dict:
+        raise invalid_input("failed to parse the request JSON buffer: expected an object")
+    specs = {spec.name: spec for spec in inputs}
+    tensors = [_tensor(document.pop(name), spec, model_name) for name, spec in specs.items() if name in document]
+    request_id = document.pop("id", "")
+    if type(request_id) is not str:
+        raise invalid_input("Unable to parse 'id': expected a string")
+    nested = document.pop("parameters", {})
+    if type(nested) is not dict:
+        raise invalid_input("Unable to parse 'parameters': expected an object")
+    parameters = _parameters(document | nested, inputs, model_name, is_stream=is_stream)
+    return InferRequest(model_name, model_version, request_id, tensors, (), parameters)
+
+
+def encode_generate_response(response: InferResponse) -> bytes:
+    """Spell the answer: outputs of one element as that element, others flat."""
+    document: dict[str, Any] = {"id": response.id} if response.id else {}
+    document["model_name"] = response.model_name
+    document["model_version"] = response.model_version
+    for tensor in response.outputs:
+        data = encode_json_data(tensor.array, tensor.datatype)
+        document[tensor.name] = data if len(data) != 1 else _bare(data[0])
+    return write_json(document, response.outputs)
+
+
+def encode_generate_event(response: InferResponse) -> bytes:
+    """Spell the answer as a stream of server-sent events, of which an ONNX model has one."""
+    return b"data: " + encode_generate_response(response) + b"\n\n"
+
+
+def _bare(element: str | np.generic) -> Any:
+    return element if isinstance(element, str) else python_number(element)
+
+
+def _tensor(value: object, spec: TensorSpec, model: str) -> Tensor:
+    rank = len(spec.shape)
+    dims: list[int] = []
+    level = value
+    while type(level) is list:
+        dims.append(len(level))
+        level = level[0] if level else None
+    if len(dims) > rank and dims != [1]:  # [x] is x, where the model takes a scalar
+        raise invalid_input(
+            f"unexpected shape for input '{spec.name}' for model '{model}'. "
+            f"Expected {format_shape(spec.shape)}, got {format_shape(tuple(dims))}"
+        )
+    shape = (1,) * (rank - len(dims)) + tuple(dims[:rank])
+    data = value if type(value) is list else [value]
+    return Tensor(spec.name, spec.datatype, decode_json_data(data, spec.datatype, shape, spec.name))
+
+
+def _parameters(
+    given: dict[str, object], inputs: Sequence[TensorSpec], model: str, *, is_stream: bool
+) -> dict[str, Parameter]:
+    parameters: dict[str, Parameter] = {}
+    for key, value in given.items():
+        if key == "stream" and (value is False or (value is True and is_stream)):
+            continue
+        if key in _SAMPLING:
+            raise ServeError(
+                ErrorKind.UNSUPPORTED,
+                f"parameter '{key}' is not supported: it is no input of model '{model}', "
+                "and an ONNX model cannot honour it otherwise",
+            )
+        if key not in _HONOURED:
+            names = ", ".join(f"'{spec.name}'" for spec in inputs)
+            raise invalid_input(f"'{key}' is neither a parameter nor an input of model '{model}', which takes {names}")
+        if not isinstance(value, (str, int, float, bool)):
+            raise invalid_input(f"Unable to parse '{key}': expected a string, number or boolean parameter")
+        parameters[key] = value
+    return parameters

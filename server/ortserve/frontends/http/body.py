@@ -1,0 +1,41 @@
+"""Reading a request's body from ASGI, no more of it than is allowed."""
+
+from starlette.types import Receive
+
+from ortserve.frontends.http.answers import body_too_large
+from ortserve.service.gate import Hold
+
+
+async def read_body(receive: Receive, hold: Hold, announced_size: int, *, max_bytes: int) -> bytes | None:
+    """Read the whole body; None when the caller left before its end.
+
+    Args:
+        receive: ASGI's.
+        hold: Holds ``announced_size`` bytes, and grows by what comes beyond them.
+        announced_size: 0 for a chunked body.
+        max_bytes: Of the body; the option ``max_body_bytes``.
+
+    Raises:
+        ServeError: too_large, before more than the limit is kept; overloaded.
+    """
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        return None
+    first: bytes = message.get("body", b"")
+    if not message.get("more_body", False):
+        if len(first) > max_bytes:
+            raise body_too_large(len(first), max_bytes)
+        return first
+    body = bytearray(first)
+    held = announced_size
+    while message.get("more_body", False):
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise body_too_large(len(body), max_bytes)
+        if len(body) > held:
+            hold.grow(len(body) - held)
+            held = len(body)
+    return bytes(body)

@@ -1,0 +1,60 @@
+"""Compressed bodies of requests and answers, for the lane and the ASGI route: short work on the loop, long in a thread.
+
+Lengths in ``Inference-Header-Content-Length`` are those of bodies without compression, both ways.
+"""
+
+import asyncio
+from typing import Final
+
+from ortserve.codecs.compression import Encoding, Inflater, compress, is_worth_compressing
+from ortserve.frontends.http.answers import Answer
+from ortserve.service.gate import Hold
+
+_INLINE_BYTES: Final = 64 * 1024
+"""Bodies of this size are inflated in about 0.2 ms and compressed in about 0.6 ms."""
+
+_STEP_BYTES: Final = 4 * 1024 * 1024
+"""What is inflated before the server looks whether it may hold more."""
+
+
+async def inflate(body: bytes, encoding: Encoding, hold: Hold, *, max_bytes: int) -> bytes:
+    """Undo the encoding of a request's body, which is as long as ``hold`` says; what it grows by is held, too.
+
+    Raises:
+        ServeError: too_large, as soon as it is; overloaded; invalid_input for what is not of the encoding.
+    """
+    inflater = Inflater(body, encoding, max_bytes)
+    parts: list[bytes] = []
+    if len(body) <= _INLINE_BYTES:
+        first = inflater.read(_INLINE_BYTES)
+        hold.grow(len(first))
+        if inflater.is_done:
+            return first
+        parts.append(first)
+    loop = asyncio.get_running_loop()
+    while not inflater.is_done:
+        part = await loop.run_in_executor(None, inflater.read, _STEP_BYTES)
+        hold.grow(len(part))
+        parts.append(part)
+    return await loop.run_in_executor(None, b"".join, parts)
+
+
+def is_to_compress(answer: Answer, encoding: Encoding | None, *, min_bytes: int) -> bool:
+    """Whether an answer is compressed: it is no error, the caller wants it, it is large enough, and it would shrink."""
+    return (
+        answer.status == 200
+        and encoding is not None
+        and len(answer.body) >= min_bytes
+        and is_worth_compressing(answer.body)
+    )
+
+
+def compressed(answer: Answer, encoding: Encoding) -> Answer:
+    """The answer with its body compressed. Any thread."""
+    named = (b"content-encoding", encoding.value.encode())
+    return Answer(answer.status, compress(answer.body, encoding), (*answer.headers, named))
+
+
+def is_quickly_compressed(answer: Answer) -> bool:
+    """Whether ``compressed`` may run on the loop."""
+    return len(answer.body) <= _INLINE_BYTES

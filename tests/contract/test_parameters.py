@@ -1,0 +1,67 @@
+"""Request parameters, known and unknown, over both protocols."""
+
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import triton_inputs
+from servers import LONG_S, ServerProcess, json_input, rest_url, triton_clients
+
+ROW = np.arange(3, dtype=np.float32).reshape(1, 3)
+
+
+def post(server: ServerProcess, parameters: Any) -> httpx.Response:
+    document = {"inputs": [json_input("x", ROW)], "parameters": parameters}
+    return httpx.post(rest_url(server, "echo"), json=document, timeout=LONG_S)
+
+
+def test_unknown_parameters_are_neither_refused_nor_echoed(server: ServerProcess) -> None:
+    own: dict[str, Any] = {"own": "x", "n": 1, "f": 1.5, "b": True}
+    answer = post(server, own)
+    assert answer.status_code == 200
+    assert set(answer.json()) == {"model_name", "model_version", "outputs"}
+    with triton_clients(server) as (http, grpc):
+        http.infer("echo", triton_inputs(triton_http, {"x": ROW}), parameters=own)
+        result = grpc.infer("echo", triton_inputs(triton_grpc, {"x": ROW}), parameters=own)
+        assert dict(result.get_response().parameters) == {}
+
+
+def test_scheduling_parameters_of_clients_are_taken(server: ServerProcess) -> None:
+    with triton_clients(server) as (http, grpc):
+        for library, client in ((triton_http, http), (triton_grpc, grpc)):
+            client.infer("echo", triton_inputs(library, {"x": ROW}), priority=1, timeout=5_000_000)
+
+
+def test_sequences_are_refused_by_name_on_both_protocols(server: ServerProcess) -> None:
+    with triton_clients(server) as (http, grpc):
+        for library, client in ((triton_http, http), (triton_grpc, grpc)):
+            for sequence_id in (7, "seven"):
+                with pytest.raises(InferenceServerException, match="'sequence_id' is not supported") as caught:
+                    client.infer(
+                        "echo", triton_inputs(library, {"x": ROW}), sequence_id=sequence_id, sequence_start=True
+                    )
+                assert caught.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"triton_own": 1}, "parameter keys starting with 'triton_' are reserved"),
+        ({"own": {"nested": 1}}, "own"),
+        ({"own": None}, "own"),
+        ({"priority": -1}, "priority"),
+        ({"timeout": "soon"}, "timeout"),
+        ({"binary_data_output": 1}, "binary_data_output"),
+        ({"sequence_start": "yes"}, "sequence_start"),
+        ([], "parameters"),
+    ],
+)
+def test_odd_parameter_is_400_and_named(server: ServerProcess, parameters: Any, text: str) -> None:
+    answer = post(server, parameters)
+    assert answer.status_code == 400
+    assert text in answer.json()["error"]

@@ -1,0 +1,114 @@
+"""Bodies inflated within bounds, and compressed where it pays."""
+
+import contextlib
+import gzip
+import os
+import tracemalloc
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ortserve.codecs.compression import Encoding, Inflater, compress, is_worth_compressing
+from ortserve.errors import ErrorKind, ServeError
+
+LIMIT = 1000
+BOTH = list(Encoding)
+
+
+def inflate(body: bytes, encoding: Encoding, *, limit: int = LIMIT, step: int = 300) -> bytes:
+    inflater = Inflater(body, encoding, limit)
+    parts = []
+    while not inflater.is_done:
+        parts.append(inflater.read(step))
+        assert len(parts[-1]) <= step
+    return b"".join(parts)
+
+
+def refusal(body: bytes, encoding: Encoding, limit: int = LIMIT) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        inflate(body, encoding, limit=limit)
+    return caught.value
+
+
+@given(st.binary(max_size=LIMIT), st.sampled_from(BOTH), st.integers(1, 1500))
+def test_body_comes_back_in_steps_of_any_size(body: bytes, encoding: Encoding, step: int) -> None:
+    assert inflate(compress(body, encoding), encoding, step=step) == body
+
+
+def test_bodies_are_what_other_programs_read_and_write() -> None:
+    body = os.urandom(600)
+    assert gzip.decompress(compress(body, Encoding.GZIP)) == body
+    assert zlib.decompress(compress(body, Encoding.DEFLATE)) == body
+    assert inflate(gzip.compress(body, 9), Encoding.GZIP) == body
+    assert inflate(zlib.compress(body, 9), Encoding.DEFLATE) == body
+
+
+@pytest.mark.parametrize("encoding", BOTH)
+def test_limit_is_exact(encoding: Encoding) -> None:
+    assert len(inflate(compress(bytes(LIMIT), encoding), encoding)) == LIMIT
+    error = refusal(compress(bytes(LIMIT + 1), encoding), encoding)
+    assert error.kind is ErrorKind.TOO_LARGE
+    assert "larger than max_body_bytes" in error.message
+    assert encoding.value in error.message
+
+
+@pytest.mark.parametrize("encoding", BOTH)
+def test_bomb_never_takes_more_memory_than_the_limit(encoding: Encoding) -> None:
+    bomb = compress(bytes(256 * 1024 * 1024), encoding)
+    limit = 4 * 1024 * 1024
+    assert len(bomb) < limit
+    tracemalloc.start()
+    try:
+        with pytest.raises(ServeError) as caught:
+            inflate(bomb, encoding, limit=limit, step=limit * 2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.kind is ErrorKind.TOO_LARGE
+    assert peak < 4 * limit
+
+
+@pytest.mark.parametrize("encoding", BOTH)
+def test_body_cut_off_anywhere_is_refused(encoding: Encoding) -> None:
+    whole = compress(os.urandom(100), encoding)
+    for size in range(len(whole)):
+        error = refusal(whole[:size], encoding)
+        assert error.kind is ErrorKind.INVALID_INPUT
+        assert encoding.value in error.message
+
+
+@pytest.mark.parametrize("encoding", BOTH)
+@given(noise=st.binary(max_size=200))
+def test_noise_does_no_more_than_be_refused(encoding: Encoding, noise: bytes) -> None:
+    with contextlib.suppress(ServeError):
+        inflate(noise, encoding)
+
+
+@pytest.mark.parametrize("encoding", BOTH)
+def test_what_follows_the_end_is_refused_and_counted(encoding: Encoding) -> None:
+    whole = compress(b"body", encoding)
+    assert "3 bytes follow its end" in refusal(whole + b"abc", encoding).message
+    long = os.urandom(70_000)  # more than is fed at a time
+    assert f"{70_000} bytes follow its end" in refusal(whole + long, encoding).message
+
+
+def test_wrong_checksum_is_refused() -> None:
+    whole = bytearray(compress(b"body", Encoding.GZIP))
+    whole[-8] ^= 1
+    assert "incorrect data check" in refusal(bytes(whole), Encoding.GZIP).message
+
+
+def test_stream_without_output_ends() -> None:
+    stored = zlib.compressobj(0, zlib.DEFLATED, 15)
+    empty = b"".join(stored.flush(zlib.Z_FULL_FLUSH) for _ in range(50_000)) + stored.flush()
+    assert inflate(empty, Encoding.DEFLATE) == b""
+
+
+def test_only_what_shrinks_is_worth_it() -> None:
+    assert is_worth_compressing(b"[" + b"0.123456," * 3000)
+    assert is_worth_compressing(bytes(100_000))
+    assert not is_worth_compressing(os.urandom(100_000))
+    assert not is_worth_compressing(b"{}" + os.urandom(100_000))
+    assert not is_worth_compressing(b"")

@@ -1,0 +1,91 @@
+"""Compressed bodies on the loop and off it, held as they grow."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ortserve.codecs.compression import Encoding, compress
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.answers import Answer
+from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
+from ortserve.service.gate import BodyGate
+
+TEXT = b"[" + b"0.123456," * 3000 + b"0]"
+
+
+class CountingExecutor(ThreadPoolExecutor):
+    """The loop's executor, which counts what it is asked for."""
+
+    asked = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        self.asked += 1
+        return super().submit(fn, *args, **kwargs)
+
+
+@pytest.fixture
+async def executor() -> CountingExecutor:
+    executor = CountingExecutor(1)
+    asyncio.get_running_loop().set_default_executor(executor)
+    return executor
+
+
+@pytest.mark.parametrize("encoding", list(Encoding))
+async def test_short_body_is_inflated_at_once_and_a_long_one_in_threads(
+    executor: CountingExecutor, encoding: Encoding
+) -> None:
+    gate = BodyGate(10**9)
+    for body, is_short in ((TEXT, True), (os.urandom(60_000), True), (bytes(10**7), False), (os.urandom(10**5), False)):
+        executor.asked = 0
+        packed = compress(body, encoding)
+        with gate.hold(len(packed)) as hold:
+            assert await inflate(packed, encoding, hold, max_bytes=10**7) == body
+            assert gate.held_bytes == len(packed) + len(body)
+        assert gate.held_bytes == 0
+        assert (executor.asked == 0) == is_short
+
+
+async def test_body_that_grows_beyond_what_the_server_may_hold_is_refused_on_the_way() -> None:
+    gate = BodyGate(10**7)
+    packed = compress(bytes(10**8), Encoding.GZIP)
+    with gate.hold(10**6), gate.hold(len(packed)) as hold:
+        with pytest.raises(ServeError) as caught:
+            await inflate(packed, Encoding.GZIP, hold, max_bytes=10**9)
+        assert gate.held_bytes <= 10**7
+    assert caught.value.kind is ErrorKind.OVERLOADED
+    assert gate.held_bytes == 0
+
+
+async def test_body_over_the_limit_is_refused_wherever_it_is_inflated() -> None:
+    for size in (1001, 10**7):
+        with BodyGate(10**9).hold(0) as hold, pytest.raises(ServeError) as caught:
+            await inflate(compress(bytes(size), Encoding.DEFLATE), Encoding.DEFLATE, hold, max_bytes=1000)
+        assert caught.value.kind is ErrorKind.TOO_LARGE
+
+
+def answer(body: bytes, status: int = 200) -> Answer:
+    return Answer(status, body, ((b"content-type", b"application/json"),))
+
+
+def test_answer_is_compressed_where_it_is_wanted_and_pays() -> None:
+    assert is_to_compress(answer(TEXT), Encoding.GZIP, min_bytes=len(TEXT))
+    assert not is_to_compress(answer(TEXT), Encoding.GZIP, min_bytes=len(TEXT) + 1)
+    assert not is_to_compress(answer(TEXT), None, min_bytes=0)
+    assert not is_to_compress(answer(TEXT, 400), Encoding.GZIP, min_bytes=0)
+    assert not is_to_compress(answer(os.urandom(20_000)), Encoding.GZIP, min_bytes=0)
+
+
+@pytest.mark.parametrize("encoding", list(Encoding))
+def test_compressed_answer_names_its_encoding_beside_its_own_headers(encoding: Encoding) -> None:
+    packed = compressed(answer(TEXT), encoding)
+    assert packed.headers == (
+        (b"content-type", b"application/json"),
+        (b"content-encoding", encoding.value.encode()),
+    )
+    assert len(packed.body) < len(TEXT) / 2
+    assert is_quickly_compressed(answer(TEXT))
+    assert not is_quickly_compressed(answer(TEXT * 3))

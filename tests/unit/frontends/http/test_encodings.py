@@ -1,0 +1,78 @@
+"""Content-Encoding and Accept-Encoding, value by value."""
+
+import pytest
+
+from ortserve.codecs.compression import Encoding
+from ortserve.errors import ErrorKind
+from ortserve.frontends.http.announcement import Announcement, read_announcement
+from ortserve.frontends.http.answers import failure
+from ortserve.frontends.http.encodings import UnknownEncodingError, answer_encoding, body_encoding
+
+GZIP, DEFLATE = Encoding.GZIP, Encoding.DEFLATE
+
+
+@pytest.mark.parametrize(
+    ("value", "encoding"),
+    [
+        (b"gzip", GZIP),
+        (b"GZip ", GZIP),
+        (b"x-gzip", GZIP),
+        (b"deflate", DEFLATE),
+        (b"identity", None),
+        (b"", None),
+    ],
+)
+def test_compression_of_a_body_is_known_by_its_name(value: bytes, encoding: Encoding | None) -> None:
+    assert body_encoding(value) is encoding
+
+
+@pytest.mark.parametrize("value", [b"br", b"gzip, deflate", b"gzip;q=1", b"\xff"])
+def test_unknown_compression_is_unsupported_and_its_answer_names_the_known(value: bytes) -> None:
+    with pytest.raises(UnknownEncodingError) as caught:
+        body_encoding(value)
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
+    answer = failure(caught.value)
+    assert answer.status == 501
+    assert (b"accept-encoding", b"gzip, deflate") in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("value", "encoding"),
+    [
+        (b"gzip, deflate, br", GZIP),  # what Python's asyncio client always sends
+        (b"deflate, gzip", DEFLATE),
+        (b"gzip;q=0.5, deflate;q=0.8", DEFLATE),
+        (b"gzip;q=0.5, deflate;q=0.5", GZIP),
+        (b"identity, gzip", None),
+        (b"gzip, identity", GZIP),
+        (b"identity;q=0.5, gzip;q=0.1", None),
+        (b"identity;q=0, gzip;q=0.1", GZIP),
+        (b"gzip;q=0", None),
+        (b"GZIP ; Q=1", GZIP),
+        (b"x-gzip", GZIP),
+        (b"br, zstd", None),
+        (b"*", None),
+        (b"", None),
+        (b"gzip;q=high", None),
+        (b"gzip;q=nan", None),
+        (b"gzip;q=2, deflate;q=0.1", DEFLATE),
+        (b";;;,,=", None),
+        (b"br;q=1.0, gzip;q=0.8, *;q=0.1", GZIP),
+        (b"gzip," * 50, None),
+    ],
+)
+def test_compression_of_an_answer_is_what_its_caller_wants_most(value: bytes, encoding: Encoding | None) -> None:
+    assert answer_encoding(value) is encoding
+
+
+def test_headers_are_read_together() -> None:
+    headers = [
+        (b"host", b"x"),
+        (b"content-length", b"10"),
+        (b"content-encoding", b"deflate"),
+        (b"accept-encoding", b"gzip"),
+        (b"inference-header-content-length", b"0"),
+        (b"x-request-timeout-ms", b"5"),
+    ]
+    assert read_announcement(headers) == Announcement(10, 0, 5_000_000, DEFLATE, GZIP)
+    assert read_announcement([]) == Announcement()

@@ -1,0 +1,48 @@
+"""Request parameters that the server itself understands."""
+
+import pytest
+
+from ortserve.core.request import Parameter
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.parameters import Scheduling, read_scheduling
+
+
+def refusal(**parameters: Parameter) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        read_scheduling(parameters)
+    return caught.value
+
+
+def test_place_in_the_queue_is_read_and_all_else_left_to_the_model() -> None:
+    assert read_scheduling({}) == Scheduling(0, 0)
+    assert read_scheduling({"priority": 2, "timeout": 1000, "own": "x", "headers": 1.5}) == Scheduling(2, 1000)
+    assert read_scheduling({"binary_data_output": True}) == Scheduling()
+
+
+@pytest.mark.parametrize("name", ["priority", "timeout"])
+@pytest.mark.parametrize("odd", [-1, 1.0, True, "1"])
+def test_place_that_is_no_unsigned_integer_is_refused(name: str, odd: Parameter) -> None:
+    error = refusal(**{name: odd})
+    assert error.kind is ErrorKind.INVALID_INPUT
+    assert error.message == f"parameter '{name}': expected an unsigned integer, got {odd!r}"
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"sequence_id": 7}, {"sequence_id": "a"}, {"sequence_start": True}, {"sequence_end": True}]
+)
+def test_sequence_is_refused_by_name_rather_than_run_without_its_state(parameters: dict[str, Parameter]) -> None:
+    error = refusal(**parameters)
+    assert error.kind is ErrorKind.UNSUPPORTED
+    assert error.message.startswith(f"parameter '{next(iter(parameters))}' is not supported")
+
+
+def test_request_that_says_it_is_part_of_no_sequence_is_taken() -> None:
+    for none in (0, ""):
+        assert read_scheduling({"sequence_id": none, "sequence_start": False, "sequence_end": False}) == Scheduling()
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"), [("sequence_id", True), ("sequence_id", 1.5), ("sequence_id", -1), ("sequence_start", 1)]
+)
+def test_sequence_parameter_of_the_wrong_type_is_refused(name: str, odd: Parameter) -> None:
+    assert refusal(**{name: odd}).kind is ErrorKind.INVALID_INPUT
