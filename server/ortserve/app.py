@@ -23,7 +23,8 @@ from ortserve.frontends.http.lane import UVICORN, Lane, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
-from ortserve.service.models import ModelService
+from ortserve.service.models import EXTENSIONS, ModelService
+from ortserve.service.shared_memory import SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.telemetry.exposition import MetricsServer
 from ortserve.telemetry.logs import configure_logging, log_event
 from ortserve.telemetry.metrics import Metrics
@@ -107,15 +108,23 @@ class Server:
         self._options = options
         self._prometheus = prometheus
         self._registry = Registry(repositories, options, metrics, monotonic_ns)
+        shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
         self._models = ModelService(
-            self._registry, server_name=options.server_name, strict_readiness=options.strict_readiness
+            self._registry,
+            server_name=options.server_name,
+            strict_readiness=options.strict_readiness,
+            extensions=(*EXTENSIONS, SYSTEM_SHARED_MEMORY) if options.allow_client_shm else EXTENSIONS,
         )
         inference = InferenceService(
-            self._registry, metrics, monotonic_ns, max_inflight_bytes=options.max_inflight_bytes
+            self._registry,
+            metrics,
+            monotonic_ns,
+            max_inflight_bytes=options.max_inflight_bytes,
+            shared_memory=shared_memory,
         )
         rest = RestApp(
             InferRoute(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns),
-            make_control_app(self._models, title=options.server_name, version=__version__),
+            make_control_app(self._models, shared_memory, title=options.server_name, version=__version__),
         )
         self._lane = _lane(inference, options)
         self._http = HttpServer(
@@ -128,6 +137,7 @@ class Server:
         self._grpc = GrpcServer(
             inference,
             self._models,
+            shared_memory,
             host=options.host,
             port=options.grpc_port,
             max_body_bytes=options.max_body_bytes,

@@ -405,11 +405,11 @@ def test_known_but_missing_extension_of_rest_is_501(server: ServerProcess, heade
     assert word in came.text
 
 
-@pytest.mark.parametrize("key", ["shared_memory_region", "classification"])
+@pytest.mark.parametrize("key", ["classification"])
 def test_known_but_missing_extension_is_unsupported_on_both_protocols(server: ServerProcess, key: str) -> None:
     document = {
         "inputs": [json.loads(_OTHER)],
-        "outputs": [{"name": "OUTPUT0", "parameters": {key: "region" if key.startswith("shared") else 1}}],
+        "outputs": [{"name": "OUTPUT0", "parameters": {key: 1}}],
     }
     by_rest = refusal(post(server, GOOD, json.dumps(document).encode()))
     message = _message(replace(GOOD, outputs=["OUTPUT0"]))

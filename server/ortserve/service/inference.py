@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
+from ortserve.core.region import RegionUse
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
@@ -16,6 +17,8 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.region_transfer import RegionTransfer
+from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
@@ -41,9 +44,13 @@ class Call:
     timeout_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
-    """A request on its way through its model. ``inputs`` are in the signature's order."""
+    """A request on its way through its model. ``inputs`` are in the signature's order.
+
+    A request that uses shared memory has no inputs here, its ``outputs`` are as the caller gets them, and ``served`` is
+    certain only when they are there.
+    """
 
     call: Call
     request: InferRequest
@@ -55,8 +62,18 @@ class Pending:
 class InferenceService:
     """Decodes, checks, runs and encodes requests, and counts each exactly once. Loop thread only."""
 
-    def __init__(self, registry: Registry, metrics: Metrics, clock: Clock, *, max_inflight_bytes: int) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        max_inflight_bytes: int,
+        shared_memory: SharedMemory | None = None,
+    ) -> None:
+        """Take over nothing; without ``shared_memory`` requests that use it are refused."""
         self._registry = registry
+        self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self._gate = BodyGate(max_inflight_bytes)
         self._metrics = metrics
         self._clock = clock
@@ -91,6 +108,10 @@ class InferenceService:
         try:
             request = decode()
             served = self._registry.find(request.model_name, request.model_version)
+            if request.regions is not None:
+                pending = Pending(call, request, served, (), asyncio.Future())
+                pending.outputs = asyncio.create_task(self._run_in_regions(pending, request.regions))
+                return pending
             inputs, rows = check_request(request, served.signature, served.name)
             return Pending(
                 call, request, served, inputs, served.submit(inputs, rows, call.timing, _terms(call, request, served))
@@ -111,7 +132,9 @@ class InferenceService:
         """
         call, request, served = pending.call, pending.request, pending.served
         try:
-            outputs = served.cut_back(pending.outputs.result(), pending.inputs)
+            outputs = pending.outputs.result()
+            if request.regions is None:
+                outputs = served.cut_back(outputs, pending.inputs)
             answer = encode(request, _response(request, served, outputs))
         except asyncio.CancelledError:
             self._count_failure(call, request, served, ErrorKind.CANCELLED)
@@ -138,9 +161,22 @@ class InferenceService:
         except asyncio.CancelledError:
             self._count_failure(call, pending.request, pending.served, ErrorKind.CANCELLED)
             raise
-        except ServeError:
-            pass  # ``finish`` meets it again, and counts it
+        except Exception as error:
+            raise self._failed(call, pending.request, pending.served, error) from error
         return self.finish(pending, encode)
+
+    async def _run_in_regions(self, pending: Pending, use: RegionUse) -> Arrays:
+        """``begin`` and ``finish`` of a request whose tensors lie in shared memory, but for encoding."""
+        call, request = pending.call, pending.request
+        with RegionTransfer(self._shared_memory, use, self._gate) as transfer:
+            whole = replace(request, inputs=[*request.inputs, *await transfer.fetch(request.model_name)])
+            # Again: while inputs were copied, another version may have taken over from the one that was found first.
+            served = pending.served = self._registry.find(request.model_name, request.model_version)
+            inputs, rows = check_request(whole, served.signature, served.name)
+            outputs = await served.submit(inputs, rows, call.timing, _terms(call, whole, served))
+            outputs = served.cut_back(outputs, inputs)
+            await transfer.place(_response(whole, served, outputs).outputs)
+            return outputs
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int) -> None:
         """Count a request that a frontend refused before its body was complete, such as one that is too large."""
@@ -217,7 +253,8 @@ def _response(request: InferRequest, served: ServedModel, outputs: Arrays) -> In
         tensors = [
             Tensor(spec.name, spec.datatype, array) for spec, array in zip(signature.outputs, outputs, strict=True)
         ]
-    return InferResponse(served.name, served.version, request.id, tensors)
+    placed = request.regions.outputs if request.regions is not None else ()
+    return InferResponse(served.name, served.version, request.id, tensors, placed)
 
 
 def _for_caller(error: ServeError, request: InferRequest | None, served: ServedModel | None) -> ServeError:

@@ -13,7 +13,7 @@ from ortserve.registry.registry import Registry
 
 PLATFORM: Final = "onnxruntime_onnx"
 EXTENSIONS: Final = ("binary_tensor_data", "parameters")
-"""Of the protocol, those that are served."""
+"""Of the protocol, those that are always served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,16 @@ class ModelMetadata:
 class ModelService:
     """Answers health and metadata calls. Loop thread only."""
 
-    def __init__(self, registry: Registry, *, server_name: str, strict_readiness: bool) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        server_name: str,
+        strict_readiness: bool,
+        extensions: tuple[str, ...] = EXTENSIONS,
+    ) -> None:
         self._registry = registry
+        self._extensions = extensions
         self._server_name = server_name
         self._strict_readiness = strict_readiness
         self._is_exiting = False
@@ -78,7 +86,7 @@ class ModelService:
         return self._registry.knows(name)
 
     def server_metadata(self) -> ServerMetadata:
-        return ServerMetadata(self._server_name, __version__, EXTENSIONS)
+        return ServerMetadata(self._server_name, __version__, self._extensions)
 
     def batching(self, name: str, version: str) -> Learned:
         """What the batcher of a version has learned and decided.

@@ -7,22 +7,33 @@ import grpc
 from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.servicer import Inference, Models, Servicer
+from ortserve.service.shared_memory import SharedMemory
 
 
 class GrpcServer:
     """Serves one address from ``start`` to ``stop``, both on the event loop that runs the calls."""
 
-    def __init__(self, service: Inference, models: Models, *, host: str, port: int, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        service: Inference,
+        models: Models,
+        shared_memory: SharedMemory,
+        *,
+        host: str,
+        port: int,
+        max_body_bytes: int,
+    ) -> None:
         """Open nothing yet.
 
         Args:
             service: Answers inference requests.
             models: Answers questions about the server and its models.
+            shared_memory: Where callers register their regions.
             host: Name or address to bind; an IPv6 address without brackets.
             port: 0 lets the system choose.
             max_body_bytes: Of a request message; grpc answers a larger one with RESOURCE_EXHAUSTED before it is read.
         """
-        self._servicer = Servicer(service, models)
+        self._servicer = Servicer(service, models, shared_memory)
         self._host = host
         self._port = port
         self._max_body_bytes = max_body_bytes

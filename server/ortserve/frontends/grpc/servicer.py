@@ -18,9 +18,11 @@ from ortserve.codecs.grpc_infer import decode_request, encode_response, parse_me
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.shared_memory_calls import shared_memory_calls
 from ortserve.frontends.status import STATUSES
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call
+from ortserve.service.shared_memory import SharedMemory
 
 T = TypeVar("T")
 
@@ -93,9 +95,10 @@ Method: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
 class Servicer:
     """Answers every call of the service. All methods run on the event loop; a cancelled call raises CancelledError."""
 
-    def __init__(self, inference: Inference, models: Models) -> None:
+    def __init__(self, inference: Inference, models: Models, shared_memory: SharedMemory) -> None:
         self._inference = inference
         self._models = models
+        self._shared_memory = shared_memory
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
         """Return what a server registers: method names to calls, without any serializer of grpc's."""
@@ -106,6 +109,7 @@ class Servicer:
             "ServerMetadata": _answering(self._server_metadata),
             "ModelMetadata": _answering(self._model_metadata),
             "ModelInfer": self._model_infer,
+            **{name: _answering(answer) for name, answer in shared_memory_calls(self._shared_memory).items()},
         }
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME, {name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()}

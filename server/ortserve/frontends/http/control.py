@@ -20,14 +20,16 @@ from ortserve.frontends.http.documents import (
     ModelMetadataDocument,
     ServerMetadataDocument,
 )
+from ortserve.frontends.http.shared_memory_routes import shared_memory_routes
 from ortserve.frontends.status import STATUSES
 from ortserve.service.models import ModelService
+from ortserve.service.shared_memory import SharedMemory
 
 ModelName = Annotated[str, Path(description="Name of the model", examples=["digits"])]
 ModelVersion = Annotated[str, Path(description="Version of the model", pattern="^[0-9]+$", examples=["1"])]
 
 
-def make_control_app(models: ModelService, *, title: str, version: str) -> FastAPI:
+def make_control_app(models: ModelService, shared_memory: SharedMemory, *, title: str, version: str) -> FastAPI:
     """The FastAPI application; its OpenAPI document also describes the infer routes, which are served beside it."""
     app = FastAPI(
         title=title,
@@ -38,6 +40,7 @@ def make_control_app(models: ModelService, *, title: str, version: str) -> FastA
     )
     app.include_router(_health_routes(models))
     app.include_router(_metadata_routes(models))
+    app.include_router(shared_memory_routes(shared_memory))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_malformed_path)
