@@ -16,7 +16,10 @@ from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
+from ortserve.frontends.grpc.infer_calls import InferCalls
+from ortserve.frontends.grpc.metadata_calls import MetadataCalls
 from ortserve.frontends.grpc.server import GrpcServer
+from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, Lane, lane_fits
@@ -135,9 +138,7 @@ class Server:
             idle_timeout_s=options.idle_timeout_s,
         )
         self._grpc = GrpcServer(
-            inference,
-            self._models,
-            shared_memory,
+            (InferCalls(inference), MetadataCalls(self._models), SharedMemoryCalls(shared_memory)),
             host=options.host,
             port=options.grpc_port,
             max_body_bytes=options.max_body_bytes,

@@ -13,11 +13,12 @@ import tritonclient.grpc as triton
 from fakes.service import FakeInferenceService, FakeModelService
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.calls import Calls
+from ortserve.frontends.grpc.infer_calls import InferCalls
+from ortserve.frontends.grpc.metadata_calls import MetadataCalls
 from ortserve.frontends.grpc.server import GrpcServer
-from ortserve.service.shared_memory import SharedMemory
 
 MAX_BODY_BYTES = 100_000
-NO_SHARED_MEMORY = SharedMemory(is_allowed=False)
 LONG_S = 60.0  # a wait that only a failing test sees the end of
 
 
@@ -31,9 +32,13 @@ def models() -> FakeModelService:
     return FakeModelService()
 
 
+def calls_of(inference: FakeInferenceService, models: FakeModelService) -> tuple[Calls, ...]:
+    return InferCalls(inference), MetadataCalls(models)
+
+
 @pytest.fixture
 async def server(inference: FakeInferenceService, models: FakeModelService) -> AsyncIterator[GrpcServer]:
-    server = GrpcServer(inference, models, NO_SHARED_MEMORY, host="127.0.0.1", port=0, max_body_bytes=MAX_BODY_BYTES)
+    server = GrpcServer(calls_of(inference, models), host="127.0.0.1", port=0, max_body_bytes=MAX_BODY_BYTES)
     yield server
     await server.stop(0)
 
@@ -323,7 +328,7 @@ async def test_port_in_use_is_an_error_that_names_it(
     inference: FakeInferenceService, models: FakeModelService, address: str
 ) -> None:
     port = int(address.split(":")[1])
-    second = GrpcServer(inference, models, NO_SHARED_MEMORY, host="127.0.0.1", port=port, max_body_bytes=1)
+    second = GrpcServer(calls_of(inference, models), host="127.0.0.1", port=port, max_body_bytes=1)
     with pytest.raises(ServeError, match=f"grpc_port: cannot listen on 127.0.0.1:{port}: .*in use"):
         await second.start()
     await second.stop(0)
@@ -334,7 +339,7 @@ async def test_ipv6_address_is_served(inference: FakeInferenceService, models: F
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
-    server = GrpcServer(inference, models, NO_SHARED_MEMORY, host="::1", port=0, max_body_bytes=1000)
+    server = GrpcServer(calls_of(inference, models), host="::1", port=0, max_body_bytes=1000)
     port = await server.start()
     async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
         answer = await call(channel, "ServerLive", b"")

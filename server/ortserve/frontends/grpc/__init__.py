@@ -1,1 +1,1 @@
-"""The Open Inference Protocol over gRPC: ``servicer`` answers its calls, ``server`` owns the socket."""
+"""The Open Inference Protocol over gRPC: ``*_calls`` answer its calls, ``server`` owns the socket."""

@@ -1,39 +1,29 @@
 """The gRPC socket: binding it, serving it, and taking it down without losing a call."""
 
 import socket
+from collections.abc import Iterable
 
 import grpc
 
 from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.servicer import Inference, Models, Servicer
-from ortserve.service.shared_memory import SharedMemory
+from ortserve.frontends.grpc.calls import Calls
+from ortserve.frontends.grpc.router import Router
 
 
 class GrpcServer:
     """Serves one address from ``start`` to ``stop``, both on the event loop that runs the calls."""
 
-    def __init__(
-        self,
-        service: Inference,
-        models: Models,
-        shared_memory: SharedMemory,
-        *,
-        host: str,
-        port: int,
-        max_body_bytes: int,
-    ) -> None:
+    def __init__(self, calls: Iterable[Calls], *, host: str, port: int, max_body_bytes: int) -> None:
         """Open nothing yet.
 
         Args:
-            service: Answers inference requests.
-            models: Answers questions about the server and its models.
-            shared_memory: Where callers register their regions.
+            calls: What is served, each method by one of them.
             host: Name or address to bind; an IPv6 address without brackets.
             port: 0 lets the system choose.
             max_body_bytes: Of a request message; grpc answers a larger one with RESOURCE_EXHAUSTED before it is read.
         """
-        self._servicer = Servicer(service, models, shared_memory)
+        self._router = Router(calls)
         self._host = host
         self._port = port
         self._max_body_bytes = max_body_bytes
@@ -56,7 +46,7 @@ class GrpcServer:
                 ("grpc.so_reuseport", 0),
             )
         )
-        server.add_generic_rpc_handlers((self._servicer.generic_handler(),))
+        server.add_generic_rpc_handlers((self._router,))
         host = f"[{self._host}]" if ":" in self._host else self._host
         address = f"{host}:{self._port}"
         try:

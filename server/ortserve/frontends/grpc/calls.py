@@ -1,0 +1,134 @@
+"""Calls: the seam between what gRPC methods mean and the server that listens for them.
+
+A module of calls is a class with a ``service`` and its ``handlers()``; ``app.py`` makes one of each and gives them all
+to ``GrpcServer``. To add calls, write such a class and add it there: nothing else has to know of it.
+
+    class GreetingCalls:
+        service = SERVICE_NAME
+
+        def __init__(self, greetings: Greetings) -> None:
+            self._greetings = greetings
+
+        def handlers(self) -> Handlers:
+            return {"Greet": answering(self._greet), "GreetSlowly": awaiting(self._greet_slowly)}
+
+        def _greet(self, data: bytes) -> Message:
+            request = parse_message(pb.GreetRequest, data)
+            return pb.GreetResponse(text=self._greetings.of(request.name))
+
+grpc hands over and takes serialized messages, so that parsing and serializing happen within a request's own time. All
+handlers run on the event loop; a caller who leaves, or whose deadline passes, cancels its handler.
+"""
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, NoReturn, Protocol, TypeAlias
+
+import grpc
+from google.protobuf.message import Message
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.status import STATUSES
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME: Final = "inference.GRPCInferenceService"
+"""The service of the Open Inference Protocol, whose calls are spread over several classes."""
+
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
+"""Name of a method, without its service, to what answers it; see the functions below for making one."""
+
+
+INTERNAL_ERROR: Final = ServeError(ErrorKind.INTERNAL, "internal error")
+"""What a caller sees of a fault of ours: grpc would send the text of the exception, whatever is in it."""
+
+
+class Calls(Protocol):
+    """Some or all calls of one service. No two classes answer the same method."""
+
+    @property
+    def service(self) -> str:
+        """Full name of the service, as it stands in a method's path."""
+        ...
+
+    def handlers(self) -> Handlers: ...
+
+
+def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[bytes, bytes]":
+    """A unary call of a function that answers at once, within 1 ms.
+
+    ``answer`` takes the serialized request and raises ServeError for whatever is wrong.
+    """
+
+    async def call(data: bytes, context: Context) -> bytes:
+        try:
+            return answer(data).SerializeToString()
+        except ServeError as error:
+            failure = error
+        except Exception as error:
+            failure = INTERNAL_ERROR
+            logger.error("call failed", exc_info=error)
+        return await abort(context, failure)
+
+    return unary(call)
+
+
+def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
+    """A unary call of a function that waits for something first; otherwise as ``answering``."""
+
+    async def call(data: bytes, context: Context) -> bytes:
+        try:
+            return (await answer(data)).SerializeToString()
+        except ServeError as error:
+            failure = error
+        except Exception as error:
+            failure = INTERNAL_ERROR
+            logger.error("call failed", exc_info=error)
+        return await abort(context, failure)
+
+    return unary(call)
+
+
+def unary(call: Callable[[bytes, Context], Awaitable[bytes]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
+    """A call that sees its context: one message in, one out. It ends a failure with ``abort``."""
+    return grpc.unary_unary_rpc_method_handler(call)
+
+
+def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
+    """A call of any number of messages each way, by ``context.read()`` and ``context.write()``.
+
+    On the wire a unary message is a stream of one, so such a handler can take any call.
+    """
+
+    async def stream(_messages: object, context: Context) -> None:
+        try:
+            await call(context)
+        except grpc.aio.AbortError:
+            raise
+        except ServeError as error:
+            failure = error
+        except Exception as error:
+            failure = INTERNAL_ERROR
+            logger.error("call failed", exc_info=error)
+        else:
+            return
+        await abort(context, failure)
+
+    return grpc.stream_stream_rpc_method_handler(stream)
+
+
+_MAX_DETAILS_BYTES: Final = 2000
+"""Of a status message. It travels percent-encoded, at most thrice as long, among the trailing metadata, which peers
+refuse from 8 KiB on: the caller would see that refusal instead of our error."""
+
+
+async def abort(context: Context, error: ServeError) -> NoReturn:
+    """End a call with the status of an error, and with the time to come back where there is one."""
+    details = error.message.encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
+    metadata: tuple[tuple[str, str], ...] = ()
+    if error.retry_after_s is not None:
+        metadata = (("grpc-retry-pushback-ms", str(math.ceil(error.retry_after_s * 1000))),)
+    await context.abort(STATUSES[error.kind].grpc, details, metadata)
+    raise AssertionError("abort always raises")

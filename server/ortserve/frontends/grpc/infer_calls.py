@@ -1,0 +1,64 @@
+"""ModelInfer: one request, one answer. The hot path of gRPC."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.core.request import InferRequest, InferResponse
+from ortserve.errors import ServeError
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, abort, unary
+from ortserve.service.gate import Hold
+from ortserve.service.inference import Call
+
+T = TypeVar("T")
+
+
+class Inference(Protocol):
+    """What this frontend needs of the inference service."""
+
+    def hold(self, size: int) -> Hold:
+        """Count the bytes of a body while it is held. Raises ServeError: overloaded."""
+        ...
+
+    def receive(self, protocol: str, timeout_ns: int | None = None) -> Call:
+        """Begin a call, now that its message is there."""
+        ...
+
+    async def serve(
+        self, call: Call, decode: Callable[[], InferRequest], encode: Callable[[InferRequest, InferResponse], T]
+    ) -> T:
+        """Answer a call, counting and timing it. Raises ServeError and nothing else."""
+        ...
+
+
+class InferCalls:
+    """Answers unary inference."""
+
+    service = SERVICE_NAME
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    def handlers(self) -> Handlers:
+        return {"ModelInfer": unary(self._model_infer)}
+
+    async def _model_infer(self, data: bytes, context: Context) -> bytes:
+        call = self._inference.receive("grpc", time_left_ns(context))
+        try:
+            with self._inference.hold(len(data)):
+                answer = await self._inference.serve(call, partial(decode_request, data), _encode)
+        except ServeError as error:
+            return await abort(context, error)
+        context.set_trailing_metadata((("server-timing", call.timing.server_timing().decode()),))
+        return answer
+
+
+def time_left_ns(context: Context) -> int | None:
+    """How long the caller waits on, None where it did not say."""
+    left_s: float | None = context.time_remaining()
+    return None if left_s is None else int(left_s * 1e9)
+
+
+def _encode(_request: InferRequest, response: InferResponse) -> bytes:
+    return encode_response(response)

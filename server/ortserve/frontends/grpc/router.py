@@ -1,0 +1,71 @@
+"""From the path of a call to its handler, and a clear answer where there is none."""
+
+from collections.abc import Iterable
+from typing import Final
+
+import grpc
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, abort, streaming
+
+_OF_THE_PROTOCOL: Final = frozenset(
+    {
+        "ServerLive",
+        "ServerReady",
+        "ModelReady",
+        "ServerMetadata",
+        "ModelMetadata",
+        "ModelInfer",
+        "ModelStreamInfer",
+        "ModelConfig",
+        "ModelStatistics",
+        "RepositoryIndex",
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        "SystemSharedMemoryStatus",
+        "SystemSharedMemoryRegister",
+        "SystemSharedMemoryUnregister",
+        "CudaSharedMemoryStatus",
+        "CudaSharedMemoryRegister",
+        "CudaSharedMemoryUnregister",
+        "TraceSetting",
+        "LogSettings",
+    }
+)
+"""Methods of the protocol and its extensions, which clients may ask for whether or not they are served."""
+
+
+class Router(grpc.GenericRpcHandler):
+    """Finds the handler of every call; there is one for each, if only to say what is wrong."""
+
+    def __init__(self, all_calls: Iterable[Calls]) -> None:
+        """Take every handler once.
+
+        Raises:
+            ValueError: Two classes answer the same method.
+        """
+        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
+        for calls in all_calls:
+            for method, handler in calls.handlers().items():
+                path = f"/{calls.service}/{method}"
+                if path in self._handlers:
+                    raise ValueError(f"two handlers for {path}")
+                self._handlers[path] = handler
+
+    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
+        return self._handlers.get(details.method) or _refusing(details.method)
+
+
+def _refusing(path: str) -> "grpc.RpcMethodHandler[bytes, bytes]":
+    service, _, method = path.removeprefix("/").rpartition("/")
+    if service != SERVICE_NAME:
+        text = f"unknown method '{path}': the inference service is '{SERVICE_NAME}'"
+    elif method in _OF_THE_PROTOCOL:
+        text = f"{method} is not supported by this server"
+    else:
+        text = f"unknown method '{method}' of service '{SERVICE_NAME}'"
+
+    async def refuse(context: Context) -> None:
+        await abort(context, ServeError(ErrorKind.UNSUPPORTED, text))
+
+    return streaming(refuse)
