@@ -1,0 +1,83 @@
+"""perf_analyzer, unmodified, runs to its end against a server in every way it has of sending requests."""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import grpc
+import httpx
+import pytest
+
+from perf_analyzer import PerfAnalyzer, UnavailableError, find_perf_analyzer
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
+
+SHORT: Final = (
+    *("--measurement-interval", "200"),  # ms
+    *("--stability-percentage", "999"),  # one measurement is as good as the next
+    *("--max-trials", "3"),
+)
+
+
+@pytest.fixture(scope="module")
+def perf_analyzer() -> PerfAnalyzer:
+    try:
+        return find_perf_analyzer()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """The example models, for callers that may share memory."""
+    with serving("--example", "--allow-client-shm", *SHORT_WARMUP) as server:
+        yield server
+
+
+@pytest.fixture(params=["none", "system"])
+def shared_memory(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return ("--shared-memory", request.param)
+
+
+def require(server: ServerProcess, *calls: str) -> None:
+    """Skip where the server does not have these gRPC calls; perf_analyzer goes no further without their like."""
+    with grpc.insecure_channel(server.grpc) as channel:
+        for name in calls:
+            ask: grpc.StreamStreamMultiCallable[bytes, bytes]
+            ask = channel.stream_stream(f"/inference.GRPCInferenceService/{name}")
+            call = ask(iter([b""]), timeout=LONG_S)
+            if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+                pytest.skip(f"the server has no {name}")
+
+
+def run(perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str, *arguments: str) -> float:
+    """Run with a model; returns the requests a second that it found."""
+    require(server, "ModelConfig", "ModelStatistics")
+    address = server.http if protocol == "http" else server.grpc
+    output = perf_analyzer.run("-i", protocol, "-u", address, *SHORT, *arguments)
+    assert "Failed" not in output, output
+    (found,) = re.findall(r"^Concurrency: \d+, throughput: ([\d.]+) infer/sec", output, re.MULTILINE)
+    return float(found)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("way", ["--sync", "--async"])
+def test_unary_requests_run_to_the_end(
+    perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str, way: str, shared_memory: tuple[str, str]
+) -> None:
+    model = ("-m", "simple", "--concurrency-range", "4")
+    assert run(perf_analyzer, server, protocol, *model, way, *shared_memory) > 0
+    assert regions(server) == []
+
+
+def test_streamed_requests_run_to_the_end(
+    perf_analyzer: PerfAnalyzer, server: ServerProcess, shared_memory: tuple[str, str]
+) -> None:
+    require(server, "ModelStreamInfer")
+    model = ("-m", "simple", "--concurrency-range", "4")
+    assert run(perf_analyzer, server, "grpc", *model, "--async", "--streaming", *shared_memory) > 0
+    assert regions(server) == []
+
+
+def regions(server: ServerProcess) -> object:
+    """What is still registered: perf_analyzer forgets its regions at its end."""
+    return httpx.get(f"http://{server.http}/v2/systemsharedmemory/status", timeout=LONG_S).raise_for_status().json()
