@@ -42,10 +42,9 @@ def require(server: ServerProcess, *calls: str) -> None:
     """Skip where the server does not have these gRPC calls; perf_analyzer goes no further without their like."""
     with grpc.insecure_channel(server.grpc) as channel:
         for name in calls:
-            ask: grpc.StreamStreamMultiCallable[bytes, bytes]
-            ask = channel.stream_stream(f"/inference.GRPCInferenceService/{name}")
-            call = ask(iter([b""]), timeout=LONG_S)
-            if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+            ask = channel.unary_unary(f"/inference.GRPCInferenceService/{name}")
+            if ask.future(b"", timeout=LONG_S).code() is grpc.StatusCode.UNIMPLEMENTED:
                 pytest.skip(f"the server has no {name}")
 
 
