@@ -31,27 +31,43 @@ def generate() -> dict[str, str]:
     Raises:
         RuntimeError: protoc refused a proto, or its output no longer looks as expected here.
     """
-    protos = sorted(PROTOS.glob("inference/*.proto"))
+    protos = sorted(PROTOS.rglob("*.proto"))
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["protoc", f"-I{PROTOS}", f"--python_out={folder}", f"--pyi_out={folder}", *map(str, protos)]
         if protoc.main(arguments) != 0:
             raise RuntimeError("protoc failed")
-        made = sorted(Path(folder, "inference").iterdir())
-        return {path.name: _adapt(path.name, path.read_text()) for path in made}
+        made = sorted(path for path in Path(folder).rglob("*_pb2.py*"))
+        return {
+            _module_name(path.relative_to(folder)): _adapt(path.relative_to(folder), path.read_text()) for path in made
+        }
 
 
-def _adapt(name: str, text: str) -> str:
+def _module_name(path: Path) -> str:
+    """All modules lie side by side: ``inference/x_pb2.py`` as ``x_pb2.py``, others by the folder that names a version.
+
+    ``grpc/health/v1/health_pb2.py`` is ``health_v1_pb2.py``.
+    """
+    if len(path.parts) == 2:
+        return path.name
+    stem, rest = path.name.split("_pb2", 1)
+    return f"{stem}_{path.parent.name}_pb2{rest}"
+
+
+def _adapt(path: Path, text: str) -> str:
     """Move a generated module from protoc's package into ours, and its messages out of the process-wide pool.
 
     protobuf's default pool knows a message name once in a process, so that our messages would shut out those of any
     client library for the same protocol (and they ours). See ``private_pool.py``.
     """
     text = re.sub(r"^from inference import ", f"from {PACKAGE} import ", text, flags=re.MULTILINE)
+    name = _module_name(path)
     if name.endswith(".pyi"):
         return _LOOSE_STUB + text
     if text.count(_DEFAULT_POOL) != 1:
         raise RuntimeError(f"{name}: expected one import of descriptor_pool")
-    return text.replace(_DEFAULT_POOL, _OWN_POOL).replace("'inference.", f"'{PACKAGE}.")
+    return text.replace(_DEFAULT_POOL, _OWN_POOL).replace(
+        f"'{'.'.join(path.with_suffix('').parts)}'", f"'{PACKAGE}.{name.removesuffix('.py')}'"
+    )
 
 
 def stale(generated: dict[str, str]) -> list[str]:

@@ -16,10 +16,15 @@ from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
+from ortserve.frontends.grpc.health_calls import HealthCalls
 from ortserve.frontends.grpc.infer_calls import InferCalls
+from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.metadata_calls import MetadataCalls
+from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
+from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, Lane, lane_fits
@@ -111,7 +116,7 @@ class Server:
         self._options = options
         self._prometheus = prometheus
         self._registry = Registry(repositories, options, metrics, monotonic_ns)
-        shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
+        self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
         self._models = ModelService(
             self._registry,
             server_name=options.server_name,
@@ -123,11 +128,11 @@ class Server:
             metrics,
             monotonic_ns,
             max_inflight_bytes=options.max_inflight_bytes,
-            shared_memory=shared_memory,
+            shared_memory=self._shared_memory,
         )
         rest = RestApp(
             InferRoute(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns),
-            make_control_app(self._models, shared_memory, title=options.server_name, version=__version__),
+            make_control_app(self._models, self._shared_memory, title=options.server_name, version=__version__),
         )
         self._lane = _lane(inference, options)
         self._http = HttpServer(
@@ -137,13 +142,32 @@ class Server:
             port=options.http_port,
             idle_timeout_s=options.idle_timeout_s,
         )
+        streams = Streams(options.grpc_max_streams)
         self._grpc = GrpcServer(
-            (InferCalls(inference), MetadataCalls(self._models), SharedMemoryCalls(shared_memory)),
+            self._calls(inference, streams),
+            streams,
+            options,
             host=options.host,
             port=options.grpc_port,
             max_body_bytes=options.max_body_bytes,
         )
         self._metrics: MetricsServer | None = None
+
+    def _calls(self, inference: InferenceService, streams: Streams) -> list[Calls]:
+        """Everything that is answered over gRPC."""
+        options = self._options
+        calls: list[Calls] = [
+            InferCalls(inference),
+            InferStreamCalls(
+                inference, streams, max_requests=options.grpc_stream_requests, max_bytes=options.grpc_stream_bytes
+            ),
+            MetadataCalls(self._models),
+            SharedMemoryCalls(self._shared_memory),
+        ]
+        services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
+        calls.append(HealthCalls(self._models, streams, services))
+        calls.extend(ReflectionCalls(service, streams, services) for service in REFLECTION_SERVICES)
+        return calls
 
     async def start(self) -> None:
         """Listen on all ports. Health answers from now on, models as they are loaded.

@@ -98,6 +98,7 @@ class FakeModelService:
     """Knows the model ``double`` in version 1."""
 
     ready: bool = True
+    news: asyncio.Event = field(default_factory=asyncio.Event)
     fault: Exception | None = None
 
     def is_live(self) -> bool:
@@ -105,6 +106,15 @@ class FakeModelService:
 
     def is_ready(self) -> bool:
         return self.ready
+
+    def readiness_news(self) -> asyncio.Event:
+        return self.news
+
+    def turn(self, *, ready: bool) -> None:
+        """Become ready or not, and tell who watches."""
+        self.ready = ready
+        self.news.set()
+        self.news = asyncio.Event()
 
     def is_model_ready(self, name: str, version: str) -> bool:
         return name == "double" and version in ("", "1")

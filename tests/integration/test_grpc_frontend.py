@@ -12,11 +12,12 @@ import tritonclient.grpc as triton
 
 from fakes.service import FakeInferenceService, FakeModelService
 from ortserve._pb import grpc_service_pb2 as pb
+from ortserve.config.grpc import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import Calls
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.metadata_calls import MetadataCalls
 from ortserve.frontends.grpc.server import GrpcServer
+from ortserve.frontends.grpc.streams import Streams
 
 MAX_BODY_BYTES = 100_000
 LONG_S = 60.0  # a wait that only a failing test sees the end of
@@ -32,13 +33,16 @@ def models() -> FakeModelService:
     return FakeModelService()
 
 
-def calls_of(inference: FakeInferenceService, models: FakeModelService) -> tuple[Calls, ...]:
-    return InferCalls(inference), MetadataCalls(models)
+def grpc_server(
+    inference: FakeInferenceService, models: FakeModelService, *, host: str, port: int, max_body_bytes: int
+) -> GrpcServer:
+    calls = (InferCalls(inference), MetadataCalls(models))
+    return GrpcServer(calls, Streams(1), GrpcOptions(), host=host, port=port, max_body_bytes=max_body_bytes)
 
 
 @pytest.fixture
 async def server(inference: FakeInferenceService, models: FakeModelService) -> AsyncIterator[GrpcServer]:
-    server = GrpcServer(calls_of(inference, models), host="127.0.0.1", port=0, max_body_bytes=MAX_BODY_BYTES)
+    server = grpc_server(inference, models, host="127.0.0.1", port=0, max_body_bytes=MAX_BODY_BYTES)
     yield server
     await server.stop(0)
 
@@ -328,7 +332,7 @@ async def test_port_in_use_is_an_error_that_names_it(
     inference: FakeInferenceService, models: FakeModelService, address: str
 ) -> None:
     port = int(address.split(":")[1])
-    second = GrpcServer(calls_of(inference, models), host="127.0.0.1", port=port, max_body_bytes=1)
+    second = grpc_server(inference, models, host="127.0.0.1", port=port, max_body_bytes=1)
     with pytest.raises(ServeError, match=f"grpc_port: cannot listen on 127.0.0.1:{port}: .*in use"):
         await second.start()
     await second.stop(0)
@@ -339,7 +343,7 @@ async def test_ipv6_address_is_served(inference: FakeInferenceService, models: F
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
-    server = GrpcServer(calls_of(inference, models), host="::1", port=0, max_body_bytes=1000)
+    server = grpc_server(inference, models, host="::1", port=0, max_body_bytes=1000)
     port = await server.start()
     async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
         answer = await call(channel, "ServerLive", b"")

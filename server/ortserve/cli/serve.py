@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from ortserve.cli.environment import installed_runtimes, runtime_problem
 from ortserve.config.expectation import describe_default, describe_unit, describe_values
+from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions
 from ortserve.config.options import OptionsError, ServerOptions, flag_name, read_options, split_list
 
@@ -57,10 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of options. [environment: ORTSERVE_CONFIG]"
     )
+    grpc = parser.add_argument_group("gRPC")
     models = parser.add_argument_group("every model, where its model.yaml does not say otherwise")
     for name, field in ServerOptions.model_fields.items():
         if name != "repositories":
-            _add_flag(models if name in LoadOptions.model_fields else server, name, field)
+            group = models if name in LoadOptions.model_fields else grpc if name in GrpcOptions.model_fields else server
+            _add_flag(group, name, field)
     return parser
 
 

@@ -57,6 +57,17 @@ def decode_request(data: bytes) -> InferRequest:
     )
 
 
+def read_names(data: bytes) -> ModelInferRequest:
+    """Read what can be read of a serialized ``ModelInferRequest`` but its raw contents, to name it in an error.
+
+    Never fails; bytes that are no such message have no names.
+    """
+    try:
+        return parse_message(ModelInferRequest, data[: _raw_contents_start(data)])
+    except ServeError:
+        return ModelInferRequest()
+
+
 def encode_response(response: InferResponse) -> bytes:
     """Serialize a ``ModelInferResponse``: one entry of raw contents for each output, typed contents never.
 
@@ -74,7 +85,7 @@ def encode_response(response: InferResponse) -> bytes:
         entry.shape.extend(tensor.array.shape)
         # Clients look for one entry of raw contents an output, also where it says nothing.
         content = b"" if tensor.name in placed else encode_binary_tensor(tensor.array, tensor.datatype)
-        pieces.append(_RAW_OUTPUT_TAG + _varint(len(content)))
+        pieces.append(_RAW_OUTPUT_TAG + varint(len(content)))
         pieces.append(content)
     pieces[0] = head.SerializeToString()
     size = sum(map(len, pieces))
@@ -167,7 +178,8 @@ def _long_size(data: bytes, position: int) -> tuple[int, int]:
     raise IndexError
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """Spell a length, or any number that is not negative, as the wire format does."""
     encoded = bytearray()
     while value > 127:
         encoded.append(value & 127 | 128)

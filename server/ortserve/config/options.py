@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from ortserve.config.expectation import describe_problems
+from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, read_yaml
 
 ENV_PREFIX: Final = "ORTSERVE_"
@@ -27,7 +28,7 @@ CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
 """Names the file of options where ``--config`` does not."""
 
 
-class ServerOptions(LoadOptions):
+class ServerOptions(GrpcOptions, LoadOptions):
     """Everything that can be set for the server. Times are seconds, sizes bytes."""
 
     repositories: tuple[Path, ...] = ()

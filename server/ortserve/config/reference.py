@@ -7,6 +7,7 @@ from typing import Final
 from pydantic.fields import FieldInfo
 
 from ortserve.config.expectation import describe_default, describe_unit, describe_values
+from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import ServerOptions, flag_name, variable_name
 
@@ -40,8 +41,11 @@ the default; `null` unsets. An unknown key or a value out of bounds fails the lo
 
 def render() -> str:
     """The page as it should be."""
-    # The server's own first, then the defaults of models, which the declaration inherits and so has first.
-    options = sorted(ServerOptions.model_fields.items(), key=lambda item: item[0] in LoadOptions.model_fields)
+    # The server's own first, then what it inherits and so has first: the gRPC port's, then the defaults of models.
+    options = sorted(
+        ServerOptions.model_fields.items(),
+        key=lambda item: (item[0] in LoadOptions.model_fields, item[0] in GrpcOptions.model_fields),
+    )
     return "\n".join(
         [
             _INTRODUCTION,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -50,6 +50,8 @@ class Registry:
         self._records: dict[str, dict[int, VersionRecord]] = {}
         self._serving: dict[tuple[str, str], ServedModel] = {}
         self._is_loaded = False
+        self.on_change: Callable[[], None] = _ignore
+        """Called after the state of a version has changed, and when initial loading is over."""
         loop = asyncio.get_running_loop()
         self._inline = InlineBudget(loop)
         self._device = Device(cpu_budget(), loop)
@@ -74,6 +76,7 @@ class Registry:
         finally:
             executor.shutdown(wait=False, cancel_futures=True)  # waiting would stop the loop
         self._is_loaded = True
+        self.on_change()
 
     def find(self, name: str, version: str) -> ServedModel:
         """The version that answers: the one named, or the highest that is ready.
@@ -250,6 +253,11 @@ class Registry:
 
     def _show(self, record: VersionRecord) -> None:
         self._metrics.model(record.model, str(record.version)).set_state(record.state.name.lower())
+        self.on_change()
+
+
+def _ignore() -> None:
+    pass
 
 
 def _describe(record: VersionRecord) -> str:

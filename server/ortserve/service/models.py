@@ -1,5 +1,6 @@
 """What there is to know about the server and its models: health and metadata."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -51,6 +52,8 @@ class ModelService:
         self._server_name = server_name
         self._strict_readiness = strict_readiness
         self._is_exiting = False
+        self._news = asyncio.Event()
+        registry.on_change = self._tell_news
 
     @property
     def is_exiting(self) -> bool:
@@ -60,6 +63,15 @@ class ModelService:
     def begin_exit(self) -> None:
         """Turn readiness off for good."""
         self._is_exiting = True
+        self._tell_news()
+
+    def readiness_news(self) -> asyncio.Event:
+        """An event that is set when readiness may have changed since this call."""
+        return self._news
+
+    def _tell_news(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     def is_live(self) -> bool:
         return not self._is_exiting

@@ -20,6 +20,7 @@ grpc hands over and takes serialized messages, so that parsing and serializing h
 handlers run on the event loop; a caller who leaves, or whose deadline passes, cancels its handler.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,7 +29,7 @@ from typing import Final, NoReturn, Protocol, TypeAlias
 import grpc
 from google.protobuf.message import Message
 
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.status import STATUSES
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def unary(call: Callable[[bytes, Context], Awaitable[bytes]]) -> "grpc.RpcMethod
 
 
 def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A call of any number of messages each way, by ``context.read()`` and ``context.write()``.
+    """A call of any number of messages each way, by ``read`` and ``write``.
 
     On the wire a unary message is a stream of one, so such a handler can take any call.
     """
@@ -117,6 +118,36 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
         await abort(context, failure)
 
     return grpc.stream_stream_rpc_method_handler(stream)
+
+
+async def read(context: Context) -> bytes | None:
+    """The next message of a stream, None when the caller has sent all."""
+    data: object = await context.read()  # declared as bytes alone
+    return data if isinstance(data, bytes) else None
+
+
+async def write(context: Context, data: bytes) -> None:
+    """Send a message of a stream; returns when the transport has room for more.
+
+    Raises:
+        asyncio.CancelledError: The caller has left; grpc fails to send before it cancels the call.
+    """
+    try:
+        await context.write(data)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
+
+
+async def read_one(context: Context) -> bytes:
+    """The message of a call that takes one.
+
+    Raises:
+        ServeError: invalid_input, when the caller sent none.
+    """
+    data = await read(context)
+    if data is None:
+        raise invalid_input("the call takes one message, got none")
+    return data
 
 
 _MAX_DETAILS_BYTES: Final = 2000

@@ -5,25 +5,40 @@ from collections.abc import Iterable
 
 import grpc
 
-from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
+from ortserve.config.grpc import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import Calls
+from ortserve.frontends.grpc.channel import COMPRESSIONS, channel_arguments
 from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.grpc.streams import Streams
 
 
 class GrpcServer:
     """Serves one address from ``start`` to ``stop``, both on the event loop that runs the calls."""
 
-    def __init__(self, calls: Iterable[Calls], *, host: str, port: int, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        calls: Iterable[Calls],
+        streams: Streams,
+        options: GrpcOptions,
+        *,
+        host: str,
+        port: int,
+        max_body_bytes: int,
+    ) -> None:
         """Open nothing yet.
 
         Args:
             calls: What is served, each method by one of them.
+            streams: Those of ``calls``, which end when the server stops.
+            options: Of connections and answers.
             host: Name or address to bind; an IPv6 address without brackets.
             port: 0 lets the system choose.
             max_body_bytes: Of a request message; grpc answers a larger one with RESOURCE_EXHAUSTED before it is read.
         """
         self._router = Router(calls)
+        self._streams = streams
+        self._options = options
         self._host = host
         self._port = port
         self._max_body_bytes = max_body_bytes
@@ -39,12 +54,8 @@ class GrpcServer:
             ServeError: conflict, naming the option, when the address cannot be listened on.
         """
         server = grpc.aio.server(
-            options=(
-                ("grpc.max_receive_message_length", self._max_body_bytes),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                # Two servers that share a port by accident would each get some of the connections.
-                ("grpc.so_reuseport", 0),
-            )
+            options=channel_arguments(self._options, max_body_bytes=self._max_body_bytes),
+            compression=COMPRESSIONS[self._options.grpc_response_compression],
         )
         server.add_generic_rpc_handlers((self._router,))
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -61,13 +72,14 @@ class GrpcServer:
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new calls (clients are told by GOAWAY) and finish the running ones.
+        """Take no new calls (clients are told by GOAWAY) and finish the running ones; streams read nothing more.
 
         Returns when all have ended; those that run longer than ``grace_s`` are cancelled. Does nothing when not
         started or stopped already.
         """
         server, self._server = self._server, None
         if server is not None:
+            self._streams.begin_drain()
             await server.stop(grace_s)
 
 

@@ -1,0 +1,123 @@
+"""ModelStreamInfer: many requests on one stream, run together, answered in their order.
+
+The order is the protocol's (answers of models with one answer a request come in the order of the requests of their
+stream), whatever the batcher makes of them. The next request is read without waiting for an answer, so that requests of
+one stream ride in one batch, until the stream is full: then the transport holds the client back.
+"""
+
+import asyncio
+from collections import deque
+from functools import partial
+
+from ortserve.codecs.grpc_infer import decode_request
+from ortserve.codecs.grpc_stream import encode_stream_answer, encode_stream_error
+from ortserve.core.request import InferRequest, InferResponse
+from ortserve.errors import ServeError
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, read, streaming, write
+from ortserve.frontends.grpc.infer_calls import Inference, time_left_ns
+from ortserve.frontends.grpc.stream_room import StreamRoom
+from ortserve.frontends.grpc.streams import Streams, stopping
+
+
+class InferStreamCalls:
+    """Answers streamed inference."""
+
+    service = SERVICE_NAME
+
+    def __init__(self, inference: Inference, streams: Streams, *, max_requests: int, max_bytes: int) -> None:
+        """Take where requests go and what one stream may hold.
+
+        Args:
+            inference: Answers each request.
+            streams: Where open streams are counted.
+            max_requests: Of one stream that are unanswered at one time.
+            max_bytes: Of one stream's unanswered requests and unsent answers, from which on nothing more is read.
+        """
+        self._inference = inference
+        self._streams = streams
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+
+    def handlers(self) -> Handlers:
+        return {"ModelStreamInfer": streaming(self._model_stream_infer)}
+
+    async def _model_stream_infer(self, context: Context) -> None:
+        with self._streams.open():
+            room = StreamRoom(self._max_requests, self._max_bytes)
+            await InferStream(self._inference, self._streams, context, room).serve()
+
+
+class InferStream:
+    """One stream. What it leaves unanswered when its caller leaves, or its deadline passes, is cancelled."""
+
+    def __init__(self, inference: Inference, streams: Streams, context: Context, room: StreamRoom) -> None:
+        self._inference = inference
+        self._streams = streams
+        self._context = context
+        self._room = room
+        self._ends_at_error = _asks_for_status(context)
+        self._under_way: deque[asyncio.Task[bytes | ServeError]] = deque()
+        self._has_news = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Answer until the caller has sent all and has all answers, or the server drains and what was read is answered.
+
+        Raises:
+            ServeError: not_ready after a drain that left the caller unasked; the first error of a request, where the
+                caller wants the stream to end by it.
+        """
+        reading = asyncio.create_task(self._streams.until_drain(self._read()))
+        reading.add_done_callback(lambda _: self._has_news.set())
+        try:
+            while True:
+                if self._under_way:
+                    answer = await self._under_way[0]
+                    if isinstance(answer, ServeError):
+                        raise answer
+                    await write(self._context, answer)
+                    self._under_way.popleft()
+                    self._room.leave(len(answer))
+                elif reading.done():
+                    break
+                else:
+                    self._has_news.clear()
+                    await self._has_news.wait()
+            if not reading.result():
+                raise stopping()
+        finally:
+            reading.cancel()
+            for task in self._under_way:
+                task.cancel()
+
+    async def _read(self) -> None:
+        """Begin to answer each request that comes, until the caller has sent all."""
+        while True:
+            await self._room.wait()
+            data = await read(self._context)
+            if data is None:
+                return
+            self._room.enter(len(data))
+            self._under_way.append(asyncio.create_task(self._answer(data)))
+            self._has_news.set()
+
+    async def _answer(self, data: bytes) -> bytes | ServeError:
+        call = self._inference.receive("grpc", time_left_ns(self._context))
+        try:
+            with self._inference.hold(len(data)):
+                answer = await self._inference.serve(call, partial(decode_request, data), _encode)
+        except ServeError as error:
+            if self._ends_at_error:
+                return error
+            answer = encode_stream_error(data, error.message)
+        self._room.exchange(len(data), len(answer))
+        return answer
+
+
+def _encode(_request: InferRequest, response: InferResponse) -> bytes:
+    return encode_stream_answer(response)
+
+
+def _asks_for_status(context: Context) -> bool:
+    """Whether the caller wants the first error as the status of the stream, rather than among the answers."""
+    metadata = context.invocation_metadata() or ()
+    return any(key == "triton_grpc_error" and value == "true" for key, value in metadata)

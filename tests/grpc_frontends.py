@@ -1,0 +1,121 @@
+"""The gRPC frontend in the test's own process, on services that are fakes, and channels that send bytes as they are."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeAlias
+
+import grpc
+import numpy as np
+
+from fakes.service import FakeInferenceService, FakeModelService
+from ortserve._pb import grpc_service_pb2 as pb
+from ortserve.config.grpc import GrpcOptions
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
+from ortserve.frontends.grpc.health_calls import HealthCalls
+from ortserve.frontends.grpc.infer_calls import InferCalls
+from ortserve.frontends.grpc.infer_stream import InferStreamCalls
+from ortserve.frontends.grpc.metadata_calls import MetadataCalls
+from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
+from ortserve.frontends.grpc.server import GrpcServer
+from ortserve.frontends.grpc.streams import Streams
+
+MAX_BODY_BYTES: Final = 100_000
+LONG_S: Final = 60.0
+"""A wait that only a failing test sees the end of."""
+
+Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
+
+
+class Frontend:
+    """All calls on fakes, on a port of their own.
+
+    ``streams`` are those that are open, ``address`` is where it listens.
+    """
+
+    def __init__(
+        self,
+        inference: FakeInferenceService,
+        models: FakeModelService,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        **options: Any,
+    ) -> None:
+        chosen = GrpcOptions(**options)
+        self.streams = Streams(chosen.grpc_max_streams)
+        services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
+        calls: list[Calls] = [
+            InferCalls(inference),
+            InferStreamCalls(
+                inference, self.streams, max_requests=chosen.grpc_stream_requests, max_bytes=chosen.grpc_stream_bytes
+            ),
+            MetadataCalls(models),
+            HealthCalls(models, self.streams, services),
+            *(ReflectionCalls(service, self.streams, services) for service in REFLECTION_SERVICES),
+        ]
+        self.server = GrpcServer(calls, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes)
+        self.address = ""
+
+    async def start(self) -> None:
+        self.address = f"127.0.0.1:{await self.server.start()}"
+
+
+@asynccontextmanager
+async def frontend(
+    inference: FakeInferenceService, models: FakeModelService, **options: Any
+) -> AsyncIterator[tuple[Frontend, grpc.aio.Channel]]:
+    """A frontend that listens, and a channel to it; ``options`` as ``Frontend`` takes them."""
+    front = Frontend(inference, models, **options)
+    await front.start()
+    try:
+        async with grpc.aio.insecure_channel(
+            front.address, options=(("grpc.use_local_subchannel_pool", 1),)
+        ) as channel:
+            yield front, channel
+    finally:
+        await front.server.stop(0)
+
+
+def open_stream(
+    channel: grpc.aio.Channel,
+    path: str = f"/{SERVICE_NAME}/ModelStreamInfer",
+    *,
+    timeout_s: float | None = LONG_S,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> Stream:
+    """Open a stream of bytes each way."""
+    call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
+    return call(timeout=timeout_s, metadata=metadata)
+
+
+async def wait_until(claim: Callable[[], bool]) -> None:
+    """Let the loop turn until something is so."""
+    async with asyncio.timeout(LONG_S):
+        while not claim():  # noqa: ASYNC110  # the server has no event for every number
+            await asyncio.sleep(0)
+
+
+async def read(stream: Stream) -> bytes | None:
+    """The next message, None at the end of the stream, whatever its status."""
+    try:
+        data: object = await stream.read()
+    except grpc.aio.AioRpcError:
+        return None
+    return data if isinstance(data, bytes) else None
+
+
+async def read_answer(stream: Stream) -> pb.ModelStreamInferResponse:
+    """The next answer of an inference stream; fails where there is none."""
+    data = await read(stream)
+    assert data is not None, "the stream has ended"
+    return pb.ModelStreamInferResponse.FromString(data)
+
+
+def infer_request(model: str = "double", request_id: str = "", size: int = 2) -> bytes:
+    """A request whose input counts from 1 to ``size``."""
+    message = pb.ModelInferRequest(model_name=model, id=request_id)
+    message.raw_input_contents.append(np.arange(1, size + 1, dtype=np.float32).tobytes())
+    message.inputs.add(name="IN0", datatype="FP32", shape=[1, size])
+    return message.SerializeToString()

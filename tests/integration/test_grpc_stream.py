@@ -1,0 +1,281 @@
+"""ModelStreamInfer on a real socket, called by raw channels: order, errors, room, endings."""
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+
+from fakes.service import FakeInferenceService, FakeModelService
+from grpc_frontends import LONG_S, Frontend, frontend, infer_request, open_stream, read, read_answer, wait_until
+from ortserve._pb import grpc_service_pb2 as pb
+from ortserve.errors import ErrorKind, ServeError
+
+
+@pytest.fixture
+def inference() -> FakeInferenceService:
+    return FakeInferenceService()
+
+
+@pytest.fixture
+def models() -> FakeModelService:
+    return FakeModelService()
+
+
+def is_final(answer: pb.ModelStreamInferResponse) -> bool:
+    return answer.infer_response.parameters["triton_final_response"].bool_param
+
+
+async def test_requests_are_answered_in_their_order_although_a_later_one_is_done_first(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models) as (_, channel):
+        stream = open_stream(channel)
+        await stream.write(infer_request("held", "first"))
+        await asyncio.wait_for(inference.held.wait(), LONG_S)
+        await stream.write(infer_request("double", "second"))
+        await stream.done_writing()
+        await wait_until(lambda: len(inference.received) == 2)  # the second runs beside the first
+        inference.release.set()
+        answers = [await read_answer(stream), await read_answer(stream)]
+        assert await read(stream) is None
+        assert await stream.code() is grpc.StatusCode.OK
+    assert [answer.infer_response.id for answer in answers] == ["first", "second"]
+    for answer in answers:
+        assert answer.error_message == ""
+        assert is_final(answer)
+        assert np.frombuffer(answer.infer_response.raw_output_contents[0], np.float32).tolist() == [2, 4]
+
+
+async def test_error_of_a_request_is_told_under_its_names_and_the_stream_goes_on(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=1)
+    async with frontend(inference, models) as (_, channel):
+        stream = open_stream(channel)
+        for data in (infer_request("busy", "1"), b"\xff", infer_request("nobody", "3"), infer_request("double", "4")):
+            await stream.write(data)
+        await stream.done_writing()
+        answers = [await read_answer(stream) for _ in range(4)]
+        assert await read(stream) is None
+        assert await stream.code() is grpc.StatusCode.OK
+    assert [answer.error_message for answer in answers] == [
+        "queue is full",
+        "the request is not a valid message of type inference.ModelInferRequest",
+        "Request for unknown model: 'nobody' is not found",
+        "",
+    ]
+    assert [answer.infer_response.id for answer in answers] == ["1", "", "3", "4"]
+    assert [answer.infer_response.model_name for answer in answers] == ["busy", "", "nobody", "double"]
+    assert all(map(is_final, answers))
+    assert [len(answer.infer_response.outputs) for answer in answers] == [0, 0, 0, 1]
+
+
+async def test_caller_who_wants_it_gets_the_first_error_as_the_status_of_the_stream(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=2)
+    async with frontend(inference, models) as (_, channel):
+        stream = open_stream(channel, metadata=(("triton_grpc_error", "true"),))
+        for model in ("held", "busy", "nobody"):
+            await stream.write(infer_request(model))
+        await wait_until(lambda: len(inference.received) == 3)
+        inference.release.set()
+        assert (await read_answer(stream)).error_message == ""
+        assert await read(stream) is None
+        assert (await stream.code(), await stream.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full")
+        assert dict(await stream.trailing_metadata())["grpc-retry-pushback-ms"] == "2000"
+
+
+async def test_empty_final_response_is_accepted_and_there_is_none_to_send(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    message = pb.ModelInferRequest.FromString(infer_request())
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    async with frontend(inference, models) as (_, channel):
+        stream = open_stream(channel)
+        await stream.write(message.SerializeToString())
+        await stream.done_writing()
+        answer = await read_answer(stream)
+        assert await read(stream) is None
+    assert len(answer.infer_response.outputs) == 1
+    assert is_final(answer)
+
+
+async def test_stream_without_requests_ends_well(inference: FakeInferenceService, models: FakeModelService) -> None:
+    async with frontend(inference, models) as (_, channel):
+        stream = open_stream(channel)
+        await stream.done_writing()
+        assert await read(stream) is None
+        assert await stream.code() is grpc.StatusCode.OK
+
+
+async def test_leaving_cancels_what_is_unanswered(inference: FakeInferenceService, models: FakeModelService) -> None:
+    async with frontend(inference, models) as (front, channel):
+        stream = open_stream(channel)
+        await stream.write(infer_request("held"))
+        await asyncio.wait_for(inference.held.wait(), LONG_S)
+        stream.cancel()
+        await asyncio.wait_for(inference.cancelled.wait(), LONG_S)
+        await until_all_have_ended(front)
+    assert inference.gate.held_bytes == 0
+
+
+async def test_deadline_of_the_stream_is_that_of_its_requests_and_cancels_them(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models) as (front, channel):
+        stream = open_stream(channel, timeout_s=0.3)
+        await stream.write(infer_request("held"))
+        assert await read(stream) is None
+        assert await stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await asyncio.wait_for(inference.cancelled.wait(), LONG_S)
+        await until_all_have_ended(front)
+        timeout_ns = inference.received[0].timeout_ns
+        assert timeout_ns is not None
+        assert 0 < timeout_ns <= 0.31e9
+        unhurried = open_stream(channel, timeout_s=None)
+        await unhurried.write(infer_request())
+        await read_answer(unhurried)
+        assert inference.received[1].timeout_ns is None
+
+
+async def test_no_more_requests_are_read_than_a_stream_may_have_unanswered(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models, grpc_stream_requests=3) as (_, channel):
+        stream = open_stream(channel)
+        for number in range(10):
+            await stream.write(infer_request("held", str(number)))
+        await stream.done_writing()
+        await wait_until(lambda: len(inference.received) == 3)
+        # Another call goes all the way there and back, and none of the waiting requests was taken meanwhile.
+        other = open_stream(channel)
+        await other.write(infer_request("double"))
+        await read_answer(other)
+        assert len(inference.received) == 4
+        inference.release.set()
+        assert [(await read_answer(stream)).infer_response.id for _ in range(10)] == [str(n) for n in range(10)]
+        assert await read(stream) is None
+
+
+async def test_client_that_sends_without_reading_is_held_back(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    size = 20_000
+    async with frontend(inference, models, grpc_stream_bytes=200_000) as (front, channel):
+        stream = open_stream(channel)
+
+        async def send() -> None:
+            for _ in range(2000):
+                await stream.write(infer_request(size=size))  # 80 kB each way
+
+        sending = asyncio.create_task(send())
+        probe = open_stream(channel)
+        taken = -1
+        while taken < len(inference.received):  # until nothing moves any more while twenty others are answered
+            taken = len(inference.received) + 20
+            for _ in range(20):
+                await probe.write(infer_request())
+                await read_answer(probe)
+        assert not sending.done()
+        # grpc's own windows hold some megabytes; without a bound all 160 MB would be here.
+        assert len(inference.received) * size * 4 < 40_000_000
+        stream.cancel()
+        probe.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await until_all_have_ended(front)
+
+
+async def test_full_body_gate_refuses_a_request_and_not_the_stream(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    inference.gate.max_bytes = len(infer_request("held"))
+    async with frontend(inference, models) as (_, channel):
+        stream = open_stream(channel)
+        await stream.write(infer_request("held"))
+        await stream.write(infer_request("double"))
+        await stream.done_writing()
+        await wait_until(lambda: len(inference.received) == 2)
+        inference.release.set()
+        answers = [await read_answer(stream), await read_answer(stream)]
+    assert answers[0].error_message == ""
+    assert "max_inflight_bytes" in answers[1].error_message
+    assert inference.gate.held_bytes == 0
+
+
+async def test_streams_beyond_those_that_may_be_open_are_refused(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models, grpc_max_streams=1) as (front, channel):
+        first = open_stream(channel)
+        await first.write(infer_request())
+        await read_answer(first)
+        second = open_stream(channel)
+        assert await read(second) is None
+        assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "grpc_max_streams" in await second.details()
+        await first.done_writing()
+        assert await read(first) is None
+        await until_all_have_ended(front)
+        third = open_stream(channel)
+        await third.write(infer_request())
+        await read_answer(third)
+
+
+async def test_drain_answers_what_was_read_and_ends_the_stream_so_that_its_caller_goes_elsewhere(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models) as (front, channel):
+        idle = open_stream(channel)
+        await idle.write(infer_request())
+        await read_answer(idle)
+        busy = open_stream(channel)
+        await busy.write(infer_request("held"))
+        await asyncio.wait_for(inference.held.wait(), LONG_S)
+        stopping = asyncio.create_task(front.server.stop(LONG_S))
+        assert await read(idle) is None
+        assert await idle.code() is grpc.StatusCode.UNAVAILABLE
+        assert "the server is stopping" in await idle.details()
+        assert not stopping.done()
+        inference.release.set()
+        assert (await read_answer(busy)).error_message == ""
+        assert await read(busy) is None
+        assert await busy.code() is grpc.StatusCode.UNAVAILABLE
+        await asyncio.wait_for(stopping, LONG_S)
+
+
+async def test_drain_ends_a_stream_well_whose_caller_had_sent_all(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models) as (front, channel):
+        stream = open_stream(channel)
+        await stream.write(infer_request("held"))
+        await stream.done_writing()
+        await asyncio.wait_for(inference.held.wait(), LONG_S)
+        probe = open_stream(channel)  # when this one was answered, the end of the first had been read, too
+        await probe.write(infer_request())
+        await read_answer(probe)
+        stopping = asyncio.create_task(front.server.stop(LONG_S))
+        assert await read(probe) is None
+        inference.release.set()
+        assert (await read_answer(stream)).error_message == ""
+        assert await read(stream) is None
+        assert await stream.code() is grpc.StatusCode.OK
+        await asyncio.wait_for(stopping, LONG_S)
+
+
+async def test_request_over_the_body_limit_ends_the_stream_with_grpcs_own_status(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models, max_body_bytes=1000) as (front, channel):
+        stream = open_stream(channel)
+        await stream.write(infer_request(size=1000))
+        assert await read(stream) is None
+        assert await stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await until_all_have_ended(front)
+
+
+async def until_all_have_ended(front: Frontend) -> None:
+    await wait_until(lambda: front.streams.open_count == 0)
