@@ -1,5 +1,6 @@
 """A caller's shared memory object, whatever its owner does to it meanwhile."""
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -78,6 +79,29 @@ def test_shortened_object_is_an_error_and_is_not_made_longer(owned: Path) -> Non
         opened.write(8, b"abc")
     assert owned.read_bytes() == CONTENT[:10]
     assert opened.read(0, 10) == CONTENT[:10]
+    opened.close()
+
+
+def test_system_that_copies_less_than_asked_is_asked_again(owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, pwrite = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda file, parts, offset: preadv(file, [parts[0][:7]], offset))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:7], offset))
+    opened = SharedObject("r", owned.name, 0, 64)
+    assert opened.read(1, 50) == CONTENT[1:51]
+    opened.write(1, b"x" * 50)
+    assert owned.read_bytes() == CONTENT[:1] + b"x" * 50 + CONTENT[51:]
+    opened.close()
+
+
+def test_memory_that_the_system_does_not_have_is_an_error(owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", no_space)
+    opened = SharedObject("r", owned.name, 0, 64)
+    with pytest.raises(ServeError, match="cannot write to shared memory region 'r': No space left on device") as caught:
+        opened.write(0, b"x")
+    assert caught.value.kind is ErrorKind.INTERNAL
     opened.close()
 
 
