@@ -1,7 +1,6 @@
 """perf_analyzer, the load generator of Triton's users: where it comes from and how it is run.
 
-It comes in a wheel of an older tritonclient than the tests use, so it is installed apart, into the user's cache, by the
-first test that wants it.
+It comes in a wheel of an older tritonclient than the tests use.
 """
 
 import ctypes
@@ -15,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from apart import CACHE, UnavailableError, installed_apart, keep, run_tool
+
 VERSION: Final = "2.51.0"
 """The last whose binary runs on glibc 2.34; later ones want 2.38."""
 
-_PACKAGES: Final = (f"tritonclient=={VERSION}", "nvidia-cuda-runtime-cu12==12.9.79")  # it is linked to libcudart.so.12
-_INSTALL_S: Final = 90
+_WHEELS: Final = (
+    *("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1"),
+    *(f"tritonclient=={VERSION}", "nvidia-cuda-runtime-cu12==12.9.79"),  # it is linked to libcudart.so.12
+)
 _RUN_S: Final = 60
 _LIBB64: Final = "libb64.so.0d"
 _NO_LIBB64: Final = "\n".join(
@@ -33,15 +36,12 @@ _NO_LIBB64: Final = "\n".join(
 for CUDA handles over HTTP and encoded input files only, which no test has."""
 
 
-class UnavailableError(Exception):
-    """perf_analyzer cannot be had on this machine; the text says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class PerfAnalyzer:
-    """An installed perf_analyzer."""
+    """An installed perf_analyzer and the folders of what it is linked to."""
 
-    folder: Path
+    program: Path
+    libraries: tuple[Path, ...]
 
     def run(self, *arguments: str) -> str:
         """Run to the end, which must be a good one, and return all it wrote."""
@@ -53,71 +53,56 @@ class PerfAnalyzer:
         """Raises UnavailableError, where the binary does not start."""
         ran = self._start("--version")
         if ran.returncode != 0:
-            raise UnavailableError(f"perf_analyzer {VERSION} does not start here: {ran.stdout.strip()}")
+            raise UnavailableError(f"it does not start: {ran.stdout.strip()}")
 
     def _start(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        libraries = f"{self.folder / 'lib'}:{self.folder / 'nvidia' / 'cuda_runtime' / 'lib'}"
         return subprocess.run(
-            [self.folder / "bin" / "perf_analyzer", *arguments],
+            [self.program, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=_RUN_S,
-            env=dict(os.environ) | {"LD_LIBRARY_PATH": libraries},
+            env=dict(os.environ) | {"LD_LIBRARY_PATH": ":".join(map(str, self.libraries))},
         )
 
 
 def find_perf_analyzer() -> PerfAnalyzer:
-    """The one in the cache, which is put there first where there is none.
+    """The one that is kept apart, which is put there first where there is none.
 
     Raises:
         UnavailableError: This is no machine that it runs on, or it could not be installed.
     """
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise UnavailableError(f"perf_analyzer {VERSION} is made for Linux on x86_64 only")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ortserve-tests"
-    installed = PerfAnalyzer(cache / f"perf_analyzer-{VERSION}")
-    if not installed.folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as made:
-            _install(Path(made) / "whole")
-            try:
-                (Path(made) / "whole").rename(installed.folder)
-            except OSError:  # another test run was faster
-                if not installed.folder.exists():
-                    raise
-    installed.require_start()
-    return installed
+        raise UnavailableError("it is made for Linux on x86_64 only")
+    folder = installed_apart(f"perf_analyzer-{VERSION}", *_WHEELS)
+    program = folder / "bin" / "perf_analyzer"
+    if not program.exists():
+        raise UnavailableError(f"the wheel of tritonclient {VERSION} for this machine does not hold it")
+    program.chmod(0o755)
+    found = PerfAnalyzer(program, (folder / "nvidia" / "cuda_runtime" / "lib", _folder_of_libb64()))
+    found.require_start()
+    return found
 
 
-def _install(folder: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--no-compile"]
-    _do([*pip, "--timeout=15", "--retries=1", f"--target={folder}", *_PACKAGES], "pip")
-    if not (folder / "bin" / "perf_analyzer").exists():
-        raise UnavailableError(f"the wheel of tritonclient {VERSION} for this machine has no perf_analyzer")
-    (folder / "bin" / "perf_analyzer").chmod(0o755)
-    (folder / "lib").mkdir()
-    if not _is_found(_LIBB64):
-        if shutil.which("cc") is None:
-            raise UnavailableError(f"perf_analyzer needs {_LIBB64}, or cc to make something in its place")
-        source = folder / "lib" / "no_libb64.c"
-        source.write_text(_NO_LIBB64)
-        _do(["cc", "-shared", "-fPIC", "-fno-builtin", "-o", str(folder / "lib" / _LIBB64), str(source)], "cc")
+def _folder_of_libb64() -> Path:
+    """Raises UnavailableError."""
+    folder = CACHE / "no_libb64"
+    if _is_installed(_LIBB64) or folder.exists():
+        return folder
+    if shutil.which("cc") is None:
+        raise UnavailableError(f"it needs {_LIBB64}, or cc to make something in its place")
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        whole = Path(scratch) / "whole"
+        whole.mkdir()
+        (whole / "no_libb64.c").write_text(_NO_LIBB64)
+        run_tool(["cc", "-shared", "-fPIC", "-fno-builtin", "-o", f"{whole / _LIBB64}", f"{whole / 'no_libb64.c'}"])
+        keep(whole, folder)
+    return folder
 
 
-def _is_found(library: str) -> bool:
+def _is_installed(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
         return False
     return True
-
-
-def _do(command: list[str], what: str) -> None:
-    try:
-        subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_INSTALL_S, check=True)
-    except subprocess.CalledProcessError as error:
-        last = error.stdout.decode(errors="replace").strip().splitlines()[-1:]
-        raise UnavailableError(f"perf_analyzer could not be installed: {what}: {''.join(last)}") from None
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(f"perf_analyzer could not be installed: {what} took over {_INSTALL_S} s") from None

@@ -8,11 +8,14 @@ import grpc
 import httpx
 import pytest
 
-from perf_analyzer import PerfAnalyzer, UnavailableError, find_perf_analyzer
+from apart import UnavailableError
+from perf_analyzer import VERSION, PerfAnalyzer, find_perf_analyzer
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
 SHORT: Final = ("--request-count", "100")
 """One measurement of so many requests. Windows of time are longer, and a short one may see none on a busy machine."""
+
+pytestmark = pytest.mark.timeout(400)  # the first test may have to install it
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,7 @@ def perf_analyzer() -> PerfAnalyzer:
     try:
         return find_perf_analyzer()
     except UnavailableError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"perf_analyzer {VERSION} cannot be had here: {error}")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What is answered to an infer request, for the lane and for the ASGI route alike."""
 
+import json
 from typing import Final, NamedTuple
 
 import orjson
@@ -42,7 +43,14 @@ def failure(error: ServeError) -> Answer:
     headers: tuple[Header, ...] = (_JSON,)
     if error.retry_after_s is not None:
         headers = (_JSON, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
-    return Answer(STATUSES[error.kind].http, orjson.dumps({"error": error.message}), headers)
+    return Answer(STATUSES[error.kind].http, _document(error.message), headers)
+
+
+def _document(message: str) -> bytes:
+    try:
+        return orjson.dumps({"error": message})
+    except TypeError:  # a lone surrogate, from a caller's JSON: no UTF-8, but JSON has an escape for it
+        return json.dumps({"error": message}).encode()
 
 
 def body_too_large(size: int, max_body_bytes: int) -> ServeError:

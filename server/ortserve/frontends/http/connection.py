@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any, Final
 
+import orjson
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -108,7 +109,7 @@ class Connection(HttpToolsProtocol):
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()  # the malformed one itself
         elif self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
-            super().send_400_response(msg)
+            self._refuse(msg)
             return
         self._malformed = msg  # there are requests before it that are still to be answered
 
@@ -116,13 +117,20 @@ class Connection(HttpToolsProtocol):
         is_last = not self.pipeline
         super().on_response_complete()
         if self._malformed is not None and is_last and not self.transport.is_closing():
-            super().send_400_response(self._malformed)
+            self._refuse(self._malformed)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.has_left = True
         if self.answering is not None:
             self.answering.cancel()
+
+    def _refuse(self, message: str) -> None:
+        """As uvicorn does, but in the protocol's JSON."""
+        body = orjson.dumps({"error": message})
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+        self.transport.write(head + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
 
 
 def connection_of(scope: Scope) -> Connection:

@@ -6,6 +6,7 @@ cycle; an ``Exchange`` stands in for it on ``POST /v2/models/…/infer``. All ot
 """
 
 import asyncio
+import logging
 from functools import lru_cache, partial
 from typing import Any, Final, cast
 
@@ -25,6 +26,8 @@ from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.infer_route import match_infer_path
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, InferenceService, Pending
+
+logger: Final = logging.getLogger(__name__)
 
 UVICORN: Final = "0.54.0"
 """The version whose protocol class the lane is made for, attribute by attribute."""
@@ -279,6 +282,26 @@ class Exchange:
             self._pending.outputs.cancel()
 
     def _run(self) -> None:
+        try:
+            self._begin()
+        except Exception:  # noqa: BLE001 - an exception that leaves here is lost in the parser, and the caller waits on
+            self._give_up()
+
+    def _on_outputs(self, _: asyncio.Future[Arrays]) -> None:
+        try:
+            self._finish()
+        except asyncio.CancelledError:
+            pass  # the caller left
+        except Exception:  # noqa: BLE001 - as above, in the loop
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """A fault of ours, which nothing above foresaw: the caller learns at least that no answer comes."""
+        logger.exception("a request could not be answered")
+        self.abandon()
+        self._connection.transport.abort()
+
+    def _begin(self) -> None:
         lane = self._connection.lane
         parts = self._parts
         body = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -295,7 +318,7 @@ class Exchange:
         self._pending = pending
         pending.outputs.add_done_callback(self._on_outputs)
 
-    def _on_outputs(self, _: asyncio.Future[Arrays]) -> None:
+    def _finish(self) -> None:
         assert self._pending is not None
         assert self._call is not None
         pending, self._pending = self._pending, None
@@ -303,8 +326,6 @@ class Exchange:
             answer = success(self._connection.lane.service.finish(pending, encode_rest_response), self._call.timing)
         except ServeError as error:
             answer = failure(error)
-        except asyncio.CancelledError:
-            return  # the caller left
         if not self._connection.has_left:
             self._answer(answer)
 

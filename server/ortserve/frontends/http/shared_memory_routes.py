@@ -63,7 +63,7 @@ def _system_routes(regions: SharedMemory) -> APIRouter:
         """One registered region, as a list of one."""
         return _answer(regions.status(region))
 
-    @router.post("/region/{region}/register", openapi_extra=_REGISTRATION)
+    @router.post("/region/{region}/register", openapi_extra=_REGISTRATION, response_class=Response)
     async def register(region: RegionName, request: Request) -> Response:
         """Let requests use a shared memory object, where the operator allows it."""
         document = await _read_object(request)
@@ -71,13 +71,13 @@ def _system_routes(regions: SharedMemory) -> APIRouter:
         regions.register(region, _key(document), offset, byte_size)
         return Response()
 
-    @router.post("/region/{region}/unregister")
+    @router.post("/region/{region}/unregister", response_class=Response)
     async def unregister(region: RegionName) -> Response:
         """Forget a region; one that is not registered is no error."""
         regions.unregister(region)
         return Response()
 
-    @router.post("/unregister")
+    @router.post("/unregister", response_class=Response)
     async def unregister_all() -> Response:
         """Forget all regions."""
         regions.unregister("")
@@ -101,19 +101,19 @@ def _cuda_routes(regions: SharedMemory) -> APIRouter:
         regions.cuda_status(region)
         return _answer([])
 
-    @router.post("/region/{region}/register")
+    @router.post("/region/{region}/register", response_class=Response)
     async def register_cuda(region: RegionName) -> Response:
         """Refused: regions on GPUs are not supported."""
         regions.register_cuda(region)
         return Response()
 
-    @router.post("/region/{region}/unregister")
+    @router.post("/region/{region}/unregister", response_class=Response)
     async def unregister_cuda(region: RegionName) -> Response:
         """Forget a region on a GPU; one that is not registered is no error."""
         regions.unregister_cuda(region)
         return Response()
 
-    @router.post("/unregister")
+    @router.post("/unregister", response_class=Response)
     async def unregister_all_cuda() -> Response:
         """Forget all regions on GPUs."""
         regions.unregister_cuda("")
