@@ -32,6 +32,7 @@ protos: .venv/dev.done
 reference: .venv/dev.done
 	$(BIN)/python -m ortserve.config.reference
 	$(BIN)/python -m ortserve.telemetry.reference
+	$(BIN)/python tests/onnx_node_verdicts.py
 
 clean:
 	rm -rf .venv

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import httpx
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -14,7 +16,13 @@ from servers import LONG_S, ServerProcess, json_input, rest_url, wire_datatype
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Infer: TypeAlias = Callable[[ServerProcess, str, Arrays], dict[str, np.ndarray]]
 
-_NUMPY: Final = {"FP16": "float16", "FP32": "float32", "FP64": "float64", "BYTES": "object"}
+_NUMPY: Final[Mapping[str, npt.DTypeLike]] = {
+    "FP16": "float16",
+    "BF16": ml_dtypes.bfloat16,
+    "FP32": "float32",
+    "FP64": "float64",
+    "BYTES": "object",
+}
 
 _TYPED_FIELDS: Final = {
     "BOOL": "bool_contents",
@@ -30,7 +38,7 @@ _TYPED_FIELDS: Final = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""Of InferTensorContents; FP16 has none."""
+"""Of InferTensorContents; FP16 and BF16 have none."""
 
 
 def rest_json(server: ServerProcess, model: str, inputs: Arrays) -> dict[str, np.ndarray]:

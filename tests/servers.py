@@ -168,15 +168,18 @@ def triton_clients(
 
 
 def wire_datatype(array: np.ndarray) -> str:
-    """The protocol's name for an array's element type; text in object arrays is BYTES."""
+    """The protocol's name for an array's element type; text in object arrays is BYTES, ``ml_dtypes``' bfloat16 BF16."""
+    if array.dtype.name == "bfloat16":
+        return "BF16"
     kinds = {"b": "BOOL", "O": "BYTES", "f": "FP", "i": "INT", "u": "UINT"}
     name = kinds[array.dtype.kind]
     return name if array.dtype.kind in "bO" else f"{name}{array.dtype.itemsize * 8}"
 
 
 def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
-    """An entry of ``inputs`` of a REST request, nested like the tensor."""
-    return {"name": name, "shape": list(array.shape), "datatype": wire_datatype(array), "data": array.tolist()}
+    """An entry of ``inputs`` of a REST request, nested like the tensor; a number without axes is a list of one, too."""
+    data = array.tolist() if array.ndim else [array.item()]
+    return {"name": name, "shape": list(array.shape), "datatype": wire_datatype(array), "data": data}
 
 
 def rest_url(server: ServerProcess, model: str, version: str = "") -> str:

@@ -18,11 +18,10 @@ def example_server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def zoo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Tiny models of every kind, none of them broken; ``identity_<datatype>`` for each datatype that is served."""
+    """Tiny models of every kind, none of them broken; ``identity_<datatype>`` for each datatype."""
     repository = tmp_path_factory.mktemp("zoo")
     for datatype in DataType:
-        if datatype is not DataType.BF16:
-            add_model(repository, f"identity_{datatype.value.lower()}", builders.identity, datatype=datatype)
+        add_model(repository, f"identity_{datatype.value.lower()}", builders.identity, datatype=datatype)
     for build in (
         builders.fixed_batch,
         builders.mlp,

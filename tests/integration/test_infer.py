@@ -5,6 +5,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
@@ -25,7 +26,6 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.core.dtypes import DataType
 from servers import LONG_S, ServerProcess, json_input, rest_url, triton_clients
 
-SERVED = [datatype for datatype in DataType if datatype is not DataType.BF16]  # ONNX Runtime's sessions give no BF16
 IN_EVERY_ENCODING = pytest.mark.parametrize("infer", ENCODINGS, ids=lambda infer: infer.__name__)
 
 
@@ -37,10 +37,11 @@ def extremes(datatype: DataType) -> np.ndarray:
         )
     if datatype is DataType.BOOL:
         return np.array([[True, False, True, True], [False, False, True, False]])
-    if datatype.numpy.kind == "f":
-        limits = np.finfo(datatype.numpy)
+    if datatype is DataType.BF16 or datatype.numpy.kind == "f":
+        dtype = ml_dtypes.bfloat16 if datatype is DataType.BF16 else datatype.numpy
+        limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
         values = [0.1, -0.0, limits.max, limits.min, limits.tiny, limits.smallest_subnormal, 1 / 3, -1e-3]
-        return np.array(values, datatype.numpy).reshape(2, 4)
+        return np.array(values, dtype).reshape(2, 4)
     bounds = np.iinfo(datatype.numpy)
     return np.array([[bounds.min, bounds.max, 0, 1], [2, 3, 100, bounds.max - 1]], datatype.numpy)
 
@@ -59,9 +60,9 @@ def assert_same(got: np.ndarray, expected: np.ndarray) -> None:
     ("datatype", "infer"),
     [
         pytest.param(datatype, infer, id=f"{datatype.value}-{infer.__name__}")
-        for datatype in SERVED
+        for datatype in DataType
         for infer in ENCODINGS
-        if infer is not grpc_typed or datatype is not DataType.FP16  # the protocol has no typed contents for it
+        if infer is not grpc_typed or datatype not in (DataType.FP16, DataType.BF16)  # they have no typed contents
     ],
 )
 def test_every_datatype_passes_unchanged_in_every_encoding(
@@ -76,15 +77,15 @@ def test_every_datatype_passes_unchanged_in_every_encoding(
 @pytest.mark.parametrize(
     ("width", "infer"),
     [
-        *[(width, infer) for width in ("fp16", "fp32", "fp64") for infer in (rest_binary, grpc_raw)],
+        *[(width, infer) for width in ("fp16", "bf16", "fp32", "fp64") for infer in (rest_binary, grpc_raw)],
         ("fp32", grpc_typed),
         ("fp64", grpc_typed),
     ],
 )
 def test_nan_and_infinities_pass_in_binary_encodings(zoo_server: ServerProcess, width: str, infer: Infer) -> None:
-    sent = np.array([[np.nan, np.inf, -np.inf, 1.0]], f"float{width[2:]}")
+    sent = np.array([[np.nan, np.inf, -np.inf, 1.0]], ml_dtypes.bfloat16 if width == "bf16" else f"float{width[2:]}")
     answer = infer(zoo_server, f"identity_{width}", {"x": sent})
-    np.testing.assert_array_equal(answer["y"], sent)
+    assert_same(answer["y"], sent)
 
 
 def test_rest_json_takes_and_writes_the_bare_tokens_of_triton_clients(zoo_server: ServerProcess) -> None:

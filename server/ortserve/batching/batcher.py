@@ -376,7 +376,8 @@ class Batcher:
         try:
             self.decisions.wasted_rows += settle_all(group.riders, group.rows, taken_ns, result)
         except ServeError as error:
-            _fail(group, taken_ns, error)  # the model's fault, not that of one request: no use in looking for it
+            # What cannot be told apart is right for each that runs alone.
+            self._on_failed(group, taken_ns, error)
 
     def _on_failed(self, group: Group, taken_ns: int, error: Exception) -> None:
         if len(group.riders) > 1:

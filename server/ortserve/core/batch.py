@@ -16,7 +16,8 @@ class Batch:
     ``parts[k]`` holds input ``k`` (in the signature's order) of each request, arrays of shape ``(rows_i, *item)`` with
     equal ``item``, or, for a model with padded axes, such that it is equal once padded; ``rows`` is the sum of
     ``rows_i``, and ``bucket``, at least as many, the rows to run: the rest is padding. For a model without a batch axis
-    there is one request, its arrays have any shape, and both are 1.
+    there is one request, its arrays have any shape, and both are 1. An optional input is absent (``core.absent``) in
+    all parts or in none.
     """
 
     parts: tuple[Arrays, ...]
@@ -29,7 +30,8 @@ class BatchResult:
     """What a run gave.
 
     Attributes:
-        outputs: In the signature's order, without padding rows.
+        outputs: In the signature's order, without padding rows. They stay unchanged for as long as somebody holds
+            them or views on them; after that their memory may be used for another run.
         staged_ns: When the rows were gathered (monotonic).
         computed_ns: When the outputs were there (monotonic).
         run_ns: How long computing took, without the time a worker thread then waited for the interpreter lock.

@@ -11,6 +11,8 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.binding import HostBinding, can_bind
+from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.session import ORT_ERRORS, run_error
 from ortserve.engine.staging import HostStaging
 
@@ -33,12 +35,12 @@ class Instance:
         padding: Padding | None = None,
     ) -> None:
         """``padding`` is None where no batch is ever padded."""
-        self._session: ort.InferenceSession | None = session
-        self._input_names = [spec.name for spec in signature.inputs]
-        self._output_names = [spec.name for spec in signature.outputs]
+        self._plain_run: PlainRun | None = make_plain_run(session, signature)
         self._is_single_threaded = intra_op_threads == 1
         self._clock = clock
-        self._staging = HostStaging(len(self._input_names), padding)
+        self._staging = HostStaging(len(signature.inputs), padding)
+        self._binding = HostBinding(session, signature, clock) if can_bind(session, signature, padding) else None
+        self._counts_padding = padding is not None
         self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
         self._worker.start()
@@ -54,17 +56,16 @@ class Instance:
         Raises:
             ServeError: internal, with ONNX Runtime's reason.
         """
-        assert self._session is not None, "the instance was closed"
-        try:
-            feeds = dict(zip(self._input_names, self._staging.stage(batch.parts, batch.bucket), strict=True))
-            staged_ns = self._clock()
-            outputs = self._session.run(self._output_names, feeds)
-            computed_ns = self._clock()
-        except ORT_ERRORS as error:
-            raise run_error(error) from error
-        if batch.bucket > batch.rows:
-            outputs = [_without_padding(output, batch) for output in outputs]
-        return BatchResult(tuple(outputs), staged_ns, computed_ns, computed_ns - staged_ns)
+        binding = self._binding
+        if binding is None:
+            return self._run_plainly(batch)
+        result = binding.run(batch)
+        if result is None:
+            return self._run_plainly(batch)
+        if self._counts_padding:
+            elements = binding.row_elements
+            self._staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
+        return result
 
     def start(self, batch: Batch, done: BatchDone) -> None:
         """Run on the worker thread, which calls ``done`` with the result or a ``ServeError``."""
@@ -85,7 +86,24 @@ class Instance:
                 outcome = error
             done(outcome)
             del item, batch, done, outcome  # the next wait may be long: hold nobody's arrays meanwhile
-        self._session = None
+        self._binding = None
+        self._plain_run = None
+
+    def _run_plainly(self, batch: Batch) -> BatchResult:
+        """Run on arrays, with outputs that ONNX Runtime allocates."""
+        assert self._plain_run is not None, "the instance was closed"
+        try:
+            staged = self._staging.stage(batch.parts, batch.bucket)
+            staged_ns = self._clock()
+            outputs = self._plain_run(staged)
+            computed_ns = self._clock()
+        except ORT_ERRORS as error:
+            raise run_error(error) from error
+        if self._binding is not None:
+            self._binding.observe(batch, outputs)
+        if batch.bucket > batch.rows:
+            outputs = [_without_padding(output, batch) for output in outputs]
+        return BatchResult(tuple(outputs), staged_ns, computed_ns, computed_ns - staged_ns)
 
     def _run_timed(self, batch: Batch) -> BatchResult:
         if not self._is_single_threaded:

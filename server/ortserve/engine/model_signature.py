@@ -1,54 +1,123 @@
 """Reading a model's inputs, outputs and batch axis from its session."""
 
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 import onnxruntime as ort
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.engine.bfloat16 import can_give_bfloat16
+from ortserve.engine.declared_shapes import names_without_shape
 from ortserve.errors import ErrorKind, ServeError
 
-_DATATYPES: Final = {
-    "tensor(bool)": DataType.BOOL,
-    "tensor(uint8)": DataType.UINT8,
-    "tensor(uint16)": DataType.UINT16,
-    "tensor(uint32)": DataType.UINT32,
-    "tensor(uint64)": DataType.UINT64,
-    "tensor(int8)": DataType.INT8,
-    "tensor(int16)": DataType.INT16,
-    "tensor(int32)": DataType.INT32,
-    "tensor(int64)": DataType.INT64,
-    "tensor(float16)": DataType.FP16,
-    "tensor(float)": DataType.FP32,
-    "tensor(double)": DataType.FP64,
-    "tensor(string)": DataType.BYTES,
+_ELEMENTS: Final = {
+    "bool": DataType.BOOL,
+    "uint8": DataType.UINT8,
+    "uint16": DataType.UINT16,
+    "uint32": DataType.UINT32,
+    "uint64": DataType.UINT64,
+    "int8": DataType.INT8,
+    "int16": DataType.INT16,
+    "int32": DataType.INT32,
+    "int64": DataType.INT64,
+    "float16": DataType.FP16,
+    "bfloat16": DataType.BF16,
+    "float": DataType.FP32,
+    "double": DataType.FP64,
+    "string": DataType.BYTES,
 }
 
+_TENSOR: Final = re.compile(r"tensor\((\w+)\)")
+_OPTIONAL_TENSOR: Final = re.compile(r"optional\(tensor\((\w+)\)\)")
+_OPTIONAL: Final = "optional("
 
-def read_signature(session: ort.InferenceSession) -> ModelSignature:
+
+def read_signature(session: ort.InferenceSession, path: Path | None = None) -> ModelSignature:
     """Derive what the model takes and gives.
 
+    Sequences, maps and element types without a datatype in the protocol are left out where the model can do without:
+    as outputs beside others, and as inputs of an optional type. Initializers that are graph inputs, too, are optional
+    inputs.
+
     Axis 0 is taken for the batch axis where every input and output has a free first dimension and no two of them call
-    it by different names. Whether rows really are independent is not seen here.
+    it by different names. An initializer without one is no input then, but keeps the model's own value: it would be the
+    same for all rows of a batch. Whether rows really are independent is not seen here.
 
     Raises:
-        ServeError: unsupported, for inputs and outputs that no inference protocol carries.
+        ServeError: unsupported, naming inputs that the model needs but no inference protocol carries, or all of its
+            outputs where none can be served.
     """
-    inputs, outputs = session.get_inputs(), session.get_outputs()
-    return ModelSignature(
-        tuple(_read_spec("input", arg) for arg in inputs),
-        tuple(_read_spec("output", arg) for arg in outputs),
-        _why_unbatched(inputs, outputs),
-    )
+    inputs, unserved_inputs = _read_inputs(session.get_inputs())
+    outputs, unserved_outputs = _read_outputs(session.get_outputs(), inputs)
+    if path is not None and not all(spec.shape for spec in (*inputs, *outputs)):
+        # Without axes, or without a shape: the API does not tell.
+        names = names_without_shape(path)
+        inputs, outputs = _with_any_shape(inputs, names), _with_any_shape(outputs, names)
+    unbatched_because = _why_unbatched(inputs, outputs)
+    defaults: list[TensorSpec] = []
+    for arg in session.get_overridable_initializers():
+        spec = _read_spec(arg, _TENSOR)
+        if spec is None:
+            unserved_inputs[arg.name] = _not_carried(arg)
+        else:
+            is_whole = not unbatched_because and bool(_why_unbatched([*inputs, spec], outputs))
+            defaults.append(replace(spec, is_optional=True, is_whole=is_whole))
+    inputs += defaults
+    return ModelSignature(tuple(inputs), tuple(outputs), unbatched_because, unserved_inputs, unserved_outputs)
 
 
-def _read_spec(role: str, arg: ort.NodeArg) -> TensorSpec:
-    datatype = _DATATYPES.get(arg.type)
+def _with_any_shape(specs: Sequence[TensorSpec], names: Collection[str]) -> list[TensorSpec]:
+    return [replace(spec, has_any_shape=True) if spec.name in names and not spec.shape else spec for spec in specs]
+
+
+def _read_inputs(args: Sequence[ort.NodeArg]) -> tuple[list[TensorSpec], dict[str, str]]:
+    inputs: list[TensorSpec] = []
+    unserved: dict[str, str] = {}
+    needed: list[str] = []
+    for arg in args:
+        spec = _read_spec(arg, _TENSOR)
+        optional = _read_spec(arg, _OPTIONAL_TENSOR)
+        if spec is not None:
+            inputs.append(spec)
+        elif optional is not None:
+            inputs.append(replace(optional, is_optional=True))
+        elif arg.type.startswith(_OPTIONAL):
+            unserved[arg.name] = _not_carried(arg)
+        else:
+            needed.append(f"input '{arg.name}' has type {arg.type}")
+    if needed:
+        raise _unsupported(needed)
+    return inputs, unserved
+
+
+def _read_outputs(args: Sequence[ort.NodeArg], inputs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], dict[str, str]]:
+    outputs: list[TensorSpec] = []
+    unserved: dict[str, str] = {}
+    for arg in args:
+        spec = _read_spec(arg, _TENSOR)
+        if spec is None:
+            unserved[arg.name] = _not_carried(arg)
+        elif spec.datatype is DataType.BF16 and not can_give_bfloat16(inputs):
+            unserved[arg.name] = (
+                f"it has type {arg.type}, which ONNX Runtime's Python API hands out of no model with string inputs"
+            )
+        else:
+            outputs.append(spec)
+    if unserved and not outputs:
+        raise _unsupported([f"output '{arg.name}' has type {arg.type}" for arg in args])
+    return outputs, unserved
+
+
+def _read_spec(arg: ort.NodeArg, pattern: re.Pattern[str]) -> TensorSpec | None:
+    """None where the type is another, or of elements that no datatype holds."""
+    match = pattern.fullmatch(arg.type)
+    datatype = _ELEMENTS.get(match[1]) if match else None
     if datatype is None:
-        raise ServeError(
-            ErrorKind.UNSUPPORTED,
-            f"{role} '{arg.name}' has type {arg.type}, which is not served; served are {', '.join(_DATATYPES)}",
-        )
+        return None
     return TensorSpec(
         arg.name,
         datatype,
@@ -57,21 +126,31 @@ def _read_spec(role: str, arg: ort.NodeArg) -> TensorSpec:
     )
 
 
-def _why_unbatched(inputs: list[ort.NodeArg], outputs: list[ort.NodeArg]) -> str:
+def _not_carried(arg: ort.NodeArg) -> str:
+    return f"it has type {arg.type}, which no datatype of the protocol holds"
+
+
+def _unsupported(problems: Sequence[str]) -> ServeError:
+    served = ", ".join(f"tensor({name})" for name in _ELEMENTS)
+    return ServeError(ErrorKind.UNSUPPORTED, f"{', '.join(problems)}, which is not served; served are {served}")
+
+
+def _why_unbatched(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
     if not inputs:
         return "the model has no inputs"
     if not outputs:
         return "the model has no outputs"
     names: dict[str, str] = {}
-    for role, args in (("input", inputs), ("output", outputs)):
-        for arg in args:
-            if not arg.shape:
-                return f"{role} '{arg.name}' has no dimensions"
-            first = arg.shape[0]
-            if isinstance(first, int):
-                return f"the first dimension of {role} '{arg.name}' is fixed at {first}"
-            if first is not None:
-                names.setdefault(first, f"{role} '{arg.name}'")
+    for role, specs in (("input", inputs), ("output", outputs)):
+        for spec in specs:
+            if spec.has_any_shape:
+                return f"the model declares no shape for {role} '{spec.name}'"
+            if not spec.shape:
+                return f"{role} '{spec.name}' has no dimensions"
+            if spec.shape[0] != -1:
+                return f"the first dimension of {role} '{spec.name}' is fixed at {spec.shape[0]}"
+            if spec.dim_names[0]:
+                names.setdefault(spec.dim_names[0], f"{role} '{spec.name}'")
     if len(names) > 1:
         (one, whose), (other, others) = list(names.items())[:2]
         return f"the first dimensions of {whose} and {others} have different names, '{one}' and '{other}'"

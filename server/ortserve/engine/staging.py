@@ -1,4 +1,7 @@
-"""Gathering the rows of a batch on the host: one copy, into a buffer that is used again for the next batch."""
+"""Gathering the rows of a batch on the host: one copy, into a buffer that is used again for the next batch.
+
+Here are batches of any shape; those whose shapes the number of rows fixes go straight to bound buffers (``binding``).
+"""
 
 from collections.abc import Sequence
 
@@ -6,6 +9,24 @@ import numpy as np
 
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import PaddedAxis, Padding, StagedElements
+
+
+def stage_rows(arrays: Arrays, out: np.ndarray, rows: int) -> None:
+    """Copy the rows of ``arrays`` one after another into ``out`` and repeat the last in what is left of it.
+
+    Args:
+        arrays: At least one array of shape ``(rows_i, *item)``, all of ``out``'s dtype.
+        out: Shape ``(bucket, *item)``; overwritten whole.
+        rows: The sum of ``rows_i``, from 1 to ``bucket``.
+
+    Raises:
+        ValueError: ``arrays`` have other shapes.
+    """
+    if rows == len(out):
+        np.concatenate(arrays, out=out)
+        return
+    np.concatenate(arrays, out=out[:rows])
+    out[rows:] = out[rows - 1]
 
 
 class HostStaging:
@@ -42,8 +63,12 @@ class HostStaging:
         ]
         elements = sum([array.size for array in staged])
         brought = sum([array.size for arrays in parts for array in arrays])
-        self.elements = StagedElements(self.elements.staged + elements, self.elements.padded + elements - brought)
+        self.count(elements, elements - brought)
         return staged
+
+    def count(self, staged: int, padded: int) -> None:
+        """Count elements, of which the ``padded`` ones were brought by no request, that were staged elsewhere."""
+        self.elements = StagedElements(self.elements.staged + staged, self.elements.padded + padded)
 
     def _stage_padded(self, index: int, arrays: Arrays, bucket: int, padded: PaddedAxis) -> np.ndarray:
         axis, shape = padded.axis, arrays[0].shape
@@ -70,12 +95,9 @@ class HostStaging:
         if len(arrays) == 1 and (first.ndim == 0 or len(first) >= bucket or len(first) == 0):
             flags = first.flags
             return first if flags.c_contiguous and flags.aligned else first.copy()
-        buffer = self._buffer(index, bucket, first.shape[1:], first.dtype)
-        rows = sum(map(len, arrays))
-        np.concatenate(arrays, out=buffer[:rows])
-        if rows < bucket:
-            buffer[rows:bucket] = buffer[rows - 1]
-        return buffer[:bucket]
+        buffer = self._buffer(index, bucket, first.shape[1:], first.dtype)[:bucket]
+        stage_rows(arrays, buffer, sum(map(len, arrays)))
+        return buffer
 
     def _buffer(self, index: int, bucket: int, item: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """At least ``bucket`` rows, whose content does not count."""

@@ -1,14 +1,22 @@
 """Whether rows of several requests may run together: tried, not believed."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from ortserve.core.batch import Arrays
+from ortserve.core.bfloat16 import widen
+from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature
 
 # Kernels choose another order of summation for another batch size, so floats differ in their last bits.
-_TOLERANCES = {"float16": (1e-2, 1e-3), "float32": (1e-3, 1e-5), "float64": (1e-6, 1e-9)}
+_TOLERANCES: Final = {
+    DataType.BF16: (5e-2, 1e-2),
+    DataType.FP16: (1e-2, 1e-3),
+    DataType.FP32: (1e-3, 1e-5),
+    DataType.FP64: (1e-6, 1e-9),
+}
 
 
 def why_rows_depend(signature: ModelSignature, together: Arrays, alone: Sequence[Arrays]) -> str:
@@ -23,39 +31,54 @@ def why_rows_depend(signature: ModelSignature, together: Arrays, alone: Sequence
         In words, how the outputs show that axis 0 is no batch axis; empty where they do not.
     """
     rows = len(alone)
+    if problem := why_no_rows(signature, together, rows):
+        return problem
     for index, spec in enumerate(signature.outputs):
         output = together[index]
-        if output.ndim == 0 or len(output) != rows:
-            return f"output '{spec.name}' has shape {list(output.shape)} for {rows} rows"
         for row, outputs in enumerate(alone):
             if outputs[index].shape != (1, *output.shape[1:]):
                 return f"the shape of output '{spec.name}' for a row depends on the rows beside it"
-            if not _agree(output[row], outputs[index][0]):
+            if not _agree(output[row], outputs[index][0], spec.datatype):
                 return f"output '{spec.name}' of a row depends on the rows beside it"
     return ""
 
 
-def row_drift(together: Arrays, alone: Sequence[Arrays]) -> float:
+def why_no_rows(signature: ModelSignature, outputs: Arrays, rows: int) -> str:
+    """Say which output of a run of ``rows`` rows has another number of them; empty where none has."""
+    for spec, output in zip(signature.outputs, outputs, strict=True):
+        if output.ndim == 0 or len(output) != rows:
+            return f"output '{spec.name}' has shape {list(output.shape)} for {rows} rows"
+    return ""
+
+
+def row_drift(signature: ModelSignature, together: Arrays, alone: Sequence[Arrays]) -> float:
     """The largest difference of a finite float between rows that ran together and the same rows each run alone.
 
     Args:
+        signature: Of the model.
         together: Outputs of one run of ``len(alone)`` rows, axis 0 the rows.
         alone: Outputs of a run of each of these rows by itself, found to be the same rows.
     """
     drift = 0.0
-    for index, output in enumerate(together):
-        if output.dtype.kind != "f" or not output.size:
+    for index, (spec, output) in enumerate(zip(signature.outputs, together, strict=True)):
+        if spec.datatype not in _TOLERANCES or not output.size:
             continue
         solo = np.concatenate([outputs[index] for outputs in alone])
         with np.errstate(invalid="ignore"):  # the difference of two infinities, which is left out
-            difference = np.abs(output.astype(np.float64) - solo.astype(np.float64))
+            difference = np.abs(_values(output, spec.datatype) - _values(solo, spec.datatype))
         drift = max(drift, float(np.nanmax(difference, initial=0.0, where=np.isfinite(difference))))
     return drift
 
 
-def _agree(one: np.ndarray, other: np.ndarray) -> bool:
-    tolerance = _TOLERANCES.get(str(one.dtype))
+def _agree(one: np.ndarray, other: np.ndarray, datatype: DataType) -> bool:
+    tolerance = _TOLERANCES.get(datatype)
     if tolerance is None:
         return bool(np.array_equal(one, other))
     relative, absolute = tolerance
-    return bool(np.allclose(one, other, rtol=relative, atol=absolute, equal_nan=True))
+    return bool(
+        np.allclose(_values(one, datatype), _values(other, datatype), rtol=relative, atol=absolute, equal_nan=True)
+    )
+
+
+def _values(array: np.ndarray, datatype: DataType) -> np.ndarray:
+    return (widen(array) if datatype is DataType.BF16 else array).astype(np.float64)

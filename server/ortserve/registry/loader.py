@@ -61,7 +61,11 @@ def load_model(
 
     def open_warm(threads: int) -> LoadedModel:
         session = open_session(path, name, SessionOptions(provider, threads))
-        signature = read_signature(session)
+        signature = read_signature(session, path)
+        if options.pad or options.buckets:
+            signature = signature.without_whole_inputs(
+                "it is the same for all rows, and batches of the model are padded"
+            )
         padding = resolve_padding(options, signature)
         instance = Instance(session, signature, name=name, intra_op_threads=threads, clock=clock, padding=padding)
         try:
@@ -97,7 +101,13 @@ def load_model(
             loaded = replace(loaded, instances=(*loaded.instances, instance))
             if loaded.warm_up.latencies:
                 rows = loaded.warm_up.max_rows if loaded.signature.is_batched else 1
-                run_once(instance, loaded.signature, rows, loaded.padding)
+                run_once(
+                    instance,
+                    loaded.signature,
+                    rows,
+                    loaded.padding,
+                    brings_optional=loaded.warm_up.brings_optional,
+                )
     except BaseException:
         for instance in loaded.instances:
             instance.close()

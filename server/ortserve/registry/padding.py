@@ -7,6 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ortserve.config.model import ModelOptions, PadAxis
+from ortserve.core.bfloat16 import narrow, widen
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import CutAxis, PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
@@ -56,6 +57,8 @@ def _resolve_axis(spec: TensorSpec, pad: PadAxis) -> PaddedAxis:
     value = as_element(pad.value, spec.datatype)
     if value is None:
         raise _bad(f"{key}.value", f"expected a value of {spec.datatype.value}, got {pad.value!r}")
+    if spec.is_optional:
+        raise _bad(key, "it is an optional input, which is not padded")
     return PaddedAxis(spec.name, axis, pad.multiple, value, spec.dim_names[axis])
 
 
@@ -67,6 +70,8 @@ def as_element(value: Value, datatype: DataType) -> Value | None:
         return bool(value) if value in (0, 1) else None
     if isinstance(value, bool):
         return None
+    if datatype is DataType.BF16:
+        return _as_bfloat16(value)
     if datatype.numpy.kind == "f":
         try:
             number = float(value)
@@ -75,6 +80,15 @@ def as_element(value: Value, datatype: DataType) -> Value | None:
         return None if abs(number) > float(np.finfo(datatype.numpy).max) and math.isfinite(number) else number
     bounds = np.iinfo(datatype.numpy)
     return int(value) if value == value // 1 and bounds.min <= value <= bounds.max else None
+
+
+def _as_bfloat16(value: float) -> int | None:
+    """Bit patterns are what BF16 tensors hold."""
+    number = as_element(value, DataType.FP32)
+    if number is None:
+        return None
+    bits = narrow(np.array(number, np.float32))
+    return None if math.isinf(widen(bits)) and not math.isinf(value) else int(bits)
 
 
 def _check_shared_dimensions(signature: ModelSignature, axes: tuple[PaddedAxis | None, ...]) -> None:

@@ -20,6 +20,7 @@ from ortserve.batching.queue import RiderQueue
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.core.padding import StagedElements
+from ortserve.core.signature import ModelSignature
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.instance import Instance
 from ortserve.errors import ErrorKind, ServeError
@@ -310,9 +311,23 @@ def _properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
         warm_up = f"not warmed up: the model refuses made-up inputs: {found.refused}"
     elif found.latencies:
         warm_up = ", ".join(f"{size.rows}: {size.run_ns / 1e6:.3f} ms" for size in found.latencies)
-    return {
+    properties = {
         "execution_provider": loaded.execution_provider,
         "intra_op_threads": str(loaded.intra_op_threads),
         "batching": batching,
         "warm_up": warm_up,
     }
+    return properties | _interface(loaded.signature)
+
+
+def _interface(signature: ModelSignature) -> dict[str, str]:
+    """What inputs and outputs alone do not tell: which may be left out, and what the model has besides."""
+    found = {
+        "optional_inputs": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.is_optional),
+        "any_shape": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.has_any_shape),
+        "not_served": "; ".join(
+            [f"input '{name}': {why}" for name, why in signature.unserved_inputs.items()]
+            + [f"output '{name}': {why}" for name, why in signature.unserved_outputs.items()]
+        ),
+    }
+    return {name: told for name, told in found.items() if told}

@@ -1,11 +1,13 @@
 """A model version that answers requests."""
 
 import asyncio
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
 from ortserve.config.model import ModelOptions
+from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
@@ -43,6 +45,9 @@ class ServedModel:
         self._options = options
         self._usual_terms = None if options.slo_s is not None else Terms(options.default_priority_level)
         self._has_one_shape_class = signature.has_one_shape_class
+        self._has_optional_inputs = signature.has_optional_inputs
+        self._whole_inputs = [i for i, spec in enumerate(signature.inputs) if spec.is_whole and signature.is_batched]
+        self._most_rows_alone = options.max_rows or math.inf
         self._padding = padding if padding is not None and padding.pads_requests else None
 
     def terms(self, received_ns: int, *, timeout_ns: int | None, priority: int, queue_timeout_ns: int | None) -> Terms:
@@ -74,7 +79,7 @@ class ServedModel:
         """Queue one request, to run alone or with others.
 
         Args:
-            inputs: Checked against the signature, in its order.
+            inputs: Checked against the signature, in its order, absent ones where optional inputs were left out.
             rows: Length of the batch axis, 1 for a model without one.
             timing: Stamped on the way.
             terms: Priority and deadlines.
@@ -94,6 +99,10 @@ class ServedModel:
         elif not self._has_one_shape_class:
             first = 1 if self.signature.is_batched else 0
             shape_class = tuple([array.shape[first:] for array in inputs])
+        if self._has_optional_inputs:
+            shape_class = shape_class, tuple(map(is_absent, inputs))
+            if rows <= self._most_rows_alone and any(not is_absent(inputs[index]) for index in self._whole_inputs):
+                shape_class, rows = _Alone(), 1  # a batch of one, of which the batcher makes neither more nor less
         if rows <= batcher.max_rows:
             return batcher.submit(inputs, rows, shape_class, timing, terms)
         if self._options.max_rows is None:
@@ -109,3 +118,10 @@ class ServedModel:
         await self._batcher.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
+
+
+class _Alone:
+    """The shape class of one request that no other may join."""
+
+    def __str__(self) -> str:
+        return "alone"

@@ -2,6 +2,7 @@
 
 import statistics
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -10,7 +11,7 @@ from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import ServeError
-from ortserve.registry.batchability import row_drift, why_rows_depend
+from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
 from ortserve.registry.synthetic import synthetic_inputs
 
 MAX_SWEPT_ROWS: Final = 64
@@ -44,6 +45,7 @@ class WarmUp:
         rows_depend: Why rows may not run together, empty where they may.
         drift: Largest difference of a float between rows alone and the same rows among others.
         refused: What the model said to made-up inputs, empty where it took them; then nothing else is known.
+        brings_optional: Whether the model had to be brought its optional inputs, else they were left out.
     """
 
     max_rows: int
@@ -51,6 +53,7 @@ class WarmUp:
     rows_depend: str = ""
     drift: float = 0.0
     refused: str = ""
+    brings_optional: bool = False
 
 
 def warm_up(
@@ -66,20 +69,24 @@ def warm_up(
 
     Batch sizes double from 1 while the time a row still falls by 5 % or more, up to 64 rows, or up to ``max_rows``
     whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A budget of 0
-    runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them.
+    runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are left out,
+    unless the model refuses that.
     """
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
     if budget_s == 0:
         return unknown
     stop_ns = clock() + int(budget_s * 1e9)
+    make_up = _MakeUp(signature, padding)
     try:
-        rows_depend, drift = _try_rows(runner, signature, padding) if signature.is_batched else ("", 0.0)
-        sizes = [_time_runs(runner, signature, 1, padding, stop_ns, clock)]
+        if signature.has_optional_inputs and _why_refused(runner, make_up):
+            make_up = replace(make_up, brings_optional=True)
+        rows_depend, drift = _try_rows(runner, make_up) if signature.is_batched else ("", 0.0)
+        sizes = [_time_runs(runner, make_up, 1, stop_ns, clock)]
         best = sizes[0]
         if signature.is_batched and not rows_depend:
             limit = max_rows or MAX_SWEPT_ROWS
             while sizes[-1].rows < limit and clock() < stop_ns:
-                size = _time_runs(runner, signature, min(2 * sizes[-1].rows, limit), padding, stop_ns, clock)
+                size = _time_runs(runner, make_up, min(2 * sizes[-1].rows, limit), stop_ns, clock)
                 sizes.append(size)
                 if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
                     best = size
@@ -87,23 +94,48 @@ def warm_up(
                     break
     except ServeError as error:
         return replace(unknown, refused=error.message)
-    return WarmUp(max_rows or best.rows, tuple(sizes), rows_depend, drift)
+    return WarmUp(max_rows or best.rows, tuple(sizes), rows_depend, drift, brings_optional=make_up.brings_optional)
 
 
-def run_once(runner: Runner, signature: ModelSignature, rows: int, padding: Padding | None = None) -> None:
+def run_once(
+    runner: Runner,
+    signature: ModelSignature,
+    rows: int,
+    padding: Padding | None = None,
+    *,
+    brings_optional: bool = False,
+) -> None:
     """Have an instance allocate what a batch of ``rows`` rows takes; for those beside the one that was measured.
 
     Raises:
         ServeError: internal, when the model refuses made-up inputs.
     """
-    _run_on_worker(runner, _as_batch(synthetic_inputs(signature, rows, 0, padding), rows))
+    _run_on_worker(runner, _as_batch(_MakeUp(signature, padding, brings_optional)(rows, 0), rows))
 
 
-def _time_runs(
-    runner: Runner, signature: ModelSignature, rows: int, padding: Padding | None, stop_ns: int, clock: Clock
-) -> SizeLatency:
+@dataclass(frozen=True, slots=True)
+class _MakeUp:
+    """Makes inputs up, by rows and seed."""
+
+    signature: ModelSignature
+    padding: Padding | None
+    brings_optional: bool = False
+
+    def __call__(self, rows: int, seed: int | None) -> Arrays:
+        return synthetic_inputs(self.signature, rows, seed, self.padding, brings_optional=self.brings_optional)
+
+
+def _why_refused(runner: Runner, make_up: _MakeUp) -> str:
+    try:
+        _run_on_worker(runner, _as_batch(make_up(1, 0), 1))
+    except ServeError as error:
+        return error.message
+    return ""
+
+
+def _time_runs(runner: Runner, make_up: _MakeUp, rows: int, stop_ns: int, clock: Clock) -> SizeLatency:
     """Time a few runs of one size; the first, in which memory is allocated, does not count."""
-    batch = _as_batch(synthetic_inputs(signature, rows, rows, padding), rows)
+    batch = _as_batch(make_up(rows, rows), rows)
     _run_on_worker(runner, batch)
     runs: list[int] = []
     round_trips: list[int] = []
@@ -114,15 +146,41 @@ def _time_runs(
     return SizeLatency(rows, int(statistics.median(runs)), int(statistics.median(round_trips)))
 
 
-def _try_rows(runner: Runner, signature: ModelSignature, padding: Padding | None) -> tuple[str, float]:
-    inputs = synthetic_inputs(signature, _TRIED_ROWS, 0, padding)
+def _try_rows(runner: Runner, make_up: _MakeUp) -> tuple[str, float]:
+    """Run rows alone and together, on drawn inputs and, where some were left out so far, with the optional ones.
+
+    Returns:
+        Why rows depend on each other, and else their drift.
+
+    Raises:
+        ServeError: internal, when the model refuses drawn inputs.
+    """
+    problem, drift = _compare_rows(runner, make_up)
+    if not problem:
+        # Where data decides how many rows come out, drawn inputs may happen to give as many as went in.
+        with suppress(ServeError):  # some models take no zeros
+            zeros = _run_on_worker(runner, _as_batch(make_up(_TRIED_ROWS, None), _TRIED_ROWS)).outputs
+            problem = why_no_rows(make_up.signature, zeros, _TRIED_ROWS)
+    if not problem and make_up.signature.has_optional_inputs and not make_up.brings_optional:
+        try:
+            problem, with_optional = _compare_rows(runner, replace(make_up, brings_optional=True))
+            drift = max(drift, with_optional)
+        except ServeError as error:
+            problem = (
+                f"rows could not be tried with the optional inputs, of which the model refuses made-up ones: {error}"
+            )
+    return problem, 0.0 if problem else drift
+
+
+def _compare_rows(runner: Runner, make_up: _MakeUp) -> tuple[str, float]:
+    inputs = make_up(_TRIED_ROWS, 0)
     together = _run_on_worker(runner, _as_batch(inputs, _TRIED_ROWS)).outputs
     alone = [
         _run_on_worker(runner, _as_batch(tuple(array[row : row + 1] for array in inputs), 1)).outputs
         for row in range(_TRIED_ROWS)
     ]
-    problem = why_rows_depend(signature, together, alone)
-    return problem, 0.0 if problem else row_drift(together, alone)
+    problem = why_rows_depend(make_up.signature, together, alone)
+    return problem, 0.0 if problem else row_drift(make_up.signature, together, alone)
 
 
 def _as_batch(inputs: Arrays, rows: int) -> Batch:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
@@ -44,6 +44,9 @@ class Call:
     timeout_ns: int | None
 
 
+_TAKEN: Final[Any] = None
+
+
 @dataclass(slots=True)
 class Pending:
     """A request on its way through its model. ``inputs`` are in the signature's order.
@@ -57,6 +60,11 @@ class Pending:
     served: ServedModel
     inputs: Arrays
     outputs: asyncio.Future[Arrays]
+
+    def take(self) -> Arrays:
+        """The outputs, once: they are leased for as long as anything holds them, and frames that failed live long."""
+        outputs, self.outputs = self.outputs, _TAKEN
+        return outputs.result()
 
 
 class InferenceService:
@@ -132,15 +140,13 @@ class InferenceService:
         """
         call, request, served = pending.call, pending.request, pending.served
         try:
-            outputs = pending.outputs.result()
-            if request.regions is None:
-                outputs = served.cut_back(outputs, pending.inputs)
-            answer = encode(request, _response(request, served, outputs))
+            answer = encode(request, _response(request, served, _outputs(pending)))
         except asyncio.CancelledError:
             self._count_failure(call, request, served, ErrorKind.CANCELLED)
             raise
-        except Exception as error:
-            raise self._failed(call, request, served, error) from error
+        except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
+            # Without its frames, which hold the outputs where encoding failed.
+            raise self._failed(call, request, served, error) from error.with_traceback(None)
         timing = call.timing
         timing.done_ns = self._clock()
         served.metrics.observe_success(call.protocol, timing)
@@ -161,8 +167,8 @@ class InferenceService:
         except asyncio.CancelledError:
             self._count_failure(call, pending.request, pending.served, ErrorKind.CANCELLED)
             raise
-        except Exception as error:
-            raise self._failed(call, pending.request, pending.served, error) from error
+        except Exception as error:  # noqa: BLE001 - as in ``finish``
+            raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
         return self.finish(pending, encode)
 
     async def _run_in_regions(self, pending: Pending, use: RegionUse) -> Arrays:
@@ -242,6 +248,12 @@ def _unsigned(request: InferRequest, name: str) -> int:
     if type(value) is not int or value < 0:
         raise invalid_input(f"parameter '{name}': expected an unsigned integer, got {value!r}")
     return value
+
+
+def _outputs(pending: Pending) -> Arrays:
+    """Take them as the caller gets them; those of a request that uses shared memory were written there so."""
+    outputs = pending.take()
+    return outputs if pending.request.regions is not None else pending.served.cut_back(outputs, pending.inputs)
 
 
 def _response(request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:

@@ -41,6 +41,23 @@ def test_shapes_without_free_items_are_one_class(
     assert ModelSignature(inputs, (), unbatched_because).has_one_shape_class is has_one
 
 
+def test_requests_that_may_leave_an_input_out_are_not_all_of_one_class() -> None:
+    optional = TensorSpec("b", DataType.FP32, (-1, 4), is_optional=True)
+    assert not ModelSignature((spec("a", -1, 4), optional), ()).has_one_shape_class
+    assert not ModelSignature((spec("a", 4), optional), (), "reason").has_one_shape_class
+
+
+def test_inputs_that_are_the_same_for_all_rows_can_be_taken_out() -> None:
+    whole = TensorSpec("w", DataType.FP32, (2,), is_optional=True, is_whole=True)
+    signature = ModelSignature((spec("a", -1, 4), whole), (spec("y", -1),), "", {"s": "a sequence"}, {"z": "a map"})
+    without = signature.without_whole_inputs("because")
+    assert list(without.inputs_by_name) == ["a"]
+    assert without.unserved_inputs == {"s": "a sequence", "w": "because"}
+    assert without.unserved_outputs == {"z": "a map"}
+    assert signature.has_optional_inputs
+    assert not without.has_optional_inputs
+
+
 @pytest.mark.parametrize(("shape", "text"), [((), "[]"), ((-1,), "[-1]"), ((-1, 16, 0), "[-1,16,0]")])
 def test_shape_is_spelled_as_clients_know_it(shape: tuple[int, ...], text: str) -> None:
     assert format_shape(shape) == text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from models import builders
+from models import builders, interfaces
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.model_signature import read_signature
@@ -19,7 +19,7 @@ Spec = tuple[str, DataType, tuple[int, ...]]
 
 
 def read(path: Path) -> ModelSignature:
-    return read_signature(open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1)))
+    return read_signature(open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1)), path)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_signature_of_each_model(
     assert signature.is_batched == (not unbatched_because)
 
 
-@pytest.mark.parametrize("datatype", [datatype for datatype in DataType if datatype is not DataType.BF16])
-def test_every_datatype_that_numpy_has_is_read(tmp_path: Path, datatype: DataType) -> None:
+@pytest.mark.parametrize("datatype", DataType)
+def test_every_datatype_is_read(tmp_path: Path, datatype: DataType) -> None:
     signature = read(builders.identity(tmp_path / "model.onnx", datatype))
     assert [spec.datatype for spec in (*signature.inputs, *signature.outputs)] == [datatype, datatype]
 
@@ -75,8 +75,8 @@ def test_every_datatype_that_numpy_has_is_read(tmp_path: Path, datatype: DataTyp
     [
         (builders.sequence_output, "output 'y' has type seq(tensor(float)), which is not served; served are"),
         (
-            lambda path: builders.identity(path, DataType.BF16),
-            "input 'x' has type tensor(bfloat16), which is not served",
+            interfaces.sequence_input,
+            "input 'x' has type seq(tensor(float)), which is not served",
         ),
     ],
 )
@@ -113,3 +113,61 @@ def test_free_dimensions_are_known_by_their_names(tmp_path: Path) -> None:
     assert [spec.dim_names for spec in (*tokens.inputs, *tokens.outputs)] == [("batch", "seq")] * 3 + [("batch",)]
     assert read(builders.mlp(path)).inputs[0].dim_names == ("batch", "")
     assert read(builders.unnamed_dims(path)).inputs[0].dim_names == ("", "")
+
+
+def test_what_a_model_can_do_without_is_named_and_left_out(tmp_path: Path) -> None:
+    classifier = read(interfaces.zipmap_classifier(tmp_path / "model.onnx"))
+    assert list(classifier.output_index) == ["label"]
+    assert list(classifier.unserved_outputs) == ["probabilities"]
+    assert "seq(map(int64,tensor(float)))" in classifier.unserved_outputs["probabilities"]
+    assert classifier.is_batched
+
+    sequence = read(interfaces.optional_sequence(tmp_path / "model.onnx"))
+    assert list(sequence.inputs_by_name) == ["x"]
+    assert "optional(seq(tensor(float)))" in sequence.unserved_inputs["more"]
+
+    texts = read(interfaces.bfloat16_and_text(tmp_path / "model.onnx"))
+    assert list(texts.output_index) == ["wide", "t"]
+    assert "string inputs" in texts.unserved_outputs["y"]
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (interfaces.float8_output, "output 'y' has type tensor(float8e4m3fn), which is not served"),
+        (interfaces.sequence_input, "input 'x' has type seq(tensor(float)), which is not served"),
+    ],
+)
+def test_what_a_model_cannot_do_without_fails_it(tmp_path: Path, build: Callable[[Path], Path], text: str) -> None:
+    with pytest.raises(ServeError) as caught:
+        read(build(tmp_path / "model.onnx"))
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
+    assert caught.value.message.startswith(text)
+
+
+def test_optional_types_and_defaults_are_optional_inputs(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    shape, names = (-1, 4), ("batch", "")
+    assert read(interfaces.optional_bias(path)).inputs[1] == TensorSpec("bias", FP32, shape, names, is_optional=True)
+    unbatched = read(interfaces.optional_bias(path, rows=2))
+    assert unbatched.inputs[1] == TensorSpec("bias", FP32, (2, 4), is_optional=True)
+    by_row = read(interfaces.default_scale(path, shape=("batch", 1)))
+    assert by_row.inputs[1] == TensorSpec("scale", FP32, (-1, 1), is_optional=True)
+    assert by_row.is_batched
+
+
+def test_default_without_rows_leaves_the_model_batched_and_is_whole(tmp_path: Path) -> None:
+    for shape, expected in (((1,), (1,)), ((), ()), (("n",), (-1,))):
+        signature = read(interfaces.default_scale(tmp_path / "model.onnx", shape=shape))
+        assert signature.is_batched
+        assert signature.inputs[1] == TensorSpec("scale", FP32, expected, is_optional=True, is_whole=True)
+
+
+def test_tensors_of_any_shape_are_told_from_those_without_axes(tmp_path: Path) -> None:
+    signature = read(interfaces.any_shape(tmp_path / "model.onnx"))
+    assert [(spec.name, spec.shape, spec.has_any_shape) for spec in signature.inputs] == [
+        ("x", (), True),
+        ("s", (), False),
+    ]
+    assert signature.unbatched_because == "the model declares no shape for input 'x'"
+    assert not signature.has_one_shape_class

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ortserve.engine.staging import HostStaging
+from ortserve.engine.staging import HostStaging, stage_rows
 
 
 def rows_from(first: int, rows: int, width: int = 3) -> np.ndarray:
@@ -91,3 +91,9 @@ def test_input_of_a_model_without_a_batch_axis_may_have_any_shape(shape: tuple[i
     array = np.ones(shape, np.float32)
     (staged,) = HostStaging(1).stage([(array,)], 1)
     assert staged is array
+
+
+@pytest.mark.parametrize("parts", [[(2, 4)], [(2, 3), (1, 4)], [(2, 1)], [(1, 3)], [(2, 3), (2, 3)]])
+def test_rows_of_another_shape_are_refused_and_never_stretched_to_fit(parts: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match=r"shape|dimensions"):
+        stage_rows(tuple(np.ones(shape, np.float32) for shape in parts), np.empty((4, 3), np.float32), 2)

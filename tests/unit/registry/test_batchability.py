@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 
 from ortserve.core.batch import Arrays
+from ortserve.core.bfloat16 import narrow
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.registry.batchability import row_drift, why_rows_depend
+from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
 
-SIGNATURE = ModelSignature((), (TensorSpec("y", DataType.FP32, (-1, 2)),))
+
+def gives(datatype: DataType) -> ModelSignature:
+    return ModelSignature((), (TensorSpec("y", datatype, (-1, 2)),))
+
+
+SIGNATURE = gives(DataType.FP32)
 
 
 def split(together: np.ndarray) -> list[Arrays]:
@@ -17,17 +23,25 @@ def split(together: np.ndarray) -> list[Arrays]:
 
 @pytest.mark.parametrize(
     ("datatype", "allowed", "too_much"),
-    [(np.float16, 5e-3, 5e-2), (np.float32, 5e-4, 5e-3), (np.float64, 5e-7, 5e-6)],
+    [
+        (DataType.BF16, 2e-2, 2e-1),
+        (DataType.FP16, 5e-3, 5e-2),
+        (DataType.FP32, 5e-4, 5e-3),
+        (DataType.FP64, 5e-7, 5e-6),
+    ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_rounding_is_no_dependence_and_more_than_that_is(
-    datatype: type[np.floating], allowed: float, too_much: float, sign: int
+    datatype: DataType, allowed: float, too_much: float, sign: int
 ) -> None:
-    together = np.ones((3, 2), datatype)
+    def spell(values: np.ndarray) -> np.ndarray:
+        return narrow(values.astype(np.float32)) if datatype is DataType.BF16 else values.astype(datatype.numpy)
+
+    together = np.ones((3, 2))
     for drift, depends in ((0, False), (allowed, False), (too_much, True)):
-        alone = split(together.copy())
-        alone[2][0][0, 1] += datatype(sign * drift)
-        reason = why_rows_depend(SIGNATURE, (together,), alone)
+        drifted = together.copy()
+        drifted[2, 1] += sign * drift
+        reason = why_rows_depend(gives(datatype), (spell(together),), split(spell(drifted)))
         assert reason == ("output 'y' of a row depends on the rows beside it" if depends else "")
 
 
@@ -37,11 +51,12 @@ def test_nan_agrees_with_nan_only() -> None:
     assert why_rows_depend(SIGNATURE, (nan,), split(np.zeros((2, 2), np.float32)))
 
 
-@pytest.mark.parametrize("datatype", [np.int64, np.bool_, object])
-def test_what_is_not_rounded_must_be_equal(datatype: type) -> None:
-    together = np.array([["1", "0"], ["0", "1"]], object) if datatype is object else np.eye(2).astype(datatype)
-    assert why_rows_depend(SIGNATURE, (together,), split(together)) == ""
-    assert why_rows_depend(SIGNATURE, (together,), split(together[::-1]))
+@pytest.mark.parametrize("datatype", [DataType.INT64, DataType.BOOL, DataType.BYTES])
+def test_what_is_not_rounded_must_be_equal(datatype: DataType) -> None:
+    texts = np.array([["1", "0"], ["0", "1"]], object)
+    together = texts if datatype is DataType.BYTES else np.eye(2).astype(datatype.numpy)
+    assert why_rows_depend(gives(datatype), (together,), split(together)) == ""
+    assert why_rows_depend(gives(datatype), (together,), split(together[::-1]))
 
 
 @pytest.mark.parametrize("shape", [(), (2, 2), (4, 2), (0, 2)])
@@ -66,13 +81,26 @@ def test_every_output_counts() -> None:
 
 def test_drift_is_the_largest_difference_of_a_finite_float() -> None:
     together = np.array([[1.0, np.nan], [np.inf, 2.0], [3.0, 4.0]], np.float32)
-    alone = split(together.copy())
-    assert row_drift((together,), alone) == 0.0
-    alone[2][0][0, 1] = 4.25
-    alone[0][0][0, 0] = 0.875
-    assert row_drift((together,), alone) == 0.25
+    alone = together.copy()
+    assert row_drift(SIGNATURE, (together,), split(alone)) == 0.0
+    alone[2, 1] = 4.25
+    alone[0, 0] = 0.875
+    assert row_drift(SIGNATURE, (together,), split(alone)) == 0.25
+    assert row_drift(gives(DataType.BF16), (narrow(together),), split(narrow(alone))) == 0.25
 
 
-def test_integers_and_texts_and_empty_outputs_have_no_drift() -> None:
-    for together in (np.arange(4).reshape(2, 2), np.array([["a"], ["b"]], object), np.empty((2, 0), np.float32)):
-        assert row_drift((together,), split(together)) == 0.0
+@pytest.mark.parametrize(
+    ("datatype", "together"),
+    [
+        (DataType.INT64, np.arange(4).reshape(2, 2)),
+        (DataType.BYTES, np.array([["a"], ["b"]], object)),
+        (DataType.FP32, np.empty((2, 0), np.float32)),
+    ],
+)
+def test_integers_and_texts_and_empty_outputs_have_no_drift(datatype: DataType, together: np.ndarray) -> None:
+    assert row_drift(gives(datatype), (together,), split(together)) == 0.0
+
+
+def test_number_of_rows_can_be_told_without_the_rows_alone() -> None:
+    assert why_no_rows(SIGNATURE, (np.zeros((3, 2), np.float32),), 3) == ""
+    assert why_no_rows(SIGNATURE, (np.zeros((2, 2), np.float32),), 3) == "output 'y' has shape [2, 2] for 3 rows"

@@ -1,6 +1,7 @@
 """What ``pad`` of model.yaml becomes, and what is said of one that does not fit the model."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,11 @@ def test_buckets_alone_pad_rows_and_nothing_else_is_padding() -> None:
         ),
         (TOKENS, {"ids": axis(value=1.5), "mask": axis()}, "pad.ids.value: expected a value of INT64, got 1.5"),
         (
+            ModelSignature((replace(spec("ids", "batch", "seq"), is_optional=True),), TOKENS.outputs),
+            {"ids": axis()},
+            "pad.ids: it is an optional input, which is not padded",
+        ),
+        (
             ModelSignature(TOKENS.inputs, TOKENS.outputs, "the first dimension of input 'ids' is fixed at 1"),
             {"ids": axis(), "mask": axis()},
             "pad: the model is not batched: the first dimension of input 'ids' is fixed at 1",
@@ -124,6 +130,11 @@ def test_declaration_that_does_not_fit_is_told_by_its_key(
         (False, DataType.BOOL, False),
         (0, DataType.FP32, 0.0),
         (-math.inf, DataType.FP16, -math.inf),
+        (1.0, DataType.BF16, 0x3F80),
+        (-math.inf, DataType.BF16, 0xFF80),
+        (3.4e38, DataType.BF16, None),
+        (1e39, DataType.BF16, None),
+        (True, DataType.BF16, None),
         ("[PAD]", DataType.BYTES, "[PAD]"),
         ("", DataType.BYTES, ""),
         (1.5, DataType.INT64, None),

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from ortserve.core.absent import is_absent
+from ortserve.core.bfloat16 import widen
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
@@ -19,10 +21,11 @@ def test_values_are_of_the_datatype_and_harmless(datatype: DataType) -> None:
     assert array.shape == (20, 50)
     assert array.dtype == datatype.numpy
     if datatype is DataType.BYTES:
-        assert set(array.flat) == {"a", "b"}
-    elif datatype.numpy.kind == "f":
-        assert abs(float(array.astype(np.float64).mean())) < 0.2
-        assert 0.8 < float(array.astype(np.float64).std()) < 1.2
+        assert set(array.flat) == {"a", "b c d"}
+    elif datatype is DataType.BF16 or datatype.numpy.kind == "f":
+        values = (widen(array) if datatype is DataType.BF16 else array).astype(np.float64)
+        assert abs(float(values.mean())) < 0.2
+        assert 0.8 < float(values.std()) < 1.2
     else:
         assert set(array.flat) == {0, 1}
 
@@ -50,3 +53,26 @@ def test_same_seed_gives_the_same_and_another_does_not() -> None:
     first, again, other = (synthetic_inputs(x, 3, seed)[0] for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+@pytest.mark.parametrize("datatype", DataType)
+def test_without_a_seed_everything_is_nothing(datatype: DataType) -> None:
+    (array,) = synthetic_inputs(signature(datatype, -1, 2), rows=3, seed=None)
+    assert array.shape == (3, 2)
+    assert array.dtype == datatype.numpy
+    assert set(array.flat) == {"a" if datatype is DataType.BYTES else 0}
+
+
+def test_texts_differ_from_row_to_row() -> None:
+    (array,) = synthetic_inputs(signature(DataType.BYTES, -1, 2), rows=3, seed=0)
+    assert array.tolist() == [["a", "a"], ["b c d", "b c d"], ["a", "a"]]
+    scalar = signature(DataType.BYTES, unbatched_because="reason")
+    assert synthetic_inputs(scalar, 1, seed=0)[0] == np.array("a", object)
+
+
+def test_optional_inputs_are_absent_unless_they_are_brought() -> None:
+    specs = (TensorSpec("a", DataType.FP32, (-1, 2)), TensorSpec("b", DataType.FP32, (-1, 3), is_optional=True))
+    a, b = synthetic_inputs(ModelSignature(specs, ()), 3, 0)
+    assert [is_absent(a), is_absent(b), len(b)] == [False, True, 3]
+    a, b = synthetic_inputs(ModelSignature(specs, ()), 3, 0, brings_optional=True)
+    assert [a.shape, b.shape] == [(3, 2), (3, 3)]

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
-from models import builders
-from ortserve.core.batch import Batch, BatchDone, BatchResult
+from models import builders, interfaces
+from ortserve.core.absent import is_absent
+from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.instance import Instance
@@ -47,6 +49,24 @@ class TimedRunner:
         (parts,) = batch.parts
         assert len(np.concatenate(parts)) == batch.rows
         done(BatchResult((np.concatenate(parts) * 2,), began_ns, self.clock(), self.clock() - began_ns))
+
+
+class ComputingRunner:
+    """Answers with what a function makes of a batch, at once."""
+
+    def __init__(self, compute: Callable[[Batch], Arrays]) -> None:
+        self.compute = compute
+
+    def run(self, batch: Batch) -> BatchResult:
+        raise AssertionError("warm-up belongs to the worker")
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        try:
+            outputs = self.compute(batch)
+        except ServeError as error:
+            done(error)
+        else:
+            done(BatchResult(outputs, 0, 0, 1))
 
 
 def sweep(
@@ -89,8 +109,8 @@ def test_maximum_that_was_set_is_kept_whatever_it_gains(max_rows: int, swept: li
 
 
 def test_budget_ends_the_sweep() -> None:
-    # Four runs to try the rows, six of size 1, and of size 2 those until the time is over.
-    found = sweep(lambda rows: 100 * MS, budget_s=1.25)
+    # Five runs to try the rows, six of size 1, and of size 2 those until the time is over.
+    found = sweep(lambda rows: 100 * MS, budget_s=1.35)
     assert sizes(found) == [1, 2]
     assert found.max_rows == 2
     assert not found.refused
@@ -167,3 +187,85 @@ def test_model_that_refuses_made_up_inputs_is_not_warmed(warm: Callable[[Callabl
     found = warm(builders.refuses_synthetic)
     assert "indices element out of data bounds" in found.refused
     assert found == WarmUp(4, refused=found.refused)
+
+
+def test_rows_that_data_decides_are_found_out_although_drawn_data_may_hide_it(
+    warm: Callable[[Callable[[Path], Path]], WarmUp],
+) -> None:
+    assert warm(interfaces.positive).rows_depend.startswith("output 'y' has shape [")
+
+    def compute_batch(batch: Batch) -> Arrays:
+        (parts,) = batch.parts
+        rows = np.concatenate(parts)
+        return (rows[(rows != 0).any(axis=1)],)
+
+    runner = ComputingRunner(compute_batch)
+    found = warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=FakeClock())
+    assert found.rows_depend == "output 'y' has shape [0, 4] for 3 rows"
+
+
+def test_model_that_takes_no_zeros_is_batched_by_what_else_is_known() -> None:
+    def compute_batch(batch: Batch) -> Arrays:
+        ((rows,),) = batch.parts
+        if not rows.any():
+            raise ServeError(ErrorKind.INTERNAL, "division by zero")
+        return (1 / rows,)
+
+    found = warm_up(ComputingRunner(compute_batch), BATCHED, budget_s=60, max_rows=4, clock=FakeClock())
+    assert (found.rows_depend, found.refused) == ("", "")
+
+
+def test_optional_inputs_are_left_out_and_rows_tried_with_them_too(
+    warm: Callable[[Callable[[Path], Path]], WarmUp],
+) -> None:
+    for build in (interfaces.optional_bias, partial(interfaces.default_scale, shape=("batch", 1))):
+        found = warm(build)
+        assert not found.brings_optional
+        assert not found.rows_depend
+        assert sizes(found)[0] == 1
+
+
+OPTIONAL = ModelSignature((X, TensorSpec("b", DataType.FP32, (-1, 4), is_optional=True)), (Y,))
+
+
+def with_optional(mix: Callable[[np.ndarray, np.ndarray | None], np.ndarray]) -> WarmUp:
+    def compute_batch(batch: Batch) -> Arrays:
+        (x,), (b,) = batch.parts
+        return (mix(x, None if is_absent(b) else b),)
+
+    return warm_up(ComputingRunner(compute_batch), OPTIONAL, budget_s=60, max_rows=4, clock=FakeClock())
+
+
+def test_rows_that_depend_with_an_optional_input_only_are_found_out() -> None:
+    def mix(x: np.ndarray, b: np.ndarray | None) -> np.ndarray:
+        mixed: np.ndarray = x if b is None else x + b.mean(axis=0)
+        return mixed
+
+    found = with_optional(mix)
+    assert found.rows_depend == "output 'y' of a row depends on the rows beside it"
+
+
+def test_optional_input_that_cannot_be_tried_keeps_rows_apart() -> None:
+    def mix(x: np.ndarray, b: np.ndarray | None) -> np.ndarray:
+        if b is not None:
+            raise ServeError(ErrorKind.INTERNAL, "no such index")
+        return x
+
+    found = with_optional(mix)
+    assert found.rows_depend == (
+        "rows could not be tried with the optional inputs, of which the model refuses made-up ones: no such index"
+    )
+    assert not found.refused
+
+
+def test_model_that_needs_its_optional_inputs_is_brought_them() -> None:
+    def mix(x: np.ndarray, b: np.ndarray | None) -> np.ndarray:
+        if b is None:
+            raise ServeError(ErrorKind.INTERNAL, "there is none")
+        both: np.ndarray = x + b
+        return both
+
+    found = with_optional(mix)
+    assert found.brings_optional
+    assert not found.rows_depend
+    assert found.latencies

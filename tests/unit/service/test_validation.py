@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from ortserve.core.absent import is_absent
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, RequestedOutput
 from ortserve.core.signature import ModelSignature, TensorSpec
@@ -152,3 +153,95 @@ def test_what_does_not_fit_a_batched_model_is_refused(wrong: InferRequest, text:
 )
 def test_what_does_not_fit_an_unbatched_model_is_refused(a: Tensor, s: Tensor, text: str) -> None:
     expect_invalid(request(a, s), text, UNBATCHED)
+
+
+OPTIONAL = ModelSignature(
+    (
+        TensorSpec("a", FP32, (-1, 4), is_optional=True),
+        TensorSpec("b", INT32, (-1,)),
+        TensorSpec("w", FP32, (2,), is_optional=True, is_whole=True),
+    ),
+    (TensorSpec("y", FP32, (-1,)),),
+    "",
+    {"s": "it is a sequence"},
+    {"z": "it is a map"},
+)
+ALL_OPTIONAL = ModelSignature(
+    (TensorSpec("a", FP32, (-1, 4), is_optional=True), TensorSpec("w", FP32, (2,), is_optional=True, is_whole=True)),
+    (TensorSpec("y", FP32, (-1,)),),
+)
+
+
+def test_optional_inputs_that_are_left_out_are_absent_in_their_places() -> None:
+    a, b, w = tensor("a", FP32, 3, 4), tensor("b", INT32, 3), tensor("w", FP32, 2)
+    for given in ([b], [b, a], [w, b], [a, b, w]):
+        arrays, rows = check_request(request(*given), OPTIONAL, "m")
+        assert rows == 3
+        for array, one in zip(arrays, (a, b, w), strict=True):
+            assert array is one.array if one in given else (is_absent(array) and len(array) == 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            request(tensor("a", FP32, 3, 4)),
+            (
+                "expected 3 inputs but got 1 inputs for model 'm'. Got input(s) ['a'], but missing required input(s) "
+                "['b']. Please provide all required input(s)."
+            ),
+        ),
+        (request(tensor("b", INT32, 3), tensor("c", FP32, 3)), "unexpected inference input 'c' for model 'm'"),
+        (
+            request(tensor("b", INT32, 3), tensor("a", FP32, 2, 4)),
+            "input 'b' batch size does not match other inputs for 'm': expected 2, got 3",
+        ),
+        (
+            request(tensor("b", INT32, 3), tensor("w", FP32, 3)),
+            "unexpected shape for input 'w' for model 'm'. Expected [2], got [3]",
+        ),
+    ],
+)
+def test_optional_inputs_are_checked_where_they_are_brought(wrong: InferRequest, text: str) -> None:
+    expect_invalid(wrong, text, OPTIONAL)
+
+
+@pytest.mark.parametrize("given", [(), (tensor("w", FP32, 2),)])
+def test_rows_must_be_told_by_some_input(given: tuple[Tensor, ...]) -> None:
+    expect_invalid(
+        request(*given), "model 'm' needs at least one of its inputs 'a' to tell how many rows there are", ALL_OPTIONAL
+    )
+
+
+def test_model_without_rows_may_be_brought_nothing() -> None:
+    signature = ModelSignature((TensorSpec("a", FP32, (4,), is_optional=True),), (TensorSpec("y", FP32, ()),), "reason")
+    (array,), rows = check_request(request(), signature, "m")
+    assert is_absent(array)
+    assert rows == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (
+            request(tensor("b", INT32, 3), tensor("s", FP32, 3)),
+            "inference input 's' of model 'm' is not served: it is a sequence",
+        ),
+        (
+            request(tensor("b", INT32, 3), outputs=["y", "z"]),
+            "inference output 'z' of model 'm' is not served: it is a map",
+        ),
+    ],
+)
+def test_what_the_model_has_but_nobody_can_have_is_unsupported(wanted: InferRequest, text: str) -> None:
+    with pytest.raises(ServeError) as caught:
+        check_request(wanted, OPTIONAL, "m")
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
+    assert caught.value.message == text
+
+
+def test_any_shape_is_taken_where_the_model_declares_none() -> None:
+    signature = ModelSignature((TensorSpec("a", FP32, (), has_any_shape=True),), (), "reason")
+    for shape in ((), (3,), (0, 2), (1, 2, 3)):
+        (array,), _ = check_request(request(tensor("a", FP32, *shape)), signature, "m")
+        assert array.shape == shape

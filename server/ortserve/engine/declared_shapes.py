@@ -1,0 +1,100 @@
+"""Which inputs and outputs a model file declares without any shape.
+
+ONNX Runtime's Python API shows such a tensor as one without axes, and takes any shape for it. The file tells them
+apart: it is one protobuf message, of which no more than the graph's interface is looked at here.
+"""
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+# Field numbers of onnx.proto (github.com/onnx/onnx).
+_MODEL_GRAPH: Final = 7
+_GRAPH_INPUT: Final = 11
+_GRAPH_OUTPUT: Final = 12
+_VALUE_NAME: Final = 1
+_VALUE_TYPE: Final = 2
+_TYPE_TENSOR: Final = 1
+_TYPE_OPTIONAL: Final = 9
+_OPTIONAL_ELEMENT: Final = 1
+_TENSOR_SHAPE: Final = 2
+
+# Wire types (protobuf.dev/programming-guides/encoding).
+_VARINT: Final = 0
+_FIXED64: Final = 1
+_LENGTH_DELIMITED: Final = 2
+_FIXED32: Final = 5
+
+
+def names_without_shape(path: Path) -> frozenset[str]:
+    """Names of graph inputs and outputs, tensors or optional ones, that are declared without a shape.
+
+    Blocks on the file; weights in it are skipped, not read. Empty for a file in another format.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            view = memoryview(content)
+            try:
+                return frozenset(_names(view))
+            finally:
+                view.release()
+    except (OSError, ValueError, IndexError):  # unreadable, empty, or no protobuf message
+        return frozenset()
+
+
+def _names(model: memoryview) -> Iterator[str]:
+    for start, end in _messages(model, 0, len(model), _MODEL_GRAPH):
+        for field in (_GRAPH_INPUT, _GRAPH_OUTPUT):
+            for value in _messages(model, start, end, field):
+                if _has_no_shape(model, *value):
+                    for name in _messages(model, *value, _VALUE_NAME):
+                        yield bytes(model[slice(*name)]).decode()
+
+
+def _has_no_shape(data: memoryview, start: int, end: int) -> bool:
+    for kind in _messages(data, start, end, _VALUE_TYPE):
+        tensors = list(_messages(data, *kind, _TYPE_TENSOR))
+        for optional in _messages(data, *kind, _TYPE_OPTIONAL):
+            for element in _messages(data, *optional, _OPTIONAL_ELEMENT):
+                tensors += _messages(data, *element, _TYPE_TENSOR)
+        return any(not list(_messages(data, *tensor, _TENSOR_SHAPE)) for tensor in tensors)
+    return False
+
+
+def _messages(data: memoryview, start: int, end: int, number: int) -> Iterator[tuple[int, int]]:
+    """Where the length-delimited fields of a number begin and end, in the message from ``start`` to ``end``.
+
+    Raises:
+        ValueError: It is no such message.
+        IndexError: Likewise.
+    """
+    while start < end:
+        tag, start = _varint(data, start)
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            size, start = _varint(data, start)
+            if tag >> 3 == number:
+                yield start, start + size
+            start += size
+        elif wire_type == _VARINT:
+            _, start = _varint(data, start)
+        elif wire_type in (_FIXED64, _FIXED32):
+            start += 8 if wire_type == _FIXED64 else 4
+        else:
+            raise ValueError("no protobuf message")
+    if start != end:
+        raise ValueError("no protobuf message")
+
+
+def _varint(data: memoryview, start: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[start]
+        start += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, start
+        shift += 7
+        if shift > 63:
+            raise ValueError("no protobuf message")

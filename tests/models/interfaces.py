@@ -1,0 +1,175 @@
+"""Builders of tiny ONNX models whose interface is unusual: optional inputs, types that are no tensors, no inputs.
+
+As ``models.builders``: every builder writes a model file to ``path`` and returns ``path``.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from models.builders import ELEMENT_TYPES, IR_VERSION, OPSET
+from ortserve.core.dtypes import DataType
+
+_ML_OPSET: Final = 3
+
+
+def bfloat16_sum(path: Path) -> Path:
+    """BF16 beside another type: x BF16 [batch, 4], n FP32 [batch, 4] → y BF16 [batch, 4], the sum, and m FP32, n."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["wide", "n"], ["sum"]),
+        helper.make_node("Cast", ["sum"], ["y"], to=TensorProto.BFLOAT16),
+        helper.make_node("Identity", ["n"], ["m"]),
+    ]
+    inputs = [_tensor("x", DataType.BF16, "batch", 4), _tensor("n", DataType.FP32, "batch", 4)]
+    outputs = [_tensor("y", DataType.BF16, "batch", 4), _tensor("m", DataType.FP32, "batch", 4)]
+    return _write(path, nodes, inputs, outputs)
+
+
+def bfloat16_and_text(path: Path) -> Path:
+    """What is given back as it came: x BF16 [batch], s BYTES [batch] → wide FP32 [batch], t BYTES [batch], y BF16."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("Identity", ["s"], ["t"]),
+        helper.make_node("Identity", ["x"], ["y"]),
+    ]
+    inputs = [_tensor("x", DataType.BF16, "batch"), _tensor("s", DataType.BYTES, "batch")]
+    outputs = [
+        _tensor("wide", DataType.FP32, "batch"),
+        _tensor("t", DataType.BYTES, "batch"),
+        _tensor("y", DataType.BF16, "batch"),
+    ]
+    return _write(path, nodes, inputs, outputs)
+
+
+def float8_output(path: Path) -> Path:
+    """An element type that the protocol has no name for: x FP32 [4] → y FLOAT8E4M3FN [4]."""
+    nodes = [helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT8E4M3FN)]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT8E4M3FN, [4])]
+    return _write(path, nodes, [_tensor("x", DataType.FP32, 4)], outputs)
+
+
+def sequence_input(path: Path) -> Path:
+    """An input that is no tensor: x, a sequence of FP32 → n INT64 [], its length."""
+    nodes = [helper.make_node("SequenceLength", ["x"], ["n"])]
+    inputs = [helper.make_tensor_sequence_value_info("x", TensorProto.FLOAT, None)]
+    return _write(path, nodes, inputs, [_tensor("n", DataType.INT64)])
+
+
+def zipmap_classifier(path: Path) -> Path:
+    """As scikit-learn's classifiers are converted: x FP32 [batch, 2] → label INT64 [batch], probabilities, maps.
+
+    The label is 1 where the second element is the larger one.
+    """
+    nodes = [
+        helper.make_node(
+            "LinearClassifier",
+            ["x"],
+            ["label", "scores"],
+            domain="ai.onnx.ml",
+            classlabels_ints=[0, 1],
+            coefficients=[1.0, 0.0, 0.0, 1.0],
+            intercepts=[0.0, 0.0],
+            multi_class=0,
+            post_transform="SOFTMAX",
+        ),
+        helper.make_node("ZipMap", ["scores"], ["probabilities"], domain="ai.onnx.ml", classlabels_int64s=[0, 1]),
+    ]
+    row = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    outputs = [
+        _tensor("label", DataType.INT64, "batch"),
+        helper.make_value_info("probabilities", helper.make_sequence_type_proto(row)),
+    ]
+    return _write(path, nodes, [_tensor("x", DataType.FP32, "batch", 2)], outputs)
+
+
+def default_scale(path: Path, shape: Sequence[int | str] = (1,)) -> Path:
+    """An input with a default: x FP32 [batch, 4], scale FP32 ``shape``, or a 2 → y FP32 [batch, 4], x * scale."""
+    default = numpy_helper.from_array(np.full([1 for _ in shape], 2, np.float32), "scale")
+    nodes = [helper.make_node("Mul", ["x", "scale"], ["y"])]
+    inputs = [_tensor("x", DataType.FP32, "batch", 4), _tensor("scale", DataType.FP32, *shape)]
+    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, "batch", 4)], [default])
+
+
+def optional_bias(path: Path, rows: int | str = "batch") -> Path:
+    """An input of an optional type: x, bias FP32 [rows, 4] → y FP32 [rows, 4], x + bias, or x where it is left out."""
+    then_branch = helper.make_graph(
+        [
+            helper.make_node("OptionalGetElement", ["bias"], ["some"]),
+            helper.make_node("Add", ["x", "some"], ["with_bias"]),
+        ],
+        "with",
+        [],
+        [_tensor("with_bias", DataType.FP32, rows, 4)],
+    )
+    else_branch = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["without_bias"])],
+        "without",
+        [],
+        [_tensor("without_bias", DataType.FP32, rows, 4)],
+    )
+    nodes = [
+        helper.make_node("OptionalHasElement", ["bias"], ["has"]),
+        helper.make_node("If", ["has"], ["y"], then_branch=then_branch, else_branch=else_branch),
+    ]
+    bias = helper.make_optional_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, [rows, 4]))
+    inputs = [_tensor("x", DataType.FP32, rows, 4), helper.make_value_info("bias", bias)]
+    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, rows, 4)])
+
+
+def optional_sequence(path: Path) -> Path:
+    """An input that no request can bring, but may leave out: x FP32 [4], more → y FP32 [4], x, and has BOOL []."""
+    more = helper.make_optional_type_proto(
+        helper.make_sequence_type_proto(helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    )
+    nodes = [
+        helper.make_node("OptionalHasElement", ["more"], ["has"]),
+        helper.make_node("Identity", ["x"], ["y"]),
+    ]
+    inputs = [_tensor("x", DataType.FP32, 4), helper.make_value_info("more", more)]
+    return _write(path, nodes, inputs, [_tensor("y", DataType.FP32, 4), _tensor("has", DataType.BOOL)])
+
+
+def constant(path: Path) -> Path:
+    """No inputs: → y INT64 [3], 1, 2, 3."""
+    value = numpy_helper.from_array(np.array([1, 2, 3], np.int64))
+    return _write(path, [helper.make_node("Constant", [], ["y"], value=value)], [], [_tensor("y", DataType.INT64, 3)])
+
+
+def any_shape(path: Path) -> Path:
+    """No shape is declared for x FP32 → y FP32, x; s FP32 [] → t FP32 [], s, has none."""
+    nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Identity", ["s"], ["t"])]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, None), _tensor("s", DataType.FP32)]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None), _tensor("t", DataType.FP32)]
+    return _write(path, nodes, inputs, outputs)
+
+
+def positive(path: Path) -> Path:
+    """Data decides the shape: x FP32 [n] → y FP32 [m], those elements of x that are positive."""
+    zero = numpy_helper.from_array(np.zeros((), np.float32), "zero")
+    nodes = [
+        helper.make_node("Greater", ["x", "zero"], ["is_positive"]),
+        helper.make_node("Compress", ["x", "is_positive"], ["y"], axis=0),
+    ]
+    return _write(path, nodes, [_tensor("x", DataType.FP32, "n")], [_tensor("y", DataType.FP32, None)], [zero])
+
+
+def _tensor(name: str, datatype: DataType, *shape: int | str | None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, ELEMENT_TYPES[datatype], shape)
+
+
+def _write(
+    path: Path,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    defaults: Sequence[onnx.TensorProto] = (),
+) -> Path:
+    graph = helper.make_graph(nodes, path.stem, inputs, outputs, initializer=defaults)
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", _ML_OPSET)]
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())
+    return path

@@ -1,0 +1,152 @@
+"""The backend node tests of the ONNX package: one model an operator's trait, with stored inputs and outputs.
+
+Wheels after 1.22 have none, so that wheel is fetched with pip into a cache outside the tree, once a machine.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+import onnx
+from onnx import OptionalProto, TensorProto, numpy_helper
+
+ONNX_VERSION: Final = "1.22.0"
+# The same file everywhere, whatever Python and machine the tests run on: it is for its data, and nothing imports it.
+_WHEEL: Final = ("--python-version=3.11", "--implementation=cp", "--abi=cp311", "--platform=manylinux_2_28_x86_64")
+_SHA256: Final = "1d0a2bdb15eb2b3cb65c438f3423d9620d14fdce32f92380e6bb1b2e09568ef5"
+_DATA: Final = "onnx/backend/test/data/node/"
+_CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ortserve-tests"
+
+RTOL: Final = 1e-3
+ATOL: Final = 1e-7
+"""The runner's own tolerances (``onnx/backend/test/loader``); no case sets others."""
+
+
+class UnreachableError(Exception):
+    """pip could not fetch the wheel; says why."""
+
+
+class _NoTensor:
+    """What a stored sequence is read as."""
+
+
+NO_TENSOR: Final = _NoTensor()
+Value: TypeAlias = np.ndarray | _NoTensor | None
+"""A stored input or output; None for an optional one that is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCase:
+    """A case: its model, and what goes in and comes out, by name. BF16 and the like are arrays of ``ml_dtypes``."""
+
+    name: str
+    model: Path
+    inputs: Mapping[str, Value]
+    outputs: Mapping[str, Value]
+
+
+def fetch_node_cases() -> Path:
+    """The folder that has a folder for each case.
+
+    Raises:
+        UnreachableError: When it was never fetched here, and pip cannot.
+    """
+    folder = _CACHE / f"onnx-{ONNX_VERSION}"
+    if not folder.exists():
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_CACHE) as scratch:
+            extracted = Path(scratch) / "extracted"
+            with zipfile.ZipFile(_fetch_wheel(Path(scratch))) as wheel:
+                wheel.extractall(extracted, [name for name in wheel.namelist() if name.startswith(_DATA)])
+            try:
+                extracted.rename(folder)  # whole or not at all, whoever else does the same
+            except OSError:
+                if not folder.exists():
+                    raise
+    return folder / _DATA
+
+
+def read_node_cases(folder: Path) -> list[NodeCase]:
+    """All cases by name; each has one set of data."""
+    return [_read_case(entry) for entry in sorted(folder.iterdir()) if (entry / "model.onnx").exists()]
+
+
+def make_repository(cases: list[NodeCase], repository: Path) -> None:
+    """Make a model repository of the cases, one model each."""
+    for case in cases:
+        version = repository / case.name / "1"
+        version.mkdir(parents=True)
+        shutil.copyfile(case.model, version / "model.onnx")
+
+
+def assert_similar(expected: np.ndarray, got: np.ndarray) -> None:
+    """What the runner of the node tests asserts of an output."""
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    if expected.dtype == object:
+        np.testing.assert_array_equal(got, expected)
+    else:
+        np.testing.assert_allclose(got, expected, rtol=RTOL, atol=ATOL)
+
+
+def _fetch_wheel(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    fetched = subprocess.run(
+        [*command, "--only-binary=:all:", *_WHEEL, f"--dest={folder}", f"onnx=={ONNX_VERSION}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if fetched.returncode:
+        raise UnreachableError(f"pip cannot download onnx {ONNX_VERSION}: {fetched.stderr.strip()[-500:]}")
+    (wheel,) = folder.glob("*.whl")
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == _SHA256, wheel.name
+    return wheel
+
+
+def _read_case(folder: Path) -> NodeCase:
+    model = onnx.load(folder / "model.onnx")
+    data = folder / "test_data_set_0"
+
+    def read(role: str, infos: list[onnx.ValueInfoProto]) -> dict[str, Value]:
+        files = [data / f"{role}_{index}.pb" for index in range(len(infos))]
+        return {info.name: _read_value(info, file) for info, file in zip(infos, files, strict=True) if file.exists()}
+
+    return NodeCase(
+        folder.name,
+        folder / "model.onnx",
+        read("input", list(model.graph.input)),
+        read("output", list(model.graph.output)),
+    )
+
+
+def _read_value(info: onnx.ValueInfoProto, file: Path) -> Value:
+    kind = info.type.WhichOneof("value")
+    content = file.read_bytes()
+    if kind == "tensor_type":
+        return _as_array(TensorProto.FromString(content))
+    if kind == "optional_type":
+        optional = OptionalProto.FromString(content)
+        if optional.elem_type == OptionalProto.UNDEFINED:
+            return None
+        if optional.elem_type == OptionalProto.TENSOR:
+            return _as_array(optional.tensor_value)
+    return NO_TENSOR
+
+
+def _as_array(tensor: TensorProto) -> np.ndarray:
+    array = numpy_helper.to_array(tensor)
+    if tensor.data_type != TensorProto.STRING:
+        return array
+    texts = np.empty(array.size, object)  # the array has bytes or str, by version
+    texts[:] = [element.decode() if isinstance(element, bytes) else str(element) for element in array.ravel()]
+    return texts.reshape(array.shape)

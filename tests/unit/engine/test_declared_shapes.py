@@ -1,0 +1,59 @@
+"""What model files say of shapes, whatever else they say."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from models import builders, interfaces
+from ortserve.core.dtypes import DataType
+from ortserve.engine.declared_shapes import names_without_shape
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.onnx"
+
+
+def test_no_shape_is_told_from_no_axes(path: Path) -> None:
+    assert names_without_shape(interfaces.any_shape(path)) == {"x", "y"}
+    assert names_without_shape(builders.identity(path, DataType.FP32, ())) == set()
+
+
+def test_optional_tensors_count_and_other_types_do_not(path: Path) -> None:
+    tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+    inputs = [
+        helper.make_value_info("optional", helper.make_optional_type_proto(tensor)),
+        helper.make_value_info("sequence", helper.make_sequence_type_proto(tensor)),
+    ]
+    graph = helper.make_graph([], "g", inputs, [])
+    path.write_bytes(helper.make_model(graph, producer_name="p", model_version=2**40).SerializeToString())
+    assert names_without_shape(path) == {"optional"}
+
+
+@pytest.mark.parametrize("build", [builders.mlp, interfaces.zipmap_classifier, interfaces.default_scale])
+def test_models_with_weights_and_declared_shapes_have_none(path: Path, build: object) -> None:
+    assert callable(build)
+    assert names_without_shape(build(path)) == {
+        value.name
+        for value in onnx.load(path).graph.output
+        if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
+    }
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"\xff" * 40, b"ORTM not a message", b"\x3a\xff\xff\x01abc"])
+def test_file_of_another_format_says_nothing(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    assert names_without_shape(path) == set()
+
+
+def test_file_that_is_not_there_says_nothing(path: Path) -> None:
+    assert names_without_shape(path) == set()
+
+
+def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:
+    whole = interfaces.any_shape(path).read_bytes()
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        assert names_without_shape(path) <= {"x", "y"}
