@@ -18,7 +18,9 @@ from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.metadata_calls import MetadataCalls
 from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
 from ortserve.frontends.grpc.server import GrpcServer
+from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.streams import Streams
+from ortserve.service.shared_memory import SharedMemory
 
 MAX_BODY_BYTES: Final = 100_000
 LONG_S: Final = 60.0
@@ -52,6 +54,7 @@ class Frontend:
                 inference, self.streams, max_requests=chosen.grpc_stream_requests, max_bytes=chosen.grpc_stream_bytes
             ),
             MetadataCalls(models),
+            SharedMemoryCalls(SharedMemory(is_allowed=True)),
             HealthCalls(models, self.streams, services),
             *(ReflectionCalls(service, self.streams, services) for service in REFLECTION_SERVICES),
         ]

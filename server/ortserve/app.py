@@ -26,6 +26,7 @@ from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, Reflec
 from ortserve.frontends.grpc.repository_calls import RepositoryCalls
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.grpc.settings_calls import SettingsCalls
+from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.statistics_calls import StatisticsCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
@@ -36,9 +37,10 @@ from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
 from ortserve.service.management import Management
-from ortserve.service.models import ModelService
+from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.repository import RepositoryService
 from ortserve.service.settings import LogSettings, TraceSettings
+from ortserve.service.shared_memory import SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.statistics import StatisticsService
 from ortserve.telemetry.exposition import MetricsServer
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
@@ -133,11 +135,19 @@ class Server:
         self._options = options
         self._prometheus = prometheus
         self._registry = Registry(repositories, options, metrics, monotonic_ns)
+        self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
         self._models = ModelService(
-            self._registry, server_name=options.server_name, strict_readiness=options.strict_readiness
+            self._registry,
+            server_name=options.server_name,
+            strict_readiness=options.strict_readiness,
+            extensions=(*EXTENSIONS, SYSTEM_SHARED_MEMORY) if options.allow_client_shm else EXTENSIONS,
         )
         inference = InferenceService(
-            self._registry, metrics, monotonic_ns, max_inflight_bytes=options.max_inflight_bytes
+            self._registry,
+            metrics,
+            monotonic_ns,
+            max_inflight_bytes=options.max_inflight_bytes,
+            shared_memory=self._shared_memory,
         )
         self._repository = RepositoryService(
             self._registry, mode=options.model_control_mode, load_models=options.load_model
@@ -151,6 +161,7 @@ class Server:
         control = make_control_app(
             self._models,
             management,
+            self._shared_memory,
             title=options.server_name,
             version=__version__,
             max_body_bytes=options.max_body_bytes,
@@ -200,6 +211,7 @@ class Server:
             RepositoryCalls(management.repository),
             StatisticsCalls(management.statistics),
             SettingsCalls(management.logs, management.traces),
+            SharedMemoryCalls(self._shared_memory),
         ]
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
         calls.append(HealthCalls(self._models, streams, services))

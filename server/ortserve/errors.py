@@ -12,6 +12,8 @@ class ErrorKind(StrEnum):
     """No such route, model or version."""
     CONFLICT = "conflict"
     """The request does not fit the present state, such as loading a model that is loading."""
+    ALREADY_EXISTS = "already_exists"
+    """The name is taken."""
     TOO_LARGE = "too_large"
     """The body is over the configured limit."""
     OVERLOADED = "overloaded"

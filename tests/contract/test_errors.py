@@ -417,22 +417,6 @@ def test_unknown_compression_of_a_body_is_501_and_the_known_ones_are_named(
     assert came.headers["accept-encoding"] == "gzip, deflate"
 
 
-@pytest.mark.parametrize("key", ["shared_memory_region"])
-def test_known_but_missing_extension_is_unsupported_on_both_protocols(server: ServerProcess, key: str) -> None:
-    document = {
-        "inputs": [json.loads(_OTHER)],
-        "outputs": [{"name": "OUTPUT0", "parameters": {key: "region"}}],
-    }
-    by_rest = refusal(post(server, GOOD, json.dumps(document).encode()))
-    message = _message(replace(GOOD, outputs=["OUTPUT0"]))
-    message.outputs[0].parameters[key].int64_param = 1
-    message.raw_input_contents.extend([bytes(64), bytes(64)])
-    by_grpc = refusal(call(server, message.SerializeToString()))
-    assert (by_rest.status, by_grpc.status) == (501, StatusCode.UNIMPLEMENTED)
-    assert f"'{key}'" in by_rest.text
-    assert f"'{key}'" in by_grpc.text
-
-
 def test_garbage_instead_of_a_protobuf_message_is_invalid(server: ServerProcess) -> None:
     for garbage in (b"\xff" * 20, b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x06simp", bytes(10)):
         came = refusal(call(server, garbage))

@@ -11,6 +11,7 @@ def test_each_kind_of_error_has_its_status_on_both_protocols() -> None:
         "invalid_input": (400, StatusCode.INVALID_ARGUMENT),
         "not_found": (404, StatusCode.NOT_FOUND),
         "conflict": (409, StatusCode.FAILED_PRECONDITION),
+        "already_exists": (400, StatusCode.ALREADY_EXISTS),
         "too_large": (413, StatusCode.RESOURCE_EXHAUSTED),
         "overloaded": (429, StatusCode.RESOURCE_EXHAUSTED),
         "cancelled": (499, StatusCode.CANCELLED),

@@ -168,7 +168,6 @@ async def test_version_that_is_no_number_is_an_invalid_argument(
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("/inference.GRPCInferenceService/CudaSharedMemoryRegister", "CudaSharedMemoryRegister is not supported"),
         ("/inference.GRPCInferenceService/Nonsense", "unknown method 'Nonsense' of service"),
         ("/tensorflow.serving.PredictionService/Predict", "the inference service is 'inference.GRPCInferenceService'"),
         ("/", "unknown method '/'"),

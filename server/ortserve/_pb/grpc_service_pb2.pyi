@@ -1,5 +1,6 @@
 # mypy: disable-error-code="type-arg"
 from ortserve._pb import management_pb2 as _management_pb2
+from ortserve._pb import shared_memory_pb2 as _shared_memory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

@@ -15,10 +15,12 @@ from google.protobuf.message import DecodeError, Message
 from ortserve._pb.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
 from ortserve.codecs.bytes_elements import decode_element, object_array
+from ortserve.codecs.region_span import BYTE_SIZE, OFFSET, REGION, read_span
 from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ServeError, invalid_input
 
 M = TypeVar("M", bound=Message)
 
@@ -42,13 +44,16 @@ def decode_request(data: bytes) -> InferRequest:
     model = message.model_name
     version = message.model_version
     require_version_number(version)
+    in_regions: list[RegionInput] = []
+    places: dict[str, RegionSpan] = {}
     return InferRequest(
         model,
         version,
         message.id,
-        _inputs(message.inputs, raw, model),
-        _outputs(message.outputs),
+        _inputs(message.inputs, raw, model, in_regions),
+        _outputs(message.outputs, places),
         _parameters(message.parameters),
+        regions=RegionUse(in_regions, places) if in_regions or places else None,
     )
 
 
@@ -71,13 +76,15 @@ def encode_response(response: InferResponse) -> bytes:
     """
     head = ModelInferResponse(model_name=response.model_name, model_version=response.model_version, id=response.id)
     outputs = head.outputs
+    placed = response.placed
     pieces: list[bytes | memoryview] = [b""]
     for tensor in response.outputs:
         entry = outputs.add()
         entry.name = tensor.name
         entry.datatype = tensor.datatype.value
         entry.shape.extend(tensor.array.shape)
-        content = encode_binary_tensor(tensor.array, tensor.datatype)
+        # Clients look for one entry of raw contents an output, also where it says nothing.
+        content = b"" if tensor.name in placed else encode_binary_tensor(tensor.array, tensor.datatype)
         pieces.append(_RAW_OUTPUT_TAG + varint(len(content)))
         pieces.append(content)
     pieces[0] = head.SerializeToString()
@@ -186,7 +193,10 @@ _MAX_ELEMENTS: Final = (2**63 - 1) // 8  # of the widest datatype, so that byte 
 
 
 def _inputs(
-    entries: Sequence[ModelInferRequest.InferInputTensor], raw: Sequence[bytes | memoryview], model: str
+    entries: Sequence[ModelInferRequest.InferInputTensor],
+    raw: Sequence[bytes | memoryview],
+    model: str,
+    in_regions: list[RegionInput],
 ) -> list[Tensor]:
     tensors: list[Tensor] = []
     names: set[str] = set()
@@ -201,8 +211,12 @@ def _inputs(
             raise invalid_input(f"input '{name}' for model '{model}' has the unknown datatype '{entry.datatype}'")
         shape = tuple(entry.shape)
         _check_shape(shape, name, model)
-        if entry.parameters:
-            _refuse_unsupported(entry.parameters, f"input '{name}'")
+        if entry.parameters and REGION in entry.parameters:
+            if entry.HasField("contents"):
+                raise invalid_input(f"input '{name}' for model '{model}' has both contents and '{REGION}'")
+            span = read_span(_parameters(entry.parameters), f"input '{name}'")
+            in_regions.append(RegionInput(name, datatype, shape, span))
+            continue
         if entry.HasField("contents"):
             if raw:
                 raise invalid_input(
@@ -317,7 +331,9 @@ def _decode_contents(
     return array.reshape(shape)
 
 
-def _outputs(entries: Iterable[ModelInferRequest.InferRequestedOutputTensor]) -> list[RequestedOutput]:
+def _outputs(
+    entries: Iterable[ModelInferRequest.InferRequestedOutputTensor], places: dict[str, RegionSpan]
+) -> list[RequestedOutput]:
     outputs: list[RequestedOutput] = []
     names: set[str] = set()
     for entry in entries:
@@ -328,7 +344,8 @@ def _outputs(entries: Iterable[ModelInferRequest.InferRequestedOutputTensor]) ->
         classes = 0
         if entry.parameters:
             classes = _classes(entry.parameters, name)
-            _refuse_unsupported(entry.parameters, f"output '{name}'")
+            if REGION in entry.parameters:
+                places[name] = read_span(_parameters(entry.parameters), f"output '{name}'")
         outputs.append(RequestedOutput(name, classes=classes))
     return outputs
 
@@ -350,13 +367,6 @@ def _classes(entries: Mapping[str, InferParameter], output: str) -> int:
     return classes
 
 
-def _refuse_unsupported(parameters: Mapping[str, InferParameter], what: str) -> None:
-    if "shared_memory_region" in parameters:
-        raise ServeError(
-            ErrorKind.UNSUPPORTED, f"{what}: parameter 'shared_memory_region' is not supported by this server"
-        )
-
-
 _EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
 
 _PARAMETER_CHOICES: Final = {
@@ -366,6 +376,9 @@ _PARAMETER_CHOICES: Final = {
     "priority": ("int64_param", "uint64_param"),
     "timeout": ("int64_param",),
     _EMPTY_FINAL_RESPONSE: ("bool_param",),
+    REGION: ("string_param",),
+    OFFSET: ("int64_param", "uint64_param"),
+    BYTE_SIZE: ("int64_param", "uint64_param"),
 }
 """How parameters with a meaning in the protocol may be given; others may have any type."""
 

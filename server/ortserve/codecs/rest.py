@@ -12,10 +12,12 @@ from typing import Any, Final
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, write_json
+from ortserve.codecs.region_span import REGION, read_span
 from ortserve.core.dtypes import DATATYPES
+from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ServeError, invalid_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,17 @@ def decode_rest_request(body: bytes, json_size: int | None, model_name: str, mod
     request_id = document.get("id", "")
     if type(request_id) is not str:
         raise _parse_error("id", "a string", request_id)
+    in_regions: list[RegionInput] = []
+    places: dict[str, RegionSpan] = {}
     return InferRequest(
         model_name,
         model_version,
         request_id,
-        _inputs(document.get("inputs"), tail, model_name),
-        _outputs(document.get("outputs"), binary_output=binary_output),
+        _inputs(document.get("inputs"), tail, model_name, in_regions),
+        _outputs(document.get("outputs"), places, binary_output=binary_output),
         parameters,
         binary_output,
+        regions=RegionUse(in_regions, places) if in_regions or places else None,
     )
 
 
@@ -75,6 +80,7 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
         binary = [output.binary for output in request.outputs]
     else:
         binary = [request.binary_output] * len(response.outputs)
+    placed = response.placed
     outputs: list[dict[str, Any]] = []
     tail: list[bytes | memoryview] = []
     for tensor, is_binary in zip(response.outputs, binary, strict=True):
@@ -83,13 +89,15 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
             "datatype": tensor.datatype.value,
             "shape": tensor.array.shape,
         }
+        outputs.append(entry)
+        if tensor.name in placed:
+            continue
         if is_binary:
             piece = encode_binary_tensor(tensor.array, tensor.datatype)
             entry["parameters"] = {"binary_data_size": len(piece)}
             tail.append(piece)
         else:
             entry["data"] = encode_json_data(tensor.array, tensor.datatype)
-        outputs.append(entry)
     document: dict[str, Any] = {
         "model_name": response.model_name,
         "model_version": response.model_version,
@@ -106,7 +114,6 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
 _NO_BYTES = memoryview(b"")
 _MAX_DIMS: Final = 64  # numpy's own bound
 _MAX_ELEMENTS: Final = (2**63 - 1) // 8  # of the widest datatype, so that byte counts fit 63 bits
-_SUPPORTED_LATER = ("shared_memory_region",)
 
 
 def _parse_error(key: str, expected: str, got: object) -> ServeError:
@@ -130,7 +137,7 @@ def _parameters(value: object, where: str) -> dict[str, Parameter]:
     return value
 
 
-def _inputs(value: object, tail: memoryview, model: str) -> list[Tensor]:
+def _inputs(value: object, tail: memoryview, model: str, in_regions: list[RegionInput]) -> list[Tensor]:
     if type(value) is not list:
         raise _parse_error("inputs", "an array", value)
     tensors: list[Tensor] = []
@@ -147,10 +154,14 @@ def _inputs(value: object, tail: memoryview, model: str) -> list[Tensor]:
         if datatype is None:
             raise invalid_input(f"Unable to parse 'datatype' of input '{name}': unknown datatype {datatype_name!r}")
         parameters = _parameters(entry.get("parameters"), "parameters")
-        _refuse_unsupported(parameters, f"input '{name}'")
         size = parameters.get("binary_data_size") if parameters else None
+        if parameters and REGION in parameters:
+            if "data" in entry or size is not None:
+                raise _source_error(name, {"data": "data" in entry, "binary_data_size": size is not None, REGION: True})
+            in_regions.append(RegionInput(name, datatype, shape, read_span(parameters, f"input '{name}'")))
+            continue
         if ("data" in entry) == (size is not None):
-            raise _source_error(name, both=size is not None)
+            raise _source_error(name, {"data": size is not None, "binary_data_size": size is not None})
         if size is None:
             data = entry["data"]
             if type(data) is not list:
@@ -175,7 +186,7 @@ def _inputs(value: object, tail: memoryview, model: str) -> list[Tensor]:
     return tensors
 
 
-def _outputs(value: object, *, binary_output: bool) -> list[RequestedOutput]:
+def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: bool) -> list[RequestedOutput]:
     if value is None:
         return []
     if type(value) is not list:
@@ -189,10 +200,13 @@ def _outputs(value: object, *, binary_output: bool) -> list[RequestedOutput]:
         names.add(name)
         parameters = _parameters(entry.get("parameters"), "parameters")
         classes = _classes(parameters, name) if "classification" in parameters else 0
-        _refuse_unsupported(parameters, f"output '{name}'")
         binary = parameters.get("binary_data", binary_output)
         if type(binary) is not bool:
             raise _parse_error("binary_data", f"a boolean for output '{name}'", binary)
+        if parameters and REGION in parameters:
+            if parameters.get("binary_data"):
+                raise invalid_input(f"output '{name}': 'binary_data' and '{REGION}' cannot both be asked for")
+            places[name] = read_span(parameters, f"output '{name}'")
         outputs.append(RequestedOutput(name, binary, classes))
     return outputs
 
@@ -237,15 +251,10 @@ def _shape(value: object, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _source_error(name: str, *, both: bool) -> ServeError:
-    came = "But set 'data' 'binary_data_size'" if both else "But no field is set"
+def _source_error(name: str, given: Mapping[str, bool]) -> ServeError:
+    fields = " ".join(f"'{field}'" for field, is_given in given.items() if is_given)
+    came = f"But set {fields}" if fields else "But no field is set"
     return invalid_input(
         "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
         f"'shared_memory_region' in 'parameters'. {came} for input '{name}'"
     )
-
-
-def _refuse_unsupported(parameters: Mapping[str, Parameter], what: str) -> None:
-    for key in _SUPPORTED_LATER:
-        if key in parameters:
-            raise ServeError(ErrorKind.UNSUPPORTED, f"{what}: parameter '{key}' is not supported by this server")

@@ -73,6 +73,9 @@ class ServerOptions(GrpcOptions, LoadOptions):
     # Longer than the 60 s after which common load balancers drop idle connections, so that they do it and not we.
     idle_timeout_s: float = Field(default=75.0, gt=0, le=86400)
     """How long an HTTP connection may stay open without a request."""
+    allow_client_shm: bool = False
+    """Let callers on this machine register their shared memory and have inputs read from it and outputs written to
+    it. It lets any of them read and overwrite every object in ``/dev/shm`` that this process may open."""
     server_name: str = Field(default="ortserve", min_length=1)
     """Name in the server's metadata."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=3600)

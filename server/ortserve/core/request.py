@@ -1,9 +1,10 @@
 """One inference request and its answer, the same for every protocol and encoding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ortserve.core.region import RegionUse
 from ortserve.core.tensor import Tensor
 
 Parameter: TypeAlias = str | int | float | bool
@@ -29,6 +30,7 @@ class InferRequest:
     ``model_version`` is ``""`` where the caller left the choice to the server. Empty ``outputs`` mean all outputs of
     the model, which REST encodes as ``binary_output`` says. ``raw_input`` holds the bytes of the model's only input,
     whose name, datatype and shape the caller left to the model's signature; ``inputs`` are empty then.
+    Inputs that ``regions`` names are not among ``inputs``.
     """
 
     model_name: str
@@ -39,13 +41,18 @@ class InferRequest:
     parameters: Mapping[str, Parameter]
     binary_output: bool = False
     raw_input: bytes | None = None
+    regions: RegionUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InferResponse:
-    """The answer: the version that ran, and the requested outputs in the order they were requested."""
+    """The answer: the version that ran, and the requested outputs in the order they were requested.
+
+    Of outputs that are ``placed``, by name, the caller finds the elements in shared memory and not in the answer.
+    """
 
     model_name: str
     model_version: str
     id: str
     outputs: Sequence[Tensor]
+    placed: Collection[str] = ()

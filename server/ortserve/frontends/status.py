@@ -18,6 +18,7 @@ STATUSES: Final = {
     ErrorKind.INVALID_INPUT: Status(400, grpc.StatusCode.INVALID_ARGUMENT),
     ErrorKind.NOT_FOUND: Status(404, grpc.StatusCode.NOT_FOUND),
     ErrorKind.CONFLICT: Status(409, grpc.StatusCode.FAILED_PRECONDITION),
+    ErrorKind.ALREADY_EXISTS: Status(400, grpc.StatusCode.ALREADY_EXISTS),
     ErrorKind.TOO_LARGE: Status(413, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ErrorKind.OVERLOADED: Status(429, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ErrorKind.CANCELLED: Status(499, grpc.StatusCode.CANCELLED),

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
+from ortserve.core.region import RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
@@ -19,6 +20,8 @@ from ortserve.registry.served import ServedModel
 from ortserve.service.classification import classify, is_short
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.parameters import read_scheduling
+from ortserve.service.region_transfer import RegionTransfer
+from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
@@ -88,8 +91,18 @@ class Pending:
 class InferenceService:
     """Decodes, checks, runs and encodes requests, and counts each exactly once. Loop thread only."""
 
-    def __init__(self, registry: Registry, metrics: Metrics, clock: Clock, *, max_inflight_bytes: int) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        max_inflight_bytes: int,
+        shared_memory: SharedMemory | None = None,
+    ) -> None:
+        """Take over nothing; without ``shared_memory`` requests that use it are refused."""
         self._registry = registry
+        self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self._gate = BodyGate(max_inflight_bytes)
         self._metrics = metrics
         self._clock = clock
@@ -124,6 +137,8 @@ class InferenceService:
         try:
             request = decode()
             served = self._registry.find(request.model_name, request.model_version)
+            if request.regions is not None:
+                return self._begin_in_regions(call, request, served, request.regions)
             inputs, rows = check_request(request, served.signature, served.name)
             submission = served.submit(inputs, rows, call.timing, _terms(call, request, served))
             outputs, leave = submission.outputs, submission.leave
@@ -183,6 +198,34 @@ class InferenceService:
         except Exception as error:  # noqa: BLE001 - as in ``finish``
             raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
         return self.finish(pending, encode)
+
+    def _begin_in_regions(self, call: Call, request: InferRequest, served: ServedModel, use: RegionUse) -> Pending:
+        """``begin``, where tensors lie in shared memory: all that is missing of the result comes with the outputs."""
+        pending = Pending(call, request, served, (), 1, _TAKEN, _TAKEN)
+        task = asyncio.create_task(self._run_in_regions(pending, use))
+        pending.outputs, pending.leave_queue = task, task.cancel
+        return pending
+
+    async def _run_in_regions(self, pending: Pending, use: RegionUse) -> Arrays:
+        call, request = pending.call, pending.request
+        with RegionTransfer(self._shared_memory, use, self._gate) as transfer:
+            whole = replace(request, inputs=[*request.inputs, *await transfer.fetch(request.model_name)])
+            # Again: while inputs were copied, another version may have taken over from the one that was found first.
+            served = pending.served = self._registry.find(request.model_name, request.model_version)
+            pending.inputs, pending.rows = check_request(whole, served.signature, served.name)
+            submission = served.submit(pending.inputs, pending.rows, call.timing, _terms(call, whole, served))
+            try:
+                outputs = await submission.outputs
+            except asyncio.CancelledError:
+                submission.leave()
+                raise
+            to_classify = [output for output in request.outputs if output.classes]
+            if to_classify:
+                classified: dict[str, Tensor] = {}
+                await _classify(to_classify, served, pending.inputs, submission.outputs, classified)
+                pending.classified = classified
+            await transfer.place(_response(pending, served.cut_back(outputs, pending.inputs)).outputs)
+            return outputs
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int) -> None:
         """Count a request whose body was refused, such as one that is too large, or whose caller left meanwhile."""
@@ -278,7 +321,8 @@ def _response(pending: Pending, outputs: Arrays) -> InferResponse:
         tensors = [
             Tensor(spec.name, spec.datatype, array) for spec, array in zip(signature.outputs, outputs, strict=True)
         ]
-    return InferResponse(served.name, served.version, request.id, tensors)
+    placed = request.regions.outputs if request.regions is not None else ()
+    return InferResponse(served.name, served.version, request.id, tensors, placed)
 
 
 def _for_caller(error: ServeError, request: InferRequest | None, served: ServedModel | None) -> ServeError:

@@ -26,7 +26,7 @@ EXTENSIONS: Final = (
     "statistics",
     "logging",
 )
-"""Of the protocol, those that are served, in the order that Triton tells them."""
+"""Of the protocol, those that are always served, in the order that Triton tells them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,16 @@ class ModelMetadata:
 class ModelService:
     """Answers health and metadata calls. Loop thread only."""
 
-    def __init__(self, registry: Registry, *, server_name: str, strict_readiness: bool) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        server_name: str,
+        strict_readiness: bool,
+        extensions: tuple[str, ...] = EXTENSIONS,
+    ) -> None:
         self._registry = registry
+        self._extensions = extensions
         self._server_name = server_name
         self._strict_readiness = strict_readiness
         self._is_exiting = False
@@ -107,7 +115,7 @@ class ModelService:
         return self._registry.knows(name)
 
     def server_metadata(self) -> ServerMetadata:
-        return ServerMetadata(self._server_name, __version__, EXTENSIONS)
+        return ServerMetadata(self._server_name, __version__, self._extensions)
 
     def batching(self, name: str, version: str) -> Learned:
         """What the batcher of a version has learned and decided.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from ortserve.codecs import grpc_infer
 from ortserve.codecs.bytes_elements import encode_bytes_elements
 from ortserve.codecs.grpc_infer import decode_request, encode_response
 from ortserve.core.dtypes import DataType
+from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
@@ -29,6 +31,13 @@ def typed(datatype: str, shape: list[int], **contents: Sequence[object]) -> Mode
     for field, values in contents.items():
         getattr(message.inputs[0].contents, field).extend(values)
     return message
+
+
+def in_region(parameters: Any, region: str, byte_size: int, *, offset: int = 0) -> None:
+    parameters["shared_memory_region"].string_param = region
+    parameters["shared_memory_byte_size"].int64_param = byte_size
+    if offset:
+        parameters["shared_memory_offset"].int64_param = offset
 
 
 def decode(message: ModelInferRequest) -> InferRequest:
@@ -385,16 +394,43 @@ def test_classes_do_not_go_into_shared_memory() -> None:
     expect_invalid(message, "Output can't set both 'shared_memory_region' and 'classification': 'y'")
 
 
-@pytest.mark.parametrize("key", ["shared_memory_region"])
-def test_extension_this_server_lacks_is_named_and_refused(key: str) -> None:
-    on_input = request(("x", "FP32", [1]))
-    on_input.inputs[0].parameters[key].string_param = "r"
-    on_output = request()
-    on_output.outputs.add(name="y").parameters[key].int64_param = 1
-    for message, what in ((on_input, "input 'x'"), (on_output, "output 'y'")):
-        error = refusal(message)
-        assert error.kind is ErrorKind.UNSUPPORTED
-        assert error.message == f"{what}: parameter '{key}' is not supported by this server"
+def test_input_in_a_region_leaves_the_raw_contents_to_the_others() -> None:
+    message = request(("x", "FP32", [1]), ("y", "BYTES", [2]), ("z", "FP32", [1]), raw=[bytes(4), b"abcd"])
+    in_region(message.inputs[1].parameters, "r", 12, offset=4)
+    decoded = decode(message)
+    assert [tensor.name for tensor in decoded.inputs] == ["x", "z"]
+    span = RegionSpan("r", 4, 12)
+    assert decoded.regions == RegionUse([RegionInput("y", DataType.BYTES, (2,), span)], {})
+
+
+def test_output_in_a_region_is_remembered_by_its_name() -> None:
+    message = request()
+    in_region(message.outputs.add(name="y").parameters, "r", 8)
+    message.outputs.add(name="z")
+    decoded = decode(message)
+    assert decoded.outputs == [RequestedOutput("y"), RequestedOutput("z")]
+    assert decoded.regions == RegionUse([], {"y": RegionSpan("r", 0, 8)})
+
+
+def test_contents_and_a_region_for_one_input_are_refused() -> None:
+    message = typed("FP32", [1], fp32_contents=[1.0])
+    in_region(message.inputs[0].parameters, "r", 4)
+    expect_invalid(message, "input 'x' for model 'm' has both contents and 'shared_memory_region'")
+
+
+def test_region_parameters_have_the_types_of_the_protocol() -> None:
+    message = request(("x", "FP32", [1]))
+    message.inputs[0].parameters["shared_memory_region"].int64_param = 1
+    expect_invalid(message, "invalid value type for 'shared_memory_region' parameter, expected string_param.")
+    in_region(message.inputs[0].parameters, "r", 4, offset=-1)
+    expect_invalid(message, "Unable to parse 'shared_memory_offset': expected an unsigned integer for input 'x'")
+
+
+def test_placed_output_has_an_empty_entry_among_the_raw_contents() -> None:
+    tensors = [Tensor(name, DataType.UINT8, np.zeros(3, np.uint8)) for name in ("a", "b")]
+    message = ModelInferResponse.FromString(encode_response(InferResponse("m", "1", "", tensors, {"a"})))
+    assert [(o.name, list(o.shape), dict(o.parameters)) for o in message.outputs] == [("a", [3], {}), ("b", [3], {})]
+    assert list(message.raw_output_contents) == [b"", bytes(3)]
 
 
 def test_answer_over_the_message_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

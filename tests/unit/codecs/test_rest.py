@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ortserve.codecs.rest import EncodedResponse, decode_rest_request, encode_rest_response
 from ortserve.core.dtypes import DataType
+from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
@@ -50,6 +51,26 @@ INT32S = struct.pack("<2i", 1, 2)
 
 
 # --- requests that are well
+
+
+def test_input_in_a_region_leaves_the_binary_tail_to_the_others() -> None:
+    region = {"shared_memory_region": "r", "shared_memory_byte_size": 12, "shared_memory_offset": 4}
+    in_region = entry(name="y", data=None, datatype="BYTES", parameters=region)
+    request = decode({"inputs": [binary(8), in_region, binary(8, name="z")]}, INT32S, INT32S)
+    assert [tensor.name for tensor in request.inputs] == ["x", "z"]
+    assert request.regions == RegionUse([RegionInput("y", DataType.BYTES, (2,), RegionSpan("r", 4, 12))], {})
+
+
+def test_output_in_a_region_is_remembered_by_its_name() -> None:
+    region = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "binary_data": False}
+    outputs = [{"name": "y", "parameters": region}, {"name": "z"}]
+    request = decode({"inputs": [], "outputs": outputs})
+    assert request.outputs == [RequestedOutput("y"), RequestedOutput("z")]
+    assert request.regions == RegionUse([], {"y": RegionSpan("r", 0, 8)})
+
+
+def test_request_without_regions_says_so() -> None:
+    assert decode({"inputs": [entry()], "outputs": [{"name": "y"}]}).regions is None
 
 
 def test_smallest_request() -> None:
@@ -294,6 +315,17 @@ def test_shape_of_very_many_dimensions_is_refused_before_they_are_multiplied() -
             entry(parameters={"binary_data_size": 8}),
             "But set 'data' 'binary_data_size' for input 'x'",
         ),
+        (
+            entry(parameters={"shared_memory_region": "r", "shared_memory_byte_size": 8}),
+            "But set 'data' 'shared_memory_region' for input 'x'",
+        ),
+        (
+            entry(
+                data=None,
+                parameters={"binary_data_size": 0, "shared_memory_region": "r", "shared_memory_byte_size": 8},
+            ),
+            "But set 'binary_data_size' 'shared_memory_region' for input 'x'",
+        ),
     ],
 )
 def test_input_has_exactly_one_source(form: dict[str, object], came: str) -> None:
@@ -301,6 +333,14 @@ def test_input_has_exactly_one_source(form: dict[str, object], came: str) -> Non
         {"inputs": [form]},
         text="Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
         f"'shared_memory_region' in 'parameters'. {came}",
+    )
+
+
+def test_output_is_either_binary_or_in_a_region() -> None:
+    region = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "binary_data": True}
+    expect_invalid(
+        {"inputs": [], "outputs": [{"name": "y", "parameters": region}]},
+        text="output 'y': 'binary_data' and 'shared_memory_region' cannot both be asked for",
     )
 
 
@@ -387,18 +427,6 @@ def test_classes_do_not_go_into_shared_memory() -> None:
     )
 
 
-def test_what_the_protocol_knows_and_this_server_does_not_is_unsupported() -> None:
-    for document, text in (
-        (
-            {"inputs": [entry(data=None, parameters={"shared_memory_region": "r", "shared_memory_byte_size": 8})]},
-            "input 'x': parameter 'shared_memory_region' is not supported by this server",
-        ),
-    ):
-        error = refusal(document)
-        assert error.kind is ErrorKind.UNSUPPORTED
-        assert error.message == text
-
-
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3),
@@ -450,6 +478,16 @@ def response(*tensors: Tensor, request_id: str = "") -> InferResponse:
 
 FP32 = Tensor("y", DataType.FP32, np.array([[1, 0.1], [-2.5, 256.5]], np.float32))
 TEXT = Tensor("t", DataType.BYTES, np.array(["a", 'ü"'], object))
+
+
+def test_placed_output_has_neither_data_nor_parameters() -> None:
+    answer = InferResponse("m", "7", "", [FP32, TEXT], {"y"})
+    encoded = encode_rest_response(request(binary_output=True), answer)
+    assert encoded.json_size is not None
+    first, second = orjson.loads(encoded.body[: encoded.json_size])["outputs"]
+    assert first == {"name": "y", "datatype": "FP32", "shape": [2, 2]}
+    assert second["parameters"] == {"binary_data_size": 12}
+    assert encoded.body[encoded.json_size :] == b'\x01\0\0\0a\x03\0\0\0\xc3\xbc"'
 
 
 def test_json_answer_to_the_byte() -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -15,12 +17,15 @@ from prometheus_client import CollectorRegistry
 from models import builders
 from ortserve.config.model import LoadOptions
 from ortserve.core.dtypes import DataType
+from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
+from ortserve.service.shared_memory import SharedMemory
+from ortserve.service.shared_object import FOLDER
 from ortserve.telemetry.metrics import Metrics
 
 
@@ -29,6 +34,7 @@ class Stage:
     service: InferenceService
     registry: Registry
     prometheus: CollectorRegistry
+    shared_memory: SharedMemory
 
     async def infer(self, request: InferRequest, timeout_ns: int | None = None) -> InferResponse:
         return await self.service.serve(
@@ -94,7 +100,11 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     metrics = Metrics(prometheus)
     registry = Registry([tmp_path], LoadOptions(warmup_s=0.05), metrics, time.monotonic_ns)
     await registry.load_all()
-    yield Stage(InferenceService(registry, metrics, time.monotonic_ns, max_inflight_bytes=1000), registry, prometheus)
+    shared_memory = SharedMemory(is_allowed=True)
+    service = InferenceService(
+        registry, metrics, time.monotonic_ns, max_inflight_bytes=1000, shared_memory=shared_memory
+    )
+    yield Stage(service, registry, prometheus, shared_memory)
     await registry.close()
 
 
@@ -415,3 +425,53 @@ async def test_all_points_of_the_way_are_stamped_when_a_call_is_answered(stage: 
     ]
     assert points == sorted(points)
     assert points[0] > 0
+
+
+@pytest.fixture
+def region(stage: Stage) -> Iterator[str]:
+    """A region of 64 bytes: the four ones of an input, and zeros."""
+    path = FOLDER / f"ortserve-test-{uuid4().hex}"
+    path.write_bytes(np.ones(4, np.float32).tobytes() + bytes(48))
+    stage.shared_memory.register("r", path.name, 0, 64)
+    yield "r"
+    path.unlink()
+
+
+def in_region(model: str, region: str) -> InferRequest:
+    """A request whose input x lies at the beginning of the region and whose output y is to follow it."""
+    given = RegionInput("x", DataType.FP32, (1, 4), RegionSpan(region, 0, 16))
+    use = RegionUse([given], {"y": RegionSpan(region, 16, 16)})
+    return InferRequest(model, "", "", (), [RequestedOutput("y")], {}, regions=use)
+
+
+async def test_request_in_regions_is_answered_timed_and_counted_as_any_other(stage: Stage, region: str) -> None:
+    call = stage.service.receive("grpc")
+    response = await stage.service.serve(call, lambda: in_region("two", region), lambda _, answer: answer)
+    assert set(response.placed) == {"y"}
+    assert stage.counts() == {("two", "1", "grpc", "ok"): 1}
+    assert all(end >= begin > 0 for begin, end in pairwise(astuple(call.timing)))
+    leases = stage.shared_memory.lease([RegionSpan(region, 16, 16)])
+    written = leases.memory(RegionSpan(region, 16, 16)).read(16, 16)
+    leases.release()
+    assert np.frombuffer(written, np.float32).tolist() == [-1.0] * 4
+
+
+async def test_request_in_regions_that_fails_is_counted_once_and_holds_nothing(stage: Stage, region: str) -> None:
+    unknown = await stage.refusal(in_region("two", "other"))
+    assert unknown.kind is ErrorKind.NOT_FOUND
+    assert unknown.message == "[request id: <id_unknown>] Unable to find shared memory region: 'other'"
+    poisoned = await stage.refusal(replace(in_region("two", region), outputs=[RequestedOutput("none")]))
+    assert poisoned.kind is ErrorKind.INVALID_INPUT
+    assert stage.counts() == {("two", "1", "http", "not_found"): 1, ("two", "1", "http", "invalid_input"): 1}
+    with stage.service.hold(1000):  # all of it: nothing else is held
+        pass
+
+
+async def test_version_that_took_over_while_inputs_were_copied_answers(
+    stage: Stage, region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [stage.registry.find("double", ""), stage.registry.find("two", "")]
+    monkeypatch.setattr(stage.registry, "find", lambda *_: found.pop(0))
+    response = await stage.infer(in_region("double", region))
+    assert response.model_name == "two"
+    assert stage.counts() == {("two", "1", "http", "ok"): 1}

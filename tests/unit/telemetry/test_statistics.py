@@ -67,6 +67,7 @@ def test_every_failure_counts_but_the_callers_own_mistakes(model: ModelMetrics) 
 
     assert set(ErrorKind) - FAILURE_REASONS.keys() == {
         ErrorKind.INVALID_INPUT,
+        ErrorKind.ALREADY_EXISTS,
         ErrorKind.NOT_FOUND,
         ErrorKind.TOO_LARGE,
         ErrorKind.UNSUPPORTED,

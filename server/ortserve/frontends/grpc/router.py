@@ -1,38 +1,11 @@
 """From the path of a call to its handler, and a clear answer where there is none."""
 
 from collections.abc import Iterable
-from typing import Final
 
 import grpc
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, abort, streaming
-
-_OF_THE_PROTOCOL: Final = frozenset(
-    {
-        "ServerLive",
-        "ServerReady",
-        "ModelReady",
-        "ServerMetadata",
-        "ModelMetadata",
-        "ModelInfer",
-        "ModelStreamInfer",
-        "ModelConfig",
-        "ModelStatistics",
-        "RepositoryIndex",
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
-        "SystemSharedMemoryStatus",
-        "SystemSharedMemoryRegister",
-        "SystemSharedMemoryUnregister",
-        "CudaSharedMemoryStatus",
-        "CudaSharedMemoryRegister",
-        "CudaSharedMemoryUnregister",
-        "TraceSetting",
-        "LogSettings",
-    }
-)
-"""Methods of the protocol and its extensions, which clients may ask for whether or not they are served."""
 
 
 class Router(grpc.GenericRpcHandler):
@@ -60,8 +33,6 @@ def _refusing(path: str) -> "grpc.RpcMethodHandler[bytes, bytes]":
     service, _, method = path.removeprefix("/").rpartition("/")
     if service != SERVICE_NAME:
         text = f"unknown method '{path}': the inference service is '{SERVICE_NAME}'"
-    elif method in _OF_THE_PROTOCOL:
-        text = f"{method} is not supported by this server"
     else:
         text = f"unknown method '{method}' of service '{SERVICE_NAME}'"
 

@@ -24,13 +24,21 @@ from ortserve.frontends.http.documents import (
 from ortserve.frontends.http.path_parameters import ModelName, ModelVersion
 from ortserve.frontends.http.repository_routes import repository_routes
 from ortserve.frontends.http.settings_routes import settings_routes
+from ortserve.frontends.http.shared_memory_routes import shared_memory_routes
 from ortserve.frontends.http.statistics_routes import statistics_routes
 from ortserve.service.management import Management
 from ortserve.service.models import ModelService
+from ortserve.service.shared_memory import SharedMemory
 
 
 def make_control_app(
-    models: ModelService, management: Management, *, title: str, version: str, max_body_bytes: int
+    models: ModelService,
+    management: Management,
+    shared_memory: SharedMemory,
+    *,
+    title: str,
+    version: str,
+    max_body_bytes: int,
 ) -> FastAPI:
     """The FastAPI application; its OpenAPI document also describes the infer routes, which are served beside it."""
     app = FastAPI(
@@ -46,6 +54,7 @@ def make_control_app(
     app.include_router(repository_routes(management.repository, max_body_bytes=max_body_bytes))
     app.include_router(settings_routes(management.logs, management.traces, max_body_bytes=max_body_bytes))
     app.include_router(_metadata_routes(models))
+    app.include_router(shared_memory_routes(shared_memory))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_malformed_path)

@@ -40,7 +40,9 @@ class InferInputDocument(BaseModel):
     shape: list[int]
     datatype: Datatype
     parameters: dict[str, Parameter] | None = Field(
-        None, description="binary_data_size: bytes of this tensor behind the JSON part, instead of data"
+        None,
+        description="binary_data_size: bytes of this tensor behind the JSON part, instead of data; or "
+        "shared_memory_region, shared_memory_byte_size and shared_memory_offset: its bytes in a registered region",
     )
     data: list[Any] | None = Field(None, description="Nested or flat, in row-major order")
 
@@ -50,7 +52,8 @@ class RequestedOutputDocument(BaseModel):
     parameters: dict[str, Parameter] | None = Field(
         None,
         description="binary_data: whether this output is answered behind the JSON part; classification: answer so many "
-        "of its largest elements, as texts value:index or value:index:label",
+        "of its largest elements, as texts value:index or value:index:label; or shared_memory_region, "
+        "shared_memory_byte_size and shared_memory_offset: where in a registered region it is written instead",
     )
 
 

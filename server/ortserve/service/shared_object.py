@@ -1,0 +1,114 @@
+"""A caller's POSIX shared memory object: opening it by its name, reading and writing it, never mapping it.
+
+The caller may shorten the object at any moment, and whoever then touches the lost pages of a mapping dies of SIGBUS,
+whatever was checked before. ``pread`` and ``pwrite`` on the descriptor say so instead. They also make the one copy that
+checking what came needs anyway: a caller that goes on writing cannot change a tensor between its check and its use.
+Measured against copying from and to a mapping: 56 and 66 us instead of 19 and 19 for 1 MiB, 1.8 and 2.4 ms instead of
+0.6 and 0.6 for 16 MiB; the calls take about 1 us.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ortserve.core.region import RegionMemory
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+
+FOLDER: Final = Path("/dev/shm")  # noqa: S108  # where Linux keeps the objects that shm_open names
+RESERVED_PREFIX: Final = "triton_python_backend_shm_region_"
+"""Names that Triton keeps from clients."""
+
+
+class SharedObject(RegionMemory):
+    """Bytes ``offset`` to ``offset + byte_size`` of an object, held open so that unlinking its name takes nothing away.
+
+    ``region`` is for the messages.
+    """
+
+    def __init__(self, region: str, key: str, offset: int, byte_size: int) -> None:
+        """Open the object that ``key`` names, with or without a leading slash.
+
+        Raises:
+            ServeError: invalid_input, for a key that is no object's name, and for bytes that lie beyond its end;
+                internal, when it cannot be opened.
+        """
+        self._region = region
+        self._offset = offset
+        self._descriptor = _open(region, key)
+        size = self._size()
+        if offset + byte_size > size:
+            os.close(self._descriptor)
+            raise invalid_arguments(
+                region, f"expected offset + byte_size within the {size} bytes of '{key}', got {offset} + {byte_size}"
+            )
+
+    def read(self, offset: int, byte_size: int) -> memoryview:
+        start = self._offset + offset
+        self._require(start + byte_size)  # before as much memory is taken
+        copy = np.empty(byte_size, np.uint8).data  # unlike a bytearray not filled with zeros first
+        rest = copy
+        while rest:
+            count = os.preadv(self._descriptor, [rest], start)
+            if count == 0:
+                self._require(start + len(rest))
+            start += count
+            rest = rest[count:]
+        return copy
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        start = self._offset + offset
+        rest = memoryview(data)
+        self._require(start + len(rest))  # writing beyond the end would make the object longer
+        try:
+            while rest:
+                count = os.pwrite(self._descriptor, rest, start)
+                start += count
+                rest = rest[count:]
+        except OSError as error:  # no space for pages that were never touched, where a mapping would have cost our life
+            raise ServeError(
+                ErrorKind.INTERNAL, f"cannot write to shared memory region '{self._region}': {error.strerror}"
+            ) from error
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def _require(self, end: int) -> None:
+        size = self._size()
+        if end > size:
+            raise invalid_input(
+                f"Invalid offset + byte size for shared memory region: '{self._region}': its object was shortened to "
+                f"{size} bytes, expected at least {end}"
+            )
+
+
+def invalid_arguments(region: str, reason: str) -> ServeError:
+    """A registration that cannot be, as clients know its text."""
+    return invalid_input(f"failed to register shared memory region '{region}': invalid args: {reason}")
+
+
+def _open(region: str, key: str) -> int:
+    name = key.removeprefix("/")
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise invalid_arguments(region, f"expected as key the name of a shared memory object, got {key!r}")
+    if name.startswith(RESERVED_PREFIX):
+        raise invalid_arguments(region, f"keys that start with '{RESERVED_PREFIX}' are reserved, got '{key}'")
+    try:
+        # As shm_open does it; NONBLOCK so that a pipe of that name is refused rather than waited for.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(FOLDER / name, flags)
+    except (OSError, UnicodeEncodeError):
+        raise _cannot_open(key) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _cannot_open(key)
+    return descriptor
+
+
+def _cannot_open(key: str) -> ServeError:
+    return ServeError(ErrorKind.INTERNAL, f"Unable to open shared memory region: '{key}'")

@@ -1,0 +1,69 @@
+"""perf_analyzer, unmodified, runs to its end against a server in every way it has of sending requests."""
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import httpx
+import pytest
+
+from apart import UnavailableError
+from perf_analyzer import VERSION, PerfAnalyzer, find_perf_analyzer
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
+
+SHORT: Final = ("--request-count", "100")
+"""One measurement of so many requests. Windows of time are longer, and a short one may see none on a busy machine."""
+
+pytestmark = pytest.mark.timeout(400)  # the first test may have to install it
+
+
+@pytest.fixture(scope="module")
+def perf_analyzer() -> PerfAnalyzer:
+    try:
+        return find_perf_analyzer()
+    except UnavailableError as error:
+        pytest.skip(f"perf_analyzer {VERSION} cannot be had here: {error}")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """The example models, for callers that may share memory."""
+    with serving("--example", "--allow-client-shm", *SHORT_WARMUP) as server:
+        yield server
+
+
+@pytest.fixture(params=["none", "system"])
+def shared_memory(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return ("--shared-memory", request.param)
+
+
+def run(perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str, *arguments: str) -> float:
+    """Run with a model; returns the requests a second that it found."""
+    address = server.http if protocol == "http" else server.grpc
+    output = perf_analyzer.run("-i", protocol, "-u", address, *SHORT, *arguments)
+    assert "Failed" not in output, output
+    (found,) = re.findall(r"^Concurrency: \d+, throughput: ([\d.]+) infer/sec", output, re.MULTILINE)
+    return float(found)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("way", ["--sync", "--async"])
+def test_unary_requests_run_to_the_end(
+    perf_analyzer: PerfAnalyzer, server: ServerProcess, protocol: str, way: str, shared_memory: tuple[str, str]
+) -> None:
+    model = ("-m", "simple", "--concurrency-range", "4")
+    assert run(perf_analyzer, server, protocol, *model, way, *shared_memory) > 0
+    assert regions(server) == []
+
+
+def test_streamed_requests_run_to_the_end(
+    perf_analyzer: PerfAnalyzer, server: ServerProcess, shared_memory: tuple[str, str]
+) -> None:
+    model = ("-m", "simple", "--concurrency-range", "4")
+    assert run(perf_analyzer, server, "grpc", *model, "--async", "--streaming", *shared_memory) > 0
+    assert regions(server) == []
+
+
+def regions(server: ServerProcess) -> object:
+    """What is still registered: perf_analyzer forgets its regions at its end."""
+    return httpx.get(f"http://{server.http}/v2/systemsharedmemory/status", timeout=LONG_S).raise_for_status().json()

@@ -1,0 +1,226 @@
+"""One request's tensors in shared memory."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pytest
+
+from ortserve.core.dtypes import DataType
+from ortserve.core.region import RegionInput, RegionSpan, RegionUse
+from ortserve.core.tensor import Tensor
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.gate import BodyGate
+from ortserve.service.region_transfer import RegionTransfer
+from ortserve.service.shared_memory import SharedMemory
+from ortserve.service.shared_object import FOLDER, SharedObject
+
+LARGE = 8 * 1024 * 1024
+"""Copied on a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A shared memory object as the caller that made it sees it."""
+
+    path: Path
+
+    def content(self) -> bytes:
+        return self.path.read_bytes()
+
+    def fill(self, content: bytes) -> None:
+        self.path.write_bytes(content)
+
+
+@pytest.fixture
+def owned() -> Iterator[Owned]:
+    """An object of 64 bytes, whose values are their offsets."""
+    path = FOLDER / f"ortserve-test-{uuid4().hex}"
+    path.write_bytes(bytes(range(64)))
+    yield Owned(path)
+    path.unlink()
+
+
+@pytest.fixture
+def regions(owned: Owned) -> SharedMemory:
+    """The whole object is the region ``r``."""
+    regions = SharedMemory(is_allowed=True)
+    regions.register("r", owned.path.name, 0, 64)
+    return regions
+
+
+@pytest.fixture
+def large(owned: Owned) -> SharedMemory:
+    """The object is ``LARGE``, and the region ``r``."""
+    owned.fill(bytes(LARGE))
+    regions = SharedMemory(is_allowed=True)
+    regions.register("r", owned.path.name, 0, LARGE)
+    return regions
+
+
+def given(byte_size: int, *, offset: int = 0, datatype: DataType = DataType.UINT8) -> RegionInput:
+    count = byte_size // datatype.itemsize
+    return RegionInput("x", datatype, (count,), RegionSpan("r", offset, byte_size))
+
+
+async def test_inputs_are_copied_out_of_their_regions(regions: SharedMemory, owned: Owned) -> None:
+    use = RegionUse([given(4, offset=8), RegionInput("y", DataType.INT16, (1, 2), RegionSpan("r", 1, 4))], {})
+    with RegionTransfer(regions, use, BodyGate(1000)) as transfer:
+        x, y = await transfer.fetch("m")
+    owned.fill(bytes(64))
+    assert (x.name, x.datatype, x.array.tolist()) == ("x", DataType.UINT8, [8, 9, 10, 11])
+    assert (y.name, y.datatype, y.array.tolist()) == ("y", DataType.INT16, [[0x0201, 0x0403]])
+
+
+async def test_input_must_be_exactly_as_large_as_its_tensor(regions: SharedMemory) -> None:
+    use = RegionUse([RegionInput("x", DataType.INT32, (2,), RegionSpan("r", 0, 9))], {})
+    with RegionTransfer(regions, use, BodyGate(1000)) as transfer, pytest.raises(ServeError) as caught:
+        await transfer.fetch("m")
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == "input byte size mismatch for input 'x' for model 'm'. Expected 8, got 9"
+
+
+async def test_outputs_are_written_where_they_are_wanted_and_nowhere_else(regions: SharedMemory, owned: Owned) -> None:
+    outputs = [
+        Tensor("a", DataType.BYTES, np.array(["é", ""], dtype=object)),
+        Tensor("b", DataType.UINT8, np.full(4, 255, np.uint8)),
+        Tensor("c", DataType.INT16, np.array([[1, 2, 3, 4]], np.int16)[:, ::2]),
+    ]
+    use = RegionUse([], {"a": RegionSpan("r", 1, 12), "c": RegionSpan("r", 60, 4)})
+    with RegionTransfer(regions, use, BodyGate(1000)) as transfer:
+        await transfer.place(outputs)
+    expected = bytearray(range(64))
+    expected[1:11] = b"\x02\0\0\0\xc3\xa9\0\0\0\0"
+    expected[60:64] = b"\x01\0\x03\0"
+    assert owned.content() == expected
+
+
+async def test_output_that_does_not_fit_leaves_all_others_unwritten(regions: SharedMemory, owned: Owned) -> None:
+    outputs = [Tensor(name, DataType.UINT8, np.full(8, 255, np.uint8)) for name in "ab"]
+    use = RegionUse([], {"a": RegionSpan("r", 0, 8), "b": RegionSpan("r", 8, 7)})
+    with RegionTransfer(regions, use, BodyGate(1000)) as transfer, pytest.raises(ServeError) as caught:
+        await transfer.place(outputs)
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert caught.value.message == (
+        "shared memory size specified with the request for output 'b' (7 bytes) should be at least 8 bytes to hold the "
+        "results"
+    )
+    assert owned.content() == bytes(range(64))
+
+
+async def test_large_tensors_are_copied_on_a_thread_while_the_loop_goes_on(
+    large: SharedMemory, owned: Owned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied_on: set[int] = set()
+
+    def remember(read: SharedObject, offset: int, byte_size: int) -> memoryview:
+        copied_on.add(threading.get_ident())
+        return whole(read, offset, byte_size)
+
+    whole = SharedObject.read
+    monkeypatch.setattr(SharedObject, "read", remember)
+    use = RegionUse([given(LARGE)], {"y": RegionSpan("r", 0, LARGE)})
+    with RegionTransfer(large, use, BodyGate(LARGE)) as transfer:
+        (x,) = await transfer.fetch("m")
+        assert x.array.nbytes == LARGE
+        assert copied_on
+        assert threading.get_ident() not in copied_on
+        await transfer.place([Tensor("y", DataType.UINT8, x.array + 1)])
+    assert owned.content() == b"\1" * LARGE
+
+
+async def test_region_stays_open_for_a_copy_whose_caller_has_left(
+    large: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on, closed = asyncio.Event(), threading.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def read_late(read: SharedObject, offset: int, byte_size: int) -> memoryview:
+        loop.call_soon_threadsafe(reading.set)
+        assert go_on.wait(60)
+        assert not closed.is_set()
+        return whole(read, offset, byte_size)
+
+    def close(opened: SharedObject) -> None:
+        closed.set()
+        close_it(opened)
+
+    whole, close_it = SharedObject.read, SharedObject.close
+    monkeypatch.setattr(SharedObject, "read", read_late)
+    monkeypatch.setattr(SharedObject, "close", close)
+    gate = BodyGate(LARGE)
+
+    async def transfer() -> None:
+        with RegionTransfer(large, RegionUse([given(LARGE)], {}), gate) as transfer:
+            await transfer.fetch("m")
+
+    caller = asyncio.create_task(transfer())
+    await reading.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    large.unregister("")
+    assert gate.held_bytes == LARGE
+    go_on.set()
+    assert await asyncio.to_thread(closed.wait, 60)
+    assert gate.held_bytes == 0
+
+
+async def test_copy_that_fails_after_its_caller_has_left_is_nobodys_concern(
+    large: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complaints: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    reading, go_on = asyncio.Event(), threading.Event()
+
+    def fail_late(*_: object) -> memoryview:
+        loop.call_soon_threadsafe(reading.set)
+        assert go_on.wait(60)
+        raise ServeError(ErrorKind.INVALID_INPUT, "shortened")
+
+    def close(opened: SharedObject) -> None:
+        close_it(opened)
+        loop.call_soon_threadsafe(closed.set)
+
+    closed, close_it = asyncio.Event(), SharedObject.close
+    monkeypatch.setattr(SharedObject, "read", fail_late)
+    monkeypatch.setattr(SharedObject, "close", close)
+    gate = BodyGate(LARGE)
+
+    async def transfer() -> None:
+        with RegionTransfer(large, RegionUse([given(LARGE)], {}), gate) as transfer:
+            await transfer.fetch("m")
+
+    caller = asyncio.create_task(transfer())
+    await reading.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    large.unregister("")
+    go_on.set()
+    await closed.wait()
+    assert gate.held_bytes == 0
+    gc.collect()  # a future whose failure nobody asked for complains when it goes
+    assert complaints == []
+
+
+async def test_inputs_count_among_the_bytes_that_the_server_holds(regions: SharedMemory) -> None:
+    gate = BodyGate(16)
+    with RegionTransfer(regions, RegionUse([given(8), given(4)], {}), gate):
+        assert gate.held_bytes == 12
+        with pytest.raises(ServeError) as caught:
+            RegionTransfer(regions, RegionUse([given(8)], {}), gate)
+        assert caught.value.kind is ErrorKind.OVERLOADED
+    assert gate.held_bytes == 0
+
+
+def test_inputs_larger_than_the_server_may_hold_are_refused_even_when_it_holds_nothing(regions: SharedMemory) -> None:
+    with pytest.raises(ServeError, match="expected at most 16 bytes, got 17") as caught:
+        RegionTransfer(regions, RegionUse([given(17)], {}), BodyGate(16))
+    assert caught.value.kind is ErrorKind.TOO_LARGE
