@@ -4,9 +4,7 @@ Wheels after 1.22 have none, so that wheel is fetched with pip into a cache outs
 """
 
 import hashlib
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -19,20 +17,17 @@ import numpy as np
 import onnx
 from onnx import OptionalProto, TensorProto, numpy_helper
 
+from apart import CACHE, keep, run_tool
+
 ONNX_VERSION: Final = "1.22.0"
 # The same file everywhere, whatever Python and machine the tests run on: it is for its data, and nothing imports it.
 _WHEEL: Final = ("--python-version=3.11", "--implementation=cp", "--abi=cp311", "--platform=manylinux_2_28_x86_64")
 _SHA256: Final = "1d0a2bdb15eb2b3cb65c438f3423d9620d14fdce32f92380e6bb1b2e09568ef5"
 _DATA: Final = "onnx/backend/test/data/node/"
-_CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ortserve-tests"
 
 RTOL: Final = 1e-3
 ATOL: Final = 1e-7
 """The runner's own tolerances (``onnx/backend/test/loader``); no case sets others."""
-
-
-class UnreachableError(Exception):
-    """pip could not fetch the wheel; says why."""
 
 
 class _NoTensor:
@@ -58,20 +53,16 @@ def fetch_node_cases() -> Path:
     """The folder that has a folder for each case.
 
     Raises:
-        UnreachableError: When it was never fetched here, and pip cannot.
+        UnavailableError: When it was never fetched here, and pip cannot.
     """
-    folder = _CACHE / f"onnx-{ONNX_VERSION}"
+    folder = CACHE / f"onnx-{ONNX_VERSION}"
     if not folder.exists():
-        _CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=_CACHE) as scratch:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             extracted = Path(scratch) / "extracted"
             with zipfile.ZipFile(_fetch_wheel(Path(scratch))) as wheel:
                 wheel.extractall(extracted, [name for name in wheel.namelist() if name.startswith(_DATA)])
-            try:
-                extracted.rename(folder)  # whole or not at all, whoever else does the same
-            except OSError:
-                if not folder.exists():
-                    raise
+            keep(extracted, folder)
     return folder / _DATA
 
 
@@ -99,15 +90,8 @@ def assert_similar(expected: np.ndarray, got: np.ndarray) -> None:
 
 
 def _fetch_wheel(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    fetched = subprocess.run(
-        [*command, "--only-binary=:all:", *_WHEEL, f"--dest={folder}", f"onnx=={ONNX_VERSION}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if fetched.returncode:
-        raise UnreachableError(f"pip cannot download onnx {ONNX_VERSION}: {fetched.stderr.strip()[-500:]}")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    run_tool([*pip, "--only-binary=:all:", *_WHEEL, f"--dest={folder}", f"onnx=={ONNX_VERSION}"])
     (wheel,) = folder.glob("*.whl")
     assert hashlib.sha256(wheel.read_bytes()).hexdigest() == _SHA256, wheel.name
     return wheel

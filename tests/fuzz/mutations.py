@@ -19,6 +19,9 @@ WORDS: Final = (
 )  # fmt: skip
 """Names and values that mean something somewhere, and some that must mean nothing."""
 
+INTERNAL_BY_PROTOCOL: Final = ("failed to load", "failed to unload", "Unable to open shared memory region")
+"""Mistakes of callers that the protocol wants answered as internal errors."""
+
 MODELS: Final = ("digits", "simple", "text_stats", "nowhere")
 ROUTES: Final = (
     ("GET", "/v2"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready"), ("GET", "/v2/models/{m}/ready"),

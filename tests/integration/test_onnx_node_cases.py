@@ -7,7 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_node_cases import NodeCase, UnreachableError, fetch_node_cases, read_node_cases
+from apart import UnavailableError
+from onnx_node_cases import NodeCase, fetch_node_cases, read_node_cases
 from onnx_node_verdicts import PAGE, Verdict, judging, render
 from ortserve.core.batch import Arrays, Batch
 from ortserve.core.signature import ModelSignature
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)  # a server for all cases; about 20 s on t
 def cases() -> list[NodeCase]:
     try:
         return read_node_cases(fetch_node_cases())
-    except UnreachableError as error:
+    except UnavailableError as error:
         pytest.skip(str(error))
 
 

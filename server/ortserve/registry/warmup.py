@@ -20,6 +20,8 @@ MAX_SWEPT_ROWS: Final = 64
 _RUNS: Final = 5
 _WORTHWHILE: Final = 0.95
 """A bucket is worth having while its time a row is below this share of the bucket's before it."""
+_TRIED_IN_VAIN: Final = 2
+"""Sizes in a row that were not: one may have been timed while something else ran on the machine."""
 _TRIED_ROWS: Final = 3
 
 
@@ -69,8 +71,8 @@ def warm_up(
 ) -> WarmUp:
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
 
-    Batch sizes double from 1 while the time a row still falls by 5 % or more, up to 64 rows, or up to ``max_rows``
-    whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A budget of 0
+    Batch sizes double from 1 until two in a row have not made the time a row fall by 5 %, up to 64 rows, or up to
+    ``max_rows`` whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A budget of 0
     runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are left out,
     unless the model refuses that.
     """
@@ -87,13 +89,14 @@ def warm_up(
         best = sizes[0]
         if signature.is_batched and not rows_depend:
             limit = max_rows or MAX_SWEPT_ROWS
-            while sizes[-1].rows < limit and clock() < stop_ns:
+            in_vain = 0
+            while sizes[-1].rows < limit and clock() < stop_ns and in_vain < _TRIED_IN_VAIN:
                 size = _time_runs(runner, make_up, min(2 * sizes[-1].rows, limit), stop_ns, clock)
                 sizes.append(size)
                 if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
-                    best = size
+                    best, in_vain = size, 0
                 elif max_rows is None:
-                    break
+                    in_vain += 1
     except ServeError as error:
         return replace(unknown, refused=error.message)
     return WarmUp(max_rows or best.rows, tuple(sizes), rows_depend, drift, brings_optional=make_up.brings_optional)

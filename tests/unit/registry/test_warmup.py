@@ -91,14 +91,19 @@ def test_sizes_double_while_a_row_gets_cheaper() -> None:
     assert [size.run_ns for size in found.latencies] == [10 * MS + rows for rows in sizes(found)]
 
 
-def test_sweep_ends_with_the_size_that_gains_less_than_a_twentieth() -> None:
-    assert (lambda found: (sizes(found), found.max_rows))(sweep(lambda rows: MS * rows)) == ([1, 2], 1)
+def test_sweep_ends_with_the_second_size_that_gains_less_than_a_twentieth() -> None:
+    found = sweep(lambda rows: MS * rows)
+    assert (sizes(found), found.max_rows) == ([1, 2, 4], 1)
     # 20 rows' worth of overhead: a row costs 21, 11, 6, 3.5, 2.25, 1.625, 1.3125
     assert sweep(lambda rows: (20 + rows) * MS).max_rows == 64
-    # 0.2 of a row's worth: 1.2, 1.1 (-8 %), 1.05 (-4.5 %)
-    found = sweep(lambda rows: int((0.2 + rows) * MS))
-    assert sizes(found) == [1, 2, 4]
+    # 0.12 of a row's worth: 1.12, 1.06 (-5.4 %), 1.03 and 1.015 (-2.8 % and -4.2 % of that)
+    found = sweep(lambda rows: int((0.12 + rows) * MS))
+    assert sizes(found) == [1, 2, 4, 8]
     assert found.max_rows == 2
+
+
+def test_one_size_that_was_timed_badly_does_not_end_the_sweep() -> None:
+    assert sweep(lambda rows: (10 + rows + 20 * (rows == 2)) * MS).max_rows == 64
 
 
 @pytest.mark.parametrize(("max_rows", "swept"), [(1, [1]), (5, [1, 2, 4, 5]), (128, [1, 2, 4, 8, 16, 32, 64, 128])])

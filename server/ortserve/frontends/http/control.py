@@ -1,6 +1,7 @@
 """Everything of REST but inference itself: health, metadata, the documentation page and OpenAPI."""
 
 from dataclasses import asdict
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, FastAPI, Request, Response
@@ -8,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
@@ -211,9 +213,15 @@ async def _answer_serve_error(_: Request, error: Exception) -> Response:
     return Response(body, status, {name.decode(): value.decode() for name, value in headers})
 
 
-async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:
+async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
+    headers = error.headers
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        # Starlette tells those of the first route of the path only.
+        matching = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        allowed = {method for route in matching for method in getattr(route, "methods", None) or ()}
+        headers = {"Allow": ", ".join(sorted(allowed))}
+    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=headers)
 
 
 async def _answer_malformed_path(_: Request, __: Exception) -> JSONResponse:

@@ -83,6 +83,25 @@ class LogSettingsDocument(BaseModel):
     log_format: Literal["default", "ISO8601"]
 
 
-def request_body(document: type[BaseModel]) -> dict[str, Any]:
-    """What ``openapi_extra`` of a route needs to show the body that it reads by itself."""
-    return {"requestBody": {"content": {"application/json": {"schema": document.model_json_schema()}}}}
+def request_body(document: type[BaseModel], *, is_partial: bool = False) -> dict[str, Any]:
+    """What ``openapi_extra`` of a route needs to show the body that it reads by itself.
+
+    ``is_partial`` says that any of the document's keys may be left out, or null.
+    """
+    schema = document.model_json_schema()
+    if is_partial:
+        schema.pop("required", None)
+        schema["properties"] = {
+            name: {"anyOf": [value, {"type": "null"}]} for name, value in schema["properties"].items()
+        }
+    whole = _inlined(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"content": {"application/json": {"schema": whole}}}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with definitions in the place of references, which would point to nothing where it is put."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inlined(definitions[schema["$ref"].removeprefix("#/$defs/")], definitions)
+        return {key: _inlined(value, definitions) for key, value in schema.items()}
+    return [_inlined(item, definitions) for item in schema] if isinstance(schema, list) else schema

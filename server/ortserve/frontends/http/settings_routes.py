@@ -1,5 +1,7 @@
 """The trace and log settings of REST."""
 
+from typing import Final
+
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
@@ -7,6 +9,14 @@ from ortserve.frontends.http.json_body import read_json_object
 from ortserve.frontends.http.management_documents import LogSettingsDocument, TraceSettingsDocument, request_body
 from ortserve.frontends.http.path_parameters import ModelName
 from ortserve.service.settings import LogSettings, TraceSettings
+
+_LOG_BODY: Final = request_body(LogSettingsDocument, is_partial=True)
+# Numbers may be texts and texts numbers, as Triton's clients have it; a schema would only say "anything".
+_TRACE_BODY: Final = {
+    "requestBody": {
+        "content": {"application/json": {"schema": {"type": "object"}, "example": {"trace_level": ["OFF"]}}}
+    }
+}
 
 
 def settings_routes(logs: LogSettings, traces: TraceSettings, *, max_body_bytes: int) -> APIRouter:
@@ -18,7 +28,7 @@ def settings_routes(logs: LogSettings, traces: TraceSettings, *, max_body_bytes:
         """Which lines are logged."""
         return JSONResponse(logs.read())
 
-    @router.post("/logging", response_model=LogSettingsDocument, openapi_extra=request_body(LogSettingsDocument))
+    @router.post("/logging", response_model=LogSettingsDocument, openapi_extra=_LOG_BODY)
     async def change_log_settings(request: Request) -> JSONResponse:
         """Change which lines are logged; keys that are not there stay as they are."""
         return JSONResponse(logs.update(await read_json_object(request, max_body_bytes=max_body_bytes)))
@@ -29,7 +39,9 @@ def settings_routes(logs: LogSettings, traces: TraceSettings, *, max_body_bytes:
         return JSONResponse(traces.read())
 
     @router.post(
-        "/trace/setting", response_model=TraceSettingsDocument, openapi_extra=request_body(TraceSettingsDocument)
+        "/trace/setting",
+        response_model=TraceSettingsDocument,
+        openapi_extra=_TRACE_BODY,
     )
     async def change_trace_settings(request: Request) -> JSONResponse:
         """Change the server's trace settings; null takes one back to what it began with."""
@@ -43,7 +55,7 @@ def settings_routes(logs: LogSettings, traces: TraceSettings, *, max_body_bytes:
     @router.post(
         "/models/{model}/trace/setting",
         response_model=TraceSettingsDocument,
-        openapi_extra=request_body(TraceSettingsDocument),
+        openapi_extra=_TRACE_BODY,
     )
     async def change_model_trace_settings(model: ModelName, request: Request) -> JSONResponse:
         """Change the trace settings of a model; null takes one back to the server's."""
