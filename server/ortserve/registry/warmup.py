@@ -72,9 +72,9 @@ def warm_up(
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
 
     Batch sizes double from 1 until two in a row have not made the time a row fall by 5 %, up to 64 rows, or up to
-    ``max_rows`` whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A budget of 0
-    runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are left out,
-    unless the model refuses that.
+    ``max_rows`` whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A
+    budget of 0 runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are
+    left out, unless the model refuses that.
     """
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
     if budget_s == 0:
