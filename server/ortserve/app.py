@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from ortserve import __version__
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
+from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
@@ -134,7 +135,8 @@ class Server:
             TritonMetrics(prometheus, metrics)
         self._options = options
         self._prometheus = prometheus
-        self._registry = Registry(repositories, options, metrics, monotonic_ns)
+        runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
+        self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
         self._models = ModelService(
             self._registry,

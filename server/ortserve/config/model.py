@@ -30,7 +30,13 @@ class LoadOptions(BaseModel):
         json_schema_extra={"expects": "list of names, at least one"},
     )
     """Execution providers in order of preference, by short name (``cpu``, ``cuda``, ``tensorrt``) or ONNX Runtime's own
-    (``CUDAExecutionProvider``); in a file one may have options: ``[{cuda: {device_id: 1}}, cpu]``."""
+    (``CUDAExecutionProvider``); in a file one may have options: ``[{cuda: {device_id: 1}}, cpu]``. Those that are not
+    there are passed over, with a warning; the first that is there must work, and run some of the model, and those
+    behind it get the nodes that it does not take. Plug-in providers are found by their packages (``onnxruntime-ep-…``,
+    such as ``openvino``)."""
+    allow_fallback: bool = False
+    """Go on to the next execution provider where the first that is there does not work for a model. Off: the load
+    fails, because a model that was meant for a GPU is better missed than found on the CPU."""
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)

@@ -49,6 +49,14 @@ class ServerOptions(GrpcOptions, LoadOptions):
     """How often the repositories are looked at in the mode ``poll``. What is being copied there may be seen half done:
     it fails to load, what served before goes on, and the next look tries again; put folders in place by renaming."""
 
+    execution_provider_libraries: tuple[Path, ...] = ()
+    """Shared libraries of plug-in execution providers that are not installed as packages. One that cannot be used stops
+    the start."""
+    global_threads: bool = False
+    """Let all models run on one pool of threads, of as many as the CPU quota and affinity allow, instead of threads of
+    their own; ``intra_op_threads`` and ``inter_op_threads`` do not count then. For very many models on few processors.
+    Off, because idle threads of that pool cannot be told not to spin."""
+
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address that all ports listen on; ``0.0.0.0`` for every network interface."""
     http_port: int = Field(default=8000, ge=0, le=65535)

@@ -10,7 +10,7 @@ from ortserve.config.session_entries import SESSION_ENTRIES, check_session_entry
 Scalar: TypeAlias = bool | int | float | str
 """A value of ONNX Runtime's options, all of which are texts to it: true is ``1``, false ``0``."""
 
-ProviderName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^\w+$")]
+ProviderName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[\w.]+$")]
 ProviderWish: TypeAlias = (
     ProviderName | Annotated[Mapping[ProviderName, Mapping[str, Scalar]], Field(min_length=1, max_length=1)]
 )
@@ -31,7 +31,8 @@ class SessionSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     graph_optimization: GraphOptimization = "all"
-    """How far the graph is rewritten at load. Less makes loading faster and results closer to the exporter's."""
+    """How far the graph is rewritten at load. Less makes loading faster and results closer to the exporter's.
+    Weights in files of their own are read from beside the model's."""
     execution_mode: Literal["sequential", "parallel"] = "sequential"
     """``parallel`` runs independent branches of the graph at the same time, on ``inter_op_threads`` threads."""
     inter_op_threads: int = Field(default=1, ge=1, le=1024)
@@ -42,8 +43,33 @@ class SessionSettings(BaseModel):
     """Keep freed memory for the next run. Without it memory goes back at once, and runs are a little slower."""
     memory_pattern: bool = True
     """Plan the memory of a whole run, once for each shape. Of no use, and growing, where shapes vary a lot."""
+    shared_arena: bool = False
+    """Take host memory from one arena that all models with this setting share, instead of one each: less memory where
+    many models are seldom busy at the same time, but runs then wait for each other where they allocate."""
     shrink_arenas: tuple[Annotated[str, StringConstraints(pattern=r"^(cpu|gpu):\d+$")], ...] = ()
     """Arenas, such as ``cpu:0`` or ``gpu:0``, that give back what they do not need after every run."""
+    thread_affinities: str | None = Field(
+        default=None, pattern=r"^\d+([,-]\d+)*(;\d+([,-]\d+)*)*$", json_schema_extra={"expects": "text such as 1,2;3-4"}
+    )
+    """Processors for each thread but the calling one, groups separated by semicolons, counted from 1: ``1;2`` for
+    ``intra_op_threads: 3``. Unset: the system places threads, which serves several models better."""
+    dynamic_block_base: int | None = Field(default=None, ge=1, le=1024)
+    """Cut work for threads into ever smaller blocks, such as 4: steadier times where processors are shared with others.
+    Unset: equal blocks, which cost less to hand out."""
+    denormal_as_zero: bool = False
+    """Take numbers too small to be normal as 0, which is many times faster for models that have them, and changes their
+    results."""
+    free_dimensions: Mapping[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, json_schema_extra={"expects": "{dimension: length, ...}"}
+    )
+    """Lengths of dimensions that the model only names, so that its graph is rewritten for them; requests of any other
+    length are refused."""
+    optimized_model_file: str | None = Field(
+        default=None, pattern="^/", json_schema_extra={"expects": "absolute path of a file"}
+    )
+    """File to keep the rewritten graph in, of the version that was opened last: for a look at it, or to be served with
+    ``graph_optimization: none``, which loads faster, but only on this kind of machine with this version of ONNX Runtime
+    and these execution providers."""
     deterministic: bool = False
     """Choose kernels that give the same result for the same input every time, where there are such."""
     entries: Mapping[SessionEntry, Scalar] = Field(default_factory=dict)

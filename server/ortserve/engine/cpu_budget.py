@@ -15,6 +15,15 @@ def cpu_budget(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = P
     return max(1, min([processors, *quotas]))
 
 
+def intra_op_threads(budget: int, *, on_gpu: bool, inter_op_threads: int) -> int:
+    """Threads inside an operator, at least 1, of a run that may keep ``budget`` threads busy.
+
+    ``inter_op_threads`` run branches of the graph at the same time, the calling thread among them: 1 where branches
+    wait for each other. A run on a GPU has little to do here but to wait for it.
+    """
+    return 1 if on_gpu else max(1, budget - (inter_op_threads - 1))
+
+
 def _quotas(root: Path, self_cgroup: Path) -> list[float]:
     try:
         lines = self_cgroup.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Which inputs and outputs a model file declares without any shape.
+"""Which inputs and outputs a model file declares without any shape, and what it calls their dimensions.
 
 ONNX Runtime's Python API shows such a tensor as one without axes, and takes any shape for it. The file tells them
 apart: it is one protobuf message, of which no more than the graph's interface is looked at here.
@@ -19,6 +19,8 @@ _TYPE_TENSOR: Final = 1
 _TYPE_OPTIONAL: Final = 9
 _OPTIONAL_ELEMENT: Final = 1
 _TENSOR_SHAPE: Final = 2
+_SHAPE_DIM: Final = 1
+_DIM_NAME: Final = 2
 
 # Wire types (protobuf.dev/programming-guides/encoding).
 _VARINT: Final = 0
@@ -41,6 +43,27 @@ def names_without_shape(path: Path) -> frozenset[str]:
                 view.release()
     except (OSError, ValueError, IndexError):  # unreadable, empty, or no protobuf message
         return frozenset()
+
+
+def dimension_names(path: Path) -> frozenset[str]:
+    """Names of dimensions of graph inputs. Blocks on the file. Empty for a file in another format."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            view = memoryview(content)
+            try:
+                return frozenset(_dimension_names(view))
+            finally:
+                view.release()
+    except (OSError, ValueError, IndexError):  # unreadable, empty, or no protobuf message
+        return frozenset()
+
+
+def _dimension_names(model: memoryview) -> Iterator[str]:
+    spans = [(0, len(model))]
+    for number in (_MODEL_GRAPH, _GRAPH_INPUT, _VALUE_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE, _SHAPE_DIM, _DIM_NAME):
+        spans = [inner for span in spans for inner in _messages(model, *span, number)]
+    for span in spans:
+        yield bytes(model[slice(*span)]).decode()
 
 
 def _names(model: memoryview) -> Iterator[str]:

@@ -13,6 +13,7 @@ from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.binding import HostBinding, can_bind
 from ortserve.engine.plain_run import PlainRun, make_plain_run
+from ortserve.engine.provider_options import CPU
 from ortserve.engine.session import ORT_ERRORS, run_error
 from ortserve.engine.staging import HostStaging
 
@@ -37,7 +38,7 @@ class Instance:
     ) -> None:
         """``padding`` is None where no batch is ever padded; ``run_options`` are told to every run."""
         self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
-        self._is_single_threaded = intra_op_threads == 1
+        self._is_single_threaded = runs_on_its_thread(session, intra_op_threads)
         self._clock = clock
         self._staging = HostStaging(len(signature.inputs), padding)
         self._binding: HostBinding | None = None
@@ -117,6 +118,15 @@ class Instance:
         result = self.run(batch)
         cpu_ns = time.thread_time_ns() - began_ns
         return BatchResult(result.outputs, result.staged_ns, result.computed_ns, min(cpu_ns, result.run_ns))
+
+
+def runs_on_its_thread(session: ort.InferenceSession, intra_op_threads: int) -> bool:
+    """Whether all work of a run happens on the thread that calls it, so that its CPU time is the run's length.
+
+    It does not where nodes run beside each other, or on a provider with threads or a device of its own.
+    """
+    is_sequential = session.get_session_options().execution_mode == ort.ExecutionMode.ORT_SEQUENTIAL
+    return intra_op_threads == 1 and is_sequential and list(session.get_providers()) == [CPU]
 
 
 def _without_padding(output: np.ndarray, batch: Batch) -> np.ndarray:

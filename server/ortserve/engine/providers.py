@@ -1,22 +1,38 @@
-"""Execution providers (EPs): short names, what this ONNX Runtime offers, and which of a wish list can be used."""
+"""Execution providers (EPs): which of a model's wishes can be used here, and in what order they are tried.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+The list is walked here and not by ONNX Runtime, which takes the next one without a word, or retries on the CPU.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
 
 import onnxruntime as ort
 
 from ortserve.config.session import ProviderWish, provider_parts
-from ortserve.errors import invalid_input
+from ortserve.engine.provider_options import CPU as CPU
+from ortserve.engine.provider_options import CUDA, OPENVINO, TENSORRT, make_provider_options, with_threads
+from ortserve.engine.runtime import Offer, Runtime
+from ortserve.errors import ServeError, invalid_input
 
-CPU: Final = "CPUExecutionProvider"
+_SHORT_NAMES: Final = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
 
-_SHORT_NAMES: Final = {
-    "cpu": CPU,
-    "cuda": "CUDAExecutionProvider",
-    "tensorrt": "TensorrtExecutionProvider",
-    "openvino": "OpenVINOExecutionProvider",
-}
+_Opened = TypeVar("_Opened")
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """One EP.
+
+    Attributes:
+        name: In full.
+        options: Texts, checked.
+        devices: That a plug-in shall use; empty for a built-in EP, which is asked for by its name.
+    """
+
+    name: str
+    options: dict[str, str] = field(default_factory=dict)
+    devices: tuple[ort.OrtEpDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,54 +43,121 @@ class ProviderChoice:
         name: In full.
         passed_over: In words, why each EP ahead of it in the wish list was not taken.
         options: Its options, texts.
-        behind: EPs for the nodes that it does not take, each with its options: the wishes after it that are offered.
+        behind: EPs for the nodes that it does not take: the wishes after it that can be used.
+        devices: That it shall use, if it is a plug-in.
     """
 
     name: str
     passed_over: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)
-    behind: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    options: dict[str, str] = field(default_factory=dict)
+    behind: tuple[Provider, ...] = ()
+    devices: tuple[ort.OrtEpDevice, ...] = ()
 
     @property
     def device_id(self) -> int:
         """Which of the devices of its kind it runs on."""
-        text = self.options.get("device_id", "0")
-        return int(text) if text.isdecimal() else 0  # else it is up to the EP to refuse it
+        return _device_number(self.options)
+
+    def without_first(self, reason: str) -> "ProviderChoice":
+        """The choice once its EP has turned out not to work, for a reason in words. There must be one behind it."""
+        first, *others = self.behind
+        return ProviderChoice(first.name, (*self.passed_over, reason), first.options, tuple(others), first.devices)
 
 
-def choose_provider(wishes: Sequence[ProviderWish], offered: Sequence[str] | None = None) -> ProviderChoice:
-    """Take the first wish that the installed ONNX Runtime offers.
+def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer] | None = None) -> ProviderChoice:
+    """Take the first wish that there is here.
 
     Args:
-        wishes: Short or full EP names, best first, with or without options.
-        offered: Full EP names; None asks ONNX Runtime.
+        wishes: Short or full EP names, best first, with or without options, which are checked for all of them.
+        offer: Tells of a full EP name what there is of it; None asks ONNX Runtime.
 
     Raises:
-        ServeError: invalid_input, naming wishes and offer, when none of them can be used.
+        ServeError: invalid_input, for an option that is wrong, and, naming wishes and offer, when none can be used.
     """
-    offered = ort.get_available_providers() if offered is None else offered
-    passed_over: list[str] = []
-    named = [provider_parts(wish) for wish in wishes]
-    wanted = [(_SHORT_NAMES.get(name.lower(), name), options) for name, options in named]
-    for index, (name, options) in enumerate(wanted):
-        if name in offered:
-            behind = tuple((other, of_other) for other, of_other in wanted[index + 1 :] if other in offered)
-            return ProviderChoice(name, tuple(passed_over), options, behind)
-        passed_over.append(f"{name} is not offered by this ONNX Runtime")
-    raise invalid_input(
-        f"execution_providers: none of {', '.join(name for name, _ in named)} can be used; "
-        f"this ONNX Runtime offers {', '.join(offered)}"
-    )
+    offer = Runtime().offer if offer is None else offer
+    wanted: list[Provider] = []
+    for wish in wishes:
+        name, given = provider_parts(wish)
+        name = _SHORT_NAMES.get(name.lower(), name)
+        wanted.append(Provider(name, make_provider_options(name, given)))
+    usable: list[Provider] = []
+    missing: list[str] = []
+    for provider in wanted:
+        found = offer(provider.name)
+        problem = found.problem
+        if not problem and found.devices:
+            provider = _on_device(provider, found.devices)
+            problem = "" if provider.devices else f"has no device {_device_wish(provider)}"
+        if problem:
+            if not usable:
+                missing.append(f"{provider.name} {problem}")
+        else:
+            usable.append(provider)
+    if not usable:
+        raise invalid_input(
+            f"execution_providers: none of {', '.join(provider_parts(wish)[0] for wish in wishes)} can be used: "
+            f"{'; '.join(missing)}; this ONNX Runtime offers {', '.join(_offered())}"
+        )
+    first, *others = usable
+    return ProviderChoice(first.name, tuple(missing), first.options, tuple(others), first.devices)
 
 
-def session_providers(choice: ProviderChoice) -> list[tuple[str, dict[str, str]]]:
-    """What to hand to ONNX Runtime: the chosen EP, those behind it, and last the CPU, for nodes that nobody takes."""
-    providers = {choice.name: dict(choice.options)}
+def open_on_first(
+    choice: ProviderChoice, open_on: Callable[[ProviderChoice], _Opened], *, allow_fallback: bool
+) -> tuple[_Opened, ProviderChoice]:
+    """Open on the chosen EP, or, where that is allowed, on the first after it that can be opened on.
+
+    Returns:
+        What ``open_on`` made, and the choice that it made it of.
+
+    Raises:
+        ServeError: What ``open_on`` raised for the chosen EP, and for each that was tried after it.
+    """
+    failures: list[str] = []
+    while True:
+        try:
+            return open_on(choice), choice
+        except ServeError as error:
+            failures.append(error.message)
+            if allow_fallback and choice.behind:
+                choice = choice.without_first(error.message)
+                continue
+            hint = ""
+            if choice.behind:
+                hint = f" (with allow_fallback it would be tried on {choice.behind[0].name})"
+            raise ServeError(error.kind, "; ".join(dict.fromkeys(failures)) + hint) from error
+
+
+def attach_providers(
+    native: ort.SessionOptions, choice: ProviderChoice, *, threads: int, has_cpu: bool = True
+) -> list[tuple[str, dict[str, str]]] | None:
+    """Tell a session its EPs, with the CPU last, for the nodes that nobody takes.
+
+    Args:
+        native: What a session with plug-ins is told by; then ``providers`` must be None, or it would win.
+        choice: The EP and those behind it.
+        threads: For EPs that have threads of their own.
+        has_cpu: Whether the CPU may take nodes although nobody wished for it.
+
+    Returns:
+        The session's ``providers``.
+    """
+    chain = {choice.name: Provider(choice.name, choice.options, choice.devices)}
     if choice.name != CPU:  # which takes every node, so that nothing is left for others
-        for name, options in (*choice.behind, (CPU, {})):
-            providers.setdefault(name, dict(options))
-        providers[CPU] = providers.pop(CPU)
-    return list(providers.items())
+        for provider in (*choice.behind, *([Provider(CPU)] if has_cpu else [])):
+            chain.setdefault(provider.name, provider)
+        if CPU in chain:
+            chain[CPU] = chain.pop(CPU)
+    told = [replace(one, options=with_threads(one.name, one.options, threads)) for one in chain.values()]
+    if not any(provider.devices for provider in told):
+        return [(provider.name, provider.options) for provider in told]
+    for provider in told:
+        if provider.devices:
+            own = {key: value for key, value in provider.options.items() if key not in ("device_type", "device_id")}
+            native.add_provider_for_devices(list(provider.devices), own)
+        elif provider.name != CPU:  # which ONNX Runtime puts last by itself
+            native.add_provider(provider.name, provider.options)
+    return None
 
 
 def check_providers(choice: ProviderChoice, used: Sequence[str]) -> None:
@@ -88,3 +171,25 @@ def check_providers(choice: ProviderChoice, used: Sequence[str]) -> None:
             f"execution_providers: {choice.name} was chosen, but ONNX Runtime could not start it and uses "
             f"{', '.join(used)}"
         )
+
+
+def _on_device(provider: Provider, devices: Sequence[ort.OrtEpDevice]) -> Provider:
+    """On one device: of the wished type, else of that of the first, and of these the one of the wished number."""
+    wished = provider.options.get("device_type") or devices[0].device.type.name
+    alike = [device for device in devices if device.device.type.name == wished]
+    number = _device_number(provider.options)
+    return replace(provider, devices=tuple(alike[number : number + 1]))
+
+
+def _device_number(options: Mapping[str, str]) -> int:
+    text = options.get("device_id", "0")
+    return int(text) if text.isdecimal() else 0  # of an EP whose options are not known here
+
+
+def _device_wish(provider: Provider) -> str:
+    return f"{provider.options.get('device_type', '')} {provider.options.get('device_id', '0')}".strip()
+
+
+def _offered() -> list[str]:
+    names = [*ort.get_available_providers(), *(device.ep_name for device in ort.get_ep_devices())]
+    return list(dict.fromkeys(names))

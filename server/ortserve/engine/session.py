@@ -1,24 +1,21 @@
 """Opening a model file as an ONNX Runtime session, and saying in our words what is wrong with it."""
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import onnxruntime as ort
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from ortserve.config.session import SessionSettings, option_text
-from ortserve.engine.providers import CPU, ProviderChoice, check_providers, session_providers
+from ortserve.config.session import Scalar, SessionSettings, option_text
+from ortserve.engine.declared_shapes import dimension_names
+from ortserve.engine.ort_errors import ORT_ERRORS as ORT_ERRORS
+from ortserve.engine.ort_errors import without_paths as without_paths
+from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
+from ortserve.engine.providers import CPU, ProviderChoice, attach_providers, check_providers
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
-# ONNX Runtime's own classes derive straight from Exception, each on its own; bindings and strings raise built-in ones.
-ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
-    *(kind for kind in vars(ort_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),
-    RuntimeError,
-    ValueError,
-)
-
+_NO_CPU: Final = "session.disable_cpu_ep_fallback"
+"""The entry that makes it an error where a node would be left to the CPU; the CPU itself must not be asked for then."""
 
 _LEVELS: Final = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -27,6 +24,10 @@ _LEVELS: Final = {
     "layout": ort.GraphOptimizationLevel.ORT_ENABLE_LAYOUT,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
+
+
+Session: TypeAlias = ort.InferenceSession
+"""An open model, for rooms that hand it on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,14 @@ class SessionOptions:
         intra_op_threads: How many threads one run may use, the calling one included.
         settings: As configured.
         operator_libraries: Files with operators that are not ONNX Runtime's.
+        has_global_threads: Whether runs use the threads of the process, instead of the session's own.
     """
 
     provider: ProviderChoice
     intra_op_threads: int
     settings: SessionSettings = field(default_factory=SessionSettings)
     operator_libraries: tuple[Path, ...] = ()
+    has_global_threads: bool = False
 
 
 def open_session(path: Path, name: str, options: SessionOptions) -> ort.InferenceSession:
@@ -55,21 +58,28 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
         options: See there.
 
     Raises:
-        ServeError: invalid_input, saying what ONNX Runtime found wrong, without paths.
+        ServeError: invalid_input, saying what ONNX Runtime found wrong, without paths, and on which execution provider
+            if not the CPU; also where that does not start, or runs none of the model's nodes.
     """
-    _check_arenas(options)
+    _check_settings(options)
+    _check_dimensions(path, options.settings)
+    provider = options.provider
     try:
+        native = _native_options(name, options)
+        has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
         session = ort.InferenceSession(
             str(path),
-            sess_options=_native_options(name, options),
-            providers=session_providers(options.provider),
+            sess_options=native,
+            providers=attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu),
             enable_fallback=0,  # else the wrapper retries on the CPU by itself, whatever failed
         )
     except ORT_ERRORS as error:
         # The model's own folder by its text: it may hold spaces, at which a pattern would stop.
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))
-        raise invalid_input(f"ONNX Runtime cannot load the model: {reason}") from error
-    check_providers(options.provider, session.get_providers())
+        where = "" if provider.name == CPU else f" on {provider.name}"
+        raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}") from error
+    check_providers(provider, session.get_providers())
+    check_placement(provider.name, read_placement(session))
     return session
 
 
@@ -87,14 +97,13 @@ def run_error(error: Exception) -> ServeError:
     return ServeError(ErrorKind.INTERNAL, f"ONNX Runtime failed to run the model: {without_paths(str(error))}")
 
 
-def without_paths(message: str) -> str:
-    """ONNX Runtime's text without file-system paths and source locations, on one line."""
-    return " ".join(_LOCATION.sub("", _PATH.sub("…", message)).split())
-
-
-def _check_arenas(options: SessionOptions) -> None:
-    """ONNX Runtime would refuse every run for an arena that is not there."""
+def _check_settings(options: SessionOptions) -> None:
+    """ONNX Runtime would say nothing of settings that exclude each other, and refuse every run for a missing arena."""
     settings = options.settings
+    if settings.shared_arena and not settings.memory_arena:
+        raise invalid_input("session.shared_arena: expected memory_arena beside it, got memory_arena: false")
+    if options.has_global_threads and settings.thread_affinities is not None:
+        raise invalid_input("session.thread_affinities: expected unset, as the server has global_threads")
     if options.provider.name != CPU:
         return
     there = {"cpu:0"} if settings.memory_arena else set()
@@ -103,6 +112,16 @@ def _check_arenas(options: SessionOptions) -> None:
             raise invalid_input(
                 f"session.shrink_arenas: expected arenas out of {', '.join(there) or 'none'}, got {arena}"
             )
+
+
+def _check_dimensions(path: Path, settings: SessionSettings) -> None:
+    """ONNX Runtime says nothing of a dimension that is not there."""
+    if settings.free_dimensions:
+        there = dimension_names(path)
+        for name in settings.free_dimensions:
+            if name not in there:
+                told = ", ".join(sorted(there)) or "none"
+                raise invalid_input(f"session.free_dimensions: expected dimensions out of {told}, got {name}")
 
 
 def _native_options(name: str, options: SessionOptions) -> ort.SessionOptions:
@@ -119,14 +138,23 @@ def _native_options(name: str, options: SessionOptions) -> ort.SessionOptions:
     # Idle threads that spin cost up to eight times the CPU of the work itself on a shared machine.
     for pool in ("intra_op", "inter_op"):
         native.add_session_config_entry(f"session.{pool}.allow_spinning", option_text(settings.spinning))
-    for key, value in settings.entries.items():
-        native.add_session_config_entry(key, option_text(value))
+    native.use_per_session_threads = not options.has_global_threads
+    entries: dict[str, Scalar | None] = {
+        "session.intra_op_thread_affinities": settings.thread_affinities,
+        "session.dynamic_block_base": settings.dynamic_block_base,
+        "session.set_denormal_as_zero": settings.denormal_as_zero,
+        "session.use_env_allocators": settings.shared_arena,
+    }
+    for key, value in (entries | dict(settings.entries)).items():
+        if value is not None:
+            native.add_session_config_entry(key, option_text(value))
+    for dimension, length in settings.free_dimensions.items():
+        native.add_free_dimension_override_by_name(dimension, length)
+    if settings.optimized_model_file is not None:
+        native.optimized_model_filepath = settings.optimized_model_file
+    native.add_session_config_entry(RECORD_ENTRY, "1")
     native.logid = name
     native.log_severity_level = 4  # what fails is raised, too; a line for each would let callers flood the log
     for library in options.operator_libraries:
         native.register_custom_ops_library(str(library))
     return native
-
-
-_PATH: Final = re.compile(r"(?<![\w.])/[^\s:'\",)]+")
-_LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\b[A-Z][a-z]+ )")

@@ -51,7 +51,7 @@ class Assembly:
             queue,
             limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
             device=self._device,
-            threads=loaded.intra_op_threads,
+            threads=loaded.run_threads,
             inline=self._inline,
             loop=self._loop,
             clock=self._clock,

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from ortserve.clock import Clock
+from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.assembly import Assembly
 from ortserve.registry.lifecycle import State, VersionRecord
@@ -23,8 +24,11 @@ class VersionLoader:
     ONNX Runtime does not promise that sessions may be made in parallel, and one at a time keeps the peak of memory low.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, metrics: Metrics, clock: Clock, runtime: Runtime | None = None
+    ) -> None:
         self._loop = loop
+        self._runtime = runtime or Runtime()
         self._metrics = metrics
         self._clock = clock
         self._assembly = Assembly(loop, clock)
@@ -50,7 +54,7 @@ class VersionLoader:
             if source.problem:
                 raise invalid_input(source.problem)
             options = source.configuration.options
-            return load_model(source.path, name, options, self._clock, on_warming, source.folder)
+            return load_model(source.path, name, options, self._clock, on_warming, source.folder, self._runtime)
 
         try:
             loaded = await self._loop.run_in_executor(self._thread, load)

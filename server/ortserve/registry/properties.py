@@ -1,6 +1,7 @@
 """What operators may read of a loaded model: how it is run, and why."""
 
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.placement import describe_placement
 from ortserve.registry.loader import LoadedModel
 
 
@@ -21,10 +22,13 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
         warm_up = ", ".join(f"{size.rows}: {size.run_ns / 1e6:.3f} ms" for size in found.latencies)
     properties = {
         "execution_provider": loaded.execution_provider,
+        "nodes": describe_placement(loaded.nodes),
         "intra_op_threads": str(loaded.intra_op_threads),
         "batching": batching,
         "warm_up": warm_up,
     }
+    if loaded.providers.passed_over:
+        properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
     return properties | _interface(loaded.signature)
 
 

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
+from ortserve.engine.runtime import Runtime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.client_config import read_client_model
@@ -33,15 +34,22 @@ class Registry:
     Loads and unloads of one model wait for each other. What was begun goes on when its caller leaves.
     """
 
-    def __init__(self, repositories: Sequence[Path], defaults: LoadOptions, metrics: Metrics, clock: Clock) -> None:
-        """``defaults`` hold for what a model's own options leave open."""
+    def __init__(
+        self,
+        repositories: Sequence[Path],
+        defaults: LoadOptions,
+        metrics: Metrics,
+        clock: Clock,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """``defaults`` hold for what a model's own options leave open; ``runtime`` is None for a plain one."""
         self._repositories = repositories
         self._defaults = defaults
         self._metrics = metrics
         self._is_loaded = False
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
-        self._loader = VersionLoader(self._loop, metrics, clock)
+        self._loader = VersionLoader(self._loop, metrics, clock, runtime)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}
         """What each model was last loaded from, or should have been."""

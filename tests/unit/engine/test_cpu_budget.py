@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
 
 MASK = 64
 """Processors in the affinity mask of these tests."""
@@ -103,3 +103,11 @@ def test_machine_without_cgroups_has_its_mask(tmp_path: Path) -> None:
 def test_this_very_process_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert 1 <= cpu_budget() <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("budget", "on_gpu", "inter_op_threads", "expected"),
+    [(8, False, 1, 8), (8, False, 3, 6), (2, False, 4, 1), (1, False, 1, 1), (8, True, 1, 1)],
+)
+def test_run_uses_the_budget_and_no_more(budget: int, on_gpu: bool, inter_op_threads: int, expected: int) -> None:
+    assert intra_op_threads(budget, on_gpu=on_gpu, inter_op_threads=inter_op_threads) == expected

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 
 from models import builders, interfaces
 from ortserve.core.dtypes import DataType
-from ortserve.engine.declared_shapes import names_without_shape
+from ortserve.engine.declared_shapes import dimension_names, names_without_shape
 
 
 @pytest.fixture
@@ -46,10 +46,22 @@ def test_models_with_weights_and_declared_shapes_have_none(path: Path, build: ob
 def test_file_of_another_format_says_nothing(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert names_without_shape(path) == set()
+    assert dimension_names(path) == set()
 
 
 def test_file_that_is_not_there_says_nothing(path: Path) -> None:
     assert names_without_shape(path) == set()
+    assert dimension_names(path) == set()
+
+
+def test_names_are_those_of_dimensions_of_inputs(path: Path) -> None:
+    assert dimension_names(builders.two_batch_names(path)) == {
+        dimension.dim_param
+        for value in onnx.load(path).graph.input
+        for dimension in value.type.tensor_type.shape.dim
+        if dimension.dim_param
+    }
+    assert dimension_names(builders.identity(path, DataType.FP32, ("rows", None, "width", 3))) == {"rows", "width"}
 
 
 def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:

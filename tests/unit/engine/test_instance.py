@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from models import builders
 from ortserve.core.batch import Batch, BatchResult
 from ortserve.core.dtypes import DataType
-from ortserve.engine.instance import Instance
+from ortserve.engine.instance import Instance, runs_on_its_thread
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
@@ -240,3 +241,22 @@ def test_waiting_worker_holds_nobodys_arrays(tmp_path: Path, open_instance: Open
     weakref.finalize(output, are_freed[1].set)
     del rows, outcome, output
     assert [freed.wait(timeout=30) for freed in are_freed] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("providers", "mode", "threads", "expected"),
+    [
+        (["CPUExecutionProvider"], ort.ExecutionMode.ORT_SEQUENTIAL, 1, True),
+        (["CPUExecutionProvider"], ort.ExecutionMode.ORT_SEQUENTIAL, 2, False),
+        (["CPUExecutionProvider"], ort.ExecutionMode.ORT_PARALLEL, 1, False),
+        (["AzureExecutionProvider", "CPUExecutionProvider"], ort.ExecutionMode.ORT_SEQUENTIAL, 1, False),
+    ],
+)
+def test_run_is_timed_by_the_work_of_its_thread_only_where_all_of_it_happens_there(
+    tmp_path: Path, providers: list[str], mode: ort.ExecutionMode, threads: int, expected: bool
+) -> None:
+    native = ort.SessionOptions()
+    native.execution_mode = mode
+    native.inter_op_num_threads = 2
+    session = ort.InferenceSession(str(builders.mlp(tmp_path / "model.onnx")), native, providers=providers)
+    assert runs_on_its_thread(session, threads) is expected

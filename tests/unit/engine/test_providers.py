@@ -1,13 +1,39 @@
-"""A wish list against an offer."""
+"""Choosing execution providers: a wish list against an offer."""
 
+from collections.abc import Callable
+
+import onnxruntime as ort
 import pytest
 
 from ortserve.config.session import ProviderWish
-from ortserve.engine.providers import CPU, ProviderChoice, check_providers, choose_provider, session_providers
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.engine.providers import (
+    CPU,
+    Provider,
+    ProviderChoice,
+    attach_providers,
+    check_providers,
+    choose_provider,
+    open_on_first,
+)
+from ortserve.engine.runtime import Offer
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
+CUDA_DEFAULTS = {"cudnn_conv_algo_search": "HEURISTIC", "arena_extend_strategy": "kSameAsRequested"}
+
+
+def offering(*names: str) -> Callable[[str], Offer]:
+    """A build of ONNX Runtime with these providers."""
+
+    def offer(name: str) -> Offer:
+        return Offer(is_built_in=True) if name in names else Offer(problem="is not offered by this ONNX Runtime")
+
+    return offer
+
+
+def attached(choice: ProviderChoice, *, has_cpu: bool = True) -> list[tuple[str, dict[str, str]]] | None:
+    return attach_providers(ort.SessionOptions(), choice, threads=1, has_cpu=has_cpu)
 
 
 @pytest.mark.parametrize(
@@ -24,28 +50,31 @@ TENSORRT = "TensorrtExecutionProvider"
 def test_first_wish_that_is_offered_is_chosen(
     wishes: list[str], offered: list[str], chosen: str, passed_over: list[str]
 ) -> None:
-    choice = choose_provider(wishes, offered)
+    choice = choose_provider(wishes, offering(*offered))
     assert choice.name == chosen
     assert choice.passed_over == tuple(f"{name} is not offered by this ONNX Runtime" for name in passed_over)
 
 
-def test_wishes_that_nothing_meets_are_an_error_that_names_wishes_and_offer() -> None:
+def test_wishes_that_nothing_meets_are_an_error_that_names_wishes_reasons_and_offer() -> None:
     with pytest.raises(ServeError) as caught:
-        choose_provider(["tensorrt", "gpu"], [CUDA, CPU])
+        choose_provider(["tensorrt", "gpu"], offering(CUDA, CPU))
     assert caught.value.kind is ErrorKind.INVALID_INPUT
-    assert caught.value.message == (
-        "execution_providers: none of tensorrt, gpu can be used; "
-        "this ONNX Runtime offers CUDAExecutionProvider, CPUExecutionProvider"
+    assert caught.value.message.startswith(
+        "execution_providers: none of tensorrt, gpu can be used: TensorrtExecutionProvider is not offered by this ONNX "
+        "Runtime; gpu is not offered by this ONNX Runtime; this ONNX Runtime offers "
     )
+    assert CPU in caught.value.message
 
 
 def test_installed_onnx_runtime_is_asked_and_offers_the_cpu() -> None:
     assert choose_provider(["no_such", "cpu"]).name == CPU
 
 
-def test_cpu_stands_behind_every_other_provider() -> None:
-    assert session_providers(ProviderChoice(CUDA)) == [(CUDA, {}), (CPU, {})]
-    assert session_providers(ProviderChoice(CPU)) == [(CPU, {})]
+def test_cpu_stands_behind_every_other_provider_unless_it_must_not() -> None:
+    assert attached(ProviderChoice(CUDA)) == [(CUDA, {}), (CPU, {})]
+    assert attached(ProviderChoice(CUDA), has_cpu=False) == [(CUDA, {})]
+    assert attached(ProviderChoice(CPU)) == [(CPU, {})]
+    assert attached(ProviderChoice(CPU), has_cpu=False) == [(CPU, {})]
 
 
 def test_provider_that_onnx_runtime_dropped_is_an_error() -> None:
@@ -61,20 +90,61 @@ def test_wish_may_bring_options_which_go_to_its_own_provider_only() -> None:
         "openvino",
         "cpu",
     ]
-    choice = choose_provider(wishes, [TENSORRT, CUDA, CPU])
+    choice = choose_provider(wishes, offering(TENSORRT, CUDA, CPU))
     assert (choice.name, choice.device_id, choice.passed_over) == (TENSORRT, 1, ())
-    assert session_providers(choice) == [
+    assert attached(choice) == [
         (TENSORRT, {"trt_fp16_enable": "1", "device_id": "1"}),
-        (CUDA, {"device_id": "1"}),
+        (CUDA, CUDA_DEFAULTS | {"device_id": "1"}),
         (CPU, {}),
     ]
 
 
 def test_nothing_stands_behind_the_cpu_and_nothing_ahead_of_the_choice_beside_it() -> None:
-    choice = choose_provider(["openvino", {"cpu": {"a": "b"}}, "cuda"], [CUDA, CPU])
-    assert session_providers(choice) == [(CPU, {"a": "b"})]
+    choice = choose_provider(["openvino", "cpu", "cuda"], offering(CUDA, CPU))
+    assert attached(choice) == [(CPU, {})]
     assert choice.passed_over == ("OpenVINOExecutionProvider is not offered by this ONNX Runtime",)
 
 
-def test_unreadable_device_is_left_to_the_provider_to_refuse() -> None:
-    assert choose_provider([{"cuda": {"device_id": "first"}}], [CUDA]).device_id == 0
+def test_wrong_option_is_told_wherever_the_wish_stands_and_whatever_is_offered() -> None:
+    with pytest.raises(ServeError, match="CUDAExecutionProvider: device_id: expected integer, 0 to 1023, got 'first'"):
+        choose_provider(["cpu", {"cuda": {"device_id": "first"}}], offering(CPU))
+
+
+def test_device_of_a_provider_that_is_not_known_here_is_its_own_business() -> None:
+    assert choose_provider([{"Other": {"device_id": "first"}}], offering("Other")).device_id == 0
+
+
+def failing_on(*names: str) -> Callable[[ProviderChoice], str]:
+    def open_on(choice: ProviderChoice) -> str:
+        if choice.name in names:
+            raise invalid_input(f"{choice.name} fails")
+        return f"opened on {choice.name}"
+
+    return open_on
+
+
+BOTH = ProviderChoice(TENSORRT, ("x is missing",), behind=(Provider(CUDA, {"device_id": "1"}), Provider(CPU)))
+
+
+def test_choice_that_opens_stays() -> None:
+    assert open_on_first(BOTH, failing_on(CUDA), allow_fallback=True) == (f"opened on {TENSORRT}", BOTH)
+
+
+def test_choice_that_does_not_open_gives_way_where_that_is_allowed() -> None:
+    opened, choice = open_on_first(BOTH, failing_on(TENSORRT), allow_fallback=True)
+    assert opened == f"opened on {CUDA}"
+    assert choice == ProviderChoice(
+        CUDA, ("x is missing", f"{TENSORRT} fails"), {"device_id": "1"}, behind=(Provider(CPU),)
+    )
+
+
+def test_choice_that_does_not_open_is_an_error_where_giving_way_is_not_allowed() -> None:
+    with pytest.raises(ServeError) as caught:
+        open_on_first(BOTH, failing_on(TENSORRT), allow_fallback=False)
+    assert caught.value.message == f"{TENSORRT} fails (with allow_fallback it would be tried on {CUDA})"
+
+
+def test_error_names_all_that_were_tried_where_none_opens() -> None:
+    with pytest.raises(ServeError) as caught:
+        open_on_first(BOTH, failing_on(TENSORRT, CUDA, CPU), allow_fallback=True)
+    assert caught.value.message == f"{TENSORRT} fails; {CUDA} fails; {CPU} fails"

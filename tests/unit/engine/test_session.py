@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from models import builders
 from ortserve.config.session import GraphOptimization, SessionSettings
 from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session, run_error, run_options, without_paths
 from ortserve.errors import ErrorKind, ServeError
 
@@ -199,3 +200,99 @@ def test_arenas_are_shrunk_by_every_run_where_that_is_asked_for(tmp_path: Path) 
     # ONNX Runtime refuses an arena that is not there, which shows that it was told.
     with pytest.raises(Exception, match=r"gpu:7|arena"):
         session.run(None, feeds, run_options(SessionSettings(shrink_arenas=("gpu:7",))))
+
+
+def test_settings_that_are_entries_of_onnx_runtime_are_told_as_such(tmp_path: Path) -> None:
+    settings = SessionSettings(thread_affinities="1", dynamic_block_base=4, denormal_as_zero=True)
+    options = SessionOptions(ProviderChoice(CPU), 2, settings)
+    native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", options).get_session_options()
+    entries = ("session.intra_op_thread_affinities", "session.dynamic_block_base", "session.set_denormal_as_zero")
+    assert [native.get_session_config_entry(entry) for entry in entries] == ["1", "4", "1"]
+
+
+def test_entry_stands_over_the_setting_of_the_same_meaning(tmp_path: Path) -> None:
+    settings = SessionSettings(dynamic_block_base=4, entries={"session.dynamic_block_base": 8})
+    options = SessionOptions(ProviderChoice(CPU), 1, settings)
+    native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", options).get_session_options()
+    assert native.get_session_config_entry("session.dynamic_block_base") == "8"
+
+
+def test_affinities_of_more_threads_than_there_are_fail_the_load(tmp_path: Path) -> None:
+    options = SessionOptions(ProviderChoice(CPU), 2, SessionSettings(thread_affinities="1;1;1"))
+    with pytest.raises(ServeError, match=r"ONNX Runtime cannot load the model: .*affinities"):
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+
+
+def test_optimized_model_is_kept_and_can_be_served_as_it_is(tmp_path: Path) -> None:
+    kept = tmp_path / "optimized.onnx"
+    model = builders.mlp(tmp_path / "model.onnx")
+    first = open_session(
+        model, "m", SessionOptions(ProviderChoice(CPU), 1, SessionSettings(optimized_model_file=str(kept)))
+    )
+    settings = SessionSettings(graph_optimization="none")
+    again = open_session(kept, "m", SessionOptions(ProviderChoice(CPU), 1, settings))
+    feeds = {"x": np.ones((2, 64), np.float32)}
+    np.testing.assert_array_equal(first.run(None, feeds)[0], again.run(None, feeds)[0])
+    domains = [{opset.domain for opset in onnx.load(path).opset_import} for path in (model, kept)]
+    assert domains[0] < domains[1]  # those of operators that ONNX Runtime fuses nodes into
+
+
+def test_weights_in_a_file_of_their_own_are_read_from_beside_the_model(tmp_path: Path) -> None:
+    path = write_external(tmp_path / "model.onnx")
+    (tmp_path / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
+    (result,) = open_session(path, "m", OPTIONS).run(None, {"x": np.ones((2, 4), np.float32)})
+    np.testing.assert_array_equal(result, np.full((2, 4), 4))
+
+
+def test_free_dimension_gets_its_length(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "model.onnx")
+    options = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(free_dimensions={"batch": 3}))
+    assert open_session(path, "m", options).get_inputs()[0].shape == [3, 64]
+    options = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(free_dimensions={"rows": 3}))
+    with pytest.raises(ServeError, match=r"session\.free_dimensions: expected dimensions out of batch, got rows"):
+        open_session(path, "m", options)
+
+
+def test_sessions_may_share_an_arena(tmp_path: Path) -> None:
+    Runtime().share_arena()
+    settings = SessionSettings(shared_arena=True, shrink_arenas=("cpu:0",))
+    session = open_session(builders.mlp(tmp_path / "model.onnx"), "m", SessionOptions(ProviderChoice(CPU), 1, settings))
+    assert session.get_session_options().get_session_config_entry("session.use_env_allocators") == "1"
+    assert session.run(None, {"x": np.zeros((1, 64), np.float32)}, run_options(settings))[0].shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            SessionSettings(shared_arena=True, memory_arena=False),
+            "session.shared_arena: expected memory_arena beside it",
+        ),
+        (SessionSettings(thread_affinities="1"), "session.thread_affinities: expected unset"),
+    ],
+)
+def test_settings_that_exclude_each_other_fail_the_load(
+    tmp_path: Path, settings: SessionSettings, problem: str
+) -> None:
+    options = SessionOptions(ProviderChoice(CPU), 2, settings, has_global_threads=True)
+    with pytest.raises(ServeError, match=problem):
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+
+
+def test_provider_that_takes_no_node_is_an_error(tmp_path: Path) -> None:
+    # Every ONNX Runtime has this one; it is for operators that call a service elsewhere.
+    options = SessionOptions(ProviderChoice("AzureExecutionProvider"), 1)
+    with pytest.raises(ServeError) as caught:
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+    assert caught.value.message == (
+        "execution_providers: AzureExecutionProvider takes none of the model's nodes; CPUExecutionProvider takes 4"
+    )
+
+
+def test_leaving_nodes_to_the_cpu_can_be_forbidden(tmp_path: Path) -> None:
+    settings = SessionSettings(entries={"session.disable_cpu_ep_fallback": True})
+    options = SessionOptions(ProviderChoice("AzureExecutionProvider"), 1, settings)
+    with pytest.raises(
+        ServeError, match=r"cannot load the model on AzureExecutionProvider: .*fallback to CPU EP has been"
+    ):
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)

@@ -11,6 +11,7 @@ import pytest
 
 from models import builders
 from ortserve.config.model import ModelOptions
+from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Batch
 from ortserve.core.dtypes import DataType
 from ortserve.engine.cpu_budget import cpu_budget
@@ -170,3 +171,30 @@ def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) 
     with pytest.raises(ServeError, match="the configuration says that the model is batched, but the first dimension"):
         load(builders.fixed_batch(tmp_path / "model.onnx"), options)
     assert not workers()
+
+
+AZURE = "AzureExecutionProvider"
+"""Built into every ONNX Runtime; it takes no node of ours."""
+
+
+def test_provider_that_does_not_work_fails_the_load_unless_falling_back_is_allowed(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "model.onnx")
+    options = QUICK.model_copy(update={"execution_providers": (AZURE, "cpu"), "instances": 2})
+    with pytest.raises(ServeError, match="with allow_fallback it would be tried on CPUExecutionProvider"):
+        load(path, options)
+    loaded = load(path, options.model_copy(update={"allow_fallback": True}))
+    assert (loaded.execution_provider, loaded.nodes) == ("CPUExecutionProvider", {"CPUExecutionProvider": 4})
+    assert loaded.providers.passed_over == (
+        f"execution_providers: {AZURE} takes none of the model's nodes; CPUExecutionProvider takes 4",
+    )
+    assert len(loaded.instances) == 2
+    assert not workers()
+
+
+def test_run_holds_as_many_threads_as_it_may_keep_busy(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "model.onnx")
+    settings = SessionSettings(execution_mode="parallel", inter_op_threads=3)
+    loaded = load(path, QUICK.model_copy(update={"intra_op_threads": 2, "session": settings}))
+    assert (loaded.intra_op_threads, loaded.run_threads) == (2, 4)
+    settings = SessionSettings(inter_op_threads=3)  # of no use in the other mode
+    assert load(path, QUICK.model_copy(update={"intra_op_threads": 2, "session": settings})).run_threads == 2

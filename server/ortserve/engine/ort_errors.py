@@ -1,0 +1,21 @@
+"""What ONNX Runtime raises, and its texts without what is nobody's business."""
+
+import re
+from typing import Final
+
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+# ONNX Runtime's own classes derive straight from Exception, each on its own; bindings and strings raise built-in ones.
+ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
+    *(kind for kind in vars(ort_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+    RuntimeError,
+    ValueError,
+)
+
+_PATH: Final = re.compile(r"(?<![\w.])/[^\s:'\",)]+")
+_LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\b[A-Z][a-z]+ )")
+
+
+def without_paths(message: str) -> str:
+    """ONNX Runtime's text without file-system paths and source locations, on one line."""
+    return " ".join(_LOCATION.sub("", _PATH.sub("…", message)).split())

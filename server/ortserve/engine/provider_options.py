@@ -1,0 +1,250 @@
+"""The options of execution providers: which there are, the values they take, and the defaults that suit a server.
+
+ONNX Runtime itself refuses a name it does not know in three ways, depending on the provider: with an error, with a line
+in its log, or not at all. The lists are those of ONNX Runtime 1.31.1 and OpenVINO's plug-in 1.8.1.
+"""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+from ortserve.errors import ServeError, invalid_input
+
+CPU: Final = "CPUExecutionProvider"
+CUDA: Final = "CUDAExecutionProvider"
+TENSORRT: Final = "TensorrtExecutionProvider"
+OPENVINO: Final = "OpenVINOExecutionProvider"
+
+GPU_PROVIDERS: Final = frozenset({CUDA, TENSORRT, "NvTensorRTRTXExecutionProvider", "ROCMExecutionProvider"})
+"""Those that compute on a GPU, so that a run keeps one thread of the host busy."""
+
+_Rule: TypeAlias = Callable[[str], str]
+"""Takes a value and returns it as the provider spells it; ValueError says what it expected."""
+
+
+def make_provider_options(name: str, given: Mapping[str, str]) -> dict[str, str]:
+    """The options that a provider is opened with: what was given, checked, upon the defaults of this server.
+
+    Args:
+        name: Of the provider, in full. Options of one that is not known here are handed on as they are.
+        given: As configured, texts.
+
+    Raises:
+        ServeError: invalid_input, naming provider, option, expectation and what came.
+    """
+    rules = _RULES.get(name)
+    if rules is None:
+        return dict(given)
+    checked = dict(_DEFAULTS.get(name, {}))
+    for option, value in given.items():
+        if option not in rules:
+            close = difflib.get_close_matches(option, rules, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise _invalid(name, f"there is no option '{option}'{hint}")
+        try:
+            checked[option] = rules[option](value)
+        except ValueError as error:
+            raise _invalid(name, f"{option}: {error}, got '{value}'") from None
+    if name == TENSORRT:
+        _check_tensorrt(checked)
+    return _openvino_options(checked) if name == OPENVINO else checked
+
+
+def with_threads(name: str, options: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The options, and how many threads a run may use for a provider that has threads of its own."""
+    told = dict(options)
+    if name == OPENVINO and told.get("device_type", "CPU") == "CPU":
+        config = json.loads(told.get("load_config", "{}"))
+        config.setdefault("CPU", {}).setdefault("INFERENCE_NUM_THREADS", str(threads))
+        told["load_config"] = json.dumps(config)
+    return told
+
+
+def searches_each_shape(name: str, options: Mapping[str, str]) -> bool:
+    """Whether cuDNN tries every algorithm at each shape that is new to it, for 0.3 to 1.3 s, while its caller waits."""
+    return name == CUDA and options.get("cudnn_conv_algo_search") == "EXHAUSTIVE"
+
+
+def _invalid(name: str, problem: str) -> ServeError:
+    return invalid_input(f"execution_providers: {name}: {problem}")
+
+
+def _flag(value: str) -> str:
+    values = {"1": "1", "true": "1", "0": "0", "false": "0"}
+    if value.lower() not in values:
+        raise ValueError("expected true or false")
+    return values[value.lower()]
+
+
+def _whole(lowest: int, highest: int = 2**63 - 1) -> _Rule:
+    def rule(value: str) -> str:
+        is_number = value.isascii() and value.removeprefix("-").isdecimal()
+        if not is_number or not lowest <= int(value) <= highest:
+            top = f" to {highest}" if highest < 2**63 - 1 else " or more"
+            raise ValueError(f"expected integer, {lowest}{top}")
+        return str(int(value))
+
+    return rule
+
+
+def _one_of(*values: str) -> _Rule:
+    def rule(value: str) -> str:
+        if value not in values:
+            raise ValueError(f"expected one of {', '.join(values)}")
+        return value
+
+    return rule
+
+
+def _text(value: str) -> str:
+    if not value:
+        raise ValueError("expected a text")
+    return value
+
+
+def _own(value: str) -> str:
+    raise ValueError("it is the server's own to set: leave it out")
+
+
+def _settings(value: str) -> str:
+    """JSON: OpenVINO's properties by device."""
+    try:
+        by_device: Any = json.loads(value)
+    except ValueError:
+        by_device = None
+    if not isinstance(by_device, dict) or not all(isinstance(one, dict) for one in by_device.values()):
+        raise ValueError('expected JSON such as {"CPU": {"NUM_STREAMS": "1"}}')
+    return value
+
+
+_CUDA_RULES: Final[Mapping[str, _Rule]] = {
+    "arena_extend_strategy": _one_of("kNextPowerOfTwo", "kSameAsRequested"),
+    "cudnn_conv1d_pad_to_nc1d": _flag,
+    "cudnn_conv_algo_search": _one_of("EXHAUSTIVE", "HEURISTIC", "DEFAULT"),
+    "cudnn_conv_use_max_workspace": _flag,
+    "device_id": _whole(0, 1023),
+    "do_copy_in_default_stream": _flag,
+    "enable_cuda_graph": _own,
+    "enable_cudnn": _flag,
+    "enable_skip_layer_norm_strict_mode": _flag,
+    "external_data_loader_reading_threads": _whole(0, 64),
+    "fuse_conv_bias": _flag,
+    "gpu_external_alloc": _own,
+    "gpu_external_empty_cache": _own,
+    "gpu_external_free": _own,
+    "gpu_mem_limit": _whole(1),
+    "has_user_compute_stream": _own,
+    "prefer_nhwc": _flag,
+    "sdpa_kernel": _whole(0),
+    "tunable_op_enable": _flag,
+    "tunable_op_max_tuning_duration_ms": _whole(0),
+    "tunable_op_tuning_enable": _flag,
+    "use_ep_level_unified_stream": _flag,
+    "use_tf32": _flag,
+    "user_compute_stream": _own,
+}
+_TENSORRT_RULES: Final[Mapping[str, _Rule]] = {
+    "device_id": _whole(0, 1023),
+    "has_user_compute_stream": _own,
+    "trt_auxiliary_streams": _whole(-1),
+    "trt_bf16_enable": _flag,
+    "trt_build_heuristics_enable": _flag,
+    "trt_builder_optimization_level": _whole(0, 5),
+    "trt_context_memory_sharing_enable": _flag,
+    "trt_cuda_graph_enable": _own,
+    "trt_detailed_build_log": _flag,
+    "trt_dla_core": _whole(0),
+    "trt_dla_enable": _flag,
+    "trt_dump_ep_context_model": _flag,
+    "trt_dump_subgraphs": _flag,
+    "trt_engine_cache_enable": _flag,
+    "trt_engine_cache_path": _text,
+    "trt_engine_cache_prefix": _text,
+    "trt_engine_decryption_enable": _flag,
+    "trt_engine_decryption_lib_path": _text,
+    "trt_engine_hw_compatible": _flag,
+    "trt_ep_context_embed_mode": _whole(0, 1),
+    "trt_ep_context_file_path": _text,
+    "trt_external_data_bytestream": _own,
+    "trt_external_data_bytestream_size": _own,
+    "trt_extra_plugin_lib_paths": _text,
+    "trt_force_sequential_engine_build": _flag,
+    "trt_force_timing_cache": _flag,
+    "trt_fp16_enable": _flag,
+    "trt_int8_calibration_table_name": _text,
+    "trt_int8_enable": _flag,
+    "trt_int8_use_native_calibration_table": _flag,
+    "trt_layer_norm_fp32_fallback": _flag,
+    "trt_load_user_initializer": _flag,
+    "trt_max_partition_iterations": _whole(1),
+    "trt_max_workspace_size": _whole(0),
+    "trt_min_subgraph_size": _whole(1),
+    "trt_onnx_bytestream": _own,
+    "trt_onnx_bytestream_size": _own,
+    "trt_onnx_model_folder_path": _text,
+    "trt_op_types_to_exclude": _text,
+    "trt_preview_features": _text,
+    "trt_profile_max_shapes": _text,
+    "trt_profile_min_shapes": _text,
+    "trt_profile_opt_shapes": _text,
+    "trt_sparsity_enable": _flag,
+    "trt_tactic_sources": _text,
+    "trt_timing_cache_enable": _flag,
+    "trt_timing_cache_path": _text,
+    "trt_weight_stripped_engine_enable": _flag,
+    "user_compute_stream": _own,
+}
+_PRECISIONS: Final = {"FP32": "f32", "FP16": "f16", "BF16": "bf16"}
+_OPENVINO_RULES: Final[Mapping[str, _Rule]] = {
+    "device_id": _whole(0, 1023),
+    "device_type": _one_of("CPU", "GPU", "NPU"),
+    "load_config": _settings,
+    "num_of_threads": _whole(1, 1024),
+    "num_streams": _whole(1, 1024),
+    "precision": _one_of(*_PRECISIONS),
+}
+_RULES: Final[Mapping[str, Mapping[str, _Rule]]] = {
+    CPU: {},
+    CUDA: _CUDA_RULES,
+    TENSORRT: _TENSORRT_RULES,
+    OPENVINO: _OPENVINO_RULES,
+}
+_DEFAULTS: Final[Mapping[str, Mapping[str, str]]] = {
+    # ONNX Runtime's own is EXHAUSTIVE: 634 ms at each new shape against 1.9 ms, and no faster afterwards
+    # (PaddlePaddle/PaddleX#5057), where every size of a batch is a shape. Its arena grows to the next power of two.
+    CUDA: {"cudnn_conv_algo_search": "HEURISTIC", "arena_extend_strategy": "kSameAsRequested"},
+}
+
+
+def _check_tensorrt(options: Mapping[str, str]) -> None:
+    profile = [f"trt_profile_{bound}_shapes" for bound in ("min", "opt", "max")]
+    missing = [option for option in profile if option not in options]
+    if 0 < len(missing) < len(profile):
+        raise _invalid(TENSORRT, f"{' and '.join(missing)}: expected beside the others of the profile, got nothing")
+    for enable, path in (
+        ("trt_engine_cache_enable", "trt_engine_cache_path"),
+        ("trt_timing_cache_enable", "trt_timing_cache_path"),
+    ):
+        # Else files would be written to wherever the server was started.
+        if options.get(enable) == "1" and path not in options:
+            raise _invalid(TENSORRT, f"{path}: expected a folder beside {enable}, got nothing")
+
+
+def _openvino_options(options: dict[str, str]) -> dict[str, str]:
+    """The old package's options as properties, which are all that the plug-in heeds."""
+    device = options.get("device_type", "CPU")
+    properties = {
+        "INFERENCE_NUM_THREADS": options.pop("num_of_threads", None),
+        "NUM_STREAMS": options.pop("num_streams", None),
+        "INFERENCE_PRECISION_HINT": _PRECISIONS.get(options.pop("precision", "")),
+    }
+    if device == "CPU" and properties["INFERENCE_PRECISION_HINT"] is None:
+        # By itself it computes in BF16 where the processor can: probabilities of a small network were off by 0.001.
+        properties["INFERENCE_PRECISION_HINT"] = _PRECISIONS["FP32"]
+    told = {name: value for name, value in properties.items() if value is not None}
+    if told:
+        config = json.loads(options.get("load_config", "{}"))
+        config[device] = told | config.get(device, {})
+        options["load_config"] = json.dumps(config)
+    return options

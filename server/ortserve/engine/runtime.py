@@ -1,0 +1,106 @@
+"""ONNX Runtime as one process has it: plug-in execution providers, and what sessions share.
+
+All of it is ONNX Runtime's own state, which belongs to the process and cannot be taken back while sessions live.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnxruntime as ort
+
+from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.errors import invalid_input
+
+_PACKAGE_PREFIX: Final = "onnxruntime_ep_"
+"""What the packages of plug-in providers are called, each with ``get_library_path`` and ``get_ep_names``."""
+
+_PACKAGE_ERRORS: Final[tuple[type[Exception], ...]] = (ImportError, AttributeError, *ORT_ERRORS)
+_LIBRARY: Final = "library_path"
+"""Where ONNX Runtime notes a plug-in's library, in what it tells of its devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What there is of one execution provider here.
+
+    Attributes:
+        is_built_in: Whether it is asked for by its name.
+        devices: That a plug-in offers; empty for a built-in one, and where there are none.
+        problem: In words, why it cannot be used; empty where it can.
+    """
+
+    is_built_in: bool = False
+    devices: tuple[ort.OrtEpDevice, ...] = ()
+    problem: str = ""
+
+
+class Runtime:
+    """The process's ONNX Runtime. Make one; all but the constructor is for the thread that loads models."""
+
+    def __init__(self, libraries: Sequence[Path] = (), *, global_threads: bool = False) -> None:
+        """Register plug-in libraries, and make the thread pool of all sessions where there shall be one.
+
+        Raises:
+            ServeError: invalid_input, naming the library that cannot be used, and why.
+        """
+        for library in libraries:
+            try:
+                ort.register_execution_provider_library(str(library), str(library))
+            except ORT_ERRORS as error:
+                reason = without_paths(str(error))
+                raise invalid_input(f"execution_provider_libraries: '{library}' cannot be used: {reason}") from error
+        self.has_global_threads: Final = global_threads
+        """Whether sessions have no threads of their own; then ONNX Runtime refuses those that want some."""
+        if global_threads:
+            ort.set_global_thread_pool_sizes(cpu_budget(), 1)
+        self._has_shared_arena = False
+
+    def offer(self, name: str) -> Offer:
+        """What there is of a provider, by its full name; a plug-in package that has it is registered for it.
+
+        A plug-in must not be asked for by its name: ONNX Runtime would make a session on the CPU, and say nothing.
+        """
+        if devices := _devices(name):  # first, because ONNX Runtime lists the names of plug-ins among its own
+            return Offer(devices=devices)
+        if name in ort.get_available_providers():
+            return Offer(is_built_in=True)
+        problem = "is not offered by this ONNX Runtime"
+        for package in _packages():
+            try:
+                module: Any = importlib.import_module(package)
+                if name not in _names(module):
+                    continue
+                ort.register_execution_provider_library(package, module.get_library_path())
+            except _PACKAGE_ERRORS as error:
+                problem += f"; the package {package} cannot be used: {without_paths(str(error))}"
+            else:
+                problem = f"finds no device here that it supports, says the package {package}"
+        devices = _devices(name)
+        return Offer(devices=devices, problem="" if devices else problem)
+
+    def share_arena(self) -> None:
+        """Have an arena that sessions may share."""
+        if not self._has_shared_arena:
+            memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+            ort.create_and_register_allocator(memory, None)
+            self._has_shared_arena = True
+
+
+def _devices(name: str) -> tuple[ort.OrtEpDevice, ...]:
+    """Of a plug-in: what is built in has devices, too, but no library."""
+    return tuple(device for device in ort.get_ep_devices() if device.ep_name == name and _LIBRARY in device.ep_metadata)
+
+
+def _packages() -> list[str]:
+    """The installed packages of plug-in providers."""
+    return sorted(found.name for found in pkgutil.iter_modules() if found.name.startswith(_PACKAGE_PREFIX))
+
+
+def _names(package: Any) -> Sequence[str]:
+    names: Sequence[str] = package.get_ep_names() if hasattr(package, "get_ep_names") else [package.get_ep_name()]
+    return names

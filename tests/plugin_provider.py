@@ -1,0 +1,49 @@
+"""OpenVINO's plug-in for ONNX Runtime: an execution provider beside the CPU's that needs no GPU. Installed apart."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from apart import UnavailableError, installed_apart
+
+OPENVINO: Final = "OpenVINOExecutionProvider"
+_VERSION: Final = "1.8.1"
+_CLAIMS_INTEL: Final = Path(__file__).parent / "claims_intel"
+
+_DEVICES: Final = """
+import onnxruntime, onnxruntime_ep_openvino as package
+onnxruntime.register_execution_provider_library("openvino", package.get_library_path())
+print(*[device.ep_name for device in onnxruntime.get_ep_devices()])
+"""
+
+
+def openvino_folder() -> Path:
+    """Where the package is; skips the test where it cannot be had."""
+    try:
+        return installed_apart(f"openvino-plugin-{_VERSION}", "--no-deps", f"onnxruntime-ep-openvino=={_VERSION}")
+    except UnavailableError as error:
+        pytest.skip(f"OpenVINO's plug-in cannot be installed: {error}")
+
+
+def openvino_environment(*, with_package: bool = True) -> dict[str, str]:
+    """Environment variables of a process in which the plug-in has a device; skips the test where it has none.
+
+    Without the package it has to be named by its library.
+    """
+    folder = openvino_folder()
+    own = {"ORT_DISABLE_TELEMETRY": "1"}
+    whole = own | {"PYTHONPATH": _python_path(_CLAIMS_INTEL, folder)}
+    told = subprocess.run(
+        [sys.executable, "-c", _DEVICES], env=os.environ | whole, capture_output=True, text=True, check=False
+    )
+    if OPENVINO not in told.stdout.split():
+        pytest.skip(f"OpenVINO's plug-in has no device here: {told.stdout} {told.stderr[-300:]}")
+    return whole if with_package else own | {"PYTHONPATH": _python_path(_CLAIMS_INTEL)}
+
+
+def _python_path(*folders: Path) -> str:
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])

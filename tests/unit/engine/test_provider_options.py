@@ -1,0 +1,145 @@
+"""Options of execution providers: names, values, defaults."""
+
+import json
+
+import pytest
+
+from ortserve.engine.provider_options import (
+    CPU,
+    CUDA,
+    OPENVINO,
+    TENSORRT,
+    make_provider_options,
+    searches_each_shape,
+    with_threads,
+)
+from ortserve.errors import ErrorKind, ServeError
+
+CUDA_DEFAULTS = {"cudnn_conv_algo_search": "HEURISTIC", "arena_extend_strategy": "kSameAsRequested"}
+PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "max")}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        (CPU, {}, {}),
+        (CUDA, {}, CUDA_DEFAULTS),
+        (CUDA, {"device_id": "01", "use_tf32": "False"}, CUDA_DEFAULTS | {"device_id": "1", "use_tf32": "0"}),
+        (
+            CUDA,
+            {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kNextPowerOfTwo", "prefer_nhwc": "1"},
+            {"cudnn_conv_algo_search": "EXHAUSTIVE", "arena_extend_strategy": "kNextPowerOfTwo", "prefer_nhwc": "1"},
+        ),
+        (CUDA, {"gpu_mem_limit": "2147483648"}, CUDA_DEFAULTS | {"gpu_mem_limit": "2147483648"}),
+        (TENSORRT, {}, {}),
+        (
+            TENSORRT,
+            {"trt_fp16_enable": "true", "trt_auxiliary_streams": "-1"},
+            {"trt_fp16_enable": "1"} | {"trt_auxiliary_streams": "-1"},
+        ),
+        (TENSORRT, PROFILE, PROFILE),
+        (
+            TENSORRT,
+            {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"},
+            {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"},
+        ),
+        ("AnotherExecutionProvider", {"anything": "goes"}, {"anything": "goes"}),
+    ],
+)
+def test_options_are_checked_and_stand_upon_the_servers_defaults(
+    name: str, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert make_provider_options(name, given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}),
+        (
+            {"num_of_threads": "3", "num_streams": "2", "precision": "BF16"},
+            {"CPU": {"INFERENCE_NUM_THREADS": "3", "NUM_STREAMS": "2", "INFERENCE_PRECISION_HINT": "bf16"}},
+        ),
+        (
+            {"num_of_threads": "3", "load_config": '{"CPU": {"INFERENCE_NUM_THREADS": "5"}}'},
+            {"CPU": {"INFERENCE_NUM_THREADS": "5", "INFERENCE_PRECISION_HINT": "f32"}},
+        ),
+        ({"device_type": "NPU", "num_streams": "2"}, {"NPU": {"NUM_STREAMS": "2"}}),
+    ],
+)
+def test_options_of_openvino_are_properties_of_its_device(
+    given: dict[str, str], expected: dict[str, dict[str, str]]
+) -> None:
+    options = make_provider_options(OPENVINO, given)
+    assert json.loads(options.pop("load_config")) == expected
+    assert options == {key: value for key, value in given.items() if key == "device_type"}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "problem"),
+    [
+        (CPU, {"use_arena": "1"}, "there is no option 'use_arena'"),
+        (CUDA, {"gpu_memory_limit": "1"}, "there is no option 'gpu_memory_limit'; did you mean 'gpu_mem_limit'?"),
+        (CUDA, {"device_id": "first"}, "device_id: expected integer, 0 to 1023, got 'first'"),
+        (CUDA, {"device_id": "-1"}, "device_id: expected integer, 0 to 1023, got '-1'"),
+        (CUDA, {"gpu_mem_limit": "2GB"}, "gpu_mem_limit: expected integer, 1 or more, got '2GB'"),
+        (CUDA, {"use_tf32": "yes"}, "use_tf32: expected true or false, got 'yes'"),
+        (
+            CUDA,
+            {"cudnn_conv_algo_search": "heuristic"},
+            "cudnn_conv_algo_search: expected one of EXHAUSTIVE, HEURISTIC, DEFAULT, got 'heuristic'",
+        ),
+        (CUDA, {"enable_cuda_graph": "1"}, "enable_cuda_graph: it is the server's own to set: leave it out, got '1'"),
+        (
+            CUDA,
+            {"user_compute_stream": "94"},
+            "user_compute_stream: it is the server's own to set: leave it out, got '94'",
+        ),
+        (TENSORRT, {"trt_fp16": "1"}, "there is no option 'trt_fp16'; did you mean 'trt_fp16_enable'?"),
+        (
+            TENSORRT,
+            {"trt_builder_optimization_level": "9"},
+            "trt_builder_optimization_level: expected integer, 0 to 5, got '9'",
+        ),
+        (
+            TENSORRT,
+            {"trt_profile_min_shapes": "x:1x4"},
+            "trt_profile_opt_shapes and trt_profile_max_shapes: expected beside the others of the profile, got nothing",
+        ),
+        (
+            TENSORRT,
+            {"trt_engine_cache_enable": "1"},
+            "trt_engine_cache_path: expected a folder beside trt_engine_cache_enable, got nothing",
+        ),
+        (TENSORRT, {"trt_engine_cache_path": ""}, "trt_engine_cache_path: expected a text, got ''"),
+        (OPENVINO, {"device_type": "CPU_FP32"}, "device_type: expected one of CPU, GPU, NPU, got 'CPU_FP32'"),
+        (
+            OPENVINO,
+            {"load_config": '{"NUM_STREAMS": "1"}'},
+            'load_config: expected JSON such as {"CPU": {"NUM_STREAMS": "1"}}, got \'{"NUM_STREAMS": "1"}\'',
+        ),
+        (OPENVINO, {"load_config": "{"}, 'load_config: expected JSON such as {"CPU": {"NUM_STREAMS": "1"}}, got \'{\''),
+    ],
+)
+def test_option_that_is_wrong_is_told_with_its_provider_and_what_was_expected(
+    name: str, given: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(ServeError) as caught:
+        make_provider_options(name, given)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == f"execution_providers: {name}: {problem}"
+
+
+def test_provider_with_threads_of_its_own_is_told_how_many_unless_it_was() -> None:
+    told = with_threads(OPENVINO, make_provider_options(OPENVINO, {}), 2)
+    assert json.loads(told["load_config"])["CPU"]["INFERENCE_NUM_THREADS"] == "2"
+    given = make_provider_options(OPENVINO, {"num_of_threads": "1"})
+    assert with_threads(OPENVINO, given, 2) == given
+    assert with_threads(OPENVINO, {"device_type": "GPU"}, 2) == {"device_type": "GPU"}
+    assert with_threads(CUDA, {"device_id": "1"}, 2) == {"device_id": "1"}
+
+
+def test_every_shape_is_searched_for_where_that_was_asked_for_only() -> None:
+    assert not searches_each_shape(CUDA, make_provider_options(CUDA, {}))
+    assert searches_each_shape(CUDA, {"cudnn_conv_algo_search": "EXHAUSTIVE"})
+    assert not searches_each_shape(TENSORRT, {})

@@ -1,0 +1,57 @@
+"""What the process's ONNX Runtime offers. Plug-ins that work are in the integration tests, in other processes."""
+
+from pathlib import Path
+
+import onnxruntime as ort
+import pytest
+
+from ortserve.engine.runtime import Offer, Runtime
+from ortserve.errors import ErrorKind, ServeError
+
+PACKAGE = """
+def get_ep_names(): return ["BrokenExecutionProvider"]
+def get_library_path(): return __file__
+"""
+
+
+def install(folder: Path, name: str, content: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(content)
+
+
+def test_what_is_built_in_is_asked_for_by_its_name_although_it_has_devices() -> None:
+    assert [device.ep_name for device in ort.get_ep_devices()] == ["CPUExecutionProvider"]
+    assert Runtime().offer("CPUExecutionProvider") == Offer(is_built_in=True)
+
+
+def test_what_nobody_has_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "onnxruntime_ep_broken", PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Runtime().offer("NoSuchExecutionProvider") == Offer(problem="is not offered by this ONNX Runtime")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("onnxruntime_ep_broken", PACKAGE, "Failed to load library"),
+        ("onnxruntime_ep_unfinished", "import no_such_module", "No module named 'no_such_module'"),
+        ("onnxruntime_ep_other", "", "has no attribute 'get_ep_name'"),
+    ],
+)
+def test_package_that_cannot_be_used_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, reason: str
+) -> None:
+    install(tmp_path, name, content)
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = Runtime().offer("BrokenExecutionProvider").problem
+    assert problem.startswith(f"is not offered by this ONNX Runtime; the package {name} cannot be used: ")
+    assert reason in problem
+    assert str(tmp_path) not in problem
+
+
+def test_library_that_is_no_plug_in_is_named_with_the_reason(tmp_path: Path) -> None:
+    library = tmp_path / "plugin.so"
+    library.write_bytes(b"no library")
+    with pytest.raises(ServeError, match=f"execution_provider_libraries: '{library}' cannot be used: ") as caught:
+        Runtime([library])
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
