@@ -35,6 +35,7 @@ reference: .venv/dev.done
 	$(BIN)/python -m ortserve.registry.reference
 	$(BIN)/python -m ortserve.telemetry.reference
 	$(BIN)/python tests/onnx_node_verdicts.py
+	$(BIN)/python deploy/monitoring/prometheusrule.py
 
 clean:
 	rm -rf .venv

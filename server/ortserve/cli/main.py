@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from ortserve.cli import serve, version
+from ortserve.cli import health, serve, version
 
 _USAGE = """\
 usage: ortserve COMMAND ...
@@ -12,6 +12,7 @@ Serve ONNX models with ONNX Runtime over REST and gRPC.
 
 commands:
   serve     serve the models of one or more repositories
+  health    ask the server that runs here whether it is ready
   version   print the versions of ortserve and of what it runs on
 
 ortserve COMMAND --help says more.
@@ -25,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         match command:
             case "serve":
                 return serve.main(arguments)
+            case "health":
+                return health.main(arguments)
             case "version" | "--version":
                 return version.main(arguments)
             case "help" | "--help" | "-h":

@@ -1,0 +1,11 @@
+#!/bin/sh
+# Fetch the archive at MODELS_URL, make sure that it is the one with MODELS_SHA256, and unpack it into MODELS_FOLDER.
+set -eu
+archive="$MODELS_FOLDER/.archive"
+curl --fail --silent --show-error --location --retry 5 --retry-connrefused --output "$archive" "$MODELS_URL"
+if ! echo "$MODELS_SHA256  $archive" | sha256sum -c - >/dev/null 2>&1; then
+    echo "MODELS_SHA256: expected $MODELS_SHA256, got $(sha256sum "$archive" | cut -d ' ' -f 1) from $MODELS_URL" >&2
+    exit 1
+fi
+tar -xf "$archive" -C "$MODELS_FOLDER"
+rm "$archive"

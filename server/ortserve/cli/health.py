@@ -1,0 +1,87 @@
+"""``ortserve health``: asks a server that runs here whether it is ready, for container engines and scripts.
+
+It finds the server by the server's own options, so that the same environment or file serves both.
+"""
+
+import argparse
+import http.client
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from ortserve.config.options import OptionsError, read_options
+
+_LOCAL: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared with, not listened on
+"""Where to ask a server that listens on every interface."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Ask once. Returns 0 where the answer is yes, 1 where it is no or does not come, 2 where nothing can be asked.
+
+    Anything but yes is explained by a line on standard error.
+    """
+    flags = vars(build_parser().parse_args(arguments))
+    asks_live, timeout_s, config_path = flags.pop("live"), flags.pop("timeout_s"), flags.pop("config", None)
+    try:
+        options = read_options(flags, config_path)
+    except OptionsError as error:
+        sys.stderr.writelines(f"ortserve health: {problem}\n" for problem in error.problems)
+        return 2
+    if options.http_port == 0:
+        sys.stderr.write("ortserve health: http_port: expected the port that the server listens on, got 0\n")
+        return 2
+    question = "live" if asks_live else "ready"
+    if problem := _ask(_LOCAL.get(options.host, options.host), options.http_port, question, timeout_s):
+        sys.stderr.write(f"ortserve health: not {question}: {problem}\n")
+        return 1
+    sys.stdout.write(f"{question}\n")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags; those that are the server's stay text and are left out where they were not given."""
+    parser = argparse.ArgumentParser(
+        prog="ortserve health",
+        description="Ask the server that runs on this machine whether it is ready for requests. "
+        "Exit status: 0 yes, 1 no or no answer, 2 wrong options.",
+        epilog="Address, port and file of options come from the server's environment variables, too: "
+        "ORTSERVE_HOST, ORTSERVE_HTTP_PORT, ORTSERVE_CONFIG.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--live", action="store_true", default=False, help="ask whether it answers at all, loaded or not"
+    )
+    parser.add_argument("--host", metavar="TEXT", help="the server's option; every interface means this machine")
+    parser.add_argument("--http-port", metavar="N", help="the server's option")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the server's file of options")
+    parser.add_argument(
+        "--timeout-s", type=_seconds, default=3.0, metavar="SECONDS", help="how long to wait for the answer; default: 3"
+    )
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= 3600:
+        raise ValueError
+    return seconds
+
+
+def _ask(host: str, port: int, question: str, timeout_s: float) -> str | None:
+    """Say why the answer is not yes; ``None`` where it is."""
+    # By hand rather than with a client library: it runs every few seconds, and half of its time is Python's start.
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    address = f"{f'[{host}]' if ':' in host else host}:{port}"
+    try:
+        connection.request("GET", f"/v2/health/{question}")
+        answer = connection.getresponse()
+        body = answer.read(1000).decode(errors="replace").strip()
+    except TimeoutError:
+        return f"{address} did not answer within {timeout_s:g} s"
+    except (OSError, http.client.HTTPException) as error:
+        return f"{address}: {getattr(error, 'strerror', None) or repr(error)}"
+    finally:
+        connection.close()
+    return None if answer.status == 200 else f"{address} answered {answer.status} {body}"

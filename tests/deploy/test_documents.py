@@ -1,0 +1,212 @@
+"""deploy/README.md and deploy/RUNBOOK.md: what they tell a stranger to type is there, and does what they say."""
+
+import re
+import shlex
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import httpx
+import pytest
+import yaml
+
+from manifests import DEPLOY, ROOT, installation, overlays, rendered
+from ortserve import __version__
+from ortserve.config.options import ServerOptions, variable_name
+from ortserve.telemetry.metrics import DECLARATIONS
+from servers import LONG_S, SHORT_WARMUP, serving
+
+README: Final = (DEPLOY / "README.md").read_text()
+RUNBOOK: Final = (DEPLOY / "RUNBOOK.md").read_text()
+COMPOSE: Final = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^ *```{language}\n(.*?)^ *```", README, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for text in found]
+
+
+def commands() -> list[list[str]]:
+    """Every command of the console blocks, as words."""
+    return [shlex.split(line) for block in blocks("console") for line in block.splitlines()]
+
+
+def anchors(text: str) -> set[str]:
+    """The links that a page's headings can be reached by."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ["README.md", "RUNBOOK.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (DEPLOY / page).read_text()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = DEPLOY / (path or page)
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_only_known_programs_are_typed() -> None:
+    assert {words[0] for words in commands()} == {"docker", "ortserve", "kubectl", "curl"}
+
+
+def test_images_are_built_from_stages_that_are_there() -> None:
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    built = [words for words in commands() if words[:2] == ["docker", "build"]]
+    assert len(built) == 2
+    for words in built:
+        target = words[words.index("--target") + 1]
+        assert target in stages
+        assert words[words.index("-t") + 1].endswith(f"/ortserve:{__version__}-{target}")
+        assert words[-1] == "."
+
+
+def test_compose_commands_name_services_and_profiles_that_are_there() -> None:
+    typed = [words for words in commands() if words[:2] == ["docker", "compose"]]
+    typed += [shlex.split(line.split("  ")[0]) for line in compose_header()]
+    services, profiles = (
+        COMPOSE["services"],
+        {profile for service in COMPOSE["services"].values() for profile in service.get("profiles", [])},
+    )
+    assert len(typed) >= 5
+    for words in typed:
+        plain = [word for word in words if not word.startswith("--") and "=" not in word][2:]
+        if "--profile" in words:
+            profile = words[words.index("--profile") + 1]
+            assert profile in profiles
+            plain.remove(profile)
+        verb, *named = plain
+        assert verb in ("up", "run")
+        assert set(named) <= set(services)
+
+
+def compose_header() -> list[str]:
+    text = (ROOT / "docker-compose.yml").read_text()
+    return [line.removeprefix("#").strip() for line in text.splitlines() if re.match(r"#   .*docker compose", line)]
+
+
+def test_applied_overlays_are_there_and_every_overlay_is_described() -> None:
+    described = re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE)
+    assert sorted(described) == sorted([*overlays(), "kserve"])
+    for words in commands():
+        for flag in ("-k", "-f"):
+            if words[0] == "kubectl" and flag in words:
+                path = words[words.index(flag) + 1]
+                assert path == "my-models" or (ROOT / path).exists()
+
+
+def test_every_component_is_described() -> None:
+    for component in (DEPLOY / "components").iterdir():
+        assert component.name in README or component.name in ("gpu", "mig", "hpa", "keda")
+
+
+def own_overlay(folder: Path, overlay: dict[str, Any]) -> Path:
+    """An overlay beside a copy of the manifests, as the page tells one to write it."""
+    shutil.copytree(DEPLOY, folder / "deploy")
+    (folder / "my-models").mkdir()
+    (folder / "my-models" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    return folder / "my-models"
+
+
+def test_overlay_of_the_page_serves_a_volume_with_the_image_and_the_options_that_it_says(tmp_path: Path) -> None:
+    overlay = yaml.safe_load(blocks("yaml")[0])
+    installed = rendered(own_overlay(tmp_path, overlay))
+    assert installed.server["image"] == f"registry.example.com/ortserve:{__version__}-cpu"
+    assert installed.server["args"] == ["serve", "/models"]
+    assert installed.environment["ORTSERVE_LOG_LEVEL"] == "warning"
+    assert installed.environment["ORTSERVE_DRAIN_DELAY_S"]
+    volumes = {volume["name"]: volume for volume in installed.pod["spec"]["volumes"]}
+    assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "ortserve-models", "readOnly": True}
+    assert {"tmp", "shm"} <= set(volumes)
+
+
+def test_archive_of_the_page_reaches_the_init_container(tmp_path: Path) -> None:
+    overlay = yaml.safe_load(blocks("yaml")[0])
+    overlay["components"] = ["../deploy/components/models-download"]
+    overlay["configMapGenerator"] += yaml.safe_load(blocks("yaml")[1])["configMapGenerator"]
+    installed = rendered(own_overlay(tmp_path, overlay))
+    (fetching,) = installed.pod["spec"]["initContainers"]
+    (source,) = fetching["envFrom"]
+    variables = installed.one("ConfigMap", source["configMapRef"]["name"])["data"]
+    assert variables["MODELS_URL"] == "https://models.example.com/repository-7.tar.gz"
+    assert re.fullmatch(r"[0-9a-f]{64}", variables["MODELS_SHA256"])
+    assert source["configMapRef"]["name"] != "ortserve-models"  # but with a hash, so that another archive rolls out
+    scripts = next(volume for volume in installed.pod["spec"]["volumes"] if volume["name"] == "fetch")
+    assert "fetch.sh" in installed.one("ConfigMap", scripts["configMap"]["name"])["data"]
+    ports = {port["port"] for rule in installed.one("NetworkPolicy")["spec"]["egress"] for port in rule["ports"]}
+    assert ports == {53, 443}
+
+
+def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
+    overlay = yaml.safe_load(blocks("yaml")[0])
+    overlay["components"] = ["../deploy/components/models-image"]
+    installed = rendered(own_overlay(tmp_path, overlay))
+    (volume,) = (volume for volume in installed.pod["spec"]["volumes"] if volume["name"] == "models")
+    assert set(volume) == {"name", "image"}
+
+
+def test_timings_of_the_page_are_those_of_the_manifests() -> None:
+    base = installation("base, by its files")
+    told = README[README.index("A pod ends in this order") :]
+    assert f"waits {base.server['lifecycle']['preStop']['sleep']['seconds']} s (`preStop`)" in told
+    assert f"`ORTSERVE_DRAIN_DELAY_S` ({base.environment['ORTSERVE_DRAIN_DELAY_S']} s)" in told
+    assert f"`ORTSERVE_DRAIN_TIMEOUT_S` ({base.environment['ORTSERVE_DRAIN_TIMEOUT_S']} s)" in told
+    assert f"`terminationGracePeriodSeconds` ({base.pod['spec']['terminationGracePeriodSeconds']})" in told
+    assert "(`ORTSERVE_GRPC_MAX_CONNECTION_AGE_S`)" in told
+    assert base.environment["ORTSERVE_GRPC_MAX_CONNECTION_AGE_S"] == "300"  # "five minutes old"
+
+
+def test_round_robin_of_the_page_uses_every_address(tmp_path: Path) -> None:
+    """Its channel, with two servers' addresses in the place of the headless Service's name."""
+    (snippet,) = blocks("python")
+    with (
+        serving("--example", *SHORT_WARMUP, "--server-name", "first") as first,
+        serving("--example", *SHORT_WARMUP, "--server-name", "second") as second,
+    ):
+        names = f"ipv4:{first.grpc},{second.grpc}"
+        variables: dict[str, Any] = {}
+        exec(snippet.replace("dns:///ortserve-grpc.ortserve:8001", names), variables)
+        with variables["channel"] as channel:
+            assert isinstance(channel, grpc.Channel)
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+                "/inference.GRPCInferenceService/ServerMetadata"
+            )
+            seen = [call(b"", timeout=LONG_S, wait_for_ready=True) for _ in range(200)]
+    assert any(b"first" in answer for answer in seen)
+    assert any(b"second" in answer for answer in seen)
+
+
+@pytest.mark.parametrize("text", [README, RUNBOOK], ids=["README", "RUNBOOK"])
+def test_options_that_are_named_are_there(text: str) -> None:
+    known = {variable_name(name) for name in ServerOptions.model_fields}
+    named = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text))
+    assert named
+    assert named <= known
+
+
+def test_metrics_that_are_named_are_there() -> None:
+    known = {declaration.name for declaration in DECLARATIONS} | {"ortserve_saturation"}
+    named = {re.sub(r"_count$", "", name) for name in re.findall(r"\bortserve_\w+", README + RUNBOOK)}
+    assert named
+    assert named <= known
+
+
+def test_every_alert_is_in_the_runbook_and_no_other() -> None:
+    rules = yaml.safe_load((DEPLOY / "monitoring" / "rules" / "ortserve.yaml").read_text())
+    alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
+    assert alerts == set(re.findall(r"\*\*(Ortserve\w+)\*\*", RUNBOOK))
+
+
+def test_questions_of_the_runbook_are_answered() -> None:
+    with serving("--example", *SHORT_WARMUP) as server:
+        base = f"http://{server.http}"
+        asked = re.findall(r'curl -s (?:-X (\w+) )?"\$POD(/[^"]*)"', RUNBOOK)
+        assert len(asked) == 2
+        for method, path in asked:
+            answer = httpx.request(method or "GET", base + path.replace("NAME", "digits"), timeout=LONG_S)
+            assert answer.status_code == 200, (path, answer.text)

@@ -1,0 +1,221 @@
+"""The Dockerfile, without a container engine: what it says, and its steps taken in a folder.
+
+What cannot be shown here is that the base images are there and that packages install in them.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from manifests import ROOT, is_pinned
+from ortserve import __version__
+from ortserve.config.options import ENV_PREFIX, ServerOptions, read_options
+from servers import LONG_S, SHORT_WARMUP
+
+TEXT = (ROOT / "Dockerfile").read_text()
+
+
+@dataclass
+class Stage:
+    """One FROM: what it builds on, and its instructions in order."""
+
+    base: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def all(self, keyword: str) -> list[str]:
+        return [words for name, words in self.instructions if name == keyword]
+
+    def last(self, keyword: str) -> str:
+        return self.all(keyword)[-1]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        pairs = [pair for words in self.all("ENV") for pair in shlex.split(words)]
+        return dict(pair.split("=", 1) for pair in pairs)
+
+
+def stages() -> dict[str, Stage]:
+    """The stages by name."""
+    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", TEXT, flags=re.MULTILINE))
+    found: dict[str, Stage] = {}
+    for line in filter(None, map(str.strip, joined.splitlines())):
+        keyword, words = line.split(maxsplit=1)
+        if keyword == "FROM":
+            base, _, name = words.split()
+            found[name] = Stage(base)
+        else:
+            list(found.values())[-1].instructions.append((keyword, words))
+    return found
+
+
+STAGES = stages()
+SERVERS = ("cpu", "gpu")
+
+
+def test_base_images_are_pinned_and_of_one_release() -> None:
+    bases = {stage.base for stage in STAGES.values()} - set(STAGES)
+    assert all(is_pinned(base) for base in bases), bases
+    assert {re.sub(r".*ubuntu:?", "", base) for base in bases} == {"24.04"}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_image_runs_the_server_as_nobody_in_particular(name: str) -> None:
+    stage = STAGES[name]
+    assert json.loads(stage.last("ENTRYPOINT")) == ["ortserve"]
+    assert json.loads(stage.last("CMD")) == ["serve", "/models"]
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", stage.last("USER"))
+    assert stage.last("STOPSIGNAL") == "SIGTERM"
+    assert stage.environment["ORT_DISABLE_TELEMETRY"] == "1"
+    default = ServerOptions()
+    assert stage.last("EXPOSE").split() == [str(default.http_port), str(default.grpc_port), str(default.metrics_port)]
+    assert json.loads(stage.last("HEALTHCHECK").partition(" CMD ")[2]) == ["ortserve", "health"]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_image_has_nothing_that_builds(name: str) -> None:
+    stage = STAGES[name]
+    (installed,) = stage.all("RUN")
+    packages = installed.partition("--no-install-recommends")[2].partition("&&")[0].split()
+    assert packages == ["python3"]
+    assert stage.all("COPY") == [f"--from=environment-{name} /opt/ortserve /opt/ortserve"]
+    made = " ".join(STAGES[f"environment-{name}"].all("RUN"))
+    assert "--without-pip /opt/ortserve" in made
+    assert "--only-binary :all:" in made
+    assert "--constraint constraints.txt" in made
+    assert made.rstrip().endswith(f'[{name}]"')
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_image_says_what_it_is(name: str) -> None:
+    stage = STAGES[name]
+    labels = dict(pair.split("=", 1) for words in stage.all("LABEL") for pair in shlex.split(words))
+    wanted = ("title", "description", "version", "revision", "licenses")
+    assert {f"org.opencontainers.image.{key}" for key in wanted} == set(labels)
+    assert f"VERSION={__version__}" in stage.all("ARG")
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_variables_of_the_image_are_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {key: value for key, value in STAGES[name].environment.items() if key.startswith(ENV_PREFIX)}
+    assert {key.removeprefix(ENV_PREFIX).lower() for key in given} <= set(ServerOptions.model_fields)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    assert read_options({}).host == "0.0.0.0"
+
+
+def test_images_differ_in_what_a_gpu_needs_only() -> None:
+    cpu, gpu = (STAGES[name] for name in SERVERS)
+    only_gpu = {"CUDA_CACHE_PATH", "CUPY_CACHE_DIR", "ORTSERVE_EXECUTION_PROVIDERS"}
+    assert {key for key, value in gpu.environment.items() if cpu.environment.get(key) != value} == only_gpu | {"PATH"}
+    for keyword in ("USER", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD", "WORKDIR", "ARG"):
+        assert cpu.all(keyword) == gpu.all(keyword)
+
+
+def context_files() -> set[str]:
+    """Files of the repository that .dockerignore lets through; it names a few, by path or by a pattern."""
+    named = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    found = {path for pattern in named for path in ROOT.glob(pattern)}
+    files = found | {file for folder in found for file in folder.rglob("*") if folder.is_dir()}
+    return {
+        str(file.relative_to(ROOT))
+        for file in files
+        if file.is_file() and "__pycache__" not in file.parts and ".egg-info" not in str(file)
+    }
+
+
+def test_context_holds_what_is_copied_and_what_the_package_needs() -> None:
+    files = context_files()
+    for stage in STAGES.values():
+        for words in stage.all("COPY"):
+            if not words.startswith("--from"):
+                for source in words.split()[:-1]:
+                    assert source in files or any(file.startswith(f"{source}/") for file in files), source
+    assert {"pyproject.toml", "README.md", "constraints.txt"} <= files
+    assert not [file for file in files if file.startswith((".git", "tests/", "deploy/"))]
+
+
+@pytest.fixture
+def image() -> Iterator[Path]:
+    """What the image holds of ours, read-only, where any user may read it; the packages are this environment's."""
+    folder = Path(tempfile.mkdtemp(prefix="ortserve-image-"))
+    try:
+        for file in context_files():
+            if file.startswith("server/"):
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / file, folder / file)
+        set_writable(folder, False)
+        yield folder
+    finally:
+        set_writable(folder, True)
+        shutil.rmtree(folder)
+
+
+def set_writable(folder: Path, is_writable: bool) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        readable = 0o555 if path.is_dir() else 0o444
+        path.chmod(readable | (stat.S_IWUSR if is_writable else 0))
+
+
+def can_be(uid: int) -> bool:
+    """Whether this environment's Python runs as another user."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        code = "import numpy, onnxruntime, grpc"
+        return subprocess.run([sys.executable, "-c", code], user=uid, cwd="/", timeout=60, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def test_server_runs_as_the_images_user_in_a_tree_that_it_cannot_write(image: Path) -> None:
+    stage = STAGES["cpu"]
+    uid = int(stage.last("USER").split(":")[0])
+    user = uid if can_be(uid) else None  # else as whoever runs the tests
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        http_port = str(free.getsockname()[1])
+    ports = {"ORTSERVE_HTTP_PORT": http_port, "ORTSERVE_GRPC_PORT": "0", "ORTSERVE_METRICS_PORT": "0"}
+    python = {"PATH": os.environ["PATH"], "PYTHONPATH": str(image / "server")}
+    environment = stage.environment | python | ports
+    ortserve = [sys.executable, "-m", *json.loads(stage.last("ENTRYPOINT"))]
+    before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
+
+    server = subprocess.Popen(
+        [*ortserve, "serve", "--example", *SHORT_WARMUP],
+        env=environment,
+        cwd=stage.last("WORKDIR"),
+        user=user,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        lines: list[str] = []
+        while not any("loading is over" in line for line in lines):
+            line = server.stderr.readline()
+            assert line, "".join(lines)
+            lines.append(line)
+        check = json.loads(stage.last("HEALTHCHECK").partition(" CMD ")[2])[1:]
+        health = subprocess.run(
+            [*ortserve, *check], env=environment, user=user, capture_output=True, text=True, check=False, timeout=LONG_S
+        )
+        assert (health.returncode, health.stdout) == (0, "ready\n"), health.stderr
+        server.terminate()
+        rest = server.stderr.read()
+        assert server.wait(LONG_S) == 0, rest
+        assert "Traceback" not in rest
+    finally:
+        server.kill()
+        server.communicate()
+    assert {path: path.stat().st_mtime_ns for path in image.rglob("*")} == before

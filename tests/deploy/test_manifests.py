@@ -1,0 +1,269 @@
+"""What every installation on Kubernetes must keep to, whatever else it changes."""
+
+import re
+
+import pytest
+import yaml
+
+from manifests import (
+    BASE,
+    DEPLOY,
+    Document,
+    Installation,
+    cpus,
+    installation,
+    is_pinned,
+    n_bytes,
+    overlays,
+    read_documents,
+)
+from ortserve import __version__
+from ortserve.config.options import ENV_PREFIX, ServerOptions, read_options, variable_name
+
+KSERVE = DEPLOY / "overlays" / "kserve"
+
+
+@pytest.fixture(params=[BASE, *overlays()])
+def installed(request: pytest.FixtureRequest) -> Installation:
+    return installation(request.param)
+
+
+@pytest.fixture
+def options(installed: Installation, monkeypatch: pytest.MonkeyPatch) -> ServerOptions:
+    """What the server reads from its environment in this installation; fails where it would refuse it."""
+    for name in (*ServerOptions.model_fields, "config"):
+        monkeypatch.delenv(variable_name(name), raising=False)
+    for name, value in installed.environment.items():
+        monkeypatch.setenv(name, value)
+    return read_options({})
+
+
+def test_every_variable_is_an_option(installed: Installation, options: ServerOptions) -> None:
+    known = {variable_name(name) for name in ServerOptions.model_fields}
+    assert {name for name in installed.environment if name.startswith(ENV_PREFIX)} <= known
+    assert options != ServerOptions()
+
+
+def test_services_do_not_set_options_by_their_names(installed: Installation) -> None:
+    """A Service ``ortserve-grpc`` would set ORTSERVE_GRPC_PORT to ``tcp://…``."""
+    assert installed.pod["spec"]["enableServiceLinks"] is False
+
+
+def test_ports_are_those_that_the_server_listens_on(installed: Installation, options: ServerOptions) -> None:
+    ports = {port["name"]: port["containerPort"] for port in installed.server["ports"]}
+    assert ports == {"http": options.http_port, "grpc": options.grpc_port, "metrics": options.metrics_port}
+
+
+def test_services_lead_to_the_ports_of_the_pod(installed: Installation) -> None:
+    labels = installed.pod["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in installed.server["ports"]}
+    services = installed.all("Service")
+    assert {port["name"] for service in services for port in service["spec"]["ports"]} == set(ports)
+    for service in services:
+        assert service["spec"]["selector"].items() <= labels
+        for port in service["spec"]["ports"]:
+            assert port["port"] == ports[port["targetPort"]]
+
+
+def test_headless_service_for_grpc_names_ready_pods_only(installed: Installation) -> None:
+    spec = installed.one("Service", "ortserve-grpc")["spec"]
+    assert spec["clusterIP"] == "None"
+    assert not spec.get("publishNotReadyAddresses", False)
+
+
+def test_old_grpc_connections_end_so_that_callers_find_new_pods(options: ServerOptions) -> None:
+    assert options.grpc_max_connection_age_s is not None
+    assert options.grpc_max_connection_age_grace_s is not None
+
+
+def test_selectors_find_the_pod(installed: Installation) -> None:
+    labels = installed.pod["metadata"]["labels"].items()
+    selectors = [
+        installed.one("Deployment")["spec"]["selector"],
+        installed.one("PodDisruptionBudget")["spec"]["selector"],
+        installed.one("NetworkPolicy")["spec"]["podSelector"],
+        *(spread["labelSelector"] for spread in installed.pod["spec"]["topologySpreadConstraints"]),
+    ]
+    for selector in selectors:
+        assert selector["matchLabels"]
+        assert selector["matchLabels"].items() <= labels
+
+
+def test_network_policy_opens_every_port_to_somebody_and_none_to_everybody(installed: Installation) -> None:
+    rules = installed.one("NetworkPolicy")["spec"]["ingress"]
+    assert {port["port"] for rule in rules for port in rule["ports"]} == {"http", "grpc", "metrics"}
+    assert all(rule["from"] for rule in rules)
+
+
+def test_pod_is_given_longer_to_end_than_the_server_takes(installed: Installation, options: ServerOptions) -> None:
+    before = installed.server["lifecycle"]["preStop"]["sleep"]["seconds"]
+    longest = before + options.drain_delay_s + options.drain_timeout_s
+    assert installed.pod["spec"]["terminationGracePeriodSeconds"] > longest + 5  # seconds to free models and leave
+
+
+def test_drain_delay_outlasts_the_readiness_probe(installed: Installation, options: ServerOptions) -> None:
+    probe = installed.server["readinessProbe"]
+    assert options.drain_delay_s >= probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def test_probes_ask_what_they_are_for(installed: Installation) -> None:
+    asked = {name: installed.server[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert asked == {
+        "startupProbe": {"path": "/v2/health/live", "port": "http"},
+        "livenessProbe": {"path": "/v2/health/live", "port": "http"},
+        "readinessProbe": {"path": "/v2/health/ready", "port": "http"},
+    }
+
+
+def test_every_container_is_limited(installed: Installation) -> None:
+    for container in installed.containers:
+        limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+        assert cpus(limits["cpu"]) >= cpus(requests["cpu"]) > 0
+        assert n_bytes(limits["memory"]) >= n_bytes(requests["memory"]) > 0
+
+
+def test_requests_that_wait_fit_into_the_memory(installed: Installation, options: ServerOptions) -> None:
+    (shm,) = (volume["emptyDir"] for volume in installed.pod["spec"]["volumes"] if volume["name"] == "shm")
+    waiting = options.max_inflight_bytes + options.max_queue_bytes + n_bytes(shm["sizeLimit"])
+    assert waiting <= 0.75 * n_bytes(installed.server["resources"]["limits"]["memory"])
+
+
+def test_no_container_may_do_more_than_it_must(installed: Installation) -> None:
+    pod = installed.pod["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    for container in installed.containers:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    (namespace,) = installed.all("Namespace")
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_what_the_server_writes_to_is_a_volume(installed: Installation) -> None:
+    volumes = {volume["name"]: volume for volume in installed.pod["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in installed.server["volumeMounts"]}
+    assert "sizeLimit" in mounts["/tmp"]["emptyDir"]
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+
+@pytest.mark.parametrize("overlay", overlays())
+def test_everything_is_in_one_namespace(overlay: str) -> None:
+    documents = [one for one in installation(overlay).documents if one["kind"] != "Namespace"]
+    assert {one["metadata"].get("namespace") for one in documents} == {"ortserve"}
+
+
+def test_images_are_pinned_and_the_server_is_of_this_version(installed: Installation) -> None:
+    for container in installed.containers:
+        assert is_pinned(container["image"]), container["image"]
+    assert installed.server["image"].startswith(f"ortserve:{__version__}-")
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ("a", False),
+        ("a:latest", False),
+        ("host:5000/a", False),
+        ("host:5000/a:1.2", True),
+        ("a@sha256:" + "0" * 64, True),
+    ],
+)
+def test_pinned_images_are_told_from_others(image: str, expected: bool) -> None:
+    assert is_pinned(image) is expected
+
+
+@pytest.mark.parametrize(("overlay", "resource"), [("gpu", "nvidia.com/gpu"), ("mig", "nvidia.com/mig-1g.10gb")])
+def test_gpu_overlays_ask_for_one_and_never_fall_to_the_cpu(overlay: str, resource: str) -> None:
+    installed = installation(overlay)
+    limits = installed.server["resources"]["limits"]
+    assert {name: count for name, count in limits.items() if "/" in name} == {resource: "1"}
+    assert installed.server["image"].endswith("-gpu")
+    assert installed.environment["ORTSERVE_EXECUTION_PROVIDERS"] == "cuda"
+
+
+def test_both_autoscalers_scale_the_same_way_by_the_same_metric() -> None:
+    (hpa,) = read_documents(DEPLOY / "components" / "hpa" / "horizontalpodautoscaler.yaml")
+    (keda,) = read_documents(DEPLOY / "components" / "keda" / "scaledobject.yaml")
+    adapter = yaml.safe_load((DEPLOY / "components" / "hpa" / "prometheus-adapter.yaml").read_text())
+
+    (pods,) = (metric["pods"] for metric in hpa["spec"]["metrics"])
+    (trigger,) = keda["spec"]["triggers"]
+    (rule,) = adapter["rules"]["custom"]
+    assert pods["metric"]["name"] == "ortserve_saturation" == rule["name"]["as"]
+    assert (
+        re.findall(r"ortserve_\w+", trigger["metadata"]["query"] + rule["seriesQuery"]) == ["ortserve_saturation"] * 2
+    )
+    assert cpus(pods["target"]["averageValue"]) == float(trigger["metadata"]["threshold"])
+    assert hpa["spec"]["scaleTargetRef"]["name"] == keda["spec"]["scaleTargetRef"]["name"] == "ortserve"
+    assert hpa["spec"]["minReplicas"] == keda["spec"]["minReplicaCount"]
+    assert hpa["spec"]["maxReplicas"] == keda["spec"]["maxReplicaCount"]
+    assert hpa["spec"]["behavior"] == keda["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+
+
+@pytest.mark.parametrize("overlay", ["autoscaled", "autoscaled-keda"])
+def test_what_is_scaled_has_no_number_of_its_own(overlay: str) -> None:
+    assert "replicas" not in installation(overlay).one("Deployment")["spec"]
+
+
+def test_metrics_are_looked_for_where_they_are() -> None:
+    base = installation(BASE)
+    (monitor,) = read_documents(DEPLOY / "monitoring" / "servicemonitor.yaml")
+    service = base.one("Service", "ortserve-metrics")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    for other in base.all("Service"):
+        if other is not service:
+            assert not monitor["spec"]["selector"]["matchLabels"].items() <= other["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint["path"] == "/metrics"
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def kserve_runtimes() -> dict[str, Document]:
+    found = read_documents(KSERVE / "clusterservingruntimes.yaml")
+    return {runtime["metadata"]["name"]: runtime["spec"] for runtime in found}
+
+
+def test_kserve_has_a_runtime_for_each_protocol_that_the_examples_name() -> None:
+    runtimes = kserve_runtimes()
+    examples = [one["spec"]["predictor"]["model"] for one in read_documents(KSERVE / "inferenceservice.yaml")]
+    assert {example["protocolVersion"] for example in examples} == {"v2", "grpc-v2"}
+    for example in examples:
+        runtime = runtimes[example["runtime"]]
+        assert runtime["protocolVersions"] == [example["protocolVersion"]]
+        formats = [{key: one[key] for key in ("name", "version")} for one in runtime["supportedModelFormats"]]
+        assert example["modelFormat"] in formats
+
+
+@pytest.mark.parametrize("name", ["ortserve", "ortserve-grpc"])
+def test_kserve_runtime_keeps_to_the_same_rules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = kserve_runtimes()[name]
+    (container,) = spec["containers"]
+    for variable in container["env"]:
+        assert variable["name"].removeprefix(ENV_PREFIX).lower() in ServerOptions.model_fields
+        monkeypatch.setenv(variable["name"], variable["value"])
+    flags = dict(zip(container["args"][2::2], container["args"][3::2], strict=True))
+    options = read_options({flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()})
+
+    assert container["args"][:2] == ["serve", "/mnt/models"]
+    (port,) = container["ports"]
+    assert port["containerPort"] == {"ortserve": options.http_port, "ortserve-grpc": options.grpc_port}[name]
+    assert spec["annotations"]["prometheus.kserve.io/port"] == str(options.metrics_port)
+    assert container["livenessProbe"]["httpGet"] == {"path": "/v2/health/live", "port": options.http_port}
+    readiness = container["readinessProbe"]
+    if name == "ortserve":
+        assert readiness["httpGet"] == {"path": "/v2/health/ready", "port": options.http_port}
+    else:
+        assert readiness["grpc"] == {"port": options.grpc_port}
+    # Kubernetes' own grace, which KServe leaves as it is.
+    assert options.drain_delay_s + options.drain_timeout_s < 30
+    assert container["image"] == f"ortserve:{__version__}-cpu"
+    assert container["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {"cpu", "memory"} <= set(container["resources"]["limits"])
+    assert options.max_inflight_bytes + options.max_queue_bytes < n_bytes(container["resources"]["limits"]["memory"])

@@ -1,0 +1,129 @@
+"""The pod without a cluster: the server with the manifests' arguments and options, probed as the kubelet would."""
+
+import hashlib
+import shutil
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from manifests import BASE, DEPLOY, installation
+from models import builders
+from ortserve.example import repository_path
+from servers import LONG_S, SHORT_WARMUP, add_model, serving, triton_clients
+
+FETCH = DEPLOY / "components" / "models-download" / "fetch.sh"
+
+
+def test_probes_of_the_pod_say_yes() -> None:
+    base = installation(BASE)
+    options = base.environment | {"ORTSERVE_DRAIN_DELAY_S": "0"}
+    command, *arguments = base.server["args"]
+    assert command == "serve"
+    with serving(*arguments, *SHORT_WARMUP, env=options) as server:
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            path = base.server[probe]["httpGet"]["path"]
+            assert httpx.get(f"http://{server.http}{path}", timeout=LONG_S).status_code == 200, probe
+
+
+@pytest.mark.parametrize("component", ["models-volume", "models-download", "models-image"])
+def test_models_are_mounted_where_the_server_looks(component: str) -> None:
+    patch = yaml.safe_load((DEPLOY / "components" / component / "deployment.yaml").read_text())
+    pod = patch["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    mount = next(mount for mount in container["volumeMounts"] if mount["name"] == "models")
+    assert container["args"] == ["serve", mount["mountPath"]]
+    assert mount["readOnly"] is True
+    assert "models" in {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """A served folder with an archive of the example repository."""
+    path = tmp_path / "web" / "repository.tar.gz"
+    path.parent.mkdir()
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(repository_path(), arcname=".")
+    return path
+
+
+@contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_args: object) -> None:
+            """Stay quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def fetch(url: str, sha256: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the init container's script as the init container does."""
+    for tool in ("curl", "sha256sum", "tar"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
+    patch = yaml.safe_load((FETCH.parent / "deployment.yaml").read_text())
+    (container,) = patch["spec"]["template"]["spec"]["initContainers"]
+    shell, script = container["command"]
+    assert script == f"/scripts/{FETCH.name}"
+    assert [variable["name"] for variable in container["env"]] == ["MODELS_FOLDER"]
+    variables = {"MODELS_URL": url, "MODELS_SHA256": sha256, "MODELS_FOLDER": str(folder), "PATH": "/usr/bin:/bin"}
+    folder.mkdir()
+    return subprocess.run([shell, FETCH], env=variables, capture_output=True, text=True, check=False, timeout=60)
+
+
+def files_under(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_archive_with_the_right_checksum_is_unpacked(archive: Path, tmp_path: Path) -> None:
+    with web_server(archive.parent) as url:
+        checksum = hashlib.sha256(archive.read_bytes()).hexdigest()
+        done = fetch(f"{url}/{archive.name}", checksum, tmp_path / "models")
+    assert done.returncode == 0, done.stderr
+    assert files_under(tmp_path / "models") == files_under(repository_path())
+
+
+def test_archive_with_another_checksum_is_not_unpacked(archive: Path, tmp_path: Path) -> None:
+    with web_server(archive.parent) as url:
+        done = fetch(f"{url}/{archive.name}", "0" * 64, tmp_path / "models")
+    assert done.returncode == 1
+    assert f"MODELS_SHA256: expected {'0' * 64}, got {hashlib.sha256(archive.read_bytes()).hexdigest()}" in done.stderr
+    assert not [path for path in (tmp_path / "models").rglob("*") if path.name != ".archive"]
+
+
+def test_archive_that_is_not_there_fails_the_pod(archive: Path, tmp_path: Path) -> None:
+    with web_server(archive.parent) as url:
+        done = fetch(f"{url}/absent.tar", "0" * 64, tmp_path / "models")
+    assert done.returncode != 0
+    assert "404" in done.stderr
+
+
+def test_kserves_arguments_serve_a_repository_on_kserves_ports(tmp_path: Path) -> None:
+    """By the ports that the system chooses, the flags being the same."""
+    (runtime, _) = yaml.safe_load_all((DEPLOY / "overlays" / "kserve" / "clusterservingruntimes.yaml").read_text())
+    (container,) = runtime["spec"]["containers"]
+    add_model(tmp_path, "identity", builders.identity)
+    words = [{"/mnt/models": str(tmp_path)}.get(word, word) for word in container["args"]]
+    arguments = ["0" if word.isdecimal() else word for word in words[1:]]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]} | {
+        "ORTSERVE_DRAIN_DELAY_S": "0"
+    }
+    with serving(*arguments, *SHORT_WARMUP, env=environment) as server, triton_clients(server) as (http, grpc):
+        assert http.is_model_ready("identity")
+        assert grpc.is_model_ready("identity")

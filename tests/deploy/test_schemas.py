@@ -1,0 +1,76 @@
+"""Files that other programs read are what their published schemas say."""
+
+import copy
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate.utils
+import pytest
+import yaml
+
+from manifests import BASE, DEPLOY, ROOT, installation, overlays
+
+MINORS = sorted({tuple(map(int, version.split(".")[:2])) for version in kubernetes_validate.utils.all_versions()})[-3:]
+"""The three that Kubernetes maintains at a time, the newest of them the newest that is known here."""
+
+CUSTOM = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
+"""Kinds that operators bring; their schemas are not Kubernetes' own."""
+
+
+def complaint(document: dict[str, Any], minor: tuple[int, ...]) -> str | None:
+    """What a cluster of this version would say against a document; unknown fields count."""
+    try:
+        kubernetes_validate.utils.validate(document, ".".join(map(str, minor)), strict=True)
+    except kubernetes_validate.utils.ValidationError as error:
+        return f"{document['kind']}: {error.message}"
+    return None
+
+
+@pytest.mark.parametrize("minor", MINORS, ids=lambda minor: ".".join(map(str, minor)))
+@pytest.mark.parametrize("name", [BASE, *overlays()])
+def test_manifests_are_valid(name: str, minor: tuple[int, ...]) -> None:
+    own = [document for document in installation(name).documents if document["kind"] not in CUSTOM]
+    assert [told for document in own if (told := complaint(document, minor))] == []
+
+
+def test_misspelled_field_is_found() -> None:
+    broken = copy.deepcopy(installation(BASE).one("Deployment"))
+    container = broken["spec"]["template"]["spec"]["containers"][0]
+    container["readynessProbe"] = container.pop("readinessProbe")
+    told = complaint(broken, MINORS[-1])
+    assert told is not None
+    assert "readynessProbe" in told
+
+
+def test_compose_file_is_valid() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_dockerfile_has_nothing_to_complain_of() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("hadolint"), "Dockerfile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rules_for_the_operator_are_those_of_the_file() -> None:
+    script = runpy.run_path(str(DEPLOY / "monitoring" / "prometheusrule.py"))
+    text = script["RESOURCE"].read_text()
+    assert text == script["render"](script["RULES"].read_text()), "run: python deploy/monitoring/prometheusrule.py"
+    assert yaml.safe_load(text)["spec"] == yaml.safe_load(script["RULES"].read_text())

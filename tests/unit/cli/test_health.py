@@ -1,0 +1,113 @@
+"""``ortserve health``: what it asks, and what its exit status and text say."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from ortserve.cli.main import main
+from ortserve.config.options import ServerOptions, variable_name
+
+
+@pytest.fixture(autouse=True)
+def _no_options_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in (*ServerOptions.model_fields, "config"):
+        monkeypatch.delenv(variable_name(option), raising=False)
+
+
+@contextmanager
+def answering(answers: dict[str, tuple[int, str]]) -> Iterator[int]:
+    """A port of 127.0.0.1 that answers each path with a status and a body."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers[self.path]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_args: object) -> None:
+            """Stay quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_status_is_0_only_where_the_server_says_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = {"/v2/health/ready": (400, '{"ready":false}'), "/v2/health/live": (200, '{"live":true}')}
+    with answering(answers) as port:
+        assert main(["health", "--http-port", str(port)]) == 1
+        told = capsys.readouterr()
+        assert told.err == f'ortserve health: not ready: 127.0.0.1:{port} answered 400 {{"ready":false}}\n'
+        assert not told.out
+
+        assert main(["health", "--live", "--http-port", str(port)]) == 0
+        assert capsys.readouterr().out == "live\n"
+
+        answers["/v2/health/ready"] = (200, '{"ready":true}')
+        assert main(["health", "--http-port", str(port)]) == 0
+        assert capsys.readouterr().out == "ready\n"
+
+
+def test_server_is_found_by_its_own_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering({"/v2/health/ready": (200, "{}")}) as port:
+        monkeypatch.setenv("ORTSERVE_HOST", "0.0.0.0")
+        monkeypatch.setenv("ORTSERVE_HTTP_PORT", str(port))
+        assert main(["health"]) == 0
+        assert capsys.readouterr().out == "ready\n"
+
+
+def test_server_is_found_by_its_own_file(tmp_path: Path) -> None:
+    with answering({"/v2/health/ready": (200, "{}")}) as port:
+        file = tmp_path / "options.yaml"
+        file.write_text(f"http_port: {port}\n")
+        assert main(["health", "--config", str(file)]) == 0
+
+
+def test_server_that_is_not_there_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and nobody listens
+        port = free.getsockname()[1]
+        assert main(["health", "--http-port", str(port)]) == 1
+    assert capsys.readouterr().err == f"ortserve health: not ready: 127.0.0.1:{port}: Connection refused\n"
+
+
+def test_server_that_does_not_answer_in_time_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        assert main(["health", "--http-port", str(port), "--timeout-s", "0.05"]) == 1
+    assert f"127.0.0.1:{port} did not answer within 0.05 s" in capsys.readouterr().err
+
+
+def test_host_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--host", "nowhere.invalid"]) == 1
+    assert "nowhere.invalid:8000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--http-port", "x"], "--http-port: expected integer, 0 to 65535, got 'x'"),
+        (["--http-port", "0"], "http_port: expected the port that the server listens on, got 0"),
+        (["--timeout-s", "0"], "--timeout-s"),
+        (["--nope"], "usage: ortserve health"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["health", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
