@@ -187,6 +187,7 @@ class Server:
             host=options.host,
             port=options.http_port,
             idle_timeout_s=options.idle_timeout_s,
+            max_connection_age_s=options.http_max_connection_age_s,
         )
         streams = Streams(options.grpc_max_streams)
         metrics.set_streams_source(lambda: streams.open_count)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, decisions, j
 
 BODY_LIMIT: Final = 4_000_000
 IDLE_S: Final = 0.5
+AGE_S: Final = 0.25
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +257,42 @@ def test_lane_is_off_with_another_version_of_uvicorn_and_says_so(tmp_path: Path)
         server.wait_for_line("the HTTP lane is off", "uvicorn")
         assert server.wait_for_line("listening", "protocol=http ").endswith("lane=False")
         assert httpx.get(f"http://{server.http}/v2/health/ready", timeout=LONG_S).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def ageing_server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+    repository = tmp_path_factory.mktemp("ageing")
+    add_model(repository, "identity", builders.identity)
+    with serving(repository, *SHORT_WARMUP, "--http-max-connection-age-s", str(AGE_S), http_way) as server:
+        yield server
+
+
+@pytest.mark.parametrize("request_bytes", [post("identity", body_of(1)), get("/v2/models/identity")])
+def test_answer_on_an_old_connection_asks_for_another(ageing_server: ServerProcess, request_bytes: bytes) -> None:
+    host, port = ageing_server.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
+        made_s = time.monotonic()
+        answers = Answers(connection)
+        told: list[str | None] = []
+        while not told or told[-1] is None:
+            connection.sendall(request_bytes)
+            status, headers, _ = answers.next()
+            assert status == 200
+            told.append(headers.get("connection"))
+        assert told[-1] == "close"
+        assert answers.is_at_end()
+        assert time.monotonic() - made_s > AGE_S * 0.85
+        assert len(told) > 1, "the first answer came late already: the age was not tried"
+
+
+def test_old_connection_without_a_request_is_left_open_for_one(ageing_server: ServerProcess) -> None:
+    host, port = ageing_server.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=AGE_S * 2) as connection:
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(LONG_S)
+        connection.sendall(post("identity", body_of(5)))
+        answers = Answers(connection)
+        status, headers, document = answers.next()
+        assert (status, headers["connection"], first_value(document)) == (200, "close", 5)
+        assert answers.is_at_end()

@@ -11,10 +11,22 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
-from encodings_of_requests import rest_json
+from encodings_of_requests import grpc_raw, rest_json
 from models import builders
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, starting, triton_clients
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    json_input,
+    rest_url,
+    serving,
+    starting,
+    triton_clients,
+    wait_for_sample,
+)
 
 ROW = {"x": np.array([[1, 2, 3, 4]], np.float32)}
 
@@ -81,6 +93,26 @@ def test_broken_model_is_not_ready_and_logs_and_callers_say_why(
 def test_only_models_are_taken_for_models(mixed_server: ServerProcess) -> None:
     for name in ("README", "README.md", ".cache"):
         assert httpx.get(f"http://{mixed_server.http}/v2/models/{name}", timeout=LONG_S).status_code == 404
+
+
+def test_model_whose_turn_to_load_has_not_come_is_not_ready_rather_than_unknown(tmp_path: Path) -> None:
+    add_model(tmp_path, "a_long_one", builders.slow)  # warms up for seconds
+    add_model(tmp_path, "identity", builders.identity)
+    with starting(tmp_path) as server:
+        labels = {"model": "a_long_one", "version": "1", "state": "warming"}
+        wait_for_sample(server, "ortserve_model_state", lambda value: value == 1, **labels)
+        document = {"inputs": [json_input("x", ROW["x"])]}
+        answer = httpx.post(rest_url(server, "identity"), json=document, timeout=LONG_S)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "'identity' is not at ready state: the server is still loading its models" in answer.json()["error"]
+        with pytest.raises(InferenceServerException) as caught:
+            grpc_raw(server, "identity", ROW)
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+
+        server.wait_until_loaded()
+        np.testing.assert_array_equal(rest_json(server, "identity", ROW)["y"], ROW["x"])
+        assert httpx.post(rest_url(server, "nowhere"), json=document, timeout=LONG_S).status_code == 404
+        server.stop()
 
 
 def doubling(path: Path) -> Path:

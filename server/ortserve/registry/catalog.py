@@ -16,6 +16,8 @@ class Catalog:
     def __init__(self) -> None:
         self._records: dict[str, dict[int, VersionRecord]] = {}
         self._serving: dict[tuple[str, str], ServedModel] = {}
+        self.is_whole = False
+        """Whether all that is served from the start was asked for; until then no model is unknown for good."""
 
     def find(self, name: str, version: str) -> ServedModel:
         """The version that answers: the one named, or the highest that is ready.
@@ -78,6 +80,9 @@ class Catalog:
 
     def _refusal(self, name: str, version: str) -> ServeError:
         records = self._records.get(name)
+        if records is None and not self.is_whole:
+            text = f"Request for unknown model: '{name}' is not at ready state: the server is still loading its models"
+            return ServeError(ErrorKind.NOT_READY, text, retry_after_s=1)
         if records is None:
             return ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
         if version:

@@ -46,7 +46,6 @@ class Registry:
         self._repositories = repositories
         self._defaults = defaults
         self._metrics = metrics
-        self._is_loaded = False
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         self._loader = VersionLoader(self._loop, metrics, clock, runtime)
@@ -64,7 +63,7 @@ class Registry:
     @property
     def is_loaded(self) -> bool:
         """Whether initial loading is over, however it ended."""
-        return self._is_loaded
+        return self._catalog.is_whole
 
     def ready_versions(self, name: str) -> list[int]:
         """The versions of a model that serve now, ascending."""
@@ -98,7 +97,7 @@ class Registry:
         for name in found if only is None else sorted(only):
             async with self._lock(name):
                 await self._apply(found.get(name) or ModelSource(name, problem="it is in no repository"))
-        self._is_loaded = True
+        self._catalog.is_whole = True
         self.on_change()
 
     async def load(self, name: str, *, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What uvicorn's connections lack: answers in one system call, and word of callers who leave.
+"""What uvicorn's connections lack: answers in one system call, word of callers who leave, and an age.
 
 uvicorn writes head and body of an answer one after the other, and uvloop hands each to the kernel at once; on a small
 answer the second call costs as much as decoding the request. And a request handler that waits for something else than
@@ -6,15 +6,21 @@ its caller learns only when it asks that the caller is gone.
 """
 
 import asyncio
+import random
 from collections.abc import Iterable
 from typing import Any, Final
 
 import orjson
 from starlette.types import Scope
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 _CONNECTION: Final = "ortserve.connection"
 """Key of a request's scope under which its connection is found."""
+
+_AGE_SPREAD: Final = 0.1
+"""Part of the age by which a connection's own is shorter or longer at most; that of gRPC's connections."""
 
 
 class CorkedTransport(asyncio.Transport):
@@ -86,15 +92,34 @@ class Connection(HttpToolsProtocol):
         corked: The transport.
         answering: The task to cancel when the caller leaves, while there is one.
         has_left: Whether the caller left.
+        is_old: Whether its next answer is to be its last. An old connection that is idle is not closed: a request could
+            be on its way.
     """
 
     corked: CorkedTransport
     answering: "asyncio.Task[Any] | None" = None
     has_left = False
+    is_old = False
     _malformed: str | None = None
+    _ageing: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        max_age_s: float | None,
+    ) -> None:
+        """``max_age_s`` is that of connections in general; None for any. The rest is uvicorn's."""
+        super().__init__(config, server_state, app_state, _loop)
+        self._max_age_s = max_age_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
         self.corked = CorkedTransport(transport, self.loop)
+        if self._max_age_s is not None:
+            self._ageing = self.loop.call_later(draw_age_s(self._max_age_s), self._grow_old)
         super().connection_made(self.corked)
 
     def on_message_begin(self) -> None:
@@ -122,8 +147,13 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.has_left = True
+        if self._ageing is not None:
+            self._ageing.cancel()
         if self.answering is not None:
             self.answering.cancel()
+
+    def _grow_old(self) -> None:
+        self.is_old = True
 
     def _refuse(self, message: str) -> None:
         """As uvicorn does, but in the protocol's JSON."""
@@ -131,6 +161,11 @@ class Connection(HttpToolsProtocol):
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+
+def draw_age_s(max_age_s: float) -> float:
+    """How old one connection becomes, so that those that came together do not all go together."""
+    return max_age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)  # noqa: S311 - no secret
 
 
 def connection_of(scope: Scope) -> Connection:

@@ -64,9 +64,11 @@ class Lane:
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        max_age_s: float | None,
     ) -> "LaneConnection":
         """Make the protocol of a new connection; uvicorn calls this as it would the protocol's class."""
-        return LaneConnection(self, config, server_state, app_state, _loop)
+        return LaneConnection(self, config, server_state, app_state, _loop, max_age_s=max_age_s)
 
 
 class LaneConnection(Connection):
@@ -79,8 +81,10 @@ class LaneConnection(Connection):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None,
+        *,
+        max_age_s: float | None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        super().__init__(config, server_state, app_state, _loop, max_age_s=max_age_s)
         self.lane: Final = lane
         self.exchange: Exchange | None = None
         """The one whose turn it is; those behind it wait in ``pipeline``."""
@@ -389,7 +393,7 @@ class Exchange:
     def _answer(self, answer: Answer) -> None:
         assert self._hold is not None
         self._hold.release()
-        if self._connection.lane.is_draining:
+        if self._connection.is_old or self._connection.lane.is_draining:
             self.keep_alive = False
         self._write(answer)
         self._is_written = True

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.answers import Answer
-from ortserve.frontends.http.connection import Connection
+from ortserve.frontends.http.connection import Connection, connection_of
 from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, send_answer
 from ortserve.frontends.http.lane import Lane
 
@@ -29,8 +30,7 @@ class RestApp:
         """Whether answers ask their callers to open new connections, elsewhere."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.is_draining:
-            send = _closing(send)
+        send = self._closing(connection_of(scope), send)
         target = match_infer_path(scope["raw_path"].decode("latin-1"))
         if target is not None:
             if scope["method"] == "POST":
@@ -43,17 +43,38 @@ class RestApp:
             scope["path"] = path.rstrip("/")
         await self._control(scope, receive, send)
 
+    def _closing(self, connection: Connection, send: Send) -> Send:
+        """Send answers so that the last one of a connection says that it is."""
+
+        async def send_closing(message: Message) -> None:
+            # Asked now, not when the request came: a drain may have begun since.
+            if message["type"] == "http.response.start" and (connection.is_old or self.is_draining):
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        return send_closing
+
 
 class HttpServer:
     """Listens from ``start`` to ``stop``."""
 
-    def __init__(self, app: RestApp, lane: Lane | None, *, host: str, port: int, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: RestApp,
+        lane: Lane | None,
+        *,
+        host: str,
+        port: int,
+        idle_timeout_s: float,
+        max_connection_age_s: float | None,
+    ) -> None:
         """``lane`` answers infer requests in the place of ``app``; None leaves them to it."""
         self._app = app
         self._lane = lane
         self._host = host
         self._port = port
         self._idle_timeout_s = idle_timeout_s
+        self._max_connection_age_s = max_connection_age_s
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -67,9 +88,10 @@ class HttpServer:
             ServeError: conflict, naming the option, when the address cannot be listened on.
         """
         listener = _listen(self._host, self._port)
+        connect = self._lane.connect if self._lane else Connection
         config = uvicorn.Config(
             self._app,
-            http=self._lane.connect if self._lane else Connection,  # type: ignore[arg-type]  # called as a class is
+            http=partial(connect, max_age_s=self._max_connection_age_s),  # type: ignore[arg-type]  # called as a class is
             ws="none",
             lifespan="off",
             log_config=None,
@@ -130,12 +152,3 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ServeError(ErrorKind.CONFLICT, f"http_port: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
-
-
-def _closing(send: Send) -> Send:
-    async def send_closing(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-        await send(message)
-
-    return send_closing

@@ -1,0 +1,210 @@
+"""Two servers behind a load balancer, as ``deploy/proxies`` configures it: clients notice no restart and no loss."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import httpx
+import numpy as np
+import onnxruntime
+import pytest
+import tritonclient.grpc.aio as triton_grpc_aio
+
+from apart import UnavailableError
+from models import builders
+from proxies import Ports, Proxy, find_proxy, free_ports, proxying, until
+from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, add_model, starting
+from triton_load import CALLERS, Failure, Load, loading
+
+PROXIES: Final = ("haproxy", "nginx", "envoy")
+ASKING_PROXIES: Final = ("haproxy", "envoy")
+
+DRAIN_DELAY_S: Final = 4
+"""The least that ``deploy/proxies/README.md`` allows for its configurations: two failed checks a second apart, each of
+which is given a second.
+"""
+
+pytestmark = pytest.mark.timeout(400)  # pip brings Envoy once a machine
+
+
+class Fleet:
+    """Servers ``a`` and ``b`` of one repository behind a proxy."""
+
+    def __init__(self, proxy_name: str, folder: Path, stack: ExitStack) -> None:
+        self._stack = stack
+        self.repository = folder / "models"
+        model = add_model(self.repository, "heavy", builders.heavy, steps=20)
+        self.ports = {"a": free_ports(), "b": free_ports()}
+        self.servers: dict[str, ServerProcess] = {}
+        self.proxy: Proxy = stack.enter_context(
+            proxying(proxy_name, folder / "proxy", self.ports["a"], self.ports["b"])
+        )
+        rows = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+        session = onnxruntime.InferenceSession(model / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+        self.load = Load("heavy", rows, session.run(["y"], {"x": rows})[0])
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What clients see of it: they send again what a connection that was closed did not take."""
+        may_close = not self.proxy.asks_readiness
+        return [failure for failure in self.load.failures if not (may_close and failure.is_untaken)]
+
+    def start(self, name: str) -> ServerProcess:
+        """Start a server without waiting for its models."""
+        ports = self.ports[name]
+        at = ("--http-port", str(ports.http), "--grpc-port", str(ports.grpc), "--metrics-port", str(ports.metrics))
+        drain = ("--drain-delay-s", str(DRAIN_DELAY_S))
+        server = self._stack.enter_context(starting(self.repository, *at, *drain, *SHORT_WARMUP))
+        self.servers[name] = server
+        return server
+
+    async def wait_until_loaded(self, name: str) -> None:
+        await asyncio.to_thread(self.servers[name].wait_until_loaded)
+
+    async def wait_until_ready(self) -> None:
+        """Wait until clients find a ready server on both protocols."""
+        await self.proxy.wait_until_listening()
+        async with httpx.AsyncClient() as http, triton_grpc_aio.InferenceServerClient(self.proxy.grpc) as grpc:
+
+            async def is_ready() -> bool:
+                answer = await http.get(f"http://{self.proxy.rest}/v2/health/ready")
+                return answer.status_code == 200 and await _is_ready(grpc)
+
+            await until(is_ready)
+
+    async def wait_until_in(self, name: str) -> None:
+        """Wait until a server gets requests on both protocols."""
+
+        async def is_in() -> bool:
+            return {"http ok", "grpc ok"} <= (await answered_by(self.ports[name])).keys()
+
+        await until(is_in)
+
+    async def replace(self, name: str) -> None:
+        """What an operator does, or Kubernetes: the old one leaves by itself, the new one serves when it is warm."""
+        await self.proxy.take_out(name)
+        old = self.servers[name]
+        old.send(signal.SIGTERM)
+        assert await asyncio.to_thread(old.wait) == 0, old.output
+        self.start(name)
+        await self.wait_until_loaded(name)
+        await self.proxy.put_in(name)
+        await self.wait_until_in(name)
+
+
+async def answered_by(ports: Ports) -> dict[str, float]:
+    """How many infer requests a server has answered, by protocol and outcome: ``http ok``."""
+    async with httpx.AsyncClient(timeout=LONG_S) as client:
+        answer = await client.get(f"http://127.0.0.1:{ports.metrics}/metrics")
+    return Samples(answer.text).by_labels("ortserve_request_duration_seconds_count", "protocol", "outcome")
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    name: str = request.param
+    try:
+        find_proxy(name)
+    except UnavailableError as error:
+        pytest.skip(f"{name} cannot be had here: {error}")
+    with ExitStack() as stack:
+        yield Fleet(name, tmp_path, stack)
+
+
+@pytest.mark.parametrize("fleet", PROXIES, indirect=True)
+async def test_servers_are_replaced_one_after_the_other_under_load_without_a_failed_request(fleet: Fleet) -> None:
+    for name in ("a", "b"):
+        fleet.start(name)
+    for name in ("a", "b"):
+        await fleet.wait_until_loaded(name)
+    await fleet.wait_until_ready()
+    async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
+        for name in ("a", "b"):
+            await fleet.wait_until_in(name)
+            await fleet.replace(name)
+        await fleet.load.go_on()
+    assert fleet.failures == []
+
+
+@pytest.mark.parametrize("fleet", PROXIES, indirect=True)
+async def test_killed_server_costs_no_request_that_can_be_sent_again(fleet: Fleet) -> None:
+    for name in ("a", "b"):
+        fleet.start(name)
+    for name in ("a", "b"):
+        await fleet.wait_until_loaded(name)
+    await fleet.wait_until_ready()
+    async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
+        for name in ("a", "b"):
+            await fleet.wait_until_in(name)
+        fleet.servers["a"].send(signal.SIGKILL)
+        await asyncio.to_thread(fleet.servers["a"].wait)
+        await fleet.load.go_on(2 * CALLERS)  # whoever was under way has its answer or failed
+        lost = list(fleet.load.failures)
+        if fleet.proxy.repeats_calls:
+            assert lost == []
+        assert {failure.protocol for failure in lost} <= {"grpc"}
+        assert len(lost) <= CALLERS
+
+        await fleet.load.go_on(300)
+        assert fleet.load.failures == lost
+        if fleet.proxy.asks_readiness:  # else it would be tried before it is ready
+            fleet.start("a")
+            await fleet.wait_until_loaded("a")
+            await fleet.wait_until_in("a")
+            await fleet.load.go_on()
+            assert fleet.load.failures == lost
+
+
+@pytest.mark.parametrize("fleet", PROXIES, indirect=True)
+async def test_server_that_is_warming_gets_no_request_before_it_is_ready(fleet: Fleet) -> None:
+    fleet.start("a")
+    await fleet.wait_until_loaded("a")
+    add_model(fleet.repository, "an_earlier_one", builders.slow)
+    (fleet.repository / "an_earlier_one" / "model.yaml").write_text("warmup_s: 2\n")
+    if not fleet.proxy.asks_readiness:
+        await fleet.proxy.take_out("b")
+    await fleet.wait_until_ready()
+    async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
+        await fleet.load.go_on()
+        b = fleet.start("b")
+        await asyncio.to_thread(b.wait_for_line, "listening", "protocol=metrics ")
+        looks = 0
+        async with httpx.AsyncClient() as client:
+            while True:
+                answered = await answered_by(fleet.ports["b"])
+                if (await client.get(f"http://{b.http}/v2/health/ready")).status_code == 200:
+                    break
+                assert answered == {}  # counted when it was not ready for sure
+                looks += 1
+                await fleet.load.go_on(10)
+        assert looks > 0, "the model is too fast for this test"
+        if not fleet.proxy.asks_readiness:
+            await fleet.proxy.put_in("b")
+        await fleet.wait_until_in("b")
+        await fleet.load.go_on()
+    assert fleet.failures == []
+
+
+@pytest.mark.parametrize("fleet", ASKING_PROXIES, indirect=True)
+async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) -> None:
+    fleet.start("a")
+    await fleet.wait_until_loaded("a")
+    broken = add_model(fleet.repository, "required", builders.not_onnx)
+    (broken / "model.yaml").write_text("required: true\n")
+    fleet.start("b")
+    await fleet.wait_until_loaded("b")
+    await fleet.wait_until_ready()
+    async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
+        await fleet.load.go_on(300)
+    assert fleet.load.failures == []
+    assert await answered_by(fleet.ports["b"]) == {}
+
+
+async def _is_ready(client: triton_grpc_aio.InferenceServerClient) -> bool:
+    try:
+        ready: bool = await client.is_server_ready()
+    except Exception:  # the proxy has no server to ask yet
+        return False
+    return ready

