@@ -17,7 +17,7 @@ from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.validation import check_request
-from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.logs import log_event, log_fault
 from ortserve.telemetry.metrics import Metrics
 
 logger: Final = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class InferenceService:
     ) -> ServeError:
         """Count a call that failed, and say it to its caller."""
         if not isinstance(error, ServeError):
-            logger.error("a request failed unexpectedly", exc_info=error)
+            log_fault(logger, "a request failed unexpectedly", error, **_named(request, served))
             error = ServeError(ErrorKind.INTERNAL, "internal error")
         self._count_failure(call, request, served, error.kind)
         return _for_caller(error, request, served)
@@ -196,12 +196,19 @@ class InferenceService:
             logging.INFO,
             "request",
             protocol=protocol,
-            model=request.model_name if request else "",
-            version=served.version if served else "",
-            request_id=request.id if request else "",
+            **_named(request, served),
             outcome=outcome,
             ms=round(duration_ns / 1e6, 3),
         )
+
+
+def _named(request: InferRequest | None, served: ServedModel | None) -> dict[str, str]:
+    """Whose log line it is; empty where it is not known yet."""
+    return {
+        "model": request.model_name if request else "",
+        "version": served.version if served else "",
+        "request_id": request.id if request else "",
+    }
 
 
 def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
