@@ -1,5 +1,6 @@
 """Real servers for tests: the command line in a process of its own, on ports that the system chooses."""
 
+import json
 import os
 import re
 import signal
@@ -106,8 +107,8 @@ class ServerProcess:
         return "\n".join(self.lines)
 
     def _address(self, protocol: str) -> str:
-        line = self.wait_for_line("listening", f"protocol={protocol} ")
-        fields = dict(re.findall(r"(\w+)=(\S+)", line))
+        line = self.wait_for_line("listening", protocol)
+        fields = json.loads(line) if line.startswith("{") else dict(re.findall(r"(\w+)=(\S+)", line))
         return f"{fields['host']}:{fields['port']}"
 
     def _read(self) -> None:

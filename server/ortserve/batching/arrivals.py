@@ -1,4 +1,4 @@
-"""How many rows arrive a second."""
+"""How many rows are offered a second, whatever becomes of them."""
 
 import math
 from typing import Final

@@ -22,6 +22,7 @@ from ortserve.batching.learned import Decisions, Learned, describe
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, may_wait, plan_batch
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider, join_pieces, make_batch, settle, settle_all, split_rows
+from ortserve.batching.saturation import saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchResult, Runner
 from ortserve.core.terms import NO_TERMS, Terms
@@ -120,6 +121,7 @@ class Batcher:
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
         nbytes = tensor_bytes(inputs)
+        self._arrivals.count(rows, now_ns)
         self._admit(nbytes, rows, known, terms, now_ns)
         return self._enqueue(inputs, nbytes, rows, known, timing, terms, now_ns)
 
@@ -136,6 +138,7 @@ class Batcher:
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
+        self._arrivals.count(rows, now_ns)
         self._admit(tensor_bytes(inputs), rows, known, terms, now_ns)
         riders = [
             self._enqueue(piece, tensor_bytes(piece), len(piece[0]), known, timing, terms, now_ns)
@@ -168,12 +171,20 @@ class Batcher:
 
     def learned(self) -> Learned:
         """What was learned and decided so far. Only reads, so that a scrape may ask from its own thread."""
+        classes = self._queue.classes()
+        max_rows, rows_per_s = self._policy.max_rows, self._arrivals.per_s(self._clock())
         return Learned(
-            self._policy.max_rows,
+            max_rows,
             self._queue.rows,
-            self._arrivals.per_s(self._clock()),
+            rows_per_s,
+            saturation(
+                rows_per_s,
+                batch_rows=max_rows,
+                batch_ns=classes[-1].batch_latency.predict_ns(max_rows) if classes else None,
+                parallel_batches=min(self._instances.count, self._share.parallel_runs),
+            ),
             self.decisions,
-            tuple(describe(shape_class, self._policy.max_rows) for shape_class in reversed(self._queue.classes())),
+            tuple(describe(shape_class, max_rows) for shape_class in reversed(classes)),
         )
 
     def _admit(self, nbytes: int, rows: int, shape_class: ShapeClass, terms: Terms, now_ns: int) -> None:
@@ -215,7 +226,6 @@ class Batcher:
         if terms.finish_by_ns is not None or terms.start_by_ns is not None:
             self._expiry.expect(rider, now_ns)
         self._queue.push(shape_class, rider, self._policy.max_rows)
-        self._arrivals.count(rows, now_ns)
         shape_class.echo.on_arrival(rows, now_ns)
         if self._instances.free:
             self._wake()

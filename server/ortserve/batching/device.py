@@ -52,6 +52,11 @@ class Share:
         """Give the run's threads back."""
         self._device._end(self)
 
+    @property
+    def parallel_runs(self) -> int:
+        """How many of the model's runs the device has threads for at a time."""
+        return self._device._threads // self.threads
+
     def slowdown(self) -> float:
         """How many times longer work takes here than by itself, because others want the device's threads too."""
         return self._device._slowdown(self)

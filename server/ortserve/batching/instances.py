@@ -11,6 +11,7 @@ class Instances:
 
     def __init__(self, runners: Sequence[Runner]) -> None:
         """``runners`` are at least one, and nobody else's."""
+        self.count = len(runners)
         self.free = list(runners)
         """Those that no run holds; the last is lent next."""
         self._busy_until_ns: dict[Runner, float] = {}

@@ -49,11 +49,16 @@ class LearnedClass:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A batcher at one moment. ``arrival_rows_per_s`` is a mean over the last seconds."""
+    """A batcher at one moment.
+
+    ``arrival_rows_per_s`` is a mean over the last seconds, of refused rows too; ``saturation`` is that by what can be
+    computed in a second, None where nothing was learned of it.
+    """
 
     max_rows: int
     queued_rows: int
     arrival_rows_per_s: float
+    saturation: float | None
     decisions: Decisions
     classes: tuple[LearnedClass, ...] = ()
     """Used last first."""

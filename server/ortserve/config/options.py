@@ -99,6 +99,9 @@ class ServerOptions(GrpcOptions, LoadOptions):
     """Show the numbers under Triton's metric names (``nv_inference_…``) too."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged, to standard error."""
+    log_format: Literal["text", "json"] = "text"
+    """How a line is written: ``text`` for people, ``json`` for what collects lines, one object each with ``time``,
+    ``level``, ``logger``, ``message`` and the event's fields, such as ``model`` and ``request_id``."""
     access_log: bool = False
     """Log one line for each request."""
 

@@ -23,7 +23,7 @@ from ortserve.service.parameters import read_scheduling
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request
-from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.logs import log_event, log_fault
 from ortserve.telemetry.metrics import Metrics
 
 logger: Final = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class InferenceService:
     ) -> ServeError:
         """Count a call that failed, and say it to its caller."""
         if not isinstance(error, ServeError):
-            logger.error("a request failed unexpectedly", exc_info=error)
+            log_fault(logger, "a request failed unexpectedly", error, **_named(request, served))
             error = ServeError(ErrorKind.INTERNAL, "internal error")
         self._count_failure(call, request, served, error.kind)
         return _for_caller(error, request, served)
@@ -265,12 +265,19 @@ class InferenceService:
             logging.INFO,
             "request",
             protocol=protocol,
-            model=request.model_name if request else "",
-            version=served.version if served else "",
-            request_id=request.id if request else "",
+            **_named(request, served),
             outcome=outcome,
             ms=round(duration_ns / 1e6, 3),
         )
+
+
+def _named(request: InferRequest | None, served: ServedModel | None) -> dict[str, str]:
+    """Whose log line it is; empty where it is not known yet."""
+    return {
+        "model": request.model_name if request else "",
+        "version": served.version if served else "",
+        "request_id": request.id if request else "",
+    }
 
 
 def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:

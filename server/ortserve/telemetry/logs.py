@@ -1,14 +1,22 @@
-"""Log lines: one handler to standard error, one line an event, fields as ``key=value`` for people and ``grep``."""
+"""Log lines: one handler to standard error, one line an event.
+
+As text, fields are ``key=value`` for people and ``grep``; as JSON, each line is one object for whatever collects them.
+Nothing of a request's or an answer's tensors is ever logged.
+"""
 
 import json
 import logging
+import math
 import sys
 import time
-from typing import Final, Literal, TextIO
+from collections.abc import Mapping
+from typing import Final, Literal, TextIO, TypeAlias
 
 ACCESS_LOGGERS: Final = ("ortserve.access", "uvicorn.access")
 """Loggers of one line a request; silent unless asked for."""
 
+
+LogFormat: TypeAlias = Literal["text", "json"]
 
 _NUMBERS: Final = {
     "debug": logging.DEBUG,
@@ -24,12 +32,34 @@ class LineFormatter(logging.Formatter):
     converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
-        moment = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03}Z"
         # What a caller sent may be in the message; it must not be able to forge a line.
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
         fields = [f"{key}={_spell(value)}" for key, value in getattr(record, "fields", {}).items()]
-        line = " ".join([moment, record.levelname, record.name, message, *fields])
+        line = " ".join([_moment(self, record), record.levelname, record.name, message, *fields])
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, the event's fields, ``exception``.
+
+    A field that has the name of one of these is called ``field_<name>``. Values that JSON does not know become text.
+    """
+
+    converter = staticmethod(time.gmtime)
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": _moment(self, record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        taken = {*line, "exception"}
+        fields: Mapping[str, object] = getattr(record, "fields", {})
+        line |= {f"field_{key}" if key in taken else key: _json_value(value) for key, value in fields.items()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
 
 class LogSwitches:
@@ -68,13 +98,15 @@ class LogSwitches:
 class StderrHandler(logging.StreamHandler[TextIO]):
     """The server's one handler; a class of its own so that configuring twice replaces it."""
 
-    def __init__(self, switches: LogSwitches) -> None:
+    def __init__(self, switches: LogSwitches, log_format: LogFormat) -> None:
         super().__init__(sys.stderr)
-        self.setFormatter(LineFormatter())
+        self.setFormatter(JsonFormatter() if log_format == "json" else LineFormatter())
         self.addFilter(lambda record: switches.allows(record.levelno))
 
 
-def configure_logging(level: Literal["debug", "info", "warning", "error"], access_log: bool) -> LogSwitches:
+def configure_logging(
+    level: Literal["debug", "info", "warning", "error"], access_log: bool, log_format: LogFormat = "text"
+) -> LogSwitches:
     """Send all loggers' lines of at least ``level`` to standard error; called once, by whoever owns the process.
 
     uvicorn's lines come along if it is given ``log_config=None``, so that it leaves its loggers as they are.
@@ -86,7 +118,7 @@ def configure_logging(level: Literal["debug", "info", "warning", "error"], acces
     for handler in [handler for handler in root.handlers if isinstance(handler, StderrHandler)]:
         root.removeHandler(handler)
     switches = LogSwitches(level)
-    root.addHandler(StderrHandler(switches))
+    root.addHandler(StderrHandler(switches, log_format))
     switches.apply()
     if level != "debug":
         # A line for each connection that brings no HTTP: anybody could fill the disk.
@@ -106,6 +138,20 @@ def log_event(logger: logging.Logger, level: int, message: str, **fields: object
         fields: In the order they are written.
     """
     logger.log(level, "%s", message, extra={"fields": fields}, stacklevel=2)
+
+
+def log_fault(logger: logging.Logger, message: str, fault: BaseException, /, **fields: object) -> None:
+    """As ``log_event``, of a fault of ours, whose traceback is to be seen."""
+    logger.error("%s", message, exc_info=fault, extra={"fields": fields}, stacklevel=2)
+
+
+def _moment(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return f"{formatter.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03}Z"
+
+
+def _json_value(value: object) -> object:
+    # JSON has no numbers for infinity and for what is none.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _spell(value: object) -> str:

@@ -5,39 +5,29 @@ but plain lists of counts that a ``Collector`` (the library's documented extensi
 scrapes. For the total and five phases of a request that costs 1.1 µs instead of 5.5 µs of the loop's time (Python 3.11;
 ``python loadtests/metrics_cost.py`` prints both).
 
+A histogram shows from its first observation on, so that a thousand models that nobody asks cost a scrape little.
+
 There is no lock, because only the event loop writes. A scrape reads from its own thread: the buckets of a series always
 agree with its count, but its sum, and other series, may be a request ahead.
 """
 
 import platform
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from ortserve import __version__
 from ortserve.core.batch import BatchResult
 from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
+from ortserve.telemetry.families import Declaration, Family, HistogramSeries, Labels
 
 _NS_PER_S: Final = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """A metric as Prometheus and the reference page know it. ``buckets`` are upper bounds in the metric's unit."""
-
-    name: str
-    type: Literal["histogram", "gauge", "counter"]
-    labels: tuple[str, ...]
-    help: str
-    buckets: tuple[float, ...] = ()
 
 
 _FROM_100_US: Final = (
@@ -84,6 +74,15 @@ BATCH_ROWS: Final = Declaration(
 )
 QUEUE_ROWS: Final = Declaration(
     "ortserve_queue_rows", "gauge", ("model", "version"), "Rows that wait for a free instance."
+)
+SATURATION: Final = Declaration(
+    "ortserve_saturation",
+    "gauge",
+    ("model", "version"),
+    "Rows offered a second, refused ones included, by the rows a second that the version's instances could compute in "
+    "full batches, had they the device to themselves. Above 1 it needs more servers. The rate forgets within some 5 "
+    "seconds, the time of a full batch is the learned one of the shape used last. Where models share a device, their "
+    "sum counts. What the event loop spends on a request is not in it: see process_cpu_seconds_total for tiny models.",
 )
 BATCHING_DECISIONS: Final = Declaration(
     "ortserve_batching_decisions_total",
@@ -154,6 +153,7 @@ DECLARATIONS: Final = (
     PHASE_DURATION,
     BATCH_ROWS,
     QUEUE_ROWS,
+    SATURATION,
     BATCHING_DECISIONS,
     BATCH_LATENCY,
     BATCH_LATENCY_ERROR,
@@ -169,22 +169,6 @@ DECLARATIONS: Final = (
 
 MODEL_STATES: Final = ("loading", "warming", "ready", "draining", "gone", "failed")
 """Values of the ``state`` label, in the order that a version passes through them."""
-
-
-class HistogramSeries:
-    """Counts of one label set. ``bounds`` and observed values are integers of the same unit: nanoseconds or rows."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[int]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0
-
-    def observe(self, value: int) -> None:
-        # The first bound that is not less: Prometheus' buckets include their upper bound.
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
 
 
 _DURATION_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in REQUEST_DURATION.buckets)
@@ -211,6 +195,8 @@ class BatchingNumbers:
     latency_s: Mapping[int, float] = field(default_factory=dict)
     latency_error_s: float = 0.0
     queue_requests: int = 0
+    saturation: float | None = None
+    """Offered rows by those that can be computed; None where nothing was learned of that."""
 
 
 class ModelMetrics:
@@ -356,73 +342,44 @@ class Metrics(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples, by which the registry refuses a second server's metrics."""
-        return [Metric(known.name.removesuffix("_total"), known.help, known.type) for known in DECLARATIONS]
+        return [Family(declaration) for declaration in DECLARATIONS]
 
     def collect(self) -> Iterator[Metric]:
         """The families as they stand. Called by the registry on the scraping thread."""
         models = self.models()
-        yield _histogram(REQUEST_DURATION, self._durations(models), _NS_PER_S)
-        yield _histogram(
-            PHASE_DURATION,
-            (
-                ((model.name, model.version, phase), series)
-                for model in models
-                for phase, series in zip(PHASES, model.phases, strict=True)
-            ),
-            _NS_PER_S,
+        yield Family(REQUEST_DURATION, histograms=self._durations(models), scale=_NS_PER_S)
+        phases = (
+            ((model.name, model.version, phase), series)
+            for model in models
+            for phase, series in zip(PHASES, model.phases, strict=True)
         )
-        yield _histogram(BATCH_ROWS, (((model.name, model.version), model.batch_rows) for model in models), 1)
-        batching = [((model.name, model.version), model.batching()) for model in models]
-        yield _filled(GaugeMetricFamily, QUEUE_ROWS, {labels: numbers.queue_rows for labels, numbers in batching})
-        yield _filled(
-            CounterMetricFamily,
-            BATCHING_DECISIONS,
-            {
-                (*labels, decision): count
-                for labels, numbers in batching
-                for decision, count in numbers.decisions.items()
-            },
-        )
-        yield _filled(
-            GaugeMetricFamily,
-            BATCH_LATENCY,
-            {(*labels, str(rows)): ns for labels, numbers in batching for rows, ns in numbers.latency_s.items()},
-        )
-        yield _filled(
-            GaugeMetricFamily, BATCH_LATENCY_ERROR, {labels: numbers.latency_error_s for labels, numbers in batching}
-        )
+        yield Family(PHASE_DURATION, histograms=phases, scale=_NS_PER_S)
+        rows = (((model.name, model.version), model.batch_rows) for model in models)
+        yield Family(BATCH_ROWS, histograms=rows)
+        yield from _batching([((model.name, model.version), model.batching()) for model in models])
         staging = [((model.name, model.version), model.staging()) for model in models]
-        yield _filled(CounterMetricFamily, STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
-        yield _filled(CounterMetricFamily, PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
-        yield _filled(
-            CounterMetricFamily,
-            REJECTED,
-            {
-                (model, reason): count
-                for model, by_reason in list(self._rejected.items())
-                for reason, count in list(by_reason.items())
-            },
-        )
-        yield _filled(CounterMetricFamily, LOADS, self._loads.copy())
-        yield _filled(
-            GaugeMetricFamily,
-            LOAD_DURATION,
-            {(model.name, model.version): model.load_ns / _NS_PER_S for model in models if model.load_ns},
-        )
-        yield _filled(
-            GaugeMetricFamily,
-            MODEL_STATE,
-            {
-                (model.name, model.version, state): int(state == model.state)
-                for model in models
-                if model.state
-                for state in MODEL_STATES
-            },
-        )
-        yield _filled(GaugeMetricFamily, GRPC_STREAMS, {(): self._streams()})
-        yield _filled(
-            GaugeMetricFamily, BUILD_INFO, {(__version__, platform.python_version(), self._onnxruntime_version): 1}
-        )
+        yield Family(STAGED_ELEMENTS, {labels: count.staged for labels, count in staging})
+        yield Family(PADDED_ELEMENTS, {labels: count.padded for labels, count in staging})
+        rejected: dict[Labels, float] = {
+            (model, reason): count
+            for model, by_reason in list(self._rejected.items())
+            for reason, count in list(by_reason.items())
+        }
+        yield Family(REJECTED, rejected)
+        yield Family(LOADS, self._loads.copy())
+        loading: dict[Labels, float] = {
+            (model.name, model.version): model.load_ns / _NS_PER_S for model in models if model.load_ns
+        }
+        yield Family(LOAD_DURATION, loading)
+        states: dict[Labels, float] = {
+            (model.name, model.version, state): int(state == model.state)
+            for model in models
+            if model.state
+            for state in MODEL_STATES
+        }
+        yield Family(MODEL_STATE, states)
+        yield Family(GRPC_STREAMS, {(): self._streams()})
+        yield Family(BUILD_INFO, {(__version__, platform.python_version(), self._onnxruntime_version): 1})
 
     def _durations(self, models: Iterable[ModelMetrics]) -> Iterator[tuple[tuple[str, ...], HistogramSeries]]:
         for model in models:
@@ -443,29 +400,14 @@ def _observe_failure(
     series.observe(duration_ns)
 
 
-def _histogram(
-    declaration: Declaration, labelled: Iterable[tuple[tuple[str, ...], HistogramSeries]], scale: int
-) -> Metric:
-    """Prometheus wants cumulative counts by upper bound; ``scale`` is how many of a series' units make one of its."""
-    family = HistogramMetricFamily(declaration.name, declaration.help, labels=declaration.labels)
-    bounds = [*map(floatToGoString, declaration.buckets), "+Inf"]
-    for labels, series in labelled:
-        sum_value = series.total / scale
-        below = 0
-        buckets = []
-        for bound, count in zip(bounds, list(series.counts), strict=True):
-            below += count
-            buckets.append((bound, below))
-        family.add_metric(labels, buckets, sum_value)
-    return family
-
-
-def _filled(
-    family_type: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    declaration: Declaration,
-    samples: Mapping[tuple[str, ...], float],
-) -> Metric:
-    family = family_type(declaration.name, declaration.help, labels=declaration.labels)
-    for labels, value in samples.items():
-        family.add_metric(labels, value)
-    return family
+def _batching(known: Sequence[tuple[Labels, BatchingNumbers]]) -> Iterator[Metric]:
+    yield Family(QUEUE_ROWS, {labels: numbers.queue_rows for labels, numbers in known})
+    saturation = {labels: numbers.saturation for labels, numbers in known if numbers.saturation is not None}
+    yield Family(SATURATION, saturation)
+    decisions = {
+        (*labels, decision): count for labels, numbers in known for decision, count in numbers.decisions.items()
+    }
+    yield Family(BATCHING_DECISIONS, decisions)
+    latency = {(*labels, str(rows)): s for labels, numbers in known for rows, s in numbers.latency_s.items()}
+    yield Family(BATCH_LATENCY, latency)
+    yield Family(BATCH_LATENCY_ERROR, {labels: numbers.latency_error_s for labels, numbers in known})

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from ortserve.telemetry.metrics import Declaration, Metrics, ModelMetrics
+from ortserve.telemetry.families import Declaration, Family
+from ortserve.telemetry.metrics import Metrics, ModelMetrics
 from ortserve.telemetry.statistics import VersionStatistics, read_statistics
 
 _VERSION: Final = ("model", "version")
@@ -106,20 +107,15 @@ class TritonMetrics(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples."""
-        return [_family(metric) for metric in TRITON_METRICS]
+        return [Family(metric.declaration) for metric in TRITON_METRICS]
 
     def collect(self) -> Iterator[Metric]:
         """The families as they stand. Called by the registry on the scraping thread."""
         known = [(model, read_statistics(model)) for model in self._metrics.models()]
         for metric in TRITON_METRICS:
-            family = _family(metric)
-            for model, statistics in known:
-                for more, value in metric.read(model, statistics).items():
-                    labels = zip(metric.declaration.labels, (model.name, model.version, *more), strict=True)
-                    family.add_sample(metric.declaration.name, dict(labels), value)
-            yield family
-
-
-def _family(metric: TritonMetric) -> Metric:
-    declaration = metric.declaration
-    return Metric(declaration.name, declaration.help, "gauge" if declaration.type == "gauge" else "unknown")
+            values = {
+                (model.name, model.version, *more): value
+                for model, statistics in known
+                for more, value in metric.read(model, statistics).items()
+            }
+            yield Family(metric.declaration, values)

@@ -1,7 +1,8 @@
 """The metrics port, for real."""
 
+import gzip
 import socket
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -24,6 +25,21 @@ def test_metrics_are_served_until_the_port_is_closed() -> None:
 
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def test_text_is_compressed_for_who_asks_for_it() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    server = MetricsServer(registry, "127.0.0.1", 0)
+    try:
+        asking = Request(f"http://127.0.0.1:{server.port}/metrics", headers={"Accept-Encoding": "gzip"})
+        with urlopen(asking, timeout=10) as answer:
+            assert answer.headers["Content-Encoding"] == "gzip"
+            body = answer.read()
+        assert len(body) == int(answer.headers["Content-Length"])
+        assert b"ortserve_build_info{" in gzip.decompress(body)
+    finally:
+        server.close()
 
 
 def test_taken_port_is_told_by_the_name_of_its_option() -> None:

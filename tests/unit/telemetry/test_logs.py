@@ -1,13 +1,16 @@
 """Log lines as an operator sees them."""
 
+import json
 import logging
+import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from ortserve.telemetry.logs import ACCESS_LOGGERS, LogSwitches, StderrHandler, configure_logging, log_event
+from ortserve.telemetry.logs import ACCESS_LOGGERS, LogSwitches, StderrHandler, configure_logging, log_event, log_fault
 
 LOGGER = logging.getLogger("ortserve.test")
 
@@ -45,6 +48,42 @@ def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("asked for a\\nb")
     assert second.endswith('refused model="c\\nd e=f"')
+
+
+def test_json_line_is_one_object_with_time_level_logger_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", access_log=False, log_format="json")
+
+    log_event(LOGGER, logging.INFO, "a\nb", model='m "é"', ms=1.5, ready=True, path=Path("c"), rate=math.inf)
+
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    found = json.loads(lines[0])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", found.pop("time"))
+    assert found == {
+        "level": "info",
+        "logger": "ortserve.test",
+        "message": "a\nb",
+        "model": 'm "é"',
+        "ms": 1.5,
+        "ready": True,
+        "path": "c",
+        "rate": "inf",
+    }
+
+
+def test_json_line_holds_a_traceback_and_fields_do_not_hide_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", access_log=False, log_format="json")
+    try:
+        raise ValueError("broken")
+    except ValueError as error:
+        log_fault(LOGGER, "failed", error, model="m", time="noon")
+
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert found["exception"].startswith("Traceback")
+    assert found["exception"].endswith("ValueError: broken")
+    assert (found["message"], found["field_time"], found["model"]) == ("failed", "noon", "m")
+    assert found["time"] != "noon"
 
 
 def test_configuring_twice_does_not_print_twice_and_keeps_the_last_level(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_failed_request_counts_its_duration_by_kind_and_no_phases(
     labels = {"model": "m", "version": "1", "protocol": "grpc", "outcome": "deadline"}
     assert registry.get_sample_value("ortserve_request_duration_seconds_sum", labels) == 2
     phase = {"model": "m", "version": "1", "phase": "compute"}
-    assert registry.get_sample_value("ortserve_request_phase_duration_seconds_count", phase) == 0
+    assert registry.get_sample_value("ortserve_request_phase_duration_seconds_count", phase) is None
 
 
 def test_open_streams_are_asked_for_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
@@ -156,7 +156,8 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model = metrics.model('quoted "name"\n', "1")
     model.set_state("ready")
     model.observe_success("rest", TIMING, 1)
-    model.set_batching_source(lambda: BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001))
+    model.observe_batch(1, 1_000, BatchResult((), 3_000, 8_000, 5_000), 9_000)
+    model.set_batching_source(lambda: BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001, 2, 0.5))
     metrics.rejected("", "overloaded")
     metrics.loaded("m", is_ok=True)
     model.load_ns = 1

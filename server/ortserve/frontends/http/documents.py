@@ -96,6 +96,7 @@ class LearnedClassDocument(BaseModel):
 class BatchingDocument(BaseModel):
     max_rows: int
     queued_rows: int
-    arrival_rows_per_s: float
+    arrival_rows_per_s: float = Field(description="Mean over the last seconds, of refused rows too")
+    saturation: float | None = Field(description="That by what full batches of the shape used last compute a second")
     decisions: dict[str, int]
     classes: list[LearnedClassDocument] = Field(description="Shape classes, used last first")

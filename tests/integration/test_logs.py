@@ -1,0 +1,86 @@
+"""What a real server writes: lines that machines can read, with request ids, and nothing that was in a tensor."""
+
+import json
+from pathlib import Path
+from typing import Final
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import triton_inputs
+from models import builders
+from ortserve.core.dtypes import DataType
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, rest_url, serving, triton_clients
+
+SECRET_TEXT: Final = "vErYsEcReT"
+SECRET_NUMBER: Final = 918273645
+
+
+def _add_models(repository: Path) -> None:
+    add_model(repository, "words", builders.identity, datatype=DataType.BYTES)
+    add_model(repository, "numbers", builders.identity)
+    add_model(repository, "poison", builders.poison)  # fails on the secret number
+
+
+def _send_secrets(server: ServerProcess) -> None:
+    """Good requests and bad ones of every kind, on both protocols; each holds a secret and has an id of its own."""
+    words = {"x": np.full((1, 4), SECRET_TEXT.encode(), np.object_)}
+    numbers = {"x": np.full((1, 4), SECRET_NUMBER, np.float32)}
+    bad_run = {"x": np.full((1, 4), SECRET_NUMBER, np.int64)}
+    bad_shape = {"x": np.full((1, 5), SECRET_NUMBER, np.float32)}
+    with triton_clients(server) as (http, grpc):
+        for name, client, module in (("http", http, triton_http), ("grpc", grpc, triton_grpc)):
+            client.infer("words", triton_inputs(module, words), request_id=f"{name}-words")
+            client.infer("numbers", triton_inputs(module, numbers), request_id=f"{name}-numbers")
+            for model, arrays in (("poison", bad_run), ("numbers", bad_shape)):
+                with pytest.raises(InferenceServerException):
+                    client.infer(model, triton_inputs(module, arrays), request_id=f"{name}-bad-{model}")
+    good = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [SECRET_NUMBER] * 4}
+    for spoiled in ({"data": [SECRET_TEXT] * 4}, {"data": [[SECRET_NUMBER], SECRET_TEXT]}, {"datatype": "FP99"}):
+        body = {"id": "spoiled", "inputs": [good | spoiled]}
+        assert httpx.post(rest_url(server, "numbers"), json=body, timeout=LONG_S).status_code == 400
+    broken = json.dumps({"inputs": [good]}).encode()[:-3] + SECRET_TEXT.encode()
+    assert httpx.post(rest_url(server, "numbers"), content=broken, timeout=LONG_S).status_code == 400
+    assert httpx.post(f"http://{server.http}/v2/logging", content=broken, timeout=LONG_S).status_code == 400
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_json_lines_tell_of_every_request_by_its_id_and_nothing_of_its_tensors(tmp_path: Path, level: str) -> None:
+    _add_models(tmp_path)
+    flags = ("--log-format", "json", "--log-level", level, "--access-log", "--max-rows", "4")
+    with serving(tmp_path, *SHORT_WARMUP, *flags) as server:
+        _send_secrets(server)
+        verbose = {"log_verbose_level": 9, "log_info": True}
+        httpx.post(f"http://{server.http}/v2/logging", json=verbose, timeout=LONG_S).raise_for_status()
+        _send_secrets(server)
+
+    assert SECRET_TEXT not in server.output
+    assert str(SECRET_NUMBER) not in server.output
+    lines = [json.loads(line) for line in server.lines]  # every line, whoever wrote it
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    requests = [line for line in lines if line["logger"] == "ortserve.access"]
+    outcomes = {line["request_id"]: (line["protocol"], line["model"], line["outcome"]) for line in requests}
+    expected = {
+        f"{protocol}-{name}": (protocol, model, outcome)
+        for protocol in ("http", "grpc")
+        for name, model, outcome in (
+            ("words", "words", "ok"),
+            ("numbers", "numbers", "ok"),
+            ("bad-poison", "poison", "internal"),
+            ("bad-numbers", "numbers", "invalid_input"),
+        )
+    }
+    assert outcomes.items() >= expected.items()
+
+
+def test_text_lines_are_the_default_and_tell_nothing_of_tensors_either(tmp_path: Path) -> None:
+    _add_models(tmp_path)
+    with serving(tmp_path, *SHORT_WARMUP, "--log-level", "debug", "--access-log", "--max-rows", "4") as server:
+        _send_secrets(server)
+    assert SECRET_TEXT not in server.output
+    assert str(SECRET_NUMBER) not in server.output
+    assert "request_id=grpc-words outcome=ok" in server.output

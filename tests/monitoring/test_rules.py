@@ -1,0 +1,69 @@
+"""Rules and alerts, by Prometheus' own tool, and the names in them by our declarations."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from monitoring_expressions import unknown_labels, unknown_metrics
+
+ROOT: Final = Path(__file__).parents[2]
+RULES: Final = ROOT / "deploy/monitoring/rules/ortserve.yaml"
+RULES_TEST: Final = Path(__file__).with_name("ortserve_rules_test.yaml")
+
+promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (package prometheus) is missing")
+
+
+def run_promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def all_rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+@promtool
+def test_rules_record_and_alert_as_their_tests_say() -> None:
+    run = run_promtool("test", "rules", RULES_TEST)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@promtool
+def test_tests_of_rules_notice_a_rule_that_changed(tmp_path: Path) -> None:
+    changed = RULES.read_text().replace("job:ortserve_saturation:avg > 1", "job:ortserve_saturation:avg > 2")
+    (tmp_path / "rules.yaml").write_text(changed)
+    tests = RULES_TEST.read_text().replace("../../deploy/monitoring/rules/ortserve.yaml", "rules.yaml")
+    (tmp_path / "tests.yaml").write_text(tests)
+    assert run_promtool("test", "rules", tmp_path / "tests.yaml").returncode == 1
+
+
+@promtool
+def test_configuration_of_prometheus_is_right() -> None:
+    run = run_promtool("check", "config", ROOT / "deploy/monitoring/prometheus.yml")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "rules found" in run.stdout  # the rules are where the configuration looks for them
+
+
+def test_every_alert_is_tested() -> None:
+    alerts = [rule["alert"] for rule in all_rules() if "alert" in rule]
+    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    cases = [case for test in tests for case in test.get("alert_rule_test", [])]
+    fired = {case["alertname"] for case in cases if "exp_alerts" in case}
+    quiet = {case["alertname"] for case in cases if "exp_alerts" not in case}
+    assert fired == quiet == set(alerts)
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.get("alert") or rule["record"])
+def test_rules_ask_for_known_metrics_and_labels_and_say_what_they_mean(rule: dict[str, Any]) -> None:
+    recorded = {known["record"] for known in all_rules() if "record" in known}
+    assert unknown_metrics(rule["expr"], recorded) == set()
+    assert unknown_labels(rule["expr"]) == set()
+    if "alert" in rule:
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+        assert rule["annotations"].keys() == {"summary", "description"}
+    else:
+        assert re.fullmatch(r"[a-z_]+:[a-z0-9_]+:[a-z0-9_]+", rule["record"])

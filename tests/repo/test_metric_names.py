@@ -1,0 +1,82 @@
+"""Names of metrics keep Prometheus' conventions (https://prometheus.io/docs/practices/naming/)."""
+
+import re
+from typing import Final
+
+import pytest
+
+from ortserve.core.timing import PHASES
+from ortserve.errors import ErrorKind
+from ortserve.telemetry.families import Declaration
+from ortserve.telemetry.metrics import DECLARATIONS, MODEL_STATES
+
+UNITS: Final = ("seconds", "bytes", "rows", "elements", "requests", "loads", "decisions", "streams")
+"""What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
+UNITLESS: Final = {
+    "ortserve_saturation": "a ratio, which has no unit; 1 is all",
+    "ortserve_model_state": "1 or 0 by a label, as kube-state-metrics' phases are",
+    "ortserve_build_info": "1, for its labels",
+}
+NO_BASE_UNITS: Final = r"(milli|micro|nano)seconds|minutes|percent|(kilo|mega)bytes|_(ms|us|ns|mb|kb)(_|$)"
+
+BOUNDED_LABELS: Final = {
+    "model": "those that are served, by the registry",
+    "version": "those that are served, by the registry",
+    "protocol": 2,
+    "outcome": 1 + len(ErrorKind),
+    "reason": len(ErrorKind),
+    "phase": len(PHASES),
+    "state": len(MODEL_STATES),
+    "decision": 11,
+    "rows": "powers of two up to the largest batch",
+    "python": 1,
+    "onnxruntime": 1,
+}
+"""Every label, with the number of its values or what bounds it. Nothing that callers choose is among them."""
+
+each_metric = pytest.mark.parametrize("declared", DECLARATIONS, ids=lambda declared: declared.name)
+
+
+@each_metric
+def test_name_has_the_prefix_and_snake_case(declared: Declaration) -> None:
+    assert re.fullmatch(r"ortserve(_[a-z]+)+", declared.name)
+    assert not re.search(NO_BASE_UNITS, declared.name)
+
+
+@each_metric
+def test_name_ends_with_its_unit_and_counters_with_total(declared: Declaration) -> None:
+    stem = declared.name.removesuffix("_total")
+    assert declared.name.endswith("_total") == (declared.type == "counter")
+    # Suffixes that the text format gives to the samples of histograms.
+    assert not stem.endswith(("_count", "_sum", "_bucket", "_created"))
+    assert (declared.name in UNITLESS) != stem.endswith(UNITS)
+
+
+@each_metric
+def test_name_repeats_no_label(declared: Declaration) -> None:
+    words = declared.name.removeprefix("ortserve_").split("_")
+    assert not {"protocol", "version", "outcome", "reason"} & set(words)
+
+
+@each_metric
+def test_labels_are_bounded_and_clear_of_reserved_names(declared: Declaration) -> None:
+    assert set(declared.labels) <= BOUNDED_LABELS.keys()
+    assert not {"le", "quantile", "job", "instance"} & set(declared.labels)
+    # A histogram's buckets multiply with its labels: for a model that is asked in every way.
+    counts = [BOUNDED_LABELS[label] for label in declared.labels]
+    series = (len(declared.buckets) + 3) if declared.buckets else 1
+    for count in counts:
+        series *= count if isinstance(count, int) else 1
+    assert series <= 500
+
+
+@each_metric
+def test_buckets_rise_and_cover_three_orders_of_magnitude(declared: Declaration) -> None:
+    buckets = declared.buckets
+    assert list(buckets) == sorted(set(buckets))
+    assert not buckets or buckets[-1] / buckets[0] >= 1000
+
+
+def test_names_are_declared_once() -> None:
+    names = [declared.name for declared in DECLARATIONS]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,31 @@
+"""The signal to start more servers by."""
+
+import math
+
+import pytest
+
+from ortserve.batching.saturation import saturation
+
+
+@pytest.mark.parametrize(
+    ("offered_rows_per_s", "batch_rows", "batch_ns", "parallel_batches", "expected"),
+    [
+        (0.0, 8, 100e6, 1, 0.0),
+        (40.0, 8, 100e6, 1, 0.5),
+        (80.0, 8, 100e6, 1, 1.0),
+        (240.0, 8, 100e6, 1, 3.0),
+        (80.0, 8, 100e6, 2, 0.5),
+        (80.0, 1, 100e6, 2, 4.0),
+    ],
+)
+def test_it_is_the_offered_rate_by_that_of_full_batches(
+    offered_rows_per_s: float, batch_rows: int, batch_ns: float, parallel_batches: int, expected: float
+) -> None:
+    found = saturation(offered_rows_per_s, batch_rows=batch_rows, batch_ns=batch_ns, parallel_batches=parallel_batches)
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("batch_ns", [None, math.nan, math.inf, 0.0])
+def test_nothing_is_said_of_batches_that_nothing_is_known_of(batch_ns: float | None) -> None:
+    assert saturation(1.0, batch_rows=8, batch_ns=batch_ns, parallel_batches=1) is None
+    assert saturation(0.0, batch_rows=8, batch_ns=batch_ns, parallel_batches=1) == 0
