@@ -26,6 +26,7 @@ from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.infer_route import InferRoute
+from ortserve.frontends.http.lane import UVICORN, Lane, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
@@ -76,6 +77,17 @@ async def _serve(options: ServerOptions) -> None:
         await server.stop()
 
 
+def _lane(inference: InferenceService, options: ServerOptions) -> Lane | None:
+    if not options.http_lane:
+        return None
+    if not lane_fits():
+        log_event(
+            logger, logging.WARNING, "the HTTP lane is off", reason="uvicorn is another version", expected=UVICORN
+        )
+        return None
+    return Lane(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns)
+
+
 def _catch_signals() -> asyncio.Event:
     """An event that the first SIGTERM or SIGINT sets; the next one has its default effect again."""
     loop = asyncio.get_running_loop()
@@ -112,7 +124,14 @@ class Server:
             InferRoute(inference, max_body_bytes=options.max_body_bytes, clock=monotonic_ns),
             make_control_app(self._models, title=options.server_name, version=__version__),
         )
-        self._http = HttpServer(rest, host=options.host, port=options.http_port)
+        self._lane = _lane(inference, options)
+        self._http = HttpServer(
+            rest,
+            self._lane,
+            host=options.host,
+            port=options.http_port,
+            idle_timeout_s=options.idle_timeout_s,
+        )
         streams = Streams(options.grpc_max_streams)
         self._grpc = GrpcServer(
             self._calls(inference, streams),
@@ -149,7 +168,8 @@ class Server:
         self._metrics = MetricsServer(self._prometheus, host, self._options.metrics_port)
         ports = {"http": await self._http.start(), "grpc": await self._grpc.start(), "metrics": self._metrics.port}
         for protocol, port in ports.items():
-            log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port)
+            way = {"lane": self._lane is not None} if protocol == "http" else {}
+            log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **way)
 
     async def load(self) -> None:
         """Load all models.

@@ -53,6 +53,12 @@ class ServerOptions(GrpcOptions, LoadOptions):
     max_inflight_bytes: int = Field(default=4 * 1024**3, ge=1, le=2**44)
     """Most bytes of request bodies that the server holds at one time, answered or not; beyond it refuses as
     ``overloaded``."""
+    http_lane: bool = True
+    """Answer REST inference inside the HTTP server's protocol class, which costs half of what passing it through ASGI
+    does. Off, or with another version of uvicorn than it was made for, all goes through ASGI."""
+    # Longer than the 60 s after which common load balancers drop idle connections, so that they do it and not we.
+    idle_timeout_s: float = Field(default=75.0, gt=0, le=86400)
+    """How long an HTTP connection may stay open without a request."""
     server_name: str = Field(default="ortserve", min_length=1)
     """Name in the server's metadata."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=3600)

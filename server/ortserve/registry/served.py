@@ -70,8 +70,8 @@ class ServedModel:
         """What its batcher has learned and decided."""
         return self._batcher.learned()
 
-    async def run(self, inputs: Arrays, rows: int, timing: Timing, terms: Terms) -> Arrays:
-        """Run one request, alone or with others.
+    def submit(self, inputs: Arrays, rows: int, timing: Timing, terms: Terms) -> asyncio.Future[Arrays]:
+        """Queue one request, to run alone or with others.
 
         Args:
             inputs: Checked against the signature, in its order.
@@ -80,29 +80,29 @@ class ServedModel:
             terms: Priority and deadlines.
 
         Returns:
-            Outputs in the signature's order, views that later runs do not touch, without what padding added.
+            A future of the outputs in the signature's order, for ``cut_back``, or of a ``ServeError``. Cancelling it
+            leaves the queue.
 
         Raises:
             ServeError: invalid_input for more rows than the model's configured maximum, and for inputs that disagree on
-                a padded dimension; overloaded, deadline, not_ready or internal from batcher and instance.
+                a padded dimension; overloaded, deadline, not_ready or internal from the batcher.
         """
         batcher = self._batcher
         shape_class: Hashable = None
-        padding = self._padding
-        if padding is not None:
-            shape_class = padding.shape_class(inputs)
+        if self._padding is not None:
+            shape_class = self._padding.shape_class(inputs)
         elif not self._has_one_shape_class:
             first = 1 if self.signature.is_batched else 0
             shape_class = tuple([array.shape[first:] for array in inputs])
         if rows <= batcher.max_rows:
-            outputs = await batcher.submit(inputs, rows, shape_class, timing, terms)
-        elif self._options.max_rows is None:
-            outputs = await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
-        else:
-            raise invalid_input(
-                f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}"
-            )
-        return outputs if padding is None else padding.cut_back(outputs, inputs)
+            return batcher.submit(inputs, rows, shape_class, timing, terms)
+        if self._options.max_rows is None:
+            return asyncio.ensure_future(batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms))
+        raise invalid_input(f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}")
+
+    def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
+        """Take away what padding added to the outputs of a request: views that later runs do not touch."""
+        return outputs if self._padding is None else self._padding.cut_back(outputs, inputs)
 
     async def close(self) -> None:
         """Answer everyone who was admitted, then free the instances."""

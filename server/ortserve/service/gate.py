@@ -13,7 +13,7 @@ class BodyGate:
         self.held_bytes = 0
 
     def hold(self, size: int) -> "Hold":
-        """Let a body of ``size`` bytes in, for as long as a ``with`` block lasts.
+        """Let a body of ``size`` bytes in, for as long as a ``with`` block lasts, or until its release.
 
         Raises:
             ServeError: overloaded. A server that holds nothing lets anything in.
@@ -50,11 +50,15 @@ class Hold:
         gate.held_bytes += size
         self._size += size
 
+    def release(self) -> None:
+        """Let go of the body; a second time does nothing."""
+        self._gate.held_bytes -= self._size
+        self._size = 0
+
     def __enter__(self) -> "Hold":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._gate.held_bytes -= self._size
-        self._size = 0
+        self.release()

@@ -41,6 +41,17 @@ class Call:
     timeout_ns: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A request on its way through its model. ``inputs`` are in the signature's order."""
+
+    call: Call
+    request: InferRequest
+    served: ServedModel
+    inputs: Arrays
+    outputs: asyncio.Future[Arrays]
+
+
 class InferenceService:
     """Decodes, checks, runs and encodes requests, and counts each exactly once. Loop thread only."""
 
@@ -62,53 +73,89 @@ class InferenceService:
         """Begin a call, now that its body is complete."""
         return Call(protocol, Timing(self._clock()), timeout_ns)
 
-    async def serve(
-        self,
-        call: Call,
-        decode: Callable[[], InferRequest],
-        encode: Callable[[InferRequest, InferResponse], Answer],
-    ) -> Answer:
-        """Answer a call.
+    def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
+        """Decode and check a call's request and put it into its model's queue.
 
         Args:
             call: From ``receive``.
             decode: Makes the request from its bytes; called once, at once.
-            encode: Makes the answer's bytes; called once, unless something failed.
+
+        Returns:
+            What to wait for and to ``finish``. Cancelling ``outputs`` leaves the queue; ``finish`` it all the same.
 
         Raises:
-            ServeError: Whatever went wrong, with its kind and a text for the caller.
-            asyncio.CancelledError: The caller left.
+            ServeError: Whatever went wrong, with its kind and a text for the caller; the call is counted.
         """
-        timing = call.timing
         request: InferRequest | None = None
         served: ServedModel | None = None
         try:
             request = decode()
             served = self._registry.find(request.model_name, request.model_version)
             inputs, rows = check_request(request, served.signature, served.name)
-            outputs = await served.run(inputs, rows, timing, _terms(call, request, served))
+            return Pending(
+                call, request, served, inputs, served.submit(inputs, rows, call.timing, _terms(call, request, served))
+            )
+        except Exception as error:
+            raise self._failed(call, request, served, error) from error
+
+    def finish(self, pending: Pending, encode: Callable[[InferRequest, InferResponse], Answer]) -> Answer:
+        """Encode what a model gave, and count the call. To be called once, when ``pending.outputs`` is done.
+
+        Args:
+            pending: From ``begin``.
+            encode: Makes the answer's bytes; called once, unless something failed.
+
+        Raises:
+            ServeError: Whatever went wrong, with its kind and a text for the caller.
+            asyncio.CancelledError: The caller left.
+        """
+        call, request, served = pending.call, pending.request, pending.served
+        try:
+            outputs = served.cut_back(pending.outputs.result(), pending.inputs)
             answer = encode(request, _response(request, served, outputs))
-        except ServeError as error:
-            failure = error
         except asyncio.CancelledError:
             self._count_failure(call, request, served, ErrorKind.CANCELLED)
             raise
         except Exception as error:
-            logger.error("a request failed unexpectedly", exc_info=error)
-            failure = ServeError(ErrorKind.INTERNAL, "internal error")
-        else:
-            timing.done_ns = self._clock()
-            served.metrics.observe_success(call.protocol, timing)
-            if not access_logger.disabled:
-                self._log_access(call.protocol, request, served, "ok", timing.done_ns - timing.received_ns)
-            return answer
-        self._count_failure(call, request, served, failure.kind)
-        raise _for_caller(failure, request, served)
+            raise self._failed(call, request, served, error) from error
+        timing = call.timing
+        timing.done_ns = self._clock()
+        served.metrics.observe_success(call.protocol, timing)
+        if not access_logger.disabled:
+            self._log_access(call.protocol, request, served, "ok", timing.done_ns - timing.received_ns)
+        return answer
+
+    async def serve(
+        self,
+        call: Call,
+        decode: Callable[[], InferRequest],
+        encode: Callable[[InferRequest, InferResponse], Answer],
+    ) -> Answer:
+        """``begin``, wait and ``finish``, for frontends that have a task for each request."""
+        pending = self.begin(call, decode)
+        try:
+            await pending.outputs
+        except asyncio.CancelledError:
+            self._count_failure(call, pending.request, pending.served, ErrorKind.CANCELLED)
+            raise
+        except ServeError:
+            pass  # ``finish`` meets it again, and counts it
+        return self.finish(pending, encode)
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int) -> None:
         """Count a request that a frontend refused before its body was complete, such as one that is too large."""
         self._metrics.observe_unknown(protocol, kind, self._clock() - received_ns)
         self._metrics.rejected("", kind.value)
+
+    def _failed(
+        self, call: Call, request: InferRequest | None, served: ServedModel | None, error: Exception
+    ) -> ServeError:
+        """Count a call that failed, and say it to its caller."""
+        if not isinstance(error, ServeError):
+            logger.error("a request failed unexpectedly", exc_info=error)
+            error = ServeError(ErrorKind.INTERNAL, "internal error")
+        self._count_failure(call, request, served, error.kind)
+        return _for_caller(error, request, served)
 
     def _count_failure(
         self, call: Call, request: InferRequest | None, served: ServedModel | None, kind: ErrorKind

@@ -42,6 +42,9 @@ def configure_logging(level: Literal["debug", "info", "warning", "error"], acces
         root.removeHandler(handler)
     root.addHandler(StderrHandler())
     root.setLevel(level.upper())
+    if level != "debug":
+        # A line for each connection that brings no HTTP: anybody could fill the disk.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     for name in ACCESS_LOGGERS:
         logging.getLogger(name).disabled = not access_log
 

@@ -57,7 +57,7 @@ def state_of(registry: Registry, name: str) -> dict[int, tuple[State, str]]:
 
 async def double(registry: Registry, name: str, version: str = "") -> np.ndarray:
     rows = np.ones((1, 4), np.float32)
-    (output,) = await registry.find(name, version).run((rows,), 1, Timing(0), NO_TERMS)
+    (output,) = await registry.find(name, version).submit((rows,), 1, Timing(0), NO_TERMS)
     return output
 
 
@@ -208,10 +208,10 @@ async def test_options_of_a_model_win_over_the_servers(tmp_path: Path, load: Loa
     registry = await load(max_rows=5)
     rows = np.ones((4, 2), np.float32)
     with pytest.raises(ServeError) as caught:
-        await registry.find("own", "").run((rows,), 4, Timing(0), NO_TERMS)
+        await registry.find("own", "").submit((rows,), 4, Timing(0), NO_TERMS)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == "inference request batch-size must be <= 3 for 'own', got 4"
-    (output,) = await registry.find("default", "").run((rows,), 4, Timing(0), NO_TERMS)
+    (output,) = await registry.find("default", "").submit((rows,), 4, Timing(0), NO_TERMS)
     assert output.tolist() == [[2, 2]] * 4
     assert {record.model: record.is_required for record in registry.records()} == {"default": False, "own": True}
 
@@ -244,7 +244,7 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
 async def test_model_that_refuses_made_up_inputs_answers_proper_ones(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.refuses_synthetic, "m")
     registry = await load()
-    (output,) = await registry.find("m", "").run((np.full((2, 4), 4),), 2, Timing(0), NO_TERMS)
+    (output,) = await registry.find("m", "").submit((np.full((2, 4), 4),), 2, Timing(0), NO_TERMS)
     assert output.tolist() == [[1] * 4] * 2
 
 
@@ -252,7 +252,7 @@ async def test_rows_that_influence_each_other_never_run_together(tmp_path: Path,
     put(tmp_path, builders.row_mixer, "m")
     served = (await load(max_rows=8)).find("m", "")
     rows = [np.full((1, 4), value, np.float32) for value in range(8)]
-    answers = await asyncio.gather(*(served.run((row,), 1, Timing(0), NO_TERMS) for row in rows))
+    answers = await asyncio.gather(*(served.submit((row,), 1, Timing(0), NO_TERMS) for row in rows))
     assert all((output == 0).all() for (output,) in answers)
 
 
@@ -260,7 +260,7 @@ async def test_request_larger_than_the_learned_maximum_is_answered_whole(tmp_pat
     put(tmp_path, builders.unnamed_dims, "m", options="warmup_s: 0")
     served = (await load()).find("m", "")
     rows = np.arange(600, dtype=np.float32).reshape(300, 2)
-    (output,) = await served.run((rows,), 300, Timing(0), NO_TERMS)
+    (output,) = await served.submit((rows,), 300, Timing(0), NO_TERMS)
     np.testing.assert_array_equal(output, rows * 2)
 
 
@@ -268,7 +268,7 @@ async def test_shapes_that_differ_do_not_disturb_each_other(tmp_path: Path, load
     put(tmp_path, builders.variable_length, "m")
     served = (await load()).find("m", "")
     rows = [np.full((1, length), 1) for length in (3, 5, 3, 1, 5)]
-    answers = await asyncio.gather(*(served.run((row,), 1, Timing(0), NO_TERMS) for row in rows))
+    answers = await asyncio.gather(*(served.submit((row,), 1, Timing(0), NO_TERMS) for row in rows))
     assert [output.tolist() for (output,) in answers] == [[3], [5], [3], [1], [5]]
 
 
@@ -277,7 +277,7 @@ async def test_close_answers_who_was_admitted_and_then_nobody(tmp_path: Path, lo
     registry = await load()
     served = registry.find("m", "")
     rows = np.zeros((1, 4), np.float32)
-    running = [asyncio.create_task(served.run((rows,), 1, Timing(0), NO_TERMS)) for _ in range(4)]
+    running = [asyncio.ensure_future(served.submit((rows,), 1, Timing(0), NO_TERMS)) for _ in range(4)]
     await asyncio.sleep(0)
     closing = asyncio.create_task(registry.close())
     await asyncio.sleep(0)
@@ -286,7 +286,7 @@ async def test_close_answers_who_was_admitted_and_then_nobody(tmp_path: Path, lo
     error = refusal(registry, "m")
     assert error.message == "Request for unknown model: 'm' has no available versions: DRAINING"
     with pytest.raises(ServeError, match="stopped accepting new inference requests"):
-        await served.run((rows,), 1, Timing(0), NO_TERMS)
+        await served.submit((rows,), 1, Timing(0), NO_TERMS)
     await closing
     assert [task.done() and task.exception() is None for task in running] == [True] * 4
     assert state_of(registry, "m")[1][0] is State.GONE
@@ -330,7 +330,7 @@ async def test_instances_run_at_the_same_time_and_answers_are_ones_own(tmp_path:
     put(tmp_path, builders.unnamed_dims, "m", options="instances: 3\nmax_rows: 2\nbuckets: [1, 2]")
     served = (await load()).find("m", "")
     rows = [np.full((1, 4), value, np.float32) for value in range(50)]
-    answers = await asyncio.gather(*(served.run((row,), 1, Timing(0), NO_TERMS) for row in rows))
+    answers = await asyncio.gather(*(served.submit((row,), 1, Timing(0), NO_TERMS) for row in rows))
     for (output,), row in zip(answers, rows, strict=True):
         np.testing.assert_array_equal(output, row * 2)
     assert served.learned().max_rows == 2
@@ -343,8 +343,8 @@ async def test_options_of_batching_reach_the_batcher(tmp_path: Path, load: Load)
     served = (await load()).find("m", "")
     assert served.learned().max_rows == 8
     row = np.ones((1, 4), np.float32)
-    await asyncio.gather(*(served.run((row,), 1, Timing(0), NO_TERMS) for _ in range(2)))
+    await asyncio.gather(*(served.submit((row,), 1, Timing(0), NO_TERMS) for _ in range(2)))
     decisions = served.learned().decisions
     assert (decisions.batches, decisions.delayed, decisions.padding_rows) == (1, 0, 2)
-    await served.run((row,), 1, Timing(0), NO_TERMS)
+    await served.submit((row,), 1, Timing(0), NO_TERMS)
     assert served.learned().decisions.delayed >= 1

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any, Final
 
+import orjson
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -32,6 +33,16 @@ class CorkedTransport(asyncio.Transport):
     def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
         for data in list_of_data:
             self.write(data)
+
+    def write_out(self, *data: bytes) -> None:
+        """Hand on at once, behind what was collected: for who writes once a turn anyway."""
+        if self._pending:
+            self._pending += data
+            self._flush()
+        elif len(data) == 1:
+            self._transport.write(data[0])
+        else:
+            self._transport.writelines(data)
 
     def close(self) -> None:
         self._flush()
@@ -69,28 +80,57 @@ class CorkedTransport(asyncio.Transport):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol on a corked transport.
+    """uvicorn's protocol on a corked transport, which answers what is no request in its turn.
 
     Attributes:
+        corked: The transport.
         answering: The task to cancel when the caller leaves, while there is one.
         has_left: Whether the caller left.
     """
 
+    corked: CorkedTransport
     answering: "asyncio.Task[Any] | None" = None
     has_left = False
+    _malformed: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
-        super().connection_made(CorkedTransport(transport, asyncio.get_running_loop()))
+        self.corked = CorkedTransport(transport, self.loop)
+        super().connection_made(self.corked)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # the ASGI text allows keys of one's own
+
+    def data_received(self, data: bytes) -> None:
+        if self._malformed is None:
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()  # the malformed one itself
+        elif self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+            self._refuse(msg)
+            return
+        self._malformed = msg  # there are requests before it that are still to be answered
+
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if self._malformed is not None and is_last and not self.transport.is_closing():
+            self._refuse(self._malformed)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.has_left = True
         if self.answering is not None:
             self.answering.cancel()
+
+    def _refuse(self, message: str) -> None:
+        """As uvicorn does, but in the protocol's JSON."""
+        body = orjson.dumps({"error": message})
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+        self.transport.write(head + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
 
 
 def connection_of(scope: Scope) -> Connection:

@@ -1,6 +1,5 @@
 """Everything of REST but inference itself: health, metadata, the documentation page and OpenAPI."""
 
-import math
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.answers import failure
 from ortserve.frontends.http.documents import (
     BatchingDocument,
     ErrorDocument,
@@ -20,7 +20,6 @@ from ortserve.frontends.http.documents import (
     ModelMetadataDocument,
     ServerMetadataDocument,
 )
-from ortserve.frontends.status import STATUSES
 from ortserve.service.models import ModelService
 
 ModelName = Annotated[str, Path(description="Name of the model", examples=["digits"])]
@@ -44,14 +43,30 @@ def make_control_app(models: ModelService, *, title: str, version: str) -> FastA
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            routes = [*app.routes, *_documented_infer_routes().routes]
-            app.openapi_schema = get_openapi(
-                title=app.title, version=app.version, description=app.description, routes=routes
+            documented = APIRouter()
+            documented.include_router(_documented_infer_routes(), responses=app.router.responses)
+            app.openapi_schema = _without_422(
+                get_openapi(
+                    title=app.title,
+                    version=app.version,
+                    description=app.description,
+                    routes=[*app.routes, *documented.routes],
+                )
             )
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
     return app
+
+
+def _without_422(document: dict[str, Any]) -> dict[str, Any]:
+    """Take out FastAPI's own validation error, which is never answered here."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for schema in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(schema, None)
+    return document
 
 
 def _health_routes(models: ModelService) -> APIRouter:
@@ -171,10 +186,10 @@ def _tensor(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype.value, "shape": list(spec.shape)}
 
 
-async def _answer_serve_error(_: Request, error: Exception) -> JSONResponse:
+async def _answer_serve_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(math.ceil(error.retry_after_s))}
-    return JSONResponse({"error": error.message}, status_code=STATUSES[error.kind].http, headers=headers)
+    status, body, headers = failure(error)
+    return Response(body, status, {name.decode(): value.decode() for name, value in headers})
 
 
 async def _answer_http_error(_: Request, error: Exception) -> JSONResponse:

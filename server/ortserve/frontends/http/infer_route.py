@@ -1,32 +1,24 @@
 """``POST /v2/models/{model}[/versions/{version}]/infer`` as one bare ASGI callable.
 
 Routing and validation by a framework cost several times what inference with a small model does, so this path is
-recognised by hand and its body is read as bytes.
+recognised by hand and its body is read as bytes. Where uvicorn is the version that ``lane`` was made for, that answers
+instead, and this is what it is measured and tested against.
 """
 
 import asyncio
 import contextlib
-from typing import Any, Final
 from urllib.parse import unquote
 
-import orjson
 from starlette.types import Receive, Scope, Send
 
 from ortserve.clock import Clock
-from ortserve.codecs.rest import EncodedResponse, decode_rest_request, encode_rest_response
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.codecs.rest import decode_rest_request, encode_rest_response
+from ortserve.errors import ServeError
 from ortserve.frontends.http.announcement import Announcement, read_announcement
+from ortserve.frontends.http.answers import LINGER_S, Answer, body_too_large, failure, success
 from ortserve.frontends.http.connection import connection_of
-from ortserve.frontends.status import STATUSES
 from ortserve.service.gate import Hold
 from ortserve.service.inference import InferenceService
-
-Header = tuple[bytes, bytes]
-
-_LINGER_S: Final = 5.0
-
-_JSON: Final = (b"content-type", b"application/json")
-_BINARY: Final = (b"content-type", b"application/octet-stream")
 
 
 def match_infer_path(raw_path: str) -> tuple[str, str] | None:
@@ -59,7 +51,7 @@ class InferRoute:
         try:
             announced = read_announcement(scope["headers"])
             if announced.body_size > self._max_body_bytes:
-                raise self._too_large(announced.body_size)
+                raise body_too_large(announced.body_size, self._max_body_bytes)
             hold = self._service.hold(announced.body_size)
         except ServeError as error:
             self._service.count_refused_body("http", error.kind, received_ns)
@@ -90,10 +82,9 @@ class InferRoute:
                 call, lambda: decode_rest_request(body, announced.json_size, model, version), encode_rest_response
             )
         except ServeError as error:
-            await send_error(send, error)
+            await send_answer(send, failure(error))
             return
-        timing = (b"server-timing", call.timing.server_timing())
-        await send_body(send, 200, encoded.body, timing, *_headers(encoded))
+        await send_answer(send, success(encoded, call.timing))
 
     async def _read_body(self, receive: Receive, hold: Hold, announced: Announcement) -> bytes | None:
         """The whole body, or None when the caller left before its end.
@@ -107,7 +98,7 @@ class InferRoute:
         first: bytes = message.get("body", b"")
         if not message.get("more_body", False):
             if len(first) > self._max_body_bytes:
-                raise self._too_large(len(first))
+                raise body_too_large(len(first), self._max_body_bytes)
             return first
         body = bytearray(first)
         held = announced.body_size
@@ -117,59 +108,29 @@ class InferRoute:
                 return None
             body += message.get("body", b"")
             if len(body) > self._max_body_bytes:
-                raise self._too_large(len(body))
+                raise body_too_large(len(body), self._max_body_bytes)
             if len(body) > held:
                 hold.grow(len(body) - held)
                 held = len(body)
         return bytes(body)
 
-    def _too_large(self, size: int) -> ServeError:
-        return ServeError(
-            ErrorKind.TOO_LARGE,
-            f"request body is larger than max_body_bytes: expected at most {self._max_body_bytes} bytes, "
-            f"got {size} or more",
-        )
-
 
 async def _refuse_body(receive: Receive, send: Send, error: ServeError) -> None:
-    """Answer before the whole body came, then close the connection, which is of no more use.
-
-    What still comes is dropped for a while first (as nginx's ``lingering_close``): closing a socket with unread bytes
-    resets the connection, and a caller that is still sending would never see the answer.
-    """
-    status, body, *headers = error_response(error)
+    """Answer before the whole body came, then close the connection, which is of no more use."""
+    status, body, headers = failure(error)
     length = (b"content-length", b"%d" % len(body))
     start = {"type": "http.response.start", "status": status, "headers": [*headers, length, (b"connection", b"close")]}
     await send(start)
     await send({"type": "http.response.body", "body": body, "more_body": True})
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S):
+        async with asyncio.timeout(LINGER_S):
             while (await receive()).get("more_body", False):
                 pass
     await send({"type": "http.response.body", "body": b""})
 
 
-async def send_body(send: Send, status: int, body: bytes, *headers: Header) -> None:
+async def send_answer(send: Send, answer: Answer) -> None:
     """Send a whole answer."""
-    length = (b"content-length", b"%d" % len(body))
-    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def send_error(send: Send, error: ServeError, *headers: Header) -> None:
-    """Send an error as every client of the protocol reads it."""
-    await send_body(send, *error_response(error), *headers)
-
-
-def error_response(error: ServeError) -> tuple[Any, ...]:
-    """Status, body and headers of an error."""
-    headers: list[Header] = [_JSON]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
-    return STATUSES[error.kind].http, orjson.dumps({"error": error.message}), *headers
-
-
-def _headers(encoded: EncodedResponse) -> tuple[Header, ...]:
-    if encoded.json_size is None:
-        return (_JSON,)
-    return _BINARY, (b"inference-header-content-length", b"%d" % encoded.json_size)
+    length = (b"content-length", b"%d" % len(answer.body))
+    await send({"type": "http.response.start", "status": answer.status, "headers": [*answer.headers, length]})
+    await send({"type": "http.response.body", "body": answer.body})

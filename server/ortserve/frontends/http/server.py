@@ -9,13 +9,14 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.answers import Answer
 from ortserve.frontends.http.connection import Connection
-from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, send_body
+from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, send_answer
+from ortserve.frontends.http.lane import Lane
 
-_KEEP_ALIVE_S = 75
-"""Longer than the 60 s after which common load balancers drop idle connections, so that they do it and not we."""
-
-_WRONG_METHOD = b'{"error":"Method Not Allowed"}'
+_WRONG_METHOD = Answer(
+    405, b'{"error":"Method Not Allowed"}', ((b"content-type", b"application/json"), (b"allow", b"POST"))
+)
 
 
 class RestApp:
@@ -35,7 +36,7 @@ class RestApp:
             if scope["method"] == "POST":
                 await self._infer(scope, receive, send, *target)
             else:
-                await send_body(send, 405, _WRONG_METHOD, (b"content-type", b"application/json"), (b"allow", b"POST"))
+                await send_answer(send, _WRONG_METHOD)
             return
         path = scope["path"]
         if path.endswith("/") and len(path) > 1:
@@ -46,10 +47,13 @@ class RestApp:
 class HttpServer:
     """Listens from ``start`` to ``stop``."""
 
-    def __init__(self, app: RestApp, *, host: str, port: int) -> None:
+    def __init__(self, app: RestApp, lane: Lane | None, *, host: str, port: int, idle_timeout_s: float) -> None:
+        """``lane`` answers infer requests in the place of ``app``; None leaves them to it."""
         self._app = app
+        self._lane = lane
         self._host = host
         self._port = port
+        self._idle_timeout_s = idle_timeout_s
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -65,14 +69,14 @@ class HttpServer:
         listener = _listen(self._host, self._port)
         config = uvicorn.Config(
             self._app,
-            http=Connection,
+            http=self._lane.connect if self._lane else Connection,  # type: ignore[arg-type]  # called as a class is
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,  # nobody here asks who the caller is
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=self._idle_timeout_s,  # type: ignore[arg-type]  # declared int, used as seconds
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
@@ -82,6 +86,8 @@ class HttpServer:
     def begin_drain(self) -> None:
         """Go on answering, but close each connection with its next answer."""
         self._app.is_draining = True
+        if self._lane is not None:
+            self._lane.is_draining = True
 
     async def stop(self, grace_s: float) -> None:
         """Close the listener and idle connections, and return when all requests under way are answered.
@@ -94,6 +100,8 @@ class HttpServer:
         self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # declared int, used as seconds
         self._server.should_exit = True
         await self._serving
+        for connection in list(self._server.server_state.connections):  # uvicorn cuts off tasks, and the lane has none
+            connection.transport.abort()
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,60 @@
+"""What is answered to an infer request, for the lane and for the ASGI route alike."""
+
+import json
+from typing import Final, NamedTuple
+
+import orjson
+
+from ortserve.codecs.rest import EncodedResponse
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.status import STATUSES
+
+Header = tuple[bytes, bytes]
+
+LINGER_S: Final = 5.0
+"""How long the rest of a refused body is read and dropped before its connection is closed (as nginx's
+``lingering_close``): closing a socket with unread bytes resets the connection, and a caller that is still sending would
+never see the answer."""
+
+_JSON: Final = (b"content-type", b"application/json")
+_BINARY: Final = (b"content-type", b"application/octet-stream")
+
+
+class Answer(NamedTuple):
+    """``headers`` are those that belong to the content; its length is not among them."""
+
+    status: int
+    body: bytes
+    headers: tuple[Header, ...]
+
+
+def success(encoded: EncodedResponse, timing: Timing) -> Answer:
+    """The answer that carries outputs."""
+    told = (b"server-timing", timing.server_timing())
+    if encoded.json_size is None:
+        return Answer(200, encoded.body, (told, _JSON))
+    size = (b"inference-header-content-length", b"%d" % encoded.json_size)
+    return Answer(200, encoded.body, (told, _BINARY, size))
+
+
+def failure(error: ServeError) -> Answer:
+    """An error as every client of the protocol reads it."""
+    headers: tuple[Header, ...] = (_JSON,)
+    if error.retry_after_s is not None:
+        headers = (_JSON, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
+    return Answer(STATUSES[error.kind].http, _document(error.message), headers)
+
+
+def _document(message: str) -> bytes:
+    try:
+        return orjson.dumps({"error": message})
+    except TypeError:  # a lone surrogate, from a caller's JSON: no UTF-8, but JSON has an escape for it
+        return json.dumps({"error": message}).encode()
+
+
+def body_too_large(size: int, max_body_bytes: int) -> ServeError:
+    return ServeError(
+        ErrorKind.TOO_LARGE,
+        f"request body is larger than max_body_bytes: expected at most {max_body_bytes} bytes, got {size} or more",
+    )

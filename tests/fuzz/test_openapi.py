@@ -1,0 +1,20 @@
+"""What the OpenAPI document says is what the server does, as Schemathesis finds it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from servers import SHORT_WARMUP, serving
+
+EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "30")
+
+
+def test_every_operation_keeps_what_the_document_says_of_it(tmp_path: Path, http_way: str) -> None:
+    with serving("--example", *SHORT_WARMUP, http_way) as server:
+        command = [str(Path(sys.executable).with_name("st")), "run", f"http://{server.http}/openapi.json"]
+        # What a model takes is no part of the document, so a request that keeps to it may well be refused.
+        flags = ["--exclude-checks", "positive_data_acceptance", "--max-examples", EXAMPLES, "--seed", "1"]
+        run = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert "Traceback" not in server.output

@@ -1,0 +1,257 @@
+"""What HTTP/1.1 asks of a connection, on the lane and on plain ASGI: order, bodies, keep-alive, back-pressure."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from models import builders
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, decisions, json_input, rest_url, serving, starting
+
+BODY_LIMIT: Final = 4_000_000
+IDLE_S: Final = 0.5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+    """``wide`` answers with what it was sent; ``slow`` takes longer than a connection may idle."""
+    repository = tmp_path_factory.mktemp("connection")
+    add_model(repository, "identity", builders.identity)
+    add_model(repository, "wide", builders.identity, shape=("batch", 100_000))
+    add_model(repository, "slow", builders.slow, steps=300_000)
+    (repository / "slow" / "model.yaml").write_text("warmup_s: 0\n")
+    flags = (*SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT), "--idle-timeout-s", str(IDLE_S), http_way)
+    with serving(repository, *flags) as server:
+        is_lane = server.wait_for_line("listening", "protocol=http ").endswith("lane=True")
+        assert is_lane == (http_way == "--http-lane")
+        yield server
+
+
+@pytest.fixture
+def connection(server: ServerProcess) -> Iterator[socket.socket]:
+    host, port = server.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
+        yield connection
+
+
+def body_of(number: float, width: int = 4, **more: Any) -> bytes:
+    row = np.full((1, width), number, np.float32)
+    return json.dumps({"id": str(number), "inputs": [json_input("x", row)], **more}).encode()
+
+
+def post(model: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
+    lines = [f"POST /v2/models/{model}/infer HTTP/{version}", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "\r\n"]).encode() + body
+
+
+def get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
+class Answers:
+    """Reads the answers of a connection one after the other."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._came = bytearray()
+
+    def next(self) -> tuple[int, Mapping[str, str], Any]:
+        """Status, headers (names in lower case) and document of the next answer."""
+        while b"\r\n\r\n" not in self._came:
+            self._receive()
+        head, _, self._came = self._came.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        length = int(headers.get("content-length", "0"))
+        while len(self._came) < length:
+            self._receive()
+        body, self._came = bytes(self._came[:length]), self._came[length:]
+        is_json = headers.get("content-type") == "application/json"
+        return int(first.split(" ")[1]), headers, json.loads(body) if is_json else body
+
+    def is_at_end(self) -> bool:
+        """Whether the server closed the connection and nothing is left to read. Blocks until one is true."""
+        return not self._came and self._connection.recv(1) == b""
+
+    def _receive(self) -> None:
+        data = self._connection.recv(1 << 20)
+        assert data, f"the server closed the connection after {bytes(self._came)!r}"
+        self._came += data
+
+
+def first_value(document: Any) -> float:
+    value: float = document["outputs"][0]["data"][0]
+    return value
+
+
+def test_pipelined_requests_of_all_kinds_are_answered_in_their_order(connection: socket.socket) -> None:
+    requests = [
+        post("slow", body_of(1)),
+        get("/v2/health/live"),
+        post("identity", body_of(2)),
+        post("nowhere", body_of(3)),
+        get("/v2/models/identity"),
+        post("identity", b"{"),
+        post("identity", body_of(4)),
+        get("/nowhere"),
+    ]
+    connection.sendall(b"".join(requests))
+    answers = Answers(connection)
+    came = [answers.next() for _ in requests]
+    assert [status for status, _, _ in came] == [200, 200, 200, 404, 200, 400, 200, 404]
+    assert [came[number][2].get("id") for number in (0, 2, 6)] == ["1", "2", "4"]
+    assert came[4][2]["name"] == "identity"
+
+
+def test_thousands_of_pipelined_refusals_are_all_answered(connection: socket.socket) -> None:
+    count = 3_000
+    connection.sendall(post("nowhere", body_of(1)) * count)
+    answers = Answers(connection)
+    assert {answers.next()[0] for _ in range(count)} == {404}
+    connection.sendall(post("identity", body_of(7)))
+    assert first_value(answers.next()[2]) == 7
+
+
+@pytest.mark.parametrize("step", [1, 7, 64])
+def test_request_in_pieces_is_the_same_request(connection: socket.socket, step: int) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    request = post("identity", body_of(5))
+    for first in range(0, len(request), step):
+        connection.sendall(request[first : first + step])
+    assert first_value(Answers(connection).next()[2]) == 5
+
+
+def test_chunked_body_is_put_together(connection: socket.socket) -> None:
+    connection.sendall(b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    body = body_of(6)
+    for first in range(0, len(body), 10):
+        part = body[first : first + 10]
+        connection.sendall(b"%x\r\n%b\r\n" % (len(part), part))
+    connection.sendall(b"0\r\n\r\n")
+    assert first_value(Answers(connection).next()[2]) == 6
+
+
+def test_caller_who_expects_to_be_told_to_go_on_is_told(connection: socket.socket) -> None:
+    request = post("identity", body_of(8), "Expect: 100-continue")
+    head, body = request.split(b"\r\n\r\n", 1)
+    connection.sendall(head + b"\r\n\r\n")
+    answers = Answers(connection)
+    assert answers.next()[0] == 100
+    connection.sendall(body)
+    assert first_value(answers.next()[2]) == 8
+
+
+def test_caller_who_expects_to_send_too_much_is_refused_at_once(connection: socket.socket) -> None:
+    head = f"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {BODY_LIMIT + 1}\r\n"
+    connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+    status, headers, document = Answers(connection).next()
+    assert (status, headers["connection"]) == (413, "close")
+    assert str(BODY_LIMIT) in document["error"]
+
+
+@pytest.mark.parametrize(("version", "header"), [("1.1", "Connection: close"), ("1.0", "Accept: */*")])
+def test_connection_of_a_caller_who_wants_no_more_is_closed(
+    connection: socket.socket, version: str, header: str
+) -> None:
+    connection.sendall(post("identity", body_of(9), header, version=version))
+    answers = Answers(connection)
+    status, headers, _ = answers.next()
+    assert (status, headers["connection"]) == (200, "close")
+    assert answers.is_at_end()
+
+
+def test_query_and_escapes_in_the_path_name_the_same_model(connection: socket.socket) -> None:
+    answers = Answers(connection)
+    for path in ("identity/infer?a=1", "%69dentity/infer", "identity/versions/1/infer", "identity/infer/"):
+        body = body_of(3)
+        head = f"POST /v2/models/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        assert first_value(answers.next()[2]) == 3
+
+
+def test_idle_connection_is_closed_but_not_one_that_waits_for_its_answer(connection: socket.socket) -> None:
+    answers = Answers(connection)
+    connection.sendall(post("slow", body_of(1)))
+    status, headers, _ = answers.next()
+    took_s = sum(float(ms) for ms in re.findall(r"dur=([\d.]+)", headers["server-timing"])) / 1e3
+    assert (status, headers.get("connection")) == (200, None)
+    assert took_s > IDLE_S, "the model is too fast for this test"
+    connection.sendall(post("identity", body_of(2)))
+    assert answers.next()[0] == 200
+    assert answers.is_at_end()
+
+
+def test_what_is_no_request_is_refused_after_the_answers_before_it(connection: socket.socket) -> None:
+    connection.sendall(post("slow", body_of(1)) + b"no request\r\n\r\n")
+    answers = Answers(connection)
+    assert answers.next()[0] == 200
+    assert answers.next()[0] == 400
+    assert answers.is_at_end()
+
+
+def test_caller_who_reads_no_answers_is_kept_waiting_and_costs_no_memory(
+    server: ServerProcess, connection: socket.socket
+) -> None:
+    process = psutil.Process(server.pid)
+    body = body_of(0.123, 100_000, parameters={"binary_data_output": True})
+    for _ in range(8):  # what these leave behind is there for all later ones
+        httpx.post(rest_url(server, "wide"), content=body, timeout=LONG_S).raise_for_status()
+    before = process.memory_info().rss
+    connection.settimeout(1)
+    request = post("wide", body)
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        while sent < 400:
+            connection.sendall(request)
+            sent += 1
+    assert sent < 400
+    grown = process.memory_info().rss - before
+    assert grown < 40 * 2**20, f"{grown / 2**20:.0f} MiB more, after {sent} requests of which no answer was read"
+    # The others are served meanwhile.
+    identity = httpx.post(rest_url(server, "identity"), content=body_of(4), timeout=LONG_S)
+    assert first_value(identity.json()) == 4
+    connection.settimeout(LONG_S)
+    answers = Answers(connection)
+    for _ in range(sent):
+        status, headers, answered = answers.next()
+        assert status == 200
+        assert answered[int(headers["inference-header-content-length"]) :] == np.full(100_000, 0.123, "<f4").tobytes()
+
+
+def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_path: Path, http_way: str) -> None:
+    add_model(tmp_path, "slow", builders.slow, steps=1_500_000)
+    flags = ("--warmup-s", "0", "--drain-timeout-s", "0.2", http_way)
+    with starting(tmp_path, *flags) as server:
+        server.wait_until_loaded()
+        host, port = server.http.split(":")
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
+            connection.sendall(post("slow", body_of(1)))
+            while not decisions(server, "slow")["batches"]:
+                pass  # each look is a request of its own
+            server.send(signal.SIGTERM)
+            try:
+                came = connection.recv(100)
+            except ConnectionError:
+                came = b""
+            assert came == b"" or came.startswith(b"HTTP/1.1 500 ")
+        assert server.wait() == 0
+
+
+def test_lane_is_off_with_another_version_of_uvicorn_and_says_so(tmp_path: Path) -> None:
+    """A version that was never seen may use the attributes that the lane stands in for otherwise."""
+    (tmp_path / "sitecustomize.py").write_text('import uvicorn\n\nuvicorn.__version__ = "99.0"\n')
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with serving("--example", *SHORT_WARMUP, env={"PYTHONPATH": path}) as server:
+        server.wait_for_line("the HTTP lane is off", "uvicorn")
+        assert server.wait_for_line("listening", "protocol=http ").endswith("lane=False")
+        assert httpx.get(f"http://{server.http}/v2/health/ready", timeout=LONG_S).status_code == 200
