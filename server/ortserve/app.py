@@ -21,7 +21,10 @@ from ortserve.frontends.grpc.health_calls import HealthCalls
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.metadata_calls import MetadataCalls
+from ortserve.frontends.grpc.native.limits import connection_limits
+from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
+from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
@@ -133,15 +136,31 @@ class Server:
             idle_timeout_s=options.idle_timeout_s,
         )
         streams = Streams(options.grpc_max_streams)
-        self._grpc = GrpcServer(
-            self._calls(inference, streams),
+        self._grpc = self._grpc_server(inference, streams)
+        self._metrics: MetricsServer | None = None
+
+    def _grpc_server(self, inference: InferenceService, streams: Streams) -> GrpcServer | NativeGrpcServer:
+        options = self._options
+        router = Router(self._calls(inference, streams))
+        if options.grpc_transport == "grpcio":
+            return GrpcServer(
+                router,
+                streams,
+                options,
+                host=options.host,
+                port=options.grpc_port,
+                max_body_bytes=options.max_body_bytes,
+            )
+        return NativeGrpcServer(
+            router.find,
+            {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference).begin},
             streams,
-            options,
+            inference.hold,
+            connection_limits(options, max_message_bytes=options.max_body_bytes),
             host=options.host,
             port=options.grpc_port,
-            max_body_bytes=options.max_body_bytes,
+            clock=monotonic_ns,
         )
-        self._metrics: MetricsServer | None = None
 
     def _calls(self, inference: InferenceService, streams: Streams) -> list[Calls]:
         """Everything that is answered over gRPC."""

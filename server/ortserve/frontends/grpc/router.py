@@ -6,7 +6,7 @@ from typing import Final
 import grpc
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, abort, streaming
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, Handler, abort, streaming
 
 _OF_THE_PROTOCOL: Final = frozenset(
     {
@@ -52,8 +52,11 @@ class Router(grpc.GenericRpcHandler):
                     raise ValueError(f"two handlers for {path}")
                 self._handlers[path] = handler
 
-    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
-        return self._handlers.get(details.method) or _refusing(details.method)
+    def find(self, path: str) -> Handler:
+        return self._handlers.get(path) or _refusing(path)
+
+    def service(self, details: grpc.HandlerCallDetails) -> Handler:
+        return self.find(details.method)
 
 
 def _refusing(path: str) -> "grpc.RpcMethodHandler[bytes, bytes]":
