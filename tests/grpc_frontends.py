@@ -76,6 +76,7 @@ async def frontend(
             yield front, channel
     finally:
         await front.server.stop(0)
+        await wait_until(lambda: front.streams.open_count == 0)  # its tasks must not outlive the loop
 
 
 def open_stream(

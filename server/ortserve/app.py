@@ -136,6 +136,7 @@ class Server:
             idle_timeout_s=options.idle_timeout_s,
         )
         streams = Streams(options.grpc_max_streams)
+        metrics.set_streams_source(lambda: streams.open_count)
         self._grpc = self._grpc_server(inference, streams)
         self._metrics: MetricsServer | None = None
 

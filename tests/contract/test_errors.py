@@ -100,9 +100,25 @@ def send_grpc_typed(server: ServerProcess, request: Request) -> Refusal | None:
     return call(server, message.SerializeToString())
 
 
+def send_grpc_stream(server: ServerProcess, request: Request) -> Refusal | None:
+    """One request on a stream that ends by its error, so that there is a status to look at."""
+    message = _message(request)
+    message.raw_input_contents.extend(_raw(entry) for entry in request.inputs)
+    with grpc.insecure_channel(server.grpc) as channel:
+        send: grpc.StreamStreamMultiCallable[bytes, bytes]
+        send = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        metadata = (("triton_grpc_error", "true"),)
+        try:
+            answers = list(send(iter([message.SerializeToString()]), timeout=LONG_S, metadata=metadata))
+        except grpc.RpcError as error:
+            return _grpc_refusal(error)
+    assert len(answers) == 1
+    return None
+
+
 Send = Callable[[ServerProcess, Request], Refusal | None]
 REST: Final[tuple[Send, ...]] = (send_rest_json, send_rest_binary)
-GRPC: Final[tuple[Send, ...]] = (send_grpc_raw, send_grpc_typed)
+GRPC: Final[tuple[Send, ...]] = (send_grpc_raw, send_grpc_typed, send_grpc_stream)
 
 
 def post(
@@ -446,7 +462,9 @@ def test_typed_and_raw_contents_together_are_refused(server: ServerProcess) -> N
 
 
 def test_call_that_does_not_exist_is_unimplemented(server: ServerProcess) -> None:
-    assert refusal(call(server, b"", "NoSuchCall")).status is StatusCode.UNIMPLEMENTED
+    came = refusal(call(server, b"", "NoSuchCall"))
+    assert came.status is StatusCode.UNIMPLEMENTED
+    assert "unknown method 'NoSuchCall'" in came.text
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,10 @@ import pytest
 import tritonclient.grpc as triton
 
 from fakes.service import FakeInferenceService, FakeModelService
+from grpc_frontends import LONG_S, MAX_BODY_BYTES, Frontend, frontend
 from ortserve._pb import grpc_service_pb2 as pb
-from ortserve.config.grpc import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.infer_calls import InferCalls
-from ortserve.frontends.grpc.metadata_calls import MetadataCalls
 from ortserve.frontends.grpc.server import GrpcServer
-from ortserve.frontends.grpc.streams import Streams
-
-MAX_BODY_BYTES = 100_000
-LONG_S = 60.0  # a wait that only a failing test sees the end of
 
 
 @pytest.fixture
@@ -33,16 +27,9 @@ def models() -> FakeModelService:
     return FakeModelService()
 
 
-def grpc_server(
-    inference: FakeInferenceService, models: FakeModelService, *, host: str, port: int, max_body_bytes: int
-) -> GrpcServer:
-    calls = (InferCalls(inference), MetadataCalls(models))
-    return GrpcServer(calls, Streams(1), GrpcOptions(), host=host, port=port, max_body_bytes=max_body_bytes)
-
-
 @pytest.fixture
 async def server(inference: FakeInferenceService, models: FakeModelService) -> AsyncIterator[GrpcServer]:
-    server = grpc_server(inference, models, host="127.0.0.1", port=0, max_body_bytes=MAX_BODY_BYTES)
+    server = Frontend(inference, models).server
     yield server
     await server.stop(0)
 
@@ -178,8 +165,26 @@ async def test_version_that_is_no_number_is_an_invalid_argument(
     )
 
 
-async def test_call_this_server_lacks_is_unimplemented(channel: grpc.aio.Channel) -> None:
-    assert (await failure(channel, "ModelStatistics", b"")).code() is grpc.StatusCode.UNIMPLEMENTED
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/inference.GRPCInferenceService/CudaSharedMemoryRegister", "CudaSharedMemoryRegister is not supported"),
+        ("/inference.GRPCInferenceService/Nonsense", "unknown method 'Nonsense' of service"),
+        ("/tensorflow.serving.PredictionService/Predict", "the inference service is 'inference.GRPCInferenceService'"),
+        ("/", "unknown method '/'"),
+    ],
+)
+async def test_call_this_server_lacks_is_unimplemented_and_says_what_is_wrong(
+    channel: grpc.aio.Channel, path: str, text: str
+) -> None:
+    one: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await one(b"", timeout=LONG_S)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert text in (caught.value.details() or "")
+    many: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
+    stream = many(timeout=LONG_S)
+    assert (await stream.code(), await stream.details()) == (caught.value.code(), caught.value.details())
 
 
 async def test_draining_server_says_that_it_is_not_ready(channel: grpc.aio.Channel, models: FakeModelService) -> None:
@@ -272,6 +277,21 @@ async def test_request_over_the_body_limit_is_resource_exhausted_and_one_under_i
     await call(channel, "ModelInfer", padded(MAX_BODY_BYTES - 100))
 
 
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_message_that_grows_over_the_body_limit_by_decompression_is_refused(
+    channel: grpc.aio.Channel, inference: FakeInferenceService, compression: grpc.Compression
+) -> None:
+    send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+    send = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    small = infer_request()
+    await send(small, timeout=LONG_S, compression=compression)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await send(small + bytes(50 * MAX_BODY_BYTES), timeout=LONG_S, compression=compression)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "ecompressed message larger than max" in (caught.value.details() or "")
+    assert len(inference.received) == 1
+
+
 async def test_client_that_leaves_cancels_its_request(
     channel: grpc.aio.Channel, inference: FakeInferenceService
 ) -> None:
@@ -332,7 +352,7 @@ async def test_port_in_use_is_an_error_that_names_it(
     inference: FakeInferenceService, models: FakeModelService, address: str
 ) -> None:
     port = int(address.split(":")[1])
-    second = grpc_server(inference, models, host="127.0.0.1", port=port, max_body_bytes=1)
+    second = Frontend(inference, models, port=port).server
     with pytest.raises(ServeError, match=f"grpc_port: cannot listen on 127.0.0.1:{port}: .*in use"):
         await second.start()
     await second.stop(0)
@@ -343,9 +363,40 @@ async def test_ipv6_address_is_served(inference: FakeInferenceService, models: F
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
-    server = grpc_server(inference, models, host="::1", port=0, max_body_bytes=1000)
+    server = Frontend(inference, models, host="::1").server
     port = await server.start()
     async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
         answer = await call(channel, "ServerLive", b"")
     assert pb.ServerLiveResponse.FromString(answer).live
     await server.stop(0)
+
+
+async def test_calls_beyond_those_of_one_connection_wait_at_the_client(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models, grpc_max_connection_calls=1) as (front, channel):
+        running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
+        await inference.held.wait()
+        waiting = asyncio.create_task(call(channel, "ModelInfer", infer_request()))
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.insecure_channel(front.address, options=options) as another:
+            await call(another, "ModelInfer", infer_request())
+        assert len(inference.received) == 2
+        inference.release.set()
+        await asyncio.gather(running, waiting)
+    assert len(inference.received) == 3
+
+
+async def test_connection_that_is_too_old_finishes_its_calls_and_its_client_comes_back_on_a_new_one(
+    inference: FakeInferenceService, models: FakeModelService
+) -> None:
+    async with frontend(inference, models, grpc_max_connection_age_s=0.1) as (_, channel):
+        running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
+        await inference.held.wait()
+        async with asyncio.timeout(LONG_S):
+            while channel.get_state() is grpc.ChannelConnectivity.READY:
+                await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        await call(channel, "ModelInfer", infer_request())
+        assert not running.done()
+        inference.release.set()
+        await running

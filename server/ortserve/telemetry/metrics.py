@@ -129,6 +129,9 @@ MODEL_STATE: Final = Declaration(
     ("model", "version", "state"),
     "1 for the state that a model version is in, 0 for the others.",
 )
+GRPC_STREAMS: Final = Declaration(
+    "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
+)
 BUILD_INFO: Final = Declaration(
     "ortserve_build_info", "gauge", ("version", "python", "onnxruntime"), "Always 1; the labels say what is running."
 )
@@ -145,6 +148,7 @@ DECLARATIONS: Final = (
     PADDED_ELEMENTS,
     REJECTED,
     MODEL_STATE,
+    GRPC_STREAMS,
     BUILD_INFO,
 )
 
@@ -256,6 +260,7 @@ class Metrics(Collector):
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self._unknown: dict[tuple[str, ErrorKind], HistogramSeries] = {}
         self._rejected: dict[str, dict[str, int]] = {"": {}}
+        self._streams: Callable[[], int] = int
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -272,6 +277,10 @@ class Metrics(Collector):
         self._models.pop((name, version), None)
         if name and not any(known == name for known, _ in self._models):
             self._rejected.pop(name, None)
+
+    def set_streams_source(self, source: Callable[[], int]) -> None:
+        """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
+        self._streams = source
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before a model was found for it."""
@@ -344,6 +353,7 @@ class Metrics(Collector):
                 for state in MODEL_STATES
             },
         )
+        yield _filled(GaugeMetricFamily, GRPC_STREAMS, {(): self._streams()})
         yield _filled(
             GaugeMetricFamily, BUILD_INFO, {(__version__, platform.python_version(), self._onnxruntime_version): 1}
         )

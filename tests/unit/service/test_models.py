@@ -46,6 +46,18 @@ async def test_server_is_live_from_the_start_and_ready_when_loading_is_over(regi
     assert models.is_model_ready("m", ""), "requests are answered for a while"
 
 
+async def test_whoever_waits_for_news_hears_of_loading_and_of_the_end(registry: Registry) -> None:
+    models = service(registry)
+    before = models.readiness_news()
+    assert not before.is_set()
+    await registry.load_all()
+    assert before.is_set()
+    after = models.readiness_news()
+    assert not after.is_set()
+    models.begin_exit()
+    assert after.is_set()
+
+
 @pytest.mark.parametrize(
     ("options", "strict", "is_ready"), [("", False, True), ("", True, False), ("required: true", False, False)]
 )

@@ -60,6 +60,13 @@ def test_failed_request_counts_its_duration_by_kind_and_no_phases(
     assert registry.get_sample_value("ortserve_request_phase_duration_seconds_count", phase) == 0
 
 
+def test_open_streams_are_asked_for_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
+    assert registry.get_sample_value("ortserve_grpc_streams") == 0
+    counts = iter((3, 2))
+    metrics.set_streams_source(lambda: next(counts))
+    assert [registry.get_sample_value("ortserve_grpc_streams") for _ in range(2)] == [3, 2]
+
+
 def test_names_that_callers_made_up_never_become_labels(metrics: Metrics, registry: CollectorRegistry) -> None:
     metrics.model("m", "1")
     for name in ("made-up", "m", "another"):

@@ -63,8 +63,8 @@ class InferStream:
         """Answer until the caller has sent all and has all answers, or the server drains and what was read is answered.
 
         Raises:
-            ServeError: not_ready after a drain that left the caller unasked; the first error of a request, where the
-                caller wants the stream to end by it.
+            ServeError: not_ready, when a drain cut the stream before the caller had sent all; the first error of a
+                request, where the caller wants the stream to end by it.
         """
         reading = asyncio.create_task(self._streams.until_drain(self._read()))
         reading.add_done_callback(lambda _: self._has_news.set())

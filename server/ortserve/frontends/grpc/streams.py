@@ -23,7 +23,7 @@ class Streams:
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
         self._open = 0
-        self._waiting: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Task[object]] = set()
         self._is_draining = False
 
     @property
@@ -49,7 +49,7 @@ class Streams:
         finally:
             self._open -= 1
 
-    async def until_drain(self, work: Coroutine[Any, Any, None]) -> bool:
+    async def until_drain(self, work: Coroutine[Any, Any, object]) -> bool:
         """Do what waits for a caller, until it is done or the server drains, which cancels it.
 
         Returns:

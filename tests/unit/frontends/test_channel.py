@@ -1,0 +1,48 @@
+"""Options of the gRPC port in grpc's own words."""
+
+import pytest
+
+from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
+from ortserve.config.grpc import GrpcOptions
+from ortserve.frontends.grpc.channel import channel_arguments
+
+DEFAULTS = {
+    "grpc.max_receive_message_length": 1000,
+    "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+    "grpc.so_reuseport": 0,
+    "grpc.keepalive_time_ms": 7_200_000,
+    "grpc.keepalive_timeout_ms": 20_000,
+    "grpc.keepalive_permit_without_calls": 0,
+    "grpc.http2.max_pings_without_data": 2,
+    "grpc.http2.min_ping_interval_without_data_ms": 300_000,
+    "grpc.http2.max_ping_strikes": 2,
+}
+
+
+def test_defaults_are_those_of_the_protocols_reference_server_and_nothing_is_bounded_that_was_not_asked() -> None:
+    assert dict(channel_arguments(GrpcOptions(), max_body_bytes=1000)) == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "argument", "expected"),
+    [
+        ("grpc_max_connection_calls", 7, "grpc.max_concurrent_streams", 7),
+        ("grpc_max_connection_age_s", 1.5, "grpc.max_connection_age_ms", 1500),
+        ("grpc_max_connection_age_grace_s", 0.0, "grpc.max_connection_age_grace_ms", 0),
+        ("grpc_max_connection_idle_s", 0.25, "grpc.max_connection_idle_ms", 250),
+        ("grpc_keepalive_time_s", 31_536_000.0, "grpc.keepalive_time_ms", 2**31 - 2),
+        ("grpc_keepalive_timeout_s", 3.0, "grpc.keepalive_timeout_ms", 3000),
+        ("grpc_keepalive_permit_without_calls", True, "grpc.keepalive_permit_without_calls", 1),
+        ("grpc_http2_max_pings_without_data", 0, "grpc.http2.max_pings_without_data", 0),
+        (
+            "grpc_http2_min_recv_ping_interval_without_data_s",
+            10.0,
+            "grpc.http2.min_ping_interval_without_data_ms",
+            10_000,
+        ),
+        ("grpc_http2_max_ping_strikes", 0, "grpc.http2.max_ping_strikes", 0),
+    ],
+)
+def test_each_option_becomes_its_argument_alone(option: str, value: object, argument: str, expected: int) -> None:
+    options = GrpcOptions.model_validate({option: value})
+    assert dict(channel_arguments(options, max_body_bytes=1000)) == DEFAULTS | {argument: expected}
