@@ -21,7 +21,7 @@ from ortserve.frontends.grpc.health_calls import HealthCalls
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.metadata_calls import MetadataCalls
-from ortserve.frontends.grpc.native.limits import connection_limits
+from ortserve.frontends.grpc.native.limits import ENCODINGS, connection_limits
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
 from ortserve.frontends.grpc.router import Router
@@ -161,6 +161,7 @@ class Server:
             host=options.host,
             port=options.grpc_port,
             clock=monotonic_ns,
+            encoding=ENCODINGS[options.grpc_response_compression],
         )
 
     def _calls(self, inference: InferenceService, streams: Streams) -> list[Calls]:

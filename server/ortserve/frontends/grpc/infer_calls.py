@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from ortserve.codecs.grpc_infer import decode_request, encode_response
 from ortserve.core.batch import Arrays
 from ortserve.core.request import InferRequest, InferResponse
-from ortserve.errors import ServeError
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, abort, unary
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, Pending
@@ -79,7 +79,7 @@ class InferCalls:
             try:
                 answer = self._inference.finish(pending, _encode)
             except asyncio.CancelledError:
-                return  # the caller left
+                on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
             except ServeError as error:
                 on_failure(error)
             else:

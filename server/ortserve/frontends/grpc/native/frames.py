@@ -33,6 +33,7 @@ MAX_HEADER_LIST_SIZE: Final = 0x6
 
 HEADER_BYTES: Final = 9
 DEFAULT_WINDOW: Final = 65_535
+DEFAULT_TABLE_SIZE: Final = 4_096
 MAX_WINDOW: Final = 2**31 - 1
 MIN_FRAME_SIZE: Final = 16_384
 """The largest frame that either side may send until the other allows more."""
@@ -78,18 +79,20 @@ class Http2StreamError(Exception):
 read_header: Final = struct.Struct(">IBI").unpack_from
 """Length and type (``length << 8 | type``), flags, and stream id with its reserved bit, of nine bytes."""
 
-_HEADER: Final = struct.Struct(">IBI").pack
+pack_header: Final = struct.Struct(">IBI").pack
+"""What ``read_header`` reads."""
+
 _U32: Final = struct.Struct(">I").pack
 _SETTING: Final = struct.Struct(">HI")
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    return _HEADER(len(payload) << 8 | kind, flags, stream_id) + payload
+    return pack_header(len(payload) << 8 | kind, flags, stream_id) + payload
 
 
 def frame_header(kind: int, flags: int, stream_id: int, length: int) -> bytes:
     """The header alone, for payloads that are not worth copying."""
-    return _HEADER(length << 8 | kind, flags, stream_id)
+    return pack_header(length << 8 | kind, flags, stream_id)
 
 
 def settings(values: Mapping[int, int]) -> bytes:
@@ -99,6 +102,22 @@ def settings(values: Mapping[int, int]) -> bytes:
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
     """Pairs of number and value, in the order in which they are to be applied."""
     return list(_SETTING.iter_unpack(payload))
+
+
+def header_block(stream_id: int, block: bytes, max_frame_size: int, *, is_end: bool) -> bytes:
+    """HEADERS, and what of the block they do not hold in CONTINUATIONs."""
+    flags = END_STREAM if is_end else 0
+    if len(block) <= max_frame_size:
+        return frame(HEADERS, flags | END_HEADERS, stream_id, block)
+    parts = [block[begin : begin + max_frame_size] for begin in range(0, len(block), max_frame_size)]
+    first, *middle, last = parts
+    return b"".join(
+        (
+            frame(HEADERS, flags, stream_id, first),
+            *(frame(CONTINUATION, 0, stream_id, part) for part in middle),
+            frame(CONTINUATION, END_HEADERS, stream_id, last),
+        )
+    )
 
 
 def window_update(stream_id: int, increment: int) -> bytes:

@@ -20,6 +20,9 @@ _MAX_KEPT_BYTES: Final = 2048
 
 _set_maxsize: Final[Any] = HeaderTable.__dict__["maxsize"].fset
 
+RESIZED_TO_NOTHING: Final = b"\x20"
+"""Begins a block whose sender keeps no table from now on (RFC 7541, section 6.3)."""
+
 Headers = tuple[tuple[bytes, bytes], ...]
 
 

@@ -3,10 +3,10 @@
 from typing import Final
 
 _BURST: Final = 2_000
-_PER_S: Final = 500
+_PER_S: Final = 1_000
 """Resets, pings, settings, empty frames and the like. A client that cancels hedged calls or measures its bandwidth
 sends some hundreds in a second; what attacks by them (CVE-2023-44487 and its kin) sends a hundred thousand. One costs
-up to some 50 µs, so that a connection takes 3 % of a processor at most."""
+up to some 50 µs, so that a connection takes 5 % of a processor at most."""
 
 
 class Patience:

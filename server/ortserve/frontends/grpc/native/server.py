@@ -14,7 +14,8 @@ from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.service.gate import Hold
 
-_TICK_S: Final = 1.0
+_BACKLOG: Final = 4096
+"""Connections that may come faster than they are taken; the system bounds it."""
 _JITTER: Final = 0.1
 """Of the longest age of a connection, each way: those that came together shall not all come again together."""
 
@@ -33,8 +34,9 @@ class NativeGrpcServer:
         host: str,
         port: int,
         clock: Clock,
+        encoding: bytes = b"",
     ) -> None:
-        """Open nothing yet; ``find``, ``quick`` and ``hold`` as in ``CallsWork``, ``port`` 0 for any free one."""
+        """Open nothing yet; the calls and ``encoding`` as in ``CallsWork``, ``port`` 0 for any free one."""
         self._find = find
         self._quick = quick
         self._streams = streams
@@ -44,8 +46,9 @@ class NativeGrpcServer:
         self._port = port
         self._clock = clock
         self._connections: set[Connection] = set()
+        self._encoding = encoding
         self._server: asyncio.Server | None = None
-        self._tick: asyncio.TimerHandle | None = None
+        self._work: CallsWork | None = None
 
     async def start(self) -> int:
         """Listen and serve.
@@ -57,7 +60,13 @@ class NativeGrpcServer:
             ServeError: conflict, naming the option, when the address cannot be listened on.
         """
         loop = asyncio.get_running_loop()
-        work = CallsWork(self._find, self._quick, self._hold, max_message_bytes=self._limits.max_message_bytes)
+        work = self._work = CallsWork(
+            self._find,
+            self._quick,
+            self._hold,
+            max_message_bytes=self._limits.max_message_bytes,
+            encoding=self._encoding,
+        )
 
         def connect() -> Connection:
             age_s = self._limits.max_age_s
@@ -66,12 +75,11 @@ class NativeGrpcServer:
             return Connection(work, self._limits, self._connections, self._clock, age_s)
 
         try:
-            self._server = await loop.create_server(connect, self._host, self._port)
+            self._server = await loop.create_server(connect, self._host, self._port, backlog=_BACKLOG)
         except OSError as error:
             raise ServeError(
                 ErrorKind.CONFLICT, f"grpc_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
             ) from error
-        self._tick = loop.call_later(_TICK_S, self._on_tick)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -86,19 +94,15 @@ class NativeGrpcServer:
             return
         server.close()
         self._streams.begin_drain()
-        for connection in list(self._connections):
+        await asyncio.sleep(0)  # for connections that were taken in this turn of the loop
+        connections = list(self._connections)
+        for connection in connections:
             connection.begin_drain()
-        closing = [connection.closed for connection in self._connections]
-        if closing:
-            await asyncio.wait(closing, timeout=grace_s)
-            for connection in list(self._connections):
-                connection.abort()
-            await asyncio.wait(closing)
-        assert self._tick is not None
-        self._tick.cancel()
-
-    def _on_tick(self) -> None:
-        now_ns = self._clock()
+        if connections:
+            await asyncio.wait([connection.closed for connection in connections], timeout=grace_s)
         for connection in list(self._connections):
-            connection.on_tick(now_ns)
-        self._tick = asyncio.get_running_loop().call_later(_TICK_S, self._on_tick)
+            connection.abort()
+        if connections:
+            await asyncio.wait([connection.closed for connection in connections])
+        assert self._work is not None
+        await self._work.until_done()
