@@ -22,8 +22,8 @@ SERVICES = [
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[Frontend, grpc.aio.Channel]]:
-    async with frontend(FakeInferenceService(), FakeModelService()) as front:
+async def served(grpc_transport: str) -> AsyncIterator[tuple[Frontend, grpc.aio.Channel]]:
+    async with frontend(FakeInferenceService(), FakeModelService(), grpc_transport) as front:
         yield front
 
 
