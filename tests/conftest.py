@@ -10,3 +10,16 @@ def http_way(request: pytest.FixtureRequest) -> str:
     """The flag of each way that infer requests take through the HTTP frontend: what holds for one holds for both."""
     way: str = request.param
     return way
+
+
+@pytest.fixture(scope="session", params=["grpcio", "native"])
+def grpc_transport(request: pytest.FixtureRequest) -> str:
+    """What speaks HTTP/2 on the gRPC port, as ``--grpc-transport`` has it: what holds for one holds for both."""
+    transport: str = request.param
+    return transport
+
+
+@pytest.fixture(scope="session")
+def ways(http_way: str) -> tuple[str, ...]:
+    """Flags for tests of both protocols: each way through one of them goes with a way through the other."""
+    return (http_way, f"--grpc-transport={'native' if http_way == '--http-lane' else 'grpcio'}")

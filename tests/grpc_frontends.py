@@ -10,13 +10,17 @@ import numpy as np
 
 from fakes.service import FakeInferenceService, FakeModelService
 from ortserve._pb import grpc_service_pb2 as pb
+from ortserve.clock import monotonic_ns
 from ortserve.config.grpc import GrpcOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
 from ortserve.frontends.grpc.health_calls import HealthCalls
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.metadata_calls import MetadataCalls
+from ortserve.frontends.grpc.native.limits import ENCODINGS, connection_limits
+from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
+from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.streams import Streams
@@ -30,7 +34,7 @@ Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class Frontend:
-    """All calls on fakes, on a port of their own.
+    """All calls on fakes, on a port of their own; ``transport`` as ``--grpc-transport``.
 
     ``streams`` are those that are open, ``address`` is where it listens.
     """
@@ -39,6 +43,7 @@ class Frontend:
         self,
         inference: FakeInferenceService,
         models: FakeModelService,
+        transport: str,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -58,7 +63,22 @@ class Frontend:
             HealthCalls(models, self.streams, services),
             *(ReflectionCalls(service, self.streams, services) for service in REFLECTION_SERVICES),
         ]
-        self.server = GrpcServer(calls, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes)
+        router = Router(calls)
+        self.server: GrpcServer | NativeGrpcServer
+        if transport == "grpcio":
+            self.server = GrpcServer(router, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes)
+        else:
+            self.server = NativeGrpcServer(
+                router.find,
+                {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference).begin},
+                self.streams,
+                inference.hold,
+                connection_limits(chosen, max_message_bytes=max_body_bytes),
+                host=host,
+                port=port,
+                clock=monotonic_ns,
+                encoding=ENCODINGS[chosen.grpc_response_compression],
+            )
         self.address = ""
 
     async def start(self) -> None:
@@ -67,10 +87,10 @@ class Frontend:
 
 @asynccontextmanager
 async def frontend(
-    inference: FakeInferenceService, models: FakeModelService, **options: Any
+    inference: FakeInferenceService, models: FakeModelService, transport: str, **options: Any
 ) -> AsyncIterator[tuple[Frontend, grpc.aio.Channel]]:
     """A frontend that listens, and a channel to it; ``options`` as ``Frontend`` takes them."""
-    front = Frontend(inference, models, **options)
+    front = Frontend(inference, models, transport, **options)
     await front.start()
     try:
         async with grpc.aio.insecure_channel(

@@ -23,8 +23,11 @@ from ortserve.frontends.grpc.health_calls import HealthCalls
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.metadata_calls import MetadataCalls
+from ortserve.frontends.grpc.native.limits import ENCODINGS, connection_limits
+from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
 from ortserve.frontends.grpc.repository_calls import RepositoryCalls
+from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.grpc.settings_calls import SettingsCalls
 from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
@@ -191,15 +194,34 @@ class Server:
         )
         streams = Streams(options.grpc_max_streams)
         metrics.set_streams_source(lambda: streams.open_count)
-        self._grpc = GrpcServer(
-            self._calls(inference, management, streams),
+        self._grpc = self._grpc_server(inference, management, streams)
+        self._metrics: MetricsServer | None = None
+
+    def _grpc_server(
+        self, inference: InferenceService, management: Management, streams: Streams
+    ) -> GrpcServer | NativeGrpcServer:
+        options = self._options
+        router = Router(self._calls(inference, management, streams))
+        if options.grpc_transport == "grpcio":
+            return GrpcServer(
+                router,
+                streams,
+                options,
+                host=options.host,
+                port=options.grpc_port,
+                max_body_bytes=options.max_body_bytes,
+            )
+        return NativeGrpcServer(
+            router.find,
+            {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference).begin},
             streams,
-            options,
+            inference.hold,
+            connection_limits(options, max_message_bytes=options.max_body_bytes),
             host=options.host,
             port=options.grpc_port,
-            max_body_bytes=options.max_body_bytes,
+            clock=monotonic_ns,
+            encoding=ENCODINGS[options.grpc_response_compression],
         )
-        self._metrics: MetricsServer | None = None
 
     def _calls(self, inference: InferenceService, management: Management, streams: Streams) -> list[Calls]:
         """Everything that is answered over gRPC."""

@@ -10,7 +10,7 @@ from servers import SHORT_WARMUP, ServerProcess, add_model, serving
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
     """The example models, one whose runs can be made to fail (``poison``) and one that cannot load (``broken``).
 
     ``echo`` and ``echo_text`` answer rows of any number of FP32 or BYTES elements as they came.
@@ -20,5 +20,5 @@ def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[
     add_model(repository, "broken", builders.not_onnx)
     add_model(repository, "echo", builders.identity, shape=("batch", "n"))
     add_model(repository, "echo_text", builders.identity, datatype=DataType.BYTES, shape=("batch", 1))
-    with serving(repository, "--example", *SHORT_WARMUP, http_way) as server:
+    with serving(repository, "--example", *SHORT_WARMUP, *ways) as server:
         yield server

@@ -477,9 +477,9 @@ def test_unknown_path_and_wrong_method_are_told_in_json(
 
 
 @pytest.fixture(scope="module")
-def narrow_server(http_way: str) -> Iterator[ServerProcess]:
+def narrow_server(ways: tuple[str, ...]) -> Iterator[ServerProcess]:
     """Takes only short bodies."""
-    with serving("--example", *SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT), http_way) as server:
+    with serving("--example", *SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT), *ways) as server:
         yield server
         assert send_rest_json(server, GOOD) is None
         assert send_grpc_raw(server, GOOD) is None

@@ -3,18 +3,20 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
+from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.served import ServedModel
 from ortserve.service.gate import BodyGate, Hold
-from ortserve.service.inference import Call
+from ortserve.service.inference import Call, Pending
 
 T = TypeVar("T")
 
@@ -61,29 +63,41 @@ class FakeInferenceService:
         self.received.append(Call(protocol, Timing(0, 1_000_000, 3_000_000, 6_000_000, 10_000_000), timeout_ns))
         return self.received[-1]
 
-    async def serve(
-        self, call: Call, decode: Callable[[], InferRequest], encode: Callable[[InferRequest, InferResponse], T]
-    ) -> T:
+    def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
         assert call is self.received[-1]
         request = decode()
         name = request.model_name
         if name in self.failures:
             raise self.failures[name]
-        if name == "held":
-            self.held.set()
-            try:
-                await self.release.wait()
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
-        elif name != "double":
+        if name not in ("double", "held"):
             raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
+        outputs: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
+        if name == "double":
+            outputs.set_result(())
+        else:
+            self.held.set()
+            outputs.add_done_callback(lambda done: self.cancelled.set() if done.cancelled() else None)
+            releasing = asyncio.ensure_future(self.release.wait())
+            releasing.add_done_callback(lambda _: None if outputs.done() else outputs.set_result(()))
+            outputs.add_done_callback(lambda _: releasing.cancel())
+        return Pending(call, request, cast("ServedModel", None), (), 1, outputs, outputs.cancel)
+
+    def finish(self, pending: Pending, encode: Callable[[InferRequest, InferResponse], T]) -> T:
+        pending.take()
+        call, request = pending.call, pending.request
         outputs = [Tensor(f"OUT{k}", tensor.datatype, _doubled(tensor)) for k, tensor in enumerate(request.inputs)]
         if request.outputs:
             by_name = {tensor.name: tensor for tensor in outputs}
             outputs = [by_name[output.name] for output in request.outputs]
         call.timing.done_ns = 15_000_000
-        return encode(request, InferResponse(name, request.model_version or "1", request.id, outputs))
+        return encode(request, InferResponse(request.model_name, request.model_version or "1", request.id, outputs))
+
+    async def serve(
+        self, call: Call, decode: Callable[[], InferRequest], encode: Callable[[InferRequest, InferResponse], T]
+    ) -> T:
+        pending = self.begin(call, decode)
+        await pending.outputs
+        return self.finish(pending, encode)
 
 
 def _doubled(tensor: Tensor) -> np.ndarray:

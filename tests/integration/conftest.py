@@ -17,7 +17,7 @@ def example_server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
-def zoo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def zoo_server(tmp_path_factory: pytest.TempPathFactory, grpc_transport: str) -> Iterator[ServerProcess]:
     """Tiny models of every kind, none of them broken; ``identity_<datatype>`` for each datatype."""
     repository = tmp_path_factory.mktemp("zoo")
     for datatype in DataType:
@@ -33,5 +33,5 @@ def zoo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProce
         builders.variable_length,
     ):
         add_model(repository, build.__name__, build)
-    with serving(repository, *SHORT_WARMUP) as server:
+    with serving(repository, *SHORT_WARMUP, f"--grpc-transport={grpc_transport}") as server:
         yield server

@@ -31,12 +31,12 @@ def add_slow(repository: Path, name: str, options: str = "") -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory, grpc_transport: str) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("deadlines")
     add_slow(repository, "slow")
     add_slow(repository, "promised", "slo_s: 2.0\n")
     add_slow(repository, "levelled", "priority_levels: 2\n")
-    with serving(repository, "--warmup-s", "0") as server:
+    with serving(repository, "--warmup-s", "0", f"--grpc-transport={grpc_transport}") as server:
         for model in ("slow", "promised", "levelled"):
             for _ in range(SEEN_BATCHES):
                 rest_json(server, model, {"x": ROW})

@@ -89,13 +89,13 @@ def relaying(address: str) -> Iterator[tuple[str, Relayed]]:
 
 
 @pytest.fixture(scope="module")
-def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def slow_server(tmp_path_factory: pytest.TempPathFactory, grpc_transport: str) -> Iterator[ServerProcess]:
     """One row of ``slow`` runs at a time, for a good while; ``identity`` answers at once."""
     repository = tmp_path_factory.mktemp("slow")
     add_model(repository, "slow", builders.slow, steps=60_000)
     add_model(repository, "identity", builders.identity)
     (repository / "slow" / "model.yaml").write_text("max_rows: 1\n")
-    with serving(repository, "--warmup-s", "0") as server:
+    with serving(repository, f"--grpc-transport={grpc_transport}", "--warmup-s", "0") as server:
         yield server
 
 
@@ -141,11 +141,11 @@ async def test_stream_of_the_aio_client_answers_in_order(zoo_server: ServerProce
     assert number == 50
 
 
-def test_requests_of_one_stream_ride_in_one_batch(tmp_path: Path) -> None:
+def test_requests_of_one_stream_ride_in_one_batch(tmp_path: Path, grpc_transport: str) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=20_000)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with (
-        serving(tmp_path, "--warmup-s", "0", "--max-rows", "16") as server,
+        serving(tmp_path, f"--grpc-transport={grpc_transport}", "--warmup-s", "0", "--max-rows", "16") as server,
         triton.InferenceServerClient(server.grpc) as client,
     ):
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -236,12 +236,15 @@ def test_keepalive_options_of_the_client_are_served(zoo_server: ServerProcess) -
 
 @pytest.mark.parametrize("answers", ["gzip", "deflate"])
 def test_answers_are_compressed_as_the_option_says_whatever_the_compression_of_requests(
-    tmp_path: Path, answers: str
+    tmp_path: Path, answers: str, grpc_transport: str
 ) -> None:
     add_model(tmp_path, "identity", builders.identity)
     array = np.zeros((10_000, 4), np.float32)
     flags = ("--warmup-s", "0", "--max-rows", "10000", "--grpc-response-compression", answers)
-    with serving(tmp_path, *flags) as server, relaying(server.grpc) as (address, relayed):
+    with (
+        serving(tmp_path, f"--grpc-transport={grpc_transport}", *flags) as server,
+        relaying(server.grpc) as (address, relayed),
+    ):
         for compression in (None, "gzip", "deflate"):
             before = relayed.total
             with triton.InferenceServerClient(address) as client:
@@ -287,11 +290,22 @@ async def test_many_streams_are_answered_and_nothing_of_them_stays(zoo_server: S
     assert samples.value("ortserve_queue_rows", model="identity_fp32", version="1") == 0
 
 
-def test_open_stream_does_not_hold_up_the_end_of_the_server_and_what_it_asked_is_answered(tmp_path: Path) -> None:
+def test_open_stream_does_not_hold_up_the_end_of_the_server_and_what_it_asked_is_answered(
+    tmp_path: Path, grpc_transport: str
+) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=60_000)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with (
-        starting(tmp_path, "--warmup-s", "0", "--max-rows", "1", "--drain-timeout-s", "3600") as server,
+        starting(
+            tmp_path,
+            f"--grpc-transport={grpc_transport}",
+            "--warmup-s",
+            "0",
+            "--max-rows",
+            "1",
+            "--drain-timeout-s",
+            "3600",
+        ) as server,
         triton.InferenceServerClient(server.grpc) as client,
     ):
         server.wait_until_loaded()
@@ -312,9 +326,9 @@ def test_open_stream_does_not_hold_up_the_end_of_the_server_and_what_it_asked_is
         assert "Traceback" not in server.output
 
 
-async def test_health_is_watched_from_loading_to_the_end(tmp_path: Path) -> None:
+async def test_health_is_watched_from_loading_to_the_end(tmp_path: Path, grpc_transport: str) -> None:
     add_model(tmp_path, "identity", builders.identity)
-    with starting(tmp_path, *SHORT_WARMUP) as server:
+    with starting(tmp_path, f"--grpc-transport={grpc_transport}", *SHORT_WARMUP) as server:
         address = await asyncio.to_thread(lambda: server.grpc)
         async with grpc.aio.insecure_channel(address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

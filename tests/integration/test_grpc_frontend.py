@@ -14,6 +14,7 @@ from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, MAX_BODY_BYTES, Frontend, frontend
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.server import GrpcServer
 
 
@@ -28,14 +29,16 @@ def models() -> FakeModelService:
 
 
 @pytest.fixture
-async def server(inference: FakeInferenceService, models: FakeModelService) -> AsyncIterator[GrpcServer]:
-    server = Frontend(inference, models).server
+async def server(
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
+) -> AsyncIterator[GrpcServer | NativeGrpcServer]:
+    server = Frontend(inference, models, grpc_transport).server
     yield server
     await server.stop(0)
 
 
 @pytest.fixture
-async def address(server: GrpcServer) -> str:
+async def address(server: GrpcServer | NativeGrpcServer) -> str:
     return f"127.0.0.1:{await server.start()}"
 
 
@@ -310,7 +313,7 @@ async def test_deadline_of_the_client_cancels_its_request(
 
 
 async def test_stopping_finishes_the_running_call_and_takes_no_other(
-    server: GrpcServer, channel: grpc.aio.Channel, address: str, inference: FakeInferenceService
+    server: GrpcServer | NativeGrpcServer, channel: grpc.aio.Channel, address: str, inference: FakeInferenceService
 ) -> None:
     running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
     await inference.held.wait()
@@ -337,7 +340,7 @@ async def wait_until_refused(address: str) -> None:
 
 
 async def test_stopping_cancels_what_runs_beyond_the_grace(
-    server: GrpcServer, channel: grpc.aio.Channel, inference: FakeInferenceService
+    server: GrpcServer | NativeGrpcServer, channel: grpc.aio.Channel, inference: FakeInferenceService
 ) -> None:
     running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
     await inference.held.wait()
@@ -348,21 +351,23 @@ async def test_stopping_cancels_what_runs_beyond_the_grace(
 
 
 async def test_port_in_use_is_an_error_that_names_it(
-    inference: FakeInferenceService, models: FakeModelService, address: str
+    inference: FakeInferenceService, models: FakeModelService, address: str, grpc_transport: str
 ) -> None:
     port = int(address.split(":")[1])
-    second = Frontend(inference, models, port=port).server
+    second = Frontend(inference, models, grpc_transport, port=port).server
     with pytest.raises(ServeError, match=f"grpc_port: cannot listen on 127.0.0.1:{port}: .*in use"):
         await second.start()
     await second.stop(0)
 
 
-async def test_ipv6_address_is_served(inference: FakeInferenceService, models: FakeModelService) -> None:
+async def test_ipv6_address_is_served(
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
+) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
-    server = Frontend(inference, models, host="::1").server
+    server = Frontend(inference, models, grpc_transport, host="::1").server
     port = await server.start()
     async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
         answer = await call(channel, "ServerLive", b"")
@@ -371,9 +376,9 @@ async def test_ipv6_address_is_served(inference: FakeInferenceService, models: F
 
 
 async def test_calls_beyond_those_of_one_connection_wait_at_the_client(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models, grpc_max_connection_calls=1) as (front, channel):
+    async with frontend(inference, models, grpc_transport, grpc_max_connection_calls=1) as (front, channel):
         running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
         await inference.held.wait()
         waiting = asyncio.create_task(call(channel, "ModelInfer", infer_request()))
@@ -387,9 +392,9 @@ async def test_calls_beyond_those_of_one_connection_wait_at_the_client(
 
 
 async def test_connection_that_is_too_old_finishes_its_calls_and_its_client_comes_back_on_a_new_one(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models, grpc_max_connection_age_s=0.1) as (_, channel):
+    async with frontend(inference, models, grpc_transport, grpc_max_connection_age_s=0.1) as (_, channel):
         running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
         await inference.held.wait()
         async with asyncio.timeout(LONG_S):

@@ -22,8 +22,8 @@ def models() -> FakeModelService:
 
 
 @pytest.fixture
-async def served(models: FakeModelService) -> AsyncIterator[tuple[Frontend, grpc.aio.Channel]]:
-    async with frontend(FakeInferenceService(), models) as front:
+async def served(models: FakeModelService, grpc_transport: str) -> AsyncIterator[tuple[Frontend, grpc.aio.Channel]]:
+    async with frontend(FakeInferenceService(), models, grpc_transport) as front:
         yield front
 
 

@@ -35,9 +35,9 @@ def is_final(answer: pb.ModelStreamInferResponse) -> bool:
 
 
 async def test_requests_are_answered_in_their_order_although_a_later_one_is_done_first(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models) as (_, channel):
+    async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel)
         await stream.write(infer_request("held", "first"))
         await asyncio.wait_for(inference.held.wait(), LONG_S)
@@ -56,10 +56,10 @@ async def test_requests_are_answered_in_their_order_although_a_later_one_is_done
 
 
 async def test_error_of_a_request_is_told_under_its_names_and_the_stream_goes_on(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=1)
-    async with frontend(inference, models) as (_, channel):
+    async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel)
         for data in (infer_request("busy", "1"), b"\xff", infer_request("nobody", "3"), infer_request("double", "4")):
             await stream.write(data)
@@ -80,10 +80,10 @@ async def test_error_of_a_request_is_told_under_its_names_and_the_stream_goes_on
 
 
 async def test_caller_who_wants_it_gets_the_first_error_as_the_status_of_the_stream(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     inference.failures["busy"] = ServeError(ErrorKind.OVERLOADED, "queue is full", retry_after_s=2)
-    async with frontend(inference, models) as (_, channel):
+    async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel, metadata=(("triton_grpc_error", "true"),))
         for model in ("held", "busy", "nobody"):
             await stream.write(infer_request(model))
@@ -96,11 +96,11 @@ async def test_caller_who_wants_it_gets_the_first_error_as_the_status_of_the_str
 
 
 async def test_empty_final_response_is_accepted_and_there_is_none_to_send(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     message = pb.ModelInferRequest.FromString(infer_request())
     message.parameters["triton_enable_empty_final_response"].bool_param = True
-    async with frontend(inference, models) as (_, channel):
+    async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel)
         await stream.write(message.SerializeToString())
         await stream.done_writing()
@@ -110,16 +110,20 @@ async def test_empty_final_response_is_accepted_and_there_is_none_to_send(
     assert is_final(answer)
 
 
-async def test_stream_without_requests_ends_well(inference: FakeInferenceService, models: FakeModelService) -> None:
-    async with frontend(inference, models) as (_, channel):
+async def test_stream_without_requests_ends_well(
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
+) -> None:
+    async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel)
         await stream.done_writing()
         assert await read(stream) is None
         assert await stream.code() is grpc.StatusCode.OK
 
 
-async def test_leaving_cancels_what_is_unanswered(inference: FakeInferenceService, models: FakeModelService) -> None:
-    async with frontend(inference, models) as (front, channel):
+async def test_leaving_cancels_what_is_unanswered(
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
+) -> None:
+    async with frontend(inference, models, grpc_transport) as (front, channel):
         stream = open_stream(channel)
         await stream.write(infer_request("held"))
         await asyncio.wait_for(inference.held.wait(), LONG_S)
@@ -130,9 +134,9 @@ async def test_leaving_cancels_what_is_unanswered(inference: FakeInferenceServic
 
 
 async def test_deadline_of_the_stream_is_that_of_its_requests_and_cancels_them(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models) as (front, channel):
+    async with frontend(inference, models, grpc_transport) as (front, channel):
         stream = open_stream(channel, timeout_s=0.3)
         await stream.write(infer_request("held"))
         assert await read(stream) is None
@@ -149,9 +153,9 @@ async def test_deadline_of_the_stream_is_that_of_its_requests_and_cancels_them(
 
 
 async def test_no_more_requests_are_read_than_a_stream_may_have_unanswered(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models, grpc_stream_requests=3) as (_, channel):
+    async with frontend(inference, models, grpc_transport, grpc_stream_requests=3) as (_, channel):
         stream = open_stream(channel)
         for number in range(10):
             await stream.write(infer_request("held", str(number)))
@@ -168,10 +172,10 @@ async def test_no_more_requests_are_read_than_a_stream_may_have_unanswered(
 
 
 async def test_client_that_sends_without_reading_is_held_back(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     size = 20_000
-    async with frontend(inference, models, grpc_stream_bytes=200_000) as (front, channel):
+    async with frontend(inference, models, grpc_transport, grpc_stream_bytes=200_000) as (front, channel):
         stream = open_stream(channel)
 
         async def send() -> None:
@@ -196,10 +200,10 @@ async def test_client_that_sends_without_reading_is_held_back(
 
 
 async def test_full_body_gate_refuses_a_request_and_not_the_stream(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
     inference.gate.max_bytes = len(infer_request("held"))
-    async with frontend(inference, models) as (_, channel):
+    async with frontend(inference, models, grpc_transport) as (_, channel):
         stream = open_stream(channel)
         await stream.write(infer_request("held"))
         await stream.write(infer_request("double"))
@@ -213,9 +217,9 @@ async def test_full_body_gate_refuses_a_request_and_not_the_stream(
 
 
 async def test_streams_beyond_those_that_may_be_open_are_refused(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models, grpc_max_streams=1) as (front, channel):
+    async with frontend(inference, models, grpc_transport, grpc_max_streams=1) as (front, channel):
         first = open_stream(channel)
         await first.write(infer_request())
         await read_answer(first)
@@ -232,9 +236,9 @@ async def test_streams_beyond_those_that_may_be_open_are_refused(
 
 
 async def test_drain_answers_what_was_read_and_ends_the_stream_so_that_its_caller_goes_elsewhere(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models) as (front, channel):
+    async with frontend(inference, models, grpc_transport) as (front, channel):
         idle = open_stream(channel)
         await idle.write(infer_request())
         await read_answer(idle)
@@ -254,9 +258,9 @@ async def test_drain_answers_what_was_read_and_ends_the_stream_so_that_its_calle
 
 
 async def test_drain_ends_a_stream_well_whose_caller_had_sent_all(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models) as (front, channel):
+    async with frontend(inference, models, grpc_transport) as (front, channel):
         stream = open_stream(channel)
         await stream.write(infer_request("held"))
         await stream.done_writing()
@@ -274,9 +278,9 @@ async def test_drain_ends_a_stream_well_whose_caller_had_sent_all(
 
 
 async def test_client_that_never_reads_is_cut_when_the_time_to_drain_is_over(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models, grpc_stream_bytes=200_000) as (front, channel):
+    async with frontend(inference, models, grpc_transport, grpc_stream_bytes=200_000) as (front, channel):
         stream = open_stream(channel)
 
         async def send() -> None:
@@ -292,9 +296,9 @@ async def test_client_that_never_reads_is_cut_when_the_time_to_drain_is_over(
 
 
 async def test_request_over_the_body_limit_ends_the_stream_with_grpcs_own_status(
-    inference: FakeInferenceService, models: FakeModelService
+    inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
 ) -> None:
-    async with frontend(inference, models, max_body_bytes=1000) as (front, channel):
+    async with frontend(inference, models, grpc_transport, max_body_bytes=1000) as (front, channel):
         stream = open_stream(channel)
         await stream.write(infer_request(size=1000))
         assert await read(stream) is None

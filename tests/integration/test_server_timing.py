@@ -19,11 +19,13 @@ REQUESTS: Final = 5
 
 
 @pytest.fixture(scope="module")
-def told_and_counted(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> dict[str, tuple[list[str], float]]:
+def told_and_counted(
+    tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]
+) -> dict[str, tuple[list[str], float]]:
     """By protocol: what each answer said of its timing, and the sum of the durations by the server's metrics."""
     repository = tmp_path_factory.mktemp("timing")
     add_model(repository, "slow", builders.slow, steps=15_000)
-    with serving(repository, "--warmup-s", "0", http_way) as server:
+    with serving(repository, "--warmup-s", "0", *ways) as server:
         document = {"inputs": [json_input("x", ROW)]}
         by_rest = [httpx.post(rest_url(server, "slow"), json=document, timeout=LONG_S) for _ in range(REQUESTS)]
         request = service_pb2.ModelInferRequest(model_name="slow")

@@ -119,7 +119,7 @@ async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Tra
 
 @pytest.mark.parametrize("drain_delay_s", ["0", "0.5"])
 async def test_every_admitted_request_is_answered_when_the_server_ends_under_load(
-    tmp_path: Path, drain_delay_s: str, http_way: str
+    tmp_path: Path, drain_delay_s: str, ways: tuple[str, ...]
 ) -> None:
     folder = add_model(tmp_path, "heavy", builders.heavy)
     session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
@@ -127,7 +127,7 @@ async def test_every_admitted_request_is_answered_when_the_server_ends_under_loa
     expected = session.run(["y"], {"x": rows})[0]
     traffic = Traffic()
     # Batches so small that the queue is never empty.
-    flags = ("--max-rows", "4", *SHORT_WARMUP, "--access-log", "--drain-delay-s", drain_delay_s, http_way)
+    flags = ("--max-rows", "4", *SHORT_WARMUP, "--access-log", "--drain-delay-s", drain_delay_s, *ways)
     with starting(tmp_path, *flags) as server:
         await asyncio.to_thread(server.wait_until_loaded)
         callers = [
@@ -154,10 +154,10 @@ async def test_every_admitted_request_is_answered_when_the_server_ends_under_loa
     assert not traffic.untaken & set(outcomes)
 
 
-def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, http_way: str) -> None:
+def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, ways: tuple[str, ...]) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=200_000)
     row = np.zeros((1, 4), np.float32)
-    with serving(tmp_path, "--max-rows", "1", "--warmup-s", "0", http_way) as server, ThreadPoolExecutor(4) as pool:
+    with serving(tmp_path, "--max-rows", "1", "--warmup-s", "0", *ways) as server, ThreadPoolExecutor(4) as pool:
         expected = rest_json(server, "slow", {"x": row})["y"]
         calls = [
             pool.submit(infer, server, "slow", {"x": row + number})
@@ -169,11 +169,11 @@ def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, h
             np.testing.assert_allclose(call.result()["y"], expected + number, rtol=1e-5)
 
 
-def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path: Path, http_way: str) -> None:
+def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path: Path, ways: tuple[str, ...]) -> None:
     add_model(tmp_path, "identity", builders.identity)
     row = np.array([[1, 2, 3, 4]], np.float32)
     document = {"inputs": [json_input("x", row)]}
-    flags = (*SHORT_WARMUP, "--drain-delay-s", "3600", http_way)
+    flags = (*SHORT_WARMUP, "--drain-delay-s", "3600", *ways)
     with starting(tmp_path, *flags) as server, httpx.Client(timeout=LONG_S) as client:
         server.wait_until_loaded()
         before = client.post(rest_url(server, "identity"), json=document)

@@ -29,6 +29,7 @@ DOORS = {
     "onnxruntime": {"engine", "app", "example"},
     "prometheus_client": {"telemetry", "app"},
     "grpc": {"frontends"},
+    "hpack": {"frontends"},
     "starlette": {"frontends"},
     "fastapi": {"frontends"},
     "uvicorn": {"frontends"},

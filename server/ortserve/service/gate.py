@@ -50,6 +50,28 @@ class Hold:
         gate.held_bytes += size
         self._size += size
 
+    def count(self, size: int) -> None:
+        """Hold ``size`` bytes from now on, for they are there already, whatever others hold."""
+        self._gate.held_bytes += size - self._size
+        self._size = size
+
+    def resize(self, size: int) -> None:
+        """Hold ``size`` bytes from now on.
+
+        Raises:
+            ServeError: overloaded; what was held before still is.
+        """
+        if size > self._size:
+            self.grow(size - self._size)
+        else:
+            self.shrink(self._size - size)
+
+    def shrink(self, size: int) -> None:
+        """Let go of ``size`` bytes, at most all."""
+        size = min(size, self._size)
+        self._gate.held_bytes -= size
+        self._size -= size
+
     def release(self) -> None:
         """Let go of the body; a second time does nothing."""
         self._gate.held_bytes -= self._size

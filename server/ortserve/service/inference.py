@@ -83,9 +83,10 @@ class Pending:
         return outputs.result()
 
     def leave(self) -> None:
-        """Stop waiting: the place in the queue is free, and ``outputs`` are cancelled."""
+        """Stop waiting: the place in the queue is free, and ``outputs`` are cancelled. Nothing, once they are taken."""
         leave_queue, self.outputs, self.leave_queue = self.leave_queue, _TAKEN, _TAKEN
-        leave_queue()
+        if leave_queue is not _TAKEN:
+            leave_queue()
 
 
 class InferenceService:

@@ -56,3 +56,21 @@ def test_bytes_come_back_when_the_block_fails() -> None:
     with pytest.raises(ZeroDivisionError), gate.hold(60):
         raise ZeroDivisionError
     assert gate.held_bytes == 0
+
+
+def test_hold_is_resized_up_to_the_bound_and_counted_beyond_it() -> None:
+    gate = BodyGate(100)
+    with gate.hold(50), gate.hold(0) as body:
+        body.resize(50)
+        body.resize(20)
+        assert gate.held_bytes == 70
+        with pytest.raises(ServeError, match="max_inflight_bytes"):
+            body.resize(51)
+        assert gate.held_bytes == 70
+        body.count(80)  # it is there, whether or not there is room
+        assert gate.held_bytes == 130
+        body.shrink(10)
+        assert gate.held_bytes == 120
+        body.shrink(1000)
+        assert gate.held_bytes == 50
+    assert gate.held_bytes == 0

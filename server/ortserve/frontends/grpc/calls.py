@@ -38,8 +38,15 @@ SERVICE_NAME: Final = "inference.GRPCInferenceService"
 """The service of the Open Inference Protocol, whose calls are spread over several classes."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
 """Name of a method, without its service, to what answers it; see the functions below for making one."""
+
+QuickCall: TypeAlias = Callable[
+    [bytes, int | None, Callable[[bytes, bytes], None], Callable[[ServeError], None]], Callable[[], object] | None
+]
+"""A unary call that needs no task: message, time that the caller waits (ns), and what to call once, on the loop, with
+the answer and its ``server-timing``, or with what went wrong. Returns what cancels it, None where it is over."""
 
 
 INTERNAL_ERROR: Final = ServeError(ErrorKind.INTERNAL, "internal error")
@@ -157,9 +164,14 @@ refuse from 8 KiB on: the caller would see that refusal instead of our error."""
 
 async def abort(context: Context, error: ServeError) -> NoReturn:
     """End a call with the status of an error, and with the time to come back where there is one."""
+    await context.abort(*status_of(error))
+    raise AssertionError("abort always raises")
+
+
+def status_of(error: ServeError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Code, details and trailing metadata of a call that fails."""
     details = error.message.encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
     metadata: tuple[tuple[str, str], ...] = ()
     if error.retry_after_s is not None:
         metadata = (("grpc-retry-pushback-ms", str(math.ceil(error.retry_after_s * 1000))),)
-    await context.abort(STATUSES[error.kind].grpc, details, metadata)
-    raise AssertionError("abort always raises")
+    return STATUSES[error.kind].grpc, details, metadata

@@ -1,15 +1,17 @@
 """ModelInfer: one request, one answer. The hot path of gRPC."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
 from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.core.batch import Arrays
 from ortserve.core.request import InferRequest, InferResponse
-from ortserve.errors import ServeError
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, abort, unary
 from ortserve.service.gate import Hold
-from ortserve.service.inference import Call
+from ortserve.service.inference import Call, Pending
 
 T = TypeVar("T")
 
@@ -31,6 +33,14 @@ class Inference(Protocol):
         """Answer a call, counting and timing it. Raises ServeError and nothing else."""
         ...
 
+    def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
+        """Queue a call; wait for ``outputs`` and ``finish`` it. Raises ServeError."""
+        ...
+
+    def finish(self, pending: Pending, encode: Callable[[InferRequest, InferResponse], T]) -> T:
+        """The answer of what was begun. Raises ServeError, CancelledError."""
+        ...
+
 
 class InferCalls:
     """Answers unary inference."""
@@ -42,6 +52,41 @@ class InferCalls:
 
     def handlers(self) -> Handlers:
         return {"ModelInfer": unary(self._model_infer)}
+
+    def begin(
+        self,
+        data: bytes,
+        timeout_ns: int | None,
+        on_answer: Callable[[bytes, bytes], None],
+        on_failure: Callable[[ServeError], None],
+    ) -> Callable[[], object] | None:
+        """ModelInfer as a ``QuickCall``."""
+        call = self._inference.receive("grpc", timeout_ns)
+        try:
+            hold = self._inference.hold(len(data))
+        except ServeError as error:
+            on_failure(error)
+            return None
+        try:
+            pending = self._inference.begin(call, partial(decode_request, data))
+        except ServeError as error:
+            hold.release()
+            on_failure(error)
+            return None
+
+        def finish(_: asyncio.Future[Arrays]) -> None:
+            hold.release()
+            try:
+                answer = self._inference.finish(pending, _encode)
+            except asyncio.CancelledError:
+                on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
+            except ServeError as error:
+                on_failure(error)
+            else:
+                on_answer(answer, call.timing.server_timing())
+
+        pending.outputs.add_done_callback(finish)
+        return pending.leave
 
     async def _model_infer(self, data: bytes, context: Context) -> bytes:
         call = self._inference.receive("grpc", time_left_ns(context))

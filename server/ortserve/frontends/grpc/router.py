@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import grpc
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, abort, streaming
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, Handler, abort, streaming
 
 
 class Router(grpc.GenericRpcHandler):
@@ -25,8 +25,11 @@ class Router(grpc.GenericRpcHandler):
                     raise ValueError(f"two handlers for {path}")
                 self._handlers[path] = handler
 
-    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
-        return self._handlers.get(details.method) or _refusing(details.method)
+    def find(self, path: str) -> Handler:
+        return self._handlers.get(path) or _refusing(path)
+
+    def service(self, details: grpc.HandlerCallDetails) -> Handler:
+        return self.find(details.method)
 
 
 def _refusing(path: str) -> "grpc.RpcMethodHandler[bytes, bytes]":

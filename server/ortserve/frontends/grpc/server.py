@@ -1,13 +1,11 @@
 """The gRPC socket: binding it, serving it, and taking it down without losing a call."""
 
 import socket
-from collections.abc import Iterable
 
 import grpc
 
 from ortserve.config.grpc import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import Calls
 from ortserve.frontends.grpc.channel import COMPRESSIONS, channel_arguments
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.streams import Streams
@@ -18,7 +16,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        calls: Iterable[Calls],
+        router: Router,
         streams: Streams,
         options: GrpcOptions,
         *,
@@ -29,14 +27,14 @@ class GrpcServer:
         """Open nothing yet.
 
         Args:
-            calls: What is served, each method by one of them.
+            router: What is served.
             streams: Those of ``calls``, which end when the server stops.
             options: Of connections and answers.
             host: Name or address to bind; an IPv6 address without brackets.
             port: 0 lets the system choose.
             max_body_bytes: Of a request message; grpc answers a larger one with RESOURCE_EXHAUSTED before it is read.
         """
-        self._router = Router(calls)
+        self._router = router
         self._streams = streams
         self._options = options
         self._host = host

@@ -1,0 +1,177 @@
+"""Does the native gRPC transport keep its memory flat over millions of calls?
+
+Level: server. Expected: 10 minutes, at least 5 million calls on many short and long connections, none failed, and the
+last third of the run adds less than 5 MiB of resident memory.
+
+    python loadtests/grpc_soak.py [--minutes 10] [--calls 5000000]
+
+Runs until both are reached. Calls are of all kinds: answered, refused, cancelled, with deadlines that pass, streamed
+and compressed; connections are used a while and left, properly or not. Writes ``loadtests/results/grpc_soak.md``.
+"""
+
+import argparse
+import asyncio
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+import grpc  # noqa: E402
+import numpy as np  # noqa: E402
+import psutil  # noqa: E402
+
+from harness import circumstances, running, table  # noqa: E402
+from models.builders import identity  # noqa: E402
+from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
+
+PORT = 18120
+BULK_CALLS = 20_000
+METHOD = "/inference.GRPCInferenceService/"
+MOST_GROWTH_MIB = 5.0
+
+
+def infer_request(model: str, value: float) -> pb.ModelInferRequest:
+    array = np.full((1, 4), value, np.float32)
+    request = pb.ModelInferRequest(model_name=model, raw_input_contents=[array.tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=array.shape)
+    return request
+
+
+def unary(channel: grpc.aio.Channel) -> "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]":
+    return channel.unary_unary(METHOD + "ModelInfer")
+
+
+def stream(channel: grpc.aio.Channel) -> "grpc.aio.StreamStreamMultiCallable[bytes, bytes]":
+    return channel.stream_stream(METHOD + "ModelStreamInfer")
+
+
+async def read(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> pb.ModelStreamInferResponse:
+    data: object = await call.read()
+    assert isinstance(data, bytes)
+    return pb.ModelStreamInferResponse.FromString(data)
+
+
+class Soak:
+    """Callers until a time, and a count of what became of their calls."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address = address
+        self.outcomes: Counter[str] = Counter()
+        self._body = folder / "request"
+        message = infer_request("identity", 1).SerializeToString()
+        self._body.write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
+
+    def bulk(self) -> None:
+        """Many calls by h2load, on connections of their own."""
+        command = ["h2load", f"-n{BULK_CALLS}", "-c8", "-m16", "-d", str(self._body)]
+        command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
+        command.append(f"http://{self.address}{METHOD}ModelInfer")
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+        if f"{BULK_CALLS} succeeded, 0 failed, 0 errored" not in told:
+            raise RuntimeError(told)
+        self.outcomes["answered"] += BULK_CALLS
+
+    async def odd(self, rng: random.Random) -> None:
+        """A connection with a call of every kind."""
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.insecure_channel(self.address, options) as channel:
+            for _ in range(rng.randrange(1, 20)):
+                kind = rng.choice((self._answered, self._refused, self._cancelled, self._late, self._streamed))
+                self.outcomes[await kind(channel, rng)] += 1
+
+    async def _answered(self, channel: grpc.aio.Channel, rng: random.Random) -> str:
+        value = rng.random()
+        compression = rng.choice((grpc.Compression.NoCompression, grpc.Compression.Gzip))
+        data = infer_request("identity", value).SerializeToString()
+        answer = await unary(channel)(data, timeout=60, compression=compression)
+        numbers = np.frombuffer(pb.ModelInferResponse.FromString(answer).raw_output_contents[0], np.float32)
+        assert (numbers == np.float32(value)).all()
+        return "answered"
+
+    async def _refused(self, channel: grpc.aio.Channel, _rng: random.Random) -> str:
+        call = unary(channel)(b"\xff", timeout=60)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        return "refused"
+
+    async def _cancelled(self, channel: grpc.aio.Channel, _rng: random.Random) -> str:
+        call = stream(channel)()
+        await call.write(infer_request("identity", 1).SerializeToString())
+        call.cancel()
+        return "cancelled"
+
+    async def _late(self, channel: grpc.aio.Channel, _rng: random.Random) -> str:
+        with suppress(grpc.aio.AioRpcError):
+            await stream(channel)(timeout=0.002).read()
+        return "late"
+
+    async def _streamed(self, channel: grpc.aio.Channel, rng: random.Random) -> str:
+        call = stream(channel)(timeout=60)
+        for number in range(rng.randrange(1, 20)):
+            await call.write(infer_request("identity", number).SerializeToString())
+            answer = await read(call)
+            assert np.frombuffer(answer.infer_response.raw_output_contents[0], np.float32)[0] == number
+        await call.done_writing()
+        return "streamed"
+
+
+async def run(soak: Soak, pid: int, *, seconds: float, calls: int) -> list[tuple[float, int, float]]:
+    """Time, calls so far and resident MiB, after each turn."""
+    process = psutil.Process(pid)
+    rng = random.Random(0)
+    seen: list[tuple[float, int, float]] = []
+    began = time.monotonic()
+    while time.monotonic() - began < seconds or soak.outcomes.total() < calls:
+        await asyncio.gather(asyncio.to_thread(soak.bulk), *(soak.odd(rng) for _ in range(8)))
+        now = (time.monotonic() - began, soak.outcomes.total(), process.memory_info().rss / 2**20)
+        seen.append(now)
+        print(f"{now[0]:6.1f} s {now[1]:9,} calls {now[2]:7.1f} MiB", flush=True)
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--calls", type=int, default=5_000_000)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "models" / "identity" / "1").mkdir(parents=True)
+        identity(folder / "models" / "identity" / "1" / "model.onnx")
+        serve = [sys.executable, "-m", "ortserve", "serve", str(folder / "models"), "--log-level", "warning"]
+        serve += ["--grpc-transport=native", f"--http-port={PORT}", f"--grpc-port={PORT + 1}"]
+        serve += [f"--metrics-port={PORT + 2}"]
+        with running(serve, f"http://127.0.0.1:{PORT}/v2/health/ready") as pid:
+            soak = Soak(f"127.0.0.1:{PORT + 1}", folder)
+            files = psutil.Process(pid).num_fds()
+            seen = asyncio.run(run(soak, pid, seconds=60 * options.minutes, calls=options.calls))
+            left_files = psutil.Process(pid).num_fds() - files
+    later = [mib for _, _, mib in seen[len(seen) * 2 // 3 :]]
+    grown = max(later) - seen[len(seen) * 2 // 3 - 1][2] if len(seen) >= 3 else float("nan")
+    points = [seen[len(seen) * tenth // 10] for tenth in range(10)] + [seen[-1]]
+    text = "\n\n".join(
+        [
+            "# Soak of the native gRPC transport",
+            circumstances(),
+            f"{seen[-1][1]:,} calls in {seen[-1][0] / 60:.1f} minutes: "
+            + ", ".join(f"{count:,} {outcome}" for outcome, count in soak.outcomes.items())
+            + f". The last third of the run added {grown:.1f} MiB (expected: less than {MOST_GROWTH_MIB:g}); "
+            f"{left_files} file descriptors more than at the beginning are open.",
+            table(["seconds", "calls", "MiB"], [[f"{s:.0f}", f"{n:,}", f"{mib:.1f}"] for s, n, mib in points]),
+        ]
+    )
+    options.results.mkdir(exist_ok=True)
+    (options.results / "grpc_soak.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

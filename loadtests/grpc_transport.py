@@ -1,0 +1,204 @@
+"""What does a gRPC call cost on the server's own transport, compared with grpcio's?
+
+Level: server. Expected: for the tiny MLP the native transport needs at most a third of grpcio's CPU a call, and less
+than 100 µs of CPU in all.
+
+    python loadtests/grpc_transport.py [--rounds 5] [--seconds 5] [--connections 4] [--streams 8]
+
+Both servers run all the time, one is loaded at a time, in turns, by two kinds of callers: h2load, whose header blocks
+never change, and grpcio clients, which are what users have. A checker compares answers with ONNX Runtime's own while
+the load is on. CPU is that of the server's process tree; the load generator shares its processors. Writes
+``loadtests/results/grpc_transport.md``.
+"""
+
+import argparse
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+import grpc  # noqa: E402
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+
+from harness import checking, circumstances, cpu_s, running, spread, table  # noqa: E402
+from models.builders import mlp  # noqa: E402
+from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
+
+PORTS = {"grpcio": 18100, "native": 18110}
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+
+
+@dataclass(frozen=True)
+class Result:
+    calls_per_s: float
+    cpu_us: float
+
+
+@dataclass(frozen=True)
+class Arm:
+    transport: str
+    pid: int
+    address: str
+    request: bytes
+    expected: np.ndarray
+
+    def check(self) -> None:
+        with grpc.insecure_channel(self.address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+            self.check_answer(call(self.request, timeout=60))
+
+    def check_answer(self, answer: bytes) -> None:
+        outputs = pb.ModelInferResponse.FromString(answer).raw_output_contents
+        np.testing.assert_allclose(np.frombuffer(outputs[0], np.float32), self.expected, rtol=1e-4, atol=1e-6)
+
+
+def by_h2load(arm: Arm, folder: Path, *, connections: int, streams: int, seconds: float) -> int:
+    """Offer a closed loop by h2load; returns calls.
+
+    Raises:
+        RuntimeError: h2load is missing, or a call failed.
+    """
+    if shutil.which("h2load") is None:
+        raise RuntimeError("this benchmark needs h2load (Debian package nghttp2-client)")
+    (folder / "request").write_bytes(b"\0" + len(arm.request).to_bytes(4, "big") + arm.request)
+    command = ["h2load", f"-c{connections}", f"-m{streams}", f"-D{seconds}", "-d", str(folder / "request")]
+    command += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://{arm.address}{METHOD}"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 60).stdout
+    found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", told)
+    if found is None or int(found[2]) or int(found[3]):
+        raise RuntimeError(told)
+    return int(found[1])
+
+
+def by_grpcio(arm: Arm, _folder: Path, *, connections: int, streams: int, seconds: float) -> int:
+    """Offer a closed loop by grpcio's sync clients, each connection with so many threads; returns calls."""
+    counts: list[int] = []
+    failures: list[BaseException] = []
+
+    def call_on(channel: grpc.Channel, until: float) -> None:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+        count = 0
+        try:
+            while time.monotonic() < until:
+                answer = call(arm.request, timeout=60)
+                count += 1
+            arm.check_answer(answer)
+        except BaseException as error:
+            failures.append(error)
+        counts.append(count)
+
+    with ExitStack() as stack:
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        channels = [stack.enter_context(grpc.insecure_channel(arm.address, options)) for _ in range(connections)]
+        until = time.monotonic() + seconds
+        threads = [
+            threading.Thread(target=call_on, args=(channel, until)) for channel in channels for _ in range(streams)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise RuntimeError("a call failed") from failures[0]
+    return sum(counts)
+
+
+CALLERS: dict[str, Callable[..., int]] = {"h2load": by_h2load, "grpcio clients": by_grpcio}
+
+
+def measure(arm: Arm, callers: str, folder: Path, *, connections: int, streams: int, seconds: float) -> Result:
+    before_s, began = cpu_s(arm.pid), time.monotonic()
+    calls = CALLERS[callers](arm, folder, connections=connections, streams=streams, seconds=seconds)
+    return Result(calls / (time.monotonic() - began), (cpu_s(arm.pid) - before_s) / calls * 1e6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=5)
+    parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--streams", type=int, default=8, help="calls of one connection at one time")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    array = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
+    request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[array.tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=array.shape)
+    results: dict[tuple[str, str], list[Result]] = {}
+    load = {"connections": options.connections, "streams": options.streams}
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
+        folder = Path(temporary)
+        (folder / "models" / "mlp" / "1").mkdir(parents=True)
+        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
+        expected = (
+            ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": array})[0].ravel()
+        )
+        arms = []
+        for transport, port in PORTS.items():
+            serve = [sys.executable, "-m", "ortserve", "serve", str(folder / "models"), "--log-level", "warning"]
+            serve += [f"--grpc-transport={transport}", f"--http-port={port}", f"--grpc-port={port + 1}"]
+            serve += [f"--metrics-port={port + 2}"]
+            pid = servers.enter_context(running(serve, f"http://127.0.0.1:{port}/v2/health/ready"))
+            arms.append(Arm(transport, pid, f"127.0.0.1:{port + 1}", request.SerializeToString(), expected))
+        for callers in CALLERS:  # warm-up, not counted
+            for arm in arms:
+                measure(arm, callers, folder, **load, seconds=1)
+        for number in range(options.rounds):
+            for callers in CALLERS:
+                for arm in arms if number % 2 == 0 else reversed(arms):
+                    with checking(arm.check):
+                        result = measure(arm, callers, folder, **load, seconds=options.seconds)
+                    results.setdefault((callers, arm.transport), []).append(result)
+                    print(f"round {number + 1} {callers:15} {arm.transport:7} {result}", flush=True)
+    report(results, options)
+
+
+_CAVEATS = (
+    "Tiny MLP, 64 numbers a request; {connections} connections with {streams} calls at one time, closed loop, medians "
+    "(lowest to highest) of {rounds} interleaved rounds of {seconds} s; the load generator runs on the same "
+    "processors. Every call was answered OK; samples were compared with ONNX Runtime's own."
+)
+
+
+def report(results: dict[tuple[str, str], list[Result]], options: argparse.Namespace) -> None:
+    rows = [
+        [
+            callers,
+            transport,
+            f"{statistics.median(result.calls_per_s for result in each):,.0f}",
+            spread([result.cpu_us for result in each]),
+        ]
+        for (callers, transport), each in results.items()
+    ]
+    ratios = []
+    for callers in CALLERS:
+        pairs = zip(results[callers, "grpcio"], results[callers, "native"], strict=True)
+        ratios.append([callers, spread([grpcio.cpu_us / native.cpu_us for grpcio, native in pairs])])
+    text = "\n\n".join(
+        [
+            "# gRPC: grpcio's transport and the native one",
+            circumstances(),
+            _CAVEATS.format(**vars(options)),
+            table(["callers", "transport", "calls/s", "CPU µs a call"], rows),
+            table(["callers", "CPU a call, times less on the native transport"], ratios),
+        ]
+    )
+    options.results.mkdir(exist_ok=True)
+    (options.results / "grpc_transport.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""From streams to the handlers of the calls: quick ones without a task, all others as grpc.aio would run them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
+
+import grpc
+
+from ortserve.errors import ServeError
+from ortserve.frontends.grpc.calls import Handler, QuickCall, status_of
+from ortserve.frontends.grpc.native.context import NativeContext, compressed
+from ortserve.frontends.grpc.native.header_blocks import literal
+from ortserve.frontends.grpc.native.sending import Sending
+from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.service.gate import Hold
+
+logger: Final = logging.getLogger(__name__)
+
+
+class CallsWork:
+    """The ``Work`` of connections. Loop thread only."""
+
+    def __init__(
+        self,
+        find: Callable[[str], Handler],
+        quick: Mapping[str, QuickCall],
+        hold: Callable[[int], Hold],
+        *,
+        max_message_bytes: int,
+        encoding: bytes = b"",
+    ) -> None:
+        """Take what answers.
+
+        Args:
+            find: The handler of a path; there is one for each.
+            quick: By path, unary calls that need no task.
+            hold: Lets so many bytes of a request in. Raises ServeError: overloaded.
+            max_message_bytes: Of a message, without compression.
+            encoding: How answers are compressed to callers who understand it; empty for not at all.
+        """
+        self._find = find
+        self._quick = quick
+        self._hold = hold
+        self._max_message_bytes = max_message_bytes
+        self._encoding = encoding
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open_hold(self) -> Hold:
+        return self._hold(0)
+
+    def begin(self, stream: Stream, sending: Sending) -> None:
+        if self._encoding and self._encoding in stream.head.accepts:
+            stream.encoding = self._encoding
+        if stream.head.path not in self._quick:
+            self._start_handler(stream, sending)
+
+    def on_message(self, stream: Stream, sending: Sending) -> None:
+        if stream.takes_messages:
+            stream.wake_reader()
+            return
+        has_begun = stream.cancel is not None
+        if len(stream.messages) + has_begun != 1:
+            text = f"expected one message, got {'more' if stream.messages else 'none'}"
+            sending.end(stream, grpc.StatusCode.UNIMPLEMENTED, text, is_prompt=True)
+            return
+        if has_begun:
+            return  # the caller has sent all only now
+        if stream.messages[0][1]:  # compressed
+            self._start_handler(stream, sending)
+            return
+        message, _ = stream.take()
+        timeout_ns: int | None = None
+        if stream.deadline_ns is not None:
+            timeout_ns = max(0, stream.deadline_ns - sending.clock())
+
+        def on_answer(answer: bytes, server_timing: bytes) -> None:
+            stream.cancel = None
+            trailing = literal(b"server-timing", server_timing)
+            if not stream.encoding:
+                sending.answer(stream, answer, trailing)
+            else:
+                self._start(stream, _answer_compressed(stream, sending, answer, server_timing.decode()))
+
+        def on_failure(error: ServeError) -> None:
+            stream.cancel = None
+            sending.end(stream, *status_of(error))
+
+        cancel = self._quick[stream.head.path](message, timeout_ns, on_answer, on_failure)
+        if not stream.is_over and stream.trailers is None:
+            stream.cancel = cancel
+
+    async def until_done(self) -> None:
+        """Wait for what still winds up after its stream was left."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _start_handler(self, stream: Stream, sending: Sending) -> None:
+        stream.takes_messages = True
+        context = NativeContext(stream, sending, max_message_bytes=self._max_message_bytes)
+        self._start(stream, _run(self._find(stream.head.path), stream, sending, context))
+
+    def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop itself would let go of one that waits
+        task.add_done_callback(self._tasks.discard)
+
+        def cancel() -> None:
+            if task is not asyncio.current_task():  # else it is over because its handler has ended it
+                task.cancel()
+
+        stream.cancel = cancel
+
+
+async def _run(handler: Handler, stream: Stream, sending: Sending, context: NativeContext) -> None:
+    try:
+        call: Any = handler.unary_unary or handler.stream_stream
+        if handler.unary_unary is None:
+            await call(None, context)
+        else:
+            request = await context.read()
+            if request is grpc.aio.EOF:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "expected one message, got none")
+            await context.send(await call(request, context))
+        sending.end(stream, grpc.StatusCode.OK, metadata=context.trailing)
+    except grpc.aio.AbortError:
+        pass
+    except asyncio.CancelledError:
+        sending.end(stream, grpc.StatusCode.CANCELLED, "the call was cancelled")  # unless its caller has left
+        raise
+    except Exception:
+        logger.exception("call failed")
+        sending.end(stream, grpc.StatusCode.INTERNAL, "internal error")
+
+
+async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes, server_timing: str) -> None:
+    message, is_compressed = await compressed(answer, stream.encoding)
+    sending.send_message(stream, message, is_compressed=is_compressed)
+    sending.end(stream, grpc.StatusCode.OK, metadata=(("server-timing", server_timing),))

@@ -1,0 +1,161 @@
+"""One HTTP/2 connection of gRPC callers, between its socket and its two halves (RFC 9113; gRPC over HTTP/2).
+
+``FrameReader`` finds the frames, ``Receiving`` makes calls of them, ``Sending`` answers; here is when it all begins and
+ends.
+"""
+
+import asyncio
+import logging
+from typing import Final, cast
+
+from ortserve.clock import Clock
+from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.frame_reader import FrameReader
+from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
+from ortserve.frontends.grpc.native.lifetime import STALL_S, Due, Lifetime
+from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.receiving import CONNECTION_WINDOW, DRAIN_PING, MAX_HEADER_BYTES, Receiving, Work
+from ortserve.frontends.grpc.native.sending import Sending
+from ortserve.frontends.grpc.native.stream import STREAM_WINDOW, Stream
+
+logger: Final = logging.getLogger(__name__)
+
+_WRITE_BUFFER_BYTES: Final = 1024 * 1024
+
+_LAST_CALLS_S: Final = 1.0
+"""For which calls that were on their way when a drain began still count, where the peer does not answer a PING."""
+
+
+class Connection(asyncio.Protocol):
+    """Made for each socket; ``connections`` holds those that are open."""
+
+    def __init__(
+        self, work: Work, limits: Limits, connections: "set[Connection]", clock: Clock, max_age_s: float | None
+    ) -> None:
+        """``max_age_s`` is this connection's own, so that not all that came together leave together."""
+        self._work = work
+        self._limits = limits
+        self._connections = connections
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self.closed: Final = self._loop.create_future()
+        self._life = Lifetime(limits, clock(), max_age_s)
+        self._is_draining = False
+        self._is_failed = False
+        self._tick: asyncio.TimerHandle | None = None
+        self._drain_end: asyncio.TimerHandle | None = None
+
+    # The transport's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        self._sending = Sending(self._loop, self._clock, self._transport, self._on_over)
+        self._receiving = Receiving(self._work, self._limits, self._loop, self._sending, self._life, self._end_drain)
+        self._reader = FrameReader(self._receiving)
+        self._connections.add(self)
+        ours = {
+            frames.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
+            frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
+            frames.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
+        }
+        self._sending.control(frames.settings(ours))
+        self._sending.control(frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW))
+        self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_failed:
+            return
+        now_ns = self._clock()
+        self._life.heard_ns = now_ns
+        try:
+            self._reader.feed(data, now_ns)
+        except Http2ConnectionError as error:
+            self._fail(error)
+        except Exception:
+            logger.exception("a gRPC connection failed")
+            self._fail(Http2ConnectionError(ErrorCode.INTERNAL_ERROR, ""))
+
+    def eof_received(self) -> None:
+        """A caller who sends nothing more reads nothing either: the transport closes."""
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._connections.discard(self)
+        for timer in (self._tick, self._drain_end):
+            if timer is not None:
+                timer.cancel()
+        self._receiving.close()
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._sending.pause()
+
+    def resume_writing(self) -> None:
+        self._sending.resume()
+
+    # The server's calls
+
+    def begin_drain(self, grace_s: float | None = None) -> None:
+        """Tell the caller to go elsewhere, finish what it has begun, then close; after ``grace_s`` in any case."""
+        if self._is_draining:
+            return
+        self._is_draining = True
+        self._life.begin_drain(self._clock(), grace_s)
+        # Calls that are on their way still count; what comes after the answer to the ping does not.
+        self._sending.control(frames.goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR))
+        self._sending.control(frames.frame(frames.PING, 0, 0, DRAIN_PING))
+        self._drain_end = self._loop.call_later(_LAST_CALLS_S, self._end_drain)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _on_tick(self) -> None:
+        self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
+        now_ns = self._clock()
+        due = self._life.look(
+            now_ns,
+            has_settings=self._reader.has_settings,
+            has_calls=bool(self._receiving.streams),
+            unfinished_since_ns=self._reader.unfinished_since_ns,
+        )
+        if due is Due.ABORT:
+            self._transport.abort()
+            return
+        if due is Due.RETIRE:
+            self.begin_drain(self._limits.max_age_grace_s)
+        elif due is Due.DRAIN:
+            self.begin_drain()
+        elif due is Due.PING:
+            self._sending.control(frames.frame(frames.PING, 0, 0, bytes(8)))
+        self._receiving.end_stalled(now_ns)
+
+    def _on_over(self, stream: Stream) -> None:
+        self._receiving.on_over(stream)
+        if self._is_draining:
+            self._close_if_drained()
+
+    def _end_drain(self) -> None:
+        receiving = self._receiving
+        if not self._is_draining or receiving.goaway_id != frames.MAX_STREAM_ID:
+            return
+        receiving.goaway_id = receiving.last_id
+        self._sending.control(frames.goaway(receiving.last_id, ErrorCode.NO_ERROR))
+        self._close_if_drained()
+
+    def _close_if_drained(self) -> None:
+        is_drained = self._receiving.goaway_id != frames.MAX_STREAM_ID and not self._receiving.streams
+        if is_drained and not self._is_failed:
+            self._close()
+
+    def _fail(self, error: Http2ConnectionError) -> None:
+        self._is_failed = True
+        self._receiving.close()
+        self._sending.control(frames.goaway(self._receiving.last_id, error.code, error.text.encode()))
+        self._close()
+
+    def _close(self) -> None:
+        """Close when all was sent; who does not read it is not waited for."""
+        self._sending.flush()
+        self._life.abort_by(self._clock(), STALL_S)
+        self._transport.close()

@@ -1,0 +1,159 @@
+"""From the bytes of a connection to its frames: where each begins and ends, and header blocks put together. Pure.
+
+DATA is handed on as it comes, for a frame may be all that a slow network brings in a second; of all other frames
+nothing is said before they are whole. What the frames mean is their taker's business.
+"""
+
+from typing import Final, Protocol
+
+from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
+
+_MAX_BLOCK_BYTES: Final = 32 * 1024
+_MAX_CONTINUATIONS: Final = 8
+"""Of one header block (CVE-2024-27316 and its kin send them without an end)."""
+
+
+class FrameTaker(Protocol):
+    """Whom frames are told, in their order; it may raise Http2ConnectionError, which ends the reading."""
+
+    def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
+        """A DATA frame begins; ``length`` counts its padding."""
+        ...
+
+    def on_data_part(self, part: bytes, *, is_last: bool) -> None:
+        """Some bytes of the DATA frame that began last; none where it has none."""
+        ...
+
+    def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
+        """A whole header block; ``is_end`` where its stream ends with it."""
+        ...
+
+    def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Any other frame."""
+        ...
+
+
+class FrameReader:
+    """Of one connection.
+
+    Attributes:
+        has_settings: Whether the preface and the first frame came, which must be SETTINGS.
+        unfinished_since_ns: When the frame or header block began that is not whole yet; None where there is none.
+    """
+
+    def __init__(self, taker: FrameTaker) -> None:
+        self._taker = taker
+        self._rest = b""
+        self._has_preface = False
+        self.has_settings = False
+        self.unfinished_since_ns: int | None = None
+        self._data_left = 0
+        self._block: list[bytes] = []
+        self._block_bytes = 0
+        self._block_id = 0
+        self._block_is_end = False
+
+    def feed(self, data: bytes, now_ns: int) -> None:
+        """Take what came.
+
+        Raises:
+            Http2ConnectionError: The connection cannot go on.
+        """
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        position = self._read(data)
+        if position < len(data):
+            self._rest = data[position:]
+        elif not self._block:
+            self.unfinished_since_ns = None
+            return
+        # A block counts from its first frame, a frame from where the one before it ended.
+        if self.unfinished_since_ns is None or (position and not self._block):
+            self.unfinished_since_ns = now_ns
+
+    def _read(self, data: bytes) -> int:
+        """Hand on all that is whole, and of DATA what is there; returns where the rest begins."""
+        taker = self._taker
+        position = 0
+        if not self._has_preface:
+            if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "this is no HTTP/2")
+            if len(data) < len(frames.PREFACE):
+                return 0
+            self._has_preface = True
+            position = len(frames.PREFACE)
+        size = len(data)
+        while True:
+            left = self._data_left
+            if left:
+                part = data[position : position + left]
+                if not part:
+                    return position
+                position += len(part)
+                self._data_left = left = left - len(part)
+                taker.on_data_part(part, is_last=not left)
+                continue
+            if size - position < frames.HEADER_BYTES:
+                return position
+            length_and_kind, flags, stream_id = frames.read_header(data, position)
+            length, kind = length_and_kind >> 8, length_and_kind & 0xFF
+            stream_id &= frames.MAX_STREAM_ID
+            if length > frames.MIN_FRAME_SIZE:
+                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "the frame is too large")
+            if self._block and (kind != frames.CONTINUATION or stream_id != self._block_id):
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the header block is not at its end")
+            if not self.has_settings and (kind != frames.SETTINGS or flags & frames.ACK):
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
+            begin = position + frames.HEADER_BYTES
+            if kind == frames.DATA and not flags & frames.PADDED:
+                position = begin
+                taker.on_data(stream_id, length, is_end=bool(flags & frames.END_STREAM))
+                self._data_left = length
+                if not length:
+                    taker.on_data_part(b"", is_last=True)
+                continue
+            end = begin + length
+            if size < end:
+                return position
+            payload = data[begin:end]
+            position = end
+            if kind == frames.HEADERS:
+                self._on_headers(stream_id, flags, payload)
+            elif kind == frames.CONTINUATION:
+                self._on_continuation(flags, payload)
+            elif kind == frames.DATA:
+                taker.on_data(stream_id, length, is_end=bool(flags & frames.END_STREAM))
+                taker.on_data_part(frames.without_padding(payload, flags), is_last=True)
+            else:
+                self.has_settings = True
+                taker.on_frame(kind, flags, stream_id, payload)
+
+    def _on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if stream_id % 2 == 0:
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "HEADERS of a stream that no client opens")
+        payload = frames.without_padding(payload, flags)
+        if flags & frames.HAS_PRIORITY:
+            if len(payload) < 5:
+                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "HEADERS without its priority")
+            payload = payload[5:]
+        if flags & frames.END_HEADERS:
+            self._taker.on_header_block(stream_id, payload, is_end=bool(flags & frames.END_STREAM))
+            return
+        self._block = [payload]
+        self._block_bytes = len(payload)
+        self._block_id = stream_id
+        self._block_is_end = bool(flags & frames.END_STREAM)
+
+    def _on_continuation(self, flags: int, payload: bytes) -> None:
+        block = self._block
+        if not block:
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
+        block.append(payload)
+        self._block_bytes += len(payload)
+        if self._block_bytes > _MAX_BLOCK_BYTES or len(block) > 1 + _MAX_CONTINUATIONS:
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the header block is too large")
+        if flags & frames.END_HEADERS:
+            self._block = []
+            self._taker.on_header_block(self._block_id, b"".join(block), is_end=self._block_is_end)

@@ -1,0 +1,67 @@
+"""What one connection may have, and for how long."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.config.grpc import GrpcOptions
+
+_MAX_STREAMS: Final = 1000
+"""Calls of one connection at one time, where no option says another number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of each connection. Times are seconds, None for no bound.
+
+    Attributes:
+        max_streams: Calls at one time.
+        max_message_bytes: Of a message, also without its compression.
+        keepalive_s: Silence after which the peer is asked whether it is there.
+        keepalive_timeout_s: For its answer.
+        pings_without_calls: Whether either side may ask while there are no calls.
+        max_useless_pings: Of ours without a call between them; 0 for any number.
+        min_ping_interval_s: Between pings of the peer.
+        max_ping_strikes: Pings that come sooner; 0 for any number.
+        max_idle_s: Without calls.
+        max_age_s: Until it takes no new calls.
+        max_age_grace_s: For the calls of a connection that is too old.
+    """
+
+    max_streams: int = _MAX_STREAMS
+    max_message_bytes: int = 2**31 - 1
+    keepalive_s: float = 7200.0
+    keepalive_timeout_s: float = 20.0
+    pings_without_calls: bool = False
+    max_useless_pings: int = 2
+    min_ping_interval_s: float = 300.0
+    max_ping_strikes: int = 2
+    max_idle_s: float | None = None
+    max_age_s: float | None = None
+    max_age_grace_s: float | None = None
+
+    @property
+    def tick_s(self) -> float:
+        """How often to look at the clock, so that each bound is kept within a quarter of it."""
+        bounds = (self.keepalive_s, self.keepalive_timeout_s, self.max_idle_s, self.max_age_s, self.max_age_grace_s)
+        return max(0.01, min(1.0, *(bound / 4 for bound in bounds if bound is not None)))
+
+
+def connection_limits(options: GrpcOptions, *, max_message_bytes: int) -> Limits:
+    """The limits that the options ask for."""
+    return Limits(
+        max_streams=options.grpc_max_connection_calls or _MAX_STREAMS,
+        max_message_bytes=max_message_bytes,
+        keepalive_s=options.grpc_keepalive_time_s,
+        keepalive_timeout_s=options.grpc_keepalive_timeout_s,
+        pings_without_calls=options.grpc_keepalive_permit_without_calls,
+        max_useless_pings=options.grpc_http2_max_pings_without_data,
+        min_ping_interval_s=options.grpc_http2_min_recv_ping_interval_without_data_s,
+        max_ping_strikes=options.grpc_http2_max_ping_strikes,
+        max_idle_s=options.grpc_max_connection_idle_s,
+        max_age_s=options.grpc_max_connection_age_s,
+        max_age_grace_s=options.grpc_max_connection_age_grace_s,
+    )
+
+
+ENCODINGS: Final = {"none": b"", "deflate": b"deflate", "gzip": b"gzip"}
+"""How answers are compressed, by the value of ``grpc_response_compression``."""

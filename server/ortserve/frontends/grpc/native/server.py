@@ -1,0 +1,108 @@
+"""The native gRPC transport: HTTP/2 on the server's own event loop, in the place of grpc's."""
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.calls import Handler, QuickCall
+from ortserve.frontends.grpc.native.calls_work import CallsWork
+from ortserve.frontends.grpc.native.connection import Connection
+from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.streams import Streams
+from ortserve.service.gate import Hold
+
+_BACKLOG: Final = 4096
+"""Connections that may come faster than they are taken; the system bounds it."""
+_JITTER: Final = 0.1
+"""Of the longest age of a connection, each way: those that came together shall not all come again together."""
+
+
+class NativeGrpcServer:
+    """Serves one address from ``start`` to ``stop``, both on the event loop that runs the calls."""
+
+    def __init__(
+        self,
+        find: Callable[[str], Handler],
+        quick: Mapping[str, QuickCall],
+        streams: Streams,
+        hold: Callable[[int], Hold],
+        limits: Limits,
+        *,
+        host: str,
+        port: int,
+        clock: Clock,
+        encoding: bytes = b"",
+    ) -> None:
+        """Open nothing yet; the calls and ``encoding`` as in ``CallsWork``, ``port`` 0 for any free one."""
+        self._find = find
+        self._quick = quick
+        self._streams = streams
+        self._hold = hold
+        self._limits = limits
+        self._host = host
+        self._port = port
+        self._clock = clock
+        self._connections: set[Connection] = set()
+        self._encoding = encoding
+        self._server: asyncio.Server | None = None
+        self._work: CallsWork | None = None
+
+    async def start(self) -> int:
+        """Listen and serve.
+
+        Returns:
+            The port that was bound.
+
+        Raises:
+            ServeError: conflict, naming the option, when the address cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        work = self._work = CallsWork(
+            self._find,
+            self._quick,
+            self._hold,
+            max_message_bytes=self._limits.max_message_bytes,
+            encoding=self._encoding,
+        )
+
+        def connect() -> Connection:
+            age_s = self._limits.max_age_s
+            if age_s is not None:
+                age_s *= random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - no secret
+            return Connection(work, self._limits, self._connections, self._clock, age_s)
+
+        try:
+            self._server = await loop.create_server(connect, self._host, self._port, backlog=_BACKLOG)
+        except OSError as error:
+            raise ServeError(
+                ErrorKind.CONFLICT, f"grpc_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
+            ) from error
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new calls (clients are told by GOAWAY) and finish the running ones; streams read nothing more.
+
+        Returns when all have ended; those that run longer than ``grace_s`` are cut off. Does nothing when not started
+        or stopped already.
+        """
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.close()
+        self._streams.begin_drain()
+        await asyncio.sleep(0)  # for connections that were taken in this turn of the loop
+        connections = list(self._connections)
+        for connection in connections:
+            connection.begin_drain()
+        if connections:
+            await asyncio.wait([connection.closed for connection in connections], timeout=grace_s)
+        for connection in list(self._connections):
+            connection.abort()
+        if connections:
+            await asyncio.wait([connection.closed for connection in connections])
+        assert self._work is not None
+        await self._work.until_done()

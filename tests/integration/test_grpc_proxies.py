@@ -1,0 +1,179 @@
+"""Real proxies in front of the gRPC port: what they ask of a server behind them differs from what clients ask.
+
+Needs nginx, HAProxy and Envoy (packages nginx and haproxy; Envoy is fetched); tests of one that is missing are skipped.
+"""
+
+import queue
+import socket
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from apart import UnavailableError
+from models import builders
+from proxies import find_proxy
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
+
+NGINX: Final = """
+daemon off; master_process off; pid {folder}/nginx.pid; error_log stderr;
+events {{ }}
+http {{
+    access_log off; client_max_body_size 0;
+    client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+    upstream ortserve {{ server {server}; keepalive 8; }}
+    server {{ listen 127.0.0.1:{port} http2; location / {{ grpc_pass grpc://ortserve; }} }}
+}}
+"""
+HAPROXY: Final = """
+global
+    maxconn 200
+defaults
+    mode http
+    timeout connect 10s
+    timeout client 60s
+    timeout server 60s
+frontend grpc
+    bind 127.0.0.1:{port} proto h2
+    default_backend ortserve
+backend ortserve
+    server one {server} proto h2
+"""
+ENVOY: Final = """
+static_resources:
+  listeners:
+  - address: {{ socket_address: {{ address: 127.0.0.1, port_value: {port} }} }}
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: grpc
+          codec_type: HTTP2
+          route_config:
+            virtual_hosts:
+            - {{ name: all, domains: ["*"], routes: [{{ match: {{ prefix: "/" }},
+                route: {{ cluster: ortserve, timeout: 60s }} }}] }}
+          http_filters:
+          - name: envoy.filters.http.router
+            typed_config: {{ "@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router }}
+  clusters:
+  - name: ortserve
+    type: STATIC
+    load_assignment:
+      cluster_name: ortserve
+      endpoints: [{{ lb_endpoints: [{{ endpoint: {{ address: {{ socket_address: {{ address: {host},
+        port_value: {server_port} }} }} }} }}] }}]
+    typed_extension_protocol_options:
+      envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
+        "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
+        explicit_http_config: {{ http2_protocol_options: {{}} }}
+"""
+PROXIES: Final = {
+    "nginx": (NGINX, ("nginx", "-p", "{folder}", "-c")),
+    "haproxy": (HAPROXY, ("haproxy", "-db", "-f")),
+    "envoy": (ENVOY, ("envoy", "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning", "-c")),
+}
+
+
+@contextmanager
+def proxying(name: str, address: str, folder: Path) -> Iterator[str]:
+    """Run a proxy in front of an address; yields its own."""
+    config, command = PROXIES[name]
+    try:
+        _, program = find_proxy(name)
+    except UnavailableError as error:
+        pytest.skip(f"{name} cannot be had here: {error}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    host, server_port = address.split(":")
+    file = folder / f"{name}.yaml"
+    file.write_text(config.format(folder=folder, port=port, server=address, host=host, server_port=server_port))
+    arguments = [str(program), *(part.format(folder=folder) for part in command[1:])]
+    with (folder / "log").open("w+") as log:
+        process = subprocess.Popen([*arguments, str(file)], stdout=log, stderr=log)
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                grpc.channel_ready_future(channel).result(LONG_S)
+            yield f"127.0.0.1:{port}"
+        except BaseException as error:
+            error.add_note((folder / "log").read_text())
+            raise
+        finally:
+            process.terminate()
+            process.wait(LONG_S)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, grpc_transport: str) -> Iterator[ServerProcess]:
+    repository = tmp_path_factory.mktemp("proxies")
+    add_model(repository, "identity", builders.identity)
+    flags = (f"--grpc-transport={grpc_transport}",)
+    with serving(repository, *SHORT_WARMUP, *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=PROXIES)
+def proxy(
+    request: pytest.FixtureRequest, server: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    with proxying(request.param, server.grpc, tmp_path_factory.mktemp("proxy")) as address:
+        yield address
+
+
+def inputs(array: np.ndarray) -> list[triton.InferInput]:
+    tensor = triton.InferInput("x", list(array.shape), "FP32")
+    tensor.set_data_from_numpy(array)
+    return [tensor]
+
+
+@pytest.mark.parametrize("rows", [1, 10, 10_000, 1_000_000])
+def test_request_and_answer_of_any_size_pass(proxy: str, rows: int) -> None:
+    array = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
+    with triton.InferenceServerClient(proxy) as client:
+        for _ in range(20 if rows < 1000 else 1):
+            result = client.infer("identity", inputs(array))
+            assert result is not None
+            np.testing.assert_array_equal(result.as_numpy("y"), array)
+
+
+def test_stream_passes_in_both_directions(proxy: str) -> None:
+    answers: queue.Queue[object] = queue.Queue()
+    with triton.InferenceServerClient(proxy) as client:
+        client.start_stream(lambda result, error: answers.put(error or result))
+        for number in range(200):
+            client.async_stream_infer("identity", inputs(np.full((1, 4), number, np.float32)))
+            answer = answers.get(timeout=LONG_S)
+            assert isinstance(answer, triton.InferResult), answer
+            assert answer.as_numpy("y")[0, 0] == number
+        client.stop_stream()
+
+
+def test_status_and_its_text_pass(proxy: str) -> None:
+    with (
+        triton.InferenceServerClient(proxy) as client,
+        pytest.raises(triton.InferenceServerException) as caught,
+    ):
+        client.infer("nowhere", inputs(np.zeros((1, 4), np.float32)))
+    assert caught.value.status() == "StatusCode.NOT_FOUND"
+    assert caught.value.message() == "Request for unknown model: 'nowhere' is not found"
+
+
+def test_many_calls_at_one_time_pass(proxy: str) -> None:
+    with triton.InferenceServerClient(proxy) as client:
+
+        def one(number: int) -> float:
+            result = client.infer("identity", inputs(np.full((1, 4), number, np.float32)))
+            assert result is not None
+            return float(result.as_numpy("y")[0, 0])
+
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(one, range(400))) == list(range(400))

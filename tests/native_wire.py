@@ -1,0 +1,404 @@
+"""A connection of the native gRPC transport without a socket, in virtual time, and the ``h2`` library as its client."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+import h2.config
+import h2.connection
+import h2.events
+import h2.exceptions
+from h2.settings import SettingCodes, Settings
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.calls import Context, Handler, read, streaming, unary, write
+from ortserve.frontends.grpc.native.calls_work import CallsWork
+from ortserve.frontends.grpc.native.connection import Connection
+from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.service.gate import BodyGate
+
+ECHO: Final = "/test/Echo"
+"""Quick: answers with its message."""
+FAIL: Final = "/test/Fail"
+"""Quick: fails at once."""
+HOLD: Final = "/test/Hold"
+"""Quick: answers with its message when it is released."""
+SLOW: Final = "/test/Slow"
+"""A handler: answers with its message when it is released."""
+STREAM: Final = "/test/Stream"
+"""A handler: answers each message with itself."""
+BOOM: Final = "/test/Boom"
+"""A handler that raises what it should not."""
+
+HEADERS: Final = ((":method", "POST"), (":scheme", "http"), (":authority", "x"), ("te", "trailers"))
+
+
+def framed(message: bytes, *, flag: int = 0) -> bytes:
+    """A gRPC message as it travels."""
+    return bytes((flag,)) + len(message).to_bytes(4, "big") + message
+
+
+class FakeTransport(asyncio.Transport):
+    """Takes what is written; while ``is_stuck`` nothing leaves it, so that it fills up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol) -> None:
+        super().__init__()
+        self._loop = loop
+        self._protocol = protocol
+        self._high = 65536
+        self._buffer = bytearray()
+        self._is_paused = False
+        self._is_closing = False
+        self.is_lost = False
+        self.is_stuck = False
+        self._reads = True
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._high = high or self._high
+
+    def write(self, data: "bytes | bytearray | memoryview[Any]") -> None:
+        assert not self._is_closing
+        self._buffer += data
+        if len(self._buffer) > self._high and not self._is_paused:
+            self._is_paused = True
+            self._protocol.pause_writing()
+
+    def writelines(self, list_of_data: "Iterable[bytes | bytearray | memoryview[Any]]") -> None:
+        self.write(b"".join(list_of_data))
+
+    def take(self) -> bytes:
+        """What has left so far and was not taken yet."""
+        if self.is_stuck:
+            return b""
+        data, self._buffer = bytes(self._buffer), bytearray()
+        if self._is_paused:
+            self._is_paused = False
+            self._protocol.resume_writing()
+        if self._is_closing:
+            self._lose()
+        return data
+
+    @property
+    def buffered_bytes(self) -> int:
+        return len(self._buffer)
+
+    def pause_reading(self) -> None:
+        self._reads = False
+
+    def resume_reading(self) -> None:
+        self._reads = True
+
+    def is_reading(self) -> bool:
+        return self._reads
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        self._is_closing = True
+        if not self._buffer:
+            self._lose()
+
+    def abort(self) -> None:
+        self._is_closing = True
+        self._buffer.clear()
+        self._lose()
+
+    def _lose(self) -> None:
+        if not self.is_lost:
+            self.is_lost = True
+            self._loop.call_soon(self._protocol.connection_lost, None)
+
+
+class Wire:
+    """A connection, its calls and its room.
+
+    Attributes:
+        running: Calls that have begun and not ended.
+        cancelled: How many were cancelled.
+        timeouts_ns: What each quick call was told of its deadline.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        clock: FakeClock,
+        *,
+        limits: Limits | None = None,
+        max_age_s: float | None = None,
+        max_inflight_bytes: int = 10**9,
+        encoding: bytes = b"",
+    ) -> None:
+        limits = limits or Limits()
+        self.clock = clock
+        self.gate = BodyGate(max_inflight_bytes)
+        self.running = 0
+        self.cancelled = 0
+        self.timeouts_ns: list[int | None] = []
+        self.connections: set[Connection] = set()
+        self._loop = loop
+        self._releases: list[asyncio.Future[None]] = []
+        quick = {ECHO: self._echo, FAIL: self._fail, HOLD: self._hold}
+        self.work = CallsWork(
+            self._find, quick, self.gate.hold, max_message_bytes=limits.max_message_bytes, encoding=encoding
+        )
+        self.connection = Connection(self.work, limits, self.connections, clock, max_age_s)
+        self.transport = FakeTransport(loop, self.connection)
+        self.connection.connection_made(self.transport)
+
+    def feed(self, data: bytes) -> None:
+        """Let bytes arrive."""
+        if not self.transport.is_closing():
+            self.connection.data_received(data)
+
+    async def turn(self) -> bytes:
+        """Let the loop do all that it can do now, and take what was sent."""
+        for _ in range(8):
+            await asyncio.sleep(0)
+        return self.transport.take()
+
+    def lose(self) -> None:
+        """The peer is gone."""
+        self.transport.abort()
+
+    def release(self) -> None:
+        """Let the calls go on that wait for it."""
+        releases, self._releases = self._releases, []
+        for future in releases:
+            if not future.done():
+                future.set_result(None)
+
+    def _echo(
+        self,
+        message: bytes,
+        timeout_ns: int | None,
+        on_answer: Callable[[bytes, bytes], None],
+        _on_failure: Callable[[ServeError], None],
+    ) -> Callable[[], object]:
+        return self._later(message, timeout_ns, on_answer, asyncio.sleep(0))
+
+    def _hold(
+        self,
+        message: bytes,
+        timeout_ns: int | None,
+        on_answer: Callable[[bytes, bytes], None],
+        _on_failure: Callable[[ServeError], None],
+    ) -> Callable[[], object]:
+        self._releases.append(self._loop.create_future())
+        return self._later(message, timeout_ns, on_answer, self._releases[-1])
+
+    def _later(
+        self,
+        message: bytes,
+        timeout_ns: int | None,
+        on_answer: Callable[[bytes, bytes], None],
+        waited_for: Awaitable[None],
+    ) -> Callable[[], object]:
+        self.timeouts_ns.append(timeout_ns)
+        self.running += 1
+        waiting = asyncio.ensure_future(waited_for)
+
+        def finish(done: asyncio.Future[None]) -> None:
+            self.running -= 1
+            if done.cancelled():
+                self.cancelled += 1
+            else:
+                on_answer(message, b"all;dur=1")
+
+        waiting.add_done_callback(finish)
+        return waiting.cancel
+
+    def _fail(
+        self,
+        _message: bytes,
+        _timeout_ns: int | None,
+        _on_answer: Callable[[bytes, bytes], None],
+        on_failure: Callable[[ServeError], None],
+    ) -> None:
+        on_failure(ServeError(ErrorKind.INVALID_INPUT, "it is 100 % wrong: ü"))
+
+    def _find(self, path: str) -> Handler:
+        handlers = {STREAM: streaming(self._stream), SLOW: unary(self._slow), BOOM: unary(self._boom)}
+        handlers |= {ECHO: unary(self._echo_slowly), HOLD: unary(self._slow)}
+        return handlers.get(path) or streaming(_refuse)
+
+    async def _stream(self, context: Context) -> None:
+        with _Counted(self):
+            while (message := await read(context)) is not None:
+                await write(context, message)
+
+    async def _slow(self, data: bytes, _context: Context) -> bytes:
+        with _Counted(self):
+            self._releases.append(self._loop.create_future())
+            await self._releases[-1]
+            return data
+
+    async def _echo_slowly(self, data: bytes, _context: Context) -> bytes:
+        return data
+
+    async def _boom(self, _data: bytes, _context: Context) -> bytes:
+        raise RuntimeError("/secret/path")
+
+
+async def _refuse(context: Context) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call")
+
+
+class _Counted:
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def __enter__(self) -> None:
+        self._wire.running += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._wire.running -= 1
+        self._wire.cancelled += kind is asyncio.CancelledError
+
+
+@dataclass
+class Answer:
+    """What came of a stream."""
+
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    data: bytes = b""
+    trailers: dict[bytes, bytes] = field(default_factory=dict)
+    is_ended: bool = False
+    reset: int | None = None
+
+    @property
+    def status(self) -> int:
+        """``grpc-status``, from wherever it was."""
+        return int((self.trailers or self.headers)[b"grpc-status"])
+
+    @property
+    def text(self) -> bytes:
+        return (self.trailers or self.headers).get(b"grpc-message", b"")
+
+    @property
+    def messages(self) -> list[bytes]:
+        """The messages, of which none may be cut short."""
+        messages, rest = [], self.data
+        while rest:
+            end = 5 + int.from_bytes(rest[1:5], "big")
+            assert len(rest) >= end
+            messages.append(rest[5:end])
+            rest = rest[end:]
+        return messages
+
+
+class Client:
+    """The ``h2`` library at the other end of a ``Wire``.
+
+    Attributes:
+        answers: By stream.
+        goaways: Code and text of each GOAWAY.
+        pongs: What answers to PINGs carried.
+        reads: Whether it gives room again for what it reads.
+    """
+
+    def __init__(self, wire: Wire, settings: "dict[SettingCodes, int] | None" = None) -> None:
+        self.wire = wire
+        config = h2.config.H2Configuration(client_side=True, header_encoding=None)
+        self.h2 = h2.connection.H2Connection(config)
+        self.answers: dict[int, Answer] = {}
+        self.goaways: list[tuple[int, bytes]] = []
+        self.pongs: list[bytes] = []
+        self.reads = True
+        if settings:
+            defaults = {SettingCodes(code): value for code, value in self.h2.local_settings.items()}
+            self.h2.local_settings = Settings(client=True, initial_values=defaults | settings)
+        self.h2.initiate_connection()
+
+    async def exchange(self) -> None:
+        """Carry bytes to and fro until both sides have nothing more to say."""
+        while True:
+            out = self.h2.data_to_send()
+            if out:
+                self.wire.feed(out)
+            came = await self.wire.turn()
+            if came:
+                for event in self.h2.receive_data(came):
+                    self._on_event(event)
+            elif not out:
+                return
+
+    def open(self, path: str = ECHO, *metadata: tuple[str, str], is_end: bool = False) -> int:
+        stream_id = self.h2.get_next_available_stream_id()
+        headers = [*HEADERS, (":path", path), ("content-type", "application/grpc"), *metadata]
+        pseudo = [header for header in headers if header[0].startswith(":")]
+        self.h2.send_headers(stream_id, pseudo + [h for h in headers if h not in pseudo], end_stream=is_end)
+        self.answers[stream_id] = Answer()
+        return stream_id
+
+    def send(self, stream_id: int, data: bytes, *, is_end: bool = False, pad: int | None = None) -> None:
+        """Send DATA in as few frames as may be; there must be room for it."""
+        size = self.h2.max_outbound_frame_size - 256
+        parts = [data[begin : begin + size] for begin in range(0, len(data), size)] or [b""]
+        for number, part in enumerate(parts):
+            self.h2.send_data(stream_id, part, end_stream=is_end and number == len(parts) - 1, pad_length=pad)
+
+    async def send_all(self, stream_id: int, data: bytes) -> None:
+        """Send DATA as there is room for it, and end the stream."""
+        while data:
+            await self.exchange()
+            room = min(self.h2.local_flow_control_window(stream_id), self.h2.max_outbound_frame_size)
+            assert room > 0, "the server gives no room"
+            self.h2.send_data(stream_id, data[:room], end_stream=len(data) <= room)
+            data = data[room:]
+
+    async def call(self, path: str, message: bytes, *metadata: tuple[str, str]) -> Answer:
+        """Call with one message; the answer as far as it came."""
+        stream_id = self.open(path, *metadata)
+        self.send(stream_id, framed(message), is_end=True)
+        await self.exchange()
+        return self.answers[stream_id]
+
+    def _on_event(self, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.ResponseReceived):
+            self.answers[event.stream_id].headers = dict(event.headers)
+        elif isinstance(event, h2.events.TrailersReceived):
+            self.answers[event.stream_id].trailers = dict(event.headers)
+        elif isinstance(event, h2.events.DataReceived):
+            self.answers[event.stream_id].data += event.data
+            if self.reads and event.flow_controlled_length:
+                self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        elif isinstance(event, h2.events.StreamEnded):
+            self.answers[event.stream_id].is_ended = True
+        elif isinstance(event, h2.events.StreamReset):
+            self.answers[event.stream_id].reset = int(event.error_code or 0)
+        elif isinstance(event, h2.events.ConnectionTerminated):
+            self.goaways.append((int(event.error_code or 0), event.additional_data or b""))
+        elif isinstance(event, h2.events.PingAckReceived):
+            self.pongs.append(event.ping_data)
+
+
+def on_wire(test: Callable[[Wire, Client], Coroutine[Any, Any, None]], **traits: Any) -> None:
+    """Run a test on a connection that has shaken hands; at its end nothing may be left of any call.
+
+    ``traits`` are those of ``Wire``, and ``settings`` of the client.
+    """
+    settings = traits.pop("settings", None)
+
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        wire = Wire(loop, clock, **traits)
+        client = Client(wire, settings)
+        await client.exchange()
+        await test(wire, client)
+        await end(wire)
+
+    run_virtual(main)
+
+
+async def end(wire: Wire) -> None:
+    """Let the peer go, and see that the connection let go of everything."""
+    wire.transport.is_stuck = False
+    wire.lose()
+    await wire.turn()
+    await wire.work.until_done()
+    assert wire.connection.closed.done()
+    assert (wire.running, wire.gate.held_bytes, len(wire.connections)) == (0, 0, 0)

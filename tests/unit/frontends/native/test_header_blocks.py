@@ -1,0 +1,124 @@
+"""Header blocks that are remembered mean what the hpack library reads in them, whatever came before."""
+
+import hpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
+from ortserve.frontends.grpc.native.header_blocks import HeaderReader, literal
+
+MAX_LIST = 16 * 1024
+NAMES = [b":path", b"te", b"user-agent", b"grpc-timeout", b"x-trace", b"authorization"]
+VALUES = [b"", b"trailers", b"/inference.GRPCInferenceService/ModelInfer", b"100m", b"a" * 300, b"b" * 4200]
+
+
+def integer(value: int, bits: int, first: int) -> bytes:
+    limit = (1 << bits) - 1
+    if value < limit:
+        return bytes((first | value,))
+    out = bytearray((first | limit,))
+    value -= limit
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes((*out, value))
+
+
+def string(text: bytes) -> bytes:
+    return integer(len(text), 7, 0) + text
+
+
+field = st.one_of(
+    st.builds(lambda index: integer(index, 7, 0x80), st.integers(1, 75)),
+    st.builds(
+        lambda first, name, value: bytes((first,)) + string(name) + string(value),
+        st.sampled_from([0x00, 0x10, 0x40, 0x40]),
+        st.sampled_from(NAMES),
+        st.sampled_from(VALUES),
+    ),
+    st.builds(
+        lambda index, value: integer(index, 6, 0x40) + string(value), st.integers(1, 70), st.sampled_from(VALUES)
+    ),
+)
+resize = st.builds(lambda size: integer(size, 5, 0x20), st.sampled_from([0, 100, 400, 4096, 4097]))
+a_block = st.builds(
+    lambda resizes, fields: b"".join((*resizes, *fields)), st.lists(resize, max_size=1), st.lists(field, max_size=4)
+)
+blocks = st.builds(
+    lambda pool, order: [pool[number % len(pool)] for number in order],
+    st.lists(a_block, min_size=1, max_size=6),
+    st.lists(st.integers(0, 5), min_size=1, max_size=40),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(blocks)
+def test_blocks_are_read_as_a_decoder_without_memory_reads_them(sent: list[bytes]) -> None:
+    reader = HeaderReader(MAX_LIST)
+    decoder = hpack.Decoder(max_header_list_size=MAX_LIST)
+    for block in sent:
+        try:
+            expected = tuple((bytes(name), bytes(value)) for name, value in decoder.decode(block, raw=True))
+        except hpack.HPACKError:
+            with pytest.raises(Http2ConnectionError):
+                reader.read(block)
+            return
+        assert reader.read(block) == expected
+
+
+def test_block_that_comes_again_is_not_read_again() -> None:
+    reader = HeaderReader(MAX_LIST)
+    encoder = hpack.Encoder()
+    headers = [(b":path", b"/x"), (b"te", b"trailers")]
+    first, *others = (encoder.encode(headers) for _ in range(4))
+    assert first != others[0]  # the first one inserts
+    read = [reader.read(block) for block in (first, *others)]
+    assert read == [tuple(headers)] * 4
+    assert read[1] is read[2] is read[3]
+    assert list(reader._kept) == [others[0]]
+
+
+def test_block_that_inserts_or_resizes_is_never_kept() -> None:
+    reader = HeaderReader(MAX_LIST)
+    for block in (b"\x40\x01a\x01b", b"\x20\x82", b"\x3f\xe1\x1f\x82"):
+        reader.read(block)
+        assert block not in reader._kept
+
+
+def test_what_was_kept_is_forgotten_when_the_table_changes() -> None:
+    reader = HeaderReader(MAX_LIST)
+    reader.read(b"\x40\x01a\x01b")
+    assert reader.read(b"\xbe") == ((b"a", b"b"),)
+    reader.read(b"\x40\x01c\x01d")
+    assert reader.read(b"\xbe") == ((b"c", b"d"),)
+    reader.read(b"\x20")
+    with pytest.raises(Http2ConnectionError):
+        reader.read(b"\xbe")
+
+
+def test_memory_of_blocks_is_bounded() -> None:
+    reader = HeaderReader(MAX_LIST)
+    for number in range(1000):
+        reader.read(literal(b"x", b"%d" % number))
+        reader.read(literal(b"x", b"y" * 3000))
+        assert len(reader._kept) <= 64
+        assert max(map(len, reader._kept)) <= 2048
+
+
+def test_list_that_is_too_large_is_told_from_a_block_that_cannot_be_read() -> None:
+    for block, code in (
+        (literal(b"x", bytes(20_000)), ErrorCode.ENHANCE_YOUR_CALM),
+        (b"\xff\xff\xff", ErrorCode.COMPRESSION_ERROR),
+        (b"\x00\x05ab", ErrorCode.COMPRESSION_ERROR),
+        (b"\x00\x81\xff\x00", ErrorCode.COMPRESSION_ERROR),
+    ):
+        with pytest.raises(Http2ConnectionError) as caught:
+            HeaderReader(MAX_LIST).read(block)
+        assert caught.value.code is code
+
+
+@given(st.binary(min_size=1, max_size=300), st.binary(max_size=70_000))
+def test_literal_is_what_a_decoder_reads(name: bytes, value: bytes) -> None:
+    decoder = hpack.Decoder(max_header_list_size=100_000)
+    assert [tuple(header) for header in decoder.decode(literal(name, value), raw=True)] == [(name, value)]
