@@ -34,9 +34,10 @@ from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.statistics_calls import StatisticsCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
+from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.generate_route import make_generate_router
 from ortserve.frontends.http.infer_route import InferRoute
-from ortserve.frontends.http.lane import UVICORN, Lane, lane_fits
+from ortserve.frontends.http.lane import UVICORN, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService

@@ -10,11 +10,11 @@ from servers import SHORT_WARMUP, serving
 EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "30")
 
 
-def test_every_operation_keeps_what_the_document_says_of_it(tmp_path: Path, http_way: str) -> None:
+def test_every_operation_keeps_what_the_document_says_of_it(tmp_path: Path) -> None:
     # Whether an operation is allowed is no part of the document: 501 and 503 say that the operator has it off.
     settings = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "501", "503"]\n'
     (tmp_path / "schemathesis.toml").write_text(settings)  # found in the folder that it runs in
-    with serving("--example", *SHORT_WARMUP, http_way) as server:
+    with serving("--example", *SHORT_WARMUP) as server:
         command = [str(Path(sys.executable).with_name("st")), "run", f"http://{server.http}/openapi.json"]
         # What a model takes is no part of the document, so a request that keeps to it may well be refused.
         flags = ["--exclude-checks", "positive_data_acceptance", "--max-examples", EXAMPLES, "--seed", "1"]

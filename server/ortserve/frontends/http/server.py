@@ -12,8 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.answers import Answer
 from ortserve.frontends.http.connection import Connection, connection_of
+from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, send_answer
-from ortserve.frontends.http.lane import Lane
+from ortserve.frontends.http.lane import LaneConnection
 
 _WRONG_METHOD = Answer(
     405, b'{"error":"Method Not Allowed"}', ((b"content-type", b"application/json"), (b"allow", b"POST"))
@@ -88,7 +89,7 @@ class HttpServer:
             ServeError: conflict, naming the option, when the address cannot be listened on.
         """
         listener = _listen(self._host, self._port)
-        connect = self._lane.connect if self._lane else Connection
+        connect = partial(LaneConnection, self._lane) if self._lane else Connection
         config = uvicorn.Config(
             self._app,
             http=partial(connect, max_age_s=self._max_connection_age_s),  # type: ignore[arg-type]  # called as a class is

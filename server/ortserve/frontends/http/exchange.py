@@ -1,0 +1,333 @@
+"""An infer request in the lane: from its headers to the codec, to the batcher, and back to the socket.
+
+``lane`` makes one for each request, in the place of uvicorn's own object for a request.
+"""
+
+import asyncio
+import logging
+from functools import partial
+from typing import Final, Protocol
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.server import ServerState
+
+from ortserve.clock import Clock
+from ortserve.codecs.compression import Encoding
+from ortserve.codecs.rest import decode_rest_request, encode_rest_response
+from ortserve.core.batch import Arrays
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.announcement import read_announcement
+from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
+from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
+from ortserve.frontends.http.connection import CorkedTransport
+from ortserve.service.gate import Hold
+from ortserve.service.inference import Call, InferenceService, Pending
+
+logger: Final = logging.getLogger(__name__)
+
+_JOINED_BYTES: Final = 64 * 1024
+"""Bodies up to this size are joined with their head: copying is cheaper than a second part of the system call."""
+
+
+class Lane:
+    """What the exchanges of a server share. Loop thread only."""
+
+    def __init__(
+        self, service: InferenceService, *, max_body_bytes: int, compression_min_bytes: int, clock: Clock
+    ) -> None:
+        self.service: Final = service
+        self.max_body_bytes: Final = max_body_bytes
+        self.compression_min_bytes: Final = compression_min_bytes
+        self.clock: Final = clock
+        self.is_draining = False
+        """Whether answers ask their callers to open new connections, elsewhere."""
+
+
+class LaneSide(Protocol):
+    """What an exchange needs of its connection."""
+
+    exchange: "Exchange | None"
+    corked: CorkedTransport
+    transport: asyncio.Transport
+    flow: FlowControl
+    loop: asyncio.AbstractEventLoop
+    server_state: ServerState
+    has_left: bool
+    is_old: bool
+
+    @property
+    def lane(self) -> Lane: ...
+    def on_response_complete(self) -> None: ...
+
+
+class _NoEvent:
+    def set(self) -> None: ...
+
+
+class Exchange:
+    """One infer request and its answer.
+
+    It is begun by ``start``, when all before it on the connection are answered; what comes of its body until then is
+    kept. uvicorn reads and writes the attributes without docstrings here, as those of a cycle.
+    """
+
+    __slots__ = (
+        "_announced",
+        "_call",
+        "_connection",
+        "_expects_continue",
+        "_hold",
+        "_inflating",
+        "_is_started",
+        "_is_written",
+        "_model",
+        "_parts",
+        "_pending",
+        "_received_ns",
+        "_refusal",
+        "_size",
+        "_version",
+        "disconnected",
+        "keep_alive",
+        "more_body",
+        "response_complete",
+    )
+    message_event: Final = _NoEvent()
+
+    def __init__(
+        self,
+        connection: LaneSide,
+        model: str,
+        version: str,
+        headers: list[Header],
+        keep_alive: bool,
+        expects_continue: bool,
+    ) -> None:
+        """``headers`` are the request's, their names in lower case."""
+        lane = connection.lane
+        self._connection = connection
+        self._model = model
+        self._version = version
+        self._expects_continue = expects_continue
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._call: Call | None = None
+        self._pending: Pending | None = None
+        self._hold: Hold | None = None
+        self._refusal: ServeError | None = None
+        self._is_started = False
+        self._is_written = False
+        self._inflating: asyncio.Task[None] | None = None
+        self.more_body = True
+        self.keep_alive = keep_alive
+        self.disconnected = False
+        self.response_complete = False
+        self._received_ns = lane.clock()
+        try:
+            self._announced = read_announcement(headers)
+            if self._announced.body_size > lane.max_body_bytes:
+                raise body_too_large(self._announced.body_size, lane.max_body_bytes)
+            self._hold = lane.service.hold(self._announced.body_size)
+        except ServeError as error:
+            self._refusal = error
+
+    def start(self) -> None:
+        """Read the rest of the body, or answer: its turn has come."""
+        connection = self._connection
+        if connection.has_left:
+            return
+        connection.exchange = self
+        self._is_started = True
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+        elif not self.more_body:
+            self._run()
+        elif self._expects_continue:
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        """Keep a part of the body, unless it is refused."""
+        if self._refusal is not None:
+            return
+        lane = self._connection.lane
+        size = self._size + len(data)
+        try:
+            if size > lane.max_body_bytes:
+                raise body_too_large(size, lane.max_body_bytes)
+            if size > self._announced.body_size:  # a chunked body announces none
+                assert self._hold is not None
+                self._hold.grow(len(data))
+        except ServeError as error:
+            self._refusal = error
+            self._parts.clear()
+            if self._is_started:
+                self._refuse(error)
+            return
+        self._size = size
+        self._parts.append(data)
+
+    def on_end(self) -> None:
+        """The body is whole."""
+        self.more_body = False
+        if self._refusal is not None:
+            if self._is_started:
+                self._complete()
+        elif self._is_started:
+            self._run()
+
+    def on_writable(self) -> None:
+        """The caller took enough of an answer for the next one to be sent."""
+        if self._is_written and not self.response_complete:
+            self._complete()
+
+    def abandon(self) -> None:
+        """The caller left: leave the queue."""
+        if self._hold is not None:
+            self._hold.release()
+        if self._pending is not None:
+            self._pending.leave()
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except Exception:  # noqa: BLE001 - an exception that leaves here is lost in the parser, and the caller waits on
+            self._give_up()
+
+    def _on_outputs(self, _: asyncio.Future[Arrays]) -> None:
+        try:
+            self._finish()
+        except asyncio.CancelledError:
+            pass  # the caller left
+        except Exception:  # noqa: BLE001 - as above, in the loop
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """A fault of ours, which nothing above foresaw: the caller learns at least that no answer comes."""
+        logger.exception("a request could not be answered")
+        self.abandon()
+        self._connection.transport.abort()
+
+    def _begin(self) -> None:
+        lane = self._connection.lane
+        parts = self._parts
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        self._call = lane.service.receive("http", self._announced.timeout_ns)
+        if self._announced.encoding is None:
+            self._submit(body)
+        else:
+            self._inflating = self._connection.loop.create_task(self._inflate(body, self._announced.encoding))
+
+    async def _inflate(self, body: bytes, encoding: Encoding) -> None:
+        connection, lane, hold = self._connection, self._connection.lane, self._hold
+        assert hold is not None
+        kind = ErrorKind.CANCELLED
+        try:
+            inflated = await inflate(body, encoding, hold, max_bytes=lane.max_body_bytes)
+            if not connection.has_left:
+                self._submit(inflated)
+                return
+        except ServeError as error:
+            kind = error.kind
+            if not connection.has_left:
+                self._answer(failure(error))
+        except Exception:  # noqa: BLE001 - as above, in the task
+            self._give_up()
+            return
+        lane.service.count_refused_body("http", kind, self._received_ns)
+        hold.release()  # it may have grown since the caller left
+
+    def _submit(self, body: bytes) -> None:
+        assert self._call is not None
+        announced = self._announced
+        try:
+            pending = self._connection.lane.service.begin(
+                self._call, partial(decode_rest_request, body, announced.json_size, self._model, self._version)
+            )
+        except ServeError as error:
+            self._answer(failure(error))
+            return
+        self._pending = pending
+        pending.outputs.add_done_callback(self._on_outputs)
+
+    def _finish(self) -> None:
+        assert self._pending is not None
+        assert self._call is not None
+        pending, self._pending = self._pending, None
+        try:
+            answer = success(self._connection.lane.service.finish(pending, encode_rest_response), self._call.timing)
+        except ServeError as error:
+            answer = failure(error)
+        if self._connection.has_left:
+            return
+        accepted = self._announced.accepted
+        if accepted is None:
+            self._answer(answer)
+        else:
+            self._answer_compressed(answer, accepted)
+
+    def _answer_compressed(self, answer: Answer, encoding: Encoding) -> None:
+        connection = self._connection
+        if not is_to_compress(answer, encoding, min_bytes=connection.lane.compression_min_bytes):
+            self._answer(answer)
+        elif is_quickly_compressed(answer):
+            self._answer(compressed(answer, encoding))
+        else:
+            compressing = connection.loop.run_in_executor(None, compressed, answer, encoding)
+            compressing.add_done_callback(self._on_compressed)
+
+    def _on_compressed(self, compressing: asyncio.Future[Answer]) -> None:
+        try:
+            if not self._connection.has_left:
+                self._answer(compressing.result())
+        except Exception:  # noqa: BLE001 - as above, in the loop
+            self._give_up()
+
+    def _answer(self, answer: Answer) -> None:
+        assert self._hold is not None
+        self._hold.release()
+        if self._connection.is_old or self._connection.lane.is_draining:
+            self.keep_alive = False
+        self._write(answer)
+        self._is_written = True
+        if not self._connection.flow.write_paused:
+            self._complete()  # else when the caller took it, so that answers do not pile up
+
+    def _refuse(self, error: ServeError) -> None:
+        """Answer before the whole body came. The connection is of no more use and closes when the rest came."""
+        connection = self._connection
+        connection.lane.service.count_refused_body("http", error.kind, self._received_ns)
+        if self._hold is not None:
+            self._hold.release()
+        self.keep_alive = False
+        self._write(failure(error))
+        if not self.more_body:
+            self._complete()
+        else:
+            connection.loop.call_later(LINGER_S, connection.transport.close)
+
+    def _write(self, answer: Answer) -> None:
+        connection = self._connection
+        status, body, headers = answer
+        lines = [STATUS_LINE[status]]
+        for name, value in connection.server_state.default_headers:
+            lines += (name, b": ", value, b"\r\n")
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        lines.append(
+            (b"content-length: %d\r\n\r\n" if self.keep_alive else b"content-length: %d\r\nconnection: close\r\n\r\n")
+            % len(body)
+        )
+        if len(body) <= _JOINED_BYTES:
+            lines.append(body)
+            connection.corked.write_out(b"".join(lines))
+        else:
+            connection.corked.write_out(b"".join(lines), body)
+
+    def _complete(self) -> None:
+        connection = self._connection
+        self.response_complete = True
+        if not self.keep_alive:
+            connection.transport.close()
+        connection.on_response_complete()
