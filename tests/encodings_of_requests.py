@@ -12,6 +12,7 @@ import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from servers import LONG_S, ServerProcess, json_input, rest_url, wire_datatype
+from wire import TYPED_FIELDS
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Infer: TypeAlias = Callable[[ServerProcess, str, Arrays], dict[str, np.ndarray]]
@@ -23,22 +24,6 @@ _NUMPY: Final[Mapping[str, npt.DTypeLike]] = {
     "FP64": "float64",
     "BYTES": "object",
 }
-
-_TYPED_FIELDS: Final = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""Of InferTensorContents; FP16 and BF16 have none."""
 
 
 def rest_json(server: ServerProcess, model: str, inputs: Arrays) -> dict[str, np.ndarray]:
@@ -73,7 +58,7 @@ def grpc_typed(server: ServerProcess, model: str, inputs: Arrays) -> dict[str, n
         elements = array.ravel().tolist()
         if datatype == "BYTES":
             elements = [element.encode() for element in elements]
-        getattr(tensor.contents, _TYPED_FIELDS[datatype]).extend(elements)
+        getattr(tensor.contents, TYPED_FIELDS[datatype]).extend(elements)
     with triton_grpc.InferenceServerClient(server.grpc) as client:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(client._channel)
         answer = triton_grpc.InferResult(stub.ModelInfer(request, timeout=LONG_S))

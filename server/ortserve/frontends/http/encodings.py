@@ -41,17 +41,19 @@ def body_encoding(value: bytes) -> Encoding | None:
     return encoding
 
 
-@lru_cache(maxsize=64)
 def answer_encoding(value: bytes) -> Encoding | None:
     """Read an Accept-Encoding: what the caller wants most, the first of equals; None where that is no compression.
 
     Encodings that are unknown here, ``*`` and entries that cannot be read count for nothing. An answer without any is
     always allowed.
     """
+    return _best(value) if len(value) <= _MAX_BYTES else None
+
+
+@lru_cache(maxsize=64)
+def _best(value: bytes) -> Encoding | None:
     best: Encoding | None = None
     best_weight = 0.0
-    if len(value) > _MAX_BYTES:
-        return None
     for entry in value.lower().split(b","):
         name, *parameters = (part.strip() for part in entry.split(b";"))
         encoding = _BY_NAME.get(name)

@@ -22,6 +22,9 @@ from ortserve.frontends.http.infer_route import match_infer_path
 UVICORN: Final = "0.54.0"
 """The version whose protocol class the lane is made for, attribute by attribute."""
 
+_KEPT_URL_BYTES: Final = 512
+"""Longer URLs go uvicorn's way: anybody may make them up, and what was read of the others is kept."""
+
 
 def lane_fits() -> bool:
     """Whether the uvicorn that is installed is the one that the lane was made for."""
@@ -124,9 +127,13 @@ class LaneConnection(Connection):
         super().on_headers_complete()
 
 
-@lru_cache(maxsize=1024)
 def _target(url: bytes) -> tuple[str, str] | None:
     """Model and version of the URL of an infer request; None for any other, and for what is better left to uvicorn."""
+    return _known_target(url) if len(url) <= _KEPT_URL_BYTES else None
+
+
+@lru_cache(maxsize=1024)
+def _known_target(url: bytes) -> tuple[str, str] | None:
     try:
         return match_infer_path(url.partition(b"?")[0].decode("ascii"))
     except UnicodeDecodeError:
