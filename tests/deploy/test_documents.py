@@ -15,7 +15,7 @@ import yaml
 from manifests import DEPLOY, ROOT, installation, overlays, rendered
 from ortserve import __version__
 from ortserve.config.options import ServerOptions, variable_name
-from ortserve.telemetry.metrics import DECLARATIONS
+from ortserve.telemetry.declarations import DECLARATIONS
 from servers import LONG_S, SHORT_WARMUP, serving
 
 README: Final = (DEPLOY / "README.md").read_text()

@@ -72,8 +72,8 @@ class ServerOptions(GrpcOptions, LoadOptions):
     """Most bytes of request bodies that the server holds at one time, answered or not; beyond it refuses as
     ``overloaded``."""
     http_lane: bool = True
-    """Answer REST inference inside the HTTP server's protocol class, which costs half of what passing it through ASGI
-    does. Off, or with another version of uvicorn than it was made for, all goes through ASGI."""
+    """Answer REST inference inside the HTTP server's protocol class, which costs less than passing it through ASGI.
+    Off, or with another version of uvicorn than it was made for, all goes through ASGI."""
     compression_min_bytes: int = Field(default=16 * 1024, ge=0, le=2**44)
     """Smallest answer of REST inference that is compressed for callers whose ``Accept-Encoding`` asks for it, and then
     only if it shrinks by a fifth at least. Many clients always ask, and compressing 64 KiB takes about as long as ten
