@@ -24,7 +24,8 @@ from importlib.metadata import version
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from ortserve.core.timing import PHASES, Timing
-from ortserve.telemetry.metrics import PHASE_DURATION, REQUEST_DURATION, BatchingNumbers, Metrics
+from ortserve.telemetry.declarations import PHASE_DURATION, REQUEST_DURATION
+from ortserve.telemetry.metrics import BatchingNumbers, Metrics
 from ortserve.telemetry.text_format import TextFormat
 from ortserve.telemetry.triton_metrics import TritonMetrics
 

@@ -3,7 +3,7 @@
 import re
 from typing import Final
 
-from ortserve.telemetry.metrics import DECLARATIONS
+from ortserve.telemetry.declarations import DECLARATIONS
 
 OF_THE_PROCESS: Final = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
 OF_PROMETHEUS: Final = {"up"}

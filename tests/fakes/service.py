@@ -17,25 +17,9 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.served import ServedModel
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.inference import Call, Pending
+from ortserve.service.models import ModelMetadata, ServerMetadata
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerMetadata:
-    name: str
-    version: str
-    extensions: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelMetadata:
-    name: str
-    versions: tuple[str, ...]
-    platform: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    properties: dict[str, str]
 
 
 @dataclass

@@ -7,8 +7,8 @@ import pytest
 
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind
+from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.families import Declaration
-from ortserve.telemetry.metrics import DECLARATIONS, MODEL_STATES
 
 UNITS: Final = ("seconds", "bytes", "rows", "elements", "requests", "loads", "decisions", "streams")
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""

@@ -15,7 +15,7 @@ from ortserve.config.options import ServerOptions
 from ortserve.config.queueing import QueuePolicy
 from ortserve.config.session import SessionSettings
 from ortserve.config.tensors import InputOptions, OutputOptions, WarmupInput, WarmupSample
-from ortserve.telemetry.metrics import DECLARATIONS
+from ortserve.telemetry.declarations import DECLARATIONS
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from ortserve._pb.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
 from ortserve.codecs.bytes_elements import decode_element, object_array
+from ortserve.codecs.grpc_wire import RAW_OUTPUT_TAG, raw_contents, raw_contents_start, varint
 from ortserve.codecs.region_span import BYTE_SIZE, OFFSET, REGION, read_span
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
@@ -34,13 +35,13 @@ def decode_request(data: bytes) -> InferRequest:
     Raises:
         ServeError: invalid_input for anything malformed; unsupported for extensions this server does not have.
     """
-    raw_start = _raw_contents_start(data)
+    raw_start = raw_contents_start(data)
     if raw_start is None:
         message = parse_message(ModelInferRequest, data)
         raw: Sequence[bytes | memoryview] = message.raw_input_contents
     else:
         message = parse_message(ModelInferRequest, data[:raw_start])
-        raw = _raw_contents(data, raw_start)
+        raw = raw_contents(data, raw_start)
     model = message.model_name
     version = message.model_version
     require_version_number(version)
@@ -63,7 +64,7 @@ def read_names(data: bytes) -> ModelInferRequest:
     Never fails; bytes that are no such message have no names.
     """
     try:
-        return parse_message(ModelInferRequest, data[: _raw_contents_start(data)])
+        return parse_message(ModelInferRequest, data[: raw_contents_start(data)])
     except ServeError:
         return ModelInferRequest()
 
@@ -85,7 +86,7 @@ def encode_response(response: InferResponse) -> bytes:
         entry.shape.extend(tensor.array.shape)
         # Clients look for one entry of raw contents an output, also where it says nothing.
         content = b"" if tensor.name in placed else encode_binary_tensor(tensor.array, tensor.datatype)
-        pieces.append(_RAW_OUTPUT_TAG + varint(len(content)))
+        pieces.append(RAW_OUTPUT_TAG + varint(len(content)))
         pieces.append(content)
     pieces[0] = head.SerializeToString()
     size = sum(map(len, pieces))
@@ -117,75 +118,6 @@ def require_version_number(version: str) -> None:
             f"failed to get model version from specified version string '{version}' (details: stol), "
             "version should be an integral value > 0"
         )
-
-
-# The wire format (protobuf.dev/programming-guides/encoding): a message is a run of fields, each a tag varint and, for
-# strings, bytes and messages, a length varint and that many bytes.
-_LENGTH_DELIMITED: Final = 2
-_RAW_INPUT_TAG: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
-
-
-def _raw_contents_start(data: bytes) -> int | None:
-    """Return where the raw contents begin that fill the message to its end.
-
-    None when the message is not built as clients build it (fields in the order of their numbers, all known) or is
-    broken: protobuf itself has the last word on those.
-    """
-    position, end = 0, len(data)
-    start: int | None = None
-    try:
-        while position < end:
-            tag = data[position]
-            if tag == _RAW_INPUT_TAG:
-                if start is None:
-                    start = position
-            elif start is not None or tag & 7 != _LENGTH_DELIMITED or tag > 127:
-                return None
-            size = data[position + 1]
-            position += 2
-            if size > 127:
-                size, position = _long_size(data, position - 1)
-            position += size
-    except IndexError:
-        return None
-    if position != end:
-        return None
-    return end if start is None else start
-
-
-def _raw_contents(data: bytes, position: int) -> list[memoryview]:
-    """Views on the raw contents that ``_raw_contents_start`` found from ``position`` on."""
-    view = memoryview(data)
-    end = len(data)
-    contents: list[memoryview] = []
-    while position < end:
-        size, position = _long_size(data, position + 1)
-        contents.append(view[position : position + size])
-        position += size
-    return contents
-
-
-def _long_size(data: bytes, position: int) -> tuple[int, int]:
-    """Return the varint at ``position`` and where it ends. Raises IndexError where it does not, or is over 5 bytes."""
-    value = 0
-    for shift in range(0, 35, 7):
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, position
-    raise IndexError
-
-
-def varint(value: int) -> bytes:
-    """Spell a length, or any number that is not negative, as the wire format does."""
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
 
 
 _MAX_DIMS: Final = 64  # numpy's own bound

@@ -7,7 +7,8 @@ for an empty final response there is none to send: its one answer is final alrea
 from typing import Final
 
 from ortserve._pb.grpc_service_pb2 import ModelInferResponse, ModelStreamInferResponse
-from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES, encode_response, read_names, varint
+from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES, encode_response, read_names
+from ortserve.codecs.grpc_wire import varint
 from ortserve.core.request import InferResponse
 from ortserve.errors import invalid_input
 

@@ -6,8 +6,8 @@ from typing import Final
 
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind
+from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.families import Declaration
-from ortserve.telemetry.metrics import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.triton_metrics import TRITON_DECLARATIONS
 
 PAGE: Final = Path(__file__).parents[2] / "reference" / "metrics.md"

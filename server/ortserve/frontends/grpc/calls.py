@@ -73,11 +73,8 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
     async def call(data: bytes, context: Context) -> bytes:
         try:
             return answer(data).SerializeToString()
-        except ServeError as error:
-            failure = error
-        except Exception as error:
-            failure = INTERNAL_ERROR
-            logger.error("call failed", exc_info=error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+            failure = _seen(error)
         return await abort(context, failure)
 
     return unary(call)
@@ -89,14 +86,19 @@ def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHa
     async def call(data: bytes, context: Context) -> bytes:
         try:
             return (await answer(data)).SerializeToString()
-        except ServeError as error:
-            failure = error
-        except Exception as error:
-            failure = INTERNAL_ERROR
-            logger.error("call failed", exc_info=error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+            failure = _seen(error)
         return await abort(context, failure)
 
     return unary(call)
+
+
+def _seen(error: Exception) -> ServeError:
+    """What a caller sees of an exception."""
+    if isinstance(error, ServeError):
+        return error
+    logger.error("call failed", exc_info=error)
+    return INTERNAL_ERROR
 
 
 def unary(call: Callable[[bytes, Context], Awaitable[bytes]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
@@ -115,11 +117,8 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
             await call(context)
         except grpc.aio.AbortError:
             raise
-        except ServeError as error:
-            failure = error
-        except Exception as error:
-            failure = INTERNAL_ERROR
-            logger.error("call failed", exc_info=error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+            failure = _seen(error)
         else:
             return
         await abort(context, failure)

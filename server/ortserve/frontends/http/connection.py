@@ -6,7 +6,6 @@ its caller learns only when it asks that the caller is gone.
 """
 
 import asyncio
-import random
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -16,11 +15,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from ortserve.frontends.connection_age import draw_age_s
+
 _CONNECTION: Final = "ortserve.connection"
 """Key of a request's scope under which its connection is found."""
-
-_AGE_SPREAD: Final = 0.1
-"""Part of the age by which a connection's own is shorter or longer at most; that of gRPC's connections."""
 
 
 class CorkedTransport(asyncio.Transport):
@@ -161,11 +159,6 @@ class Connection(HttpToolsProtocol):
         head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
         self.transport.write(head + b"connection: close\r\n\r\n" + body)
         self.transport.close()
-
-
-def draw_age_s(max_age_s: float) -> float:
-    """How old one connection becomes, so that those that came together do not all go together."""
-    return max_age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)  # noqa: S311 - no secret
 
 
 def connection_of(scope: Scope) -> Connection:

@@ -1,12 +1,12 @@
 """The native gRPC transport: HTTP/2 on the server's own event loop, in the place of grpc's."""
 
 import asyncio
-import random
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.connection_age import draw_age_s
 from ortserve.frontends.grpc.calls import Handler, QuickCall
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
@@ -16,8 +16,6 @@ from ortserve.service.gate import Hold
 
 _BACKLOG: Final = 4096
 """Connections that may come faster than they are taken; the system bounds it."""
-_JITTER: Final = 0.1
-"""Of the longest age of a connection, each way: those that came together shall not all come again together."""
 
 
 class NativeGrpcServer:
@@ -70,9 +68,8 @@ class NativeGrpcServer:
 
         def connect() -> Connection:
             age_s = self._limits.max_age_s
-            if age_s is not None:
-                age_s *= random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - no secret
-            return Connection(work, self._limits, self._connections, self._clock, age_s)
+            own_s = None if age_s is None else draw_age_s(age_s)
+            return Connection(work, self._limits, self._connections, self._clock, own_s)
 
         try:
             self._server = await loop.create_server(connect, self._host, self._port, backlog=_BACKLOG)

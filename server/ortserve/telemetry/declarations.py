@@ -1,0 +1,146 @@
+"""Every metric of the server: its name, its labels and what it tells. ``metrics`` counts them."""
+
+from typing import Final
+
+from ortserve.core.timing import PHASES
+from ortserve.telemetry.families import Declaration
+
+_FROM_100_US: Final = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+
+REQUEST_DURATION: Final = Declaration(
+    "ortserve_request_duration_seconds",
+    "histogram",
+    ("model", "version", "protocol", "outcome"),
+    "Time from a request's complete body to its answer handed to the transport. The outcome is ok or the kind of "
+    "error; model and version are empty where the request named none that is served.",
+    _FROM_100_US,
+)
+PHASE_DURATION: Final = Declaration(
+    "ortserve_request_phase_duration_seconds",
+    "histogram",
+    ("model", "version", "phase"),
+    f"Time that an answered request spent in each phase: {', '.join(PHASES)}. They follow one another and sum to its "
+    "duration.",
+    (0.00001, 0.000025, 0.00005, *_FROM_100_US),
+)
+BATCH_ROWS: Final = Declaration(
+    "ortserve_batch_rows",
+    "histogram",
+    ("model", "version"),
+    "Rows that ran together in one batch.",
+    tuple(float(2**power) for power in range(11)),
+)
+QUEUE_ROWS: Final = Declaration(
+    "ortserve_queue_rows", "gauge", ("model", "version"), "Rows that wait for a free instance."
+)
+SATURATION: Final = Declaration(
+    "ortserve_saturation",
+    "gauge",
+    ("model", "version"),
+    "Rows offered a second, refused ones included, by the rows a second that the version's instances could compute in "
+    "full batches, had they the device to themselves. Above 1 it needs more servers. The rate forgets within some 5 "
+    "seconds, the time of a full batch is the learned one of the shape used last. Where models share a device, their "
+    "sum counts. What the event loop spends on a request is not in it: see process_cpu_seconds_total for tiny models.",
+)
+BATCHING_DECISIONS: Final = Declaration(
+    "ortserve_batching_decisions_total",
+    "counter",
+    ("model", "version", "decision"),
+    "What the batcher decided, in numbers of batches, requests or rows: batches, inline and retries (batches that ran, "
+    "on the event loop, or again in part); refused_full, refused_late, dropped_late and left (requests); delayed "
+    "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody).",
+)
+BATCH_LATENCY: Final = Declaration(
+    "ortserve_batch_latency_seconds",
+    "gauge",
+    ("model", "version", "rows"),
+    "Time that a batch of so many rows is expected to take, for the shape used last.",
+)
+BATCH_LATENCY_ERROR: Final = Declaration(
+    "ortserve_batch_latency_error_seconds",
+    "gauge",
+    ("model", "version"),
+    "By how much batches take longer than expected, in all but one of twenty.",
+)
+STAGED_ELEMENTS: Final = Declaration(
+    "ortserve_staged_elements_total",
+    "counter",
+    ("model", "version"),
+    "Elements of the inputs of batches, padding included; 0 for a model without pad and buckets.",
+)
+PADDED_ELEMENTS: Final = Declaration(
+    "ortserve_padded_elements_total",
+    "counter",
+    ("model", "version"),
+    "Of the staged elements, those that no request brought: what pad added to axes and buckets to rows.",
+)
+REJECTED: Final = Declaration(
+    "ortserve_rejected_requests_total",
+    "counter",
+    ("model", "reason"),
+    "Requests refused before any work was done for them, by the kind of error. The model is empty where the request "
+    "named none that is served.",
+)
+LOADS: Final = Declaration(
+    "ortserve_model_loads_total",
+    "counter",
+    ("model", "outcome"),
+    "Loads of a model's versions, reloads included, by how they ended: ok or failed.",
+)
+LOAD_DURATION: Final = Declaration(
+    "ortserve_model_load_seconds",
+    "gauge",
+    ("model", "version"),
+    "Time that loading took, warm-up included, of a version that serves.",
+)
+MODEL_STATE: Final = Declaration(
+    "ortserve_model_state",
+    "gauge",
+    ("model", "version", "state"),
+    "1 for the state that a model version is in, 0 for the others.",
+)
+GRPC_STREAMS: Final = Declaration(
+    "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
+)
+BUILD_INFO: Final = Declaration(
+    "ortserve_build_info", "gauge", ("version", "python", "onnxruntime"), "Always 1; the labels say what is running."
+)
+
+DECLARATIONS: Final = (
+    REQUEST_DURATION,
+    PHASE_DURATION,
+    BATCH_ROWS,
+    QUEUE_ROWS,
+    SATURATION,
+    BATCHING_DECISIONS,
+    BATCH_LATENCY,
+    BATCH_LATENCY_ERROR,
+    STAGED_ELEMENTS,
+    PADDED_ELEMENTS,
+    REJECTED,
+    LOADS,
+    LOAD_DURATION,
+    MODEL_STATE,
+    GRPC_STREAMS,
+    BUILD_INFO,
+)
+
+MODEL_STATES: Final = ("loading", "warming", "ready", "draining", "gone", "failed")
+"""Values of the ``state`` label, in the order that a version passes through them."""
