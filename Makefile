@@ -7,6 +7,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Tests of one file share servers, so a file is one worker's; long files come early as they are ordered.
+PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 # Before anything imports ONNX Runtime: its official wheels report to their maker from import on.
 export ORT_DISABLE_TELEMETRY := 1
 
@@ -16,7 +19,7 @@ serve: .venv/serve.done
 	$(BIN)/ortserve serve --example
 
 test: .venv/dev.done
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 check: .venv/dev.done
 	$(BIN)/ruff check
