@@ -22,7 +22,8 @@ CALLERS: Final = 64
 """Of the closed loop that finds the capacity: full batches always wait."""
 
 _NAME: Final = "heavy"
-_STEPS: Final = 30
+STEPS: Final = 30
+"""Layers: full batches of so many take some 5 ms."""
 _VARIETY: Final = 16
 
 
@@ -56,13 +57,13 @@ class DenseModel:
 
 
 @contextmanager
-def dense_model() -> Iterator[DenseModel]:
-    """The model in a repository that lasts as long as the block: ``MAX_ROWS`` at most, on one thread."""
+def dense_model(steps: int = STEPS) -> Iterator[DenseModel]:
+    """The model in a repository that lasts as long as the block: ``steps`` layers, ``MAX_ROWS`` at most, one thread."""
     rows = np.random.default_rng(0).standard_normal((_VARIETY, 64)).astype(np.float32).round(4)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / _NAME
         (folder / "1").mkdir(parents=True)
-        file = heavy(folder / "1" / "model.onnx", steps=_STEPS)
+        file = heavy(folder / "1" / "model.onnx", steps=steps)
         (folder / "model.yaml").write_text(f"max_rows: {MAX_ROWS}\nintra_op_threads: 1\n")
         expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": rows})[0]
         yield DenseModel(folder.parent, rows, expected)

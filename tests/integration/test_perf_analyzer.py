@@ -15,7 +15,7 @@ SHORT: Final = ("--measurement-mode", "count_windows", "--measurement-request-co
 """Three windows of so many requests, called stable however they differ: the shortest run there is that cannot hang.
 
 Windows of time may see no request on a busy machine. With ``--request-count`` perf_analyzer now and then forgets the
-first answers, sends no more, and waits for them for good: all requests answered, its threads gone, its main thread asleep.
+first answers, sends no more, and waits for them for good: all requests answered, its threads gone, its main one asleep.
 """
 
 pytestmark = pytest.mark.timeout(400)  # the first test may have to install it

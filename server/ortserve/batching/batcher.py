@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
 from ortserve.batching.alarm import LoopAlarm, MakeAlarm
+from ortserve.batching.answering import AnswerTime
 from ortserve.batching.arrivals import ArrivalRate
 from ortserve.batching.departures import GIVEN_UP, Departure, leave_search, sweep, turn_away
 from ortserve.batching.device import Device
@@ -22,7 +23,6 @@ from ortserve.batching.learned import Decisions, Learned, describe
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, may_wait, plan_batch
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider, join_pieces, make_batch, settle, settle_all, split_rows
-from ortserve.batching.saturation import saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchResult, Runner
 from ortserve.core.terms import NO_TERMS, Terms
@@ -87,6 +87,7 @@ class Batcher:
         self._is_closed = False
         self._idle: asyncio.Event | None = None
         self._arrivals = ArrivalRate()
+        self._answer_time = AnswerTime()
         self.decisions: Final = Decisions()
         self._admission = Admission(policy, queue, limits, self.decisions, instances=len(runners))
 
@@ -120,6 +121,7 @@ class Batcher:
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
+        terms = self._without_answering(terms, now_ns)
         nbytes = tensor_bytes(inputs)
         self._arrivals.count(rows, now_ns)
         self._admit(nbytes, rows, known, terms, now_ns)
@@ -138,6 +140,7 @@ class Batcher:
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
+        terms = self._without_answering(terms, now_ns)
         self._arrivals.count(rows, now_ns)
         self._admit(tensor_bytes(inputs), rows, known, terms, now_ns)
         riders = [
@@ -171,21 +174,21 @@ class Batcher:
 
     def learned(self) -> Learned:
         """What was learned and decided so far. Only reads, so that a scrape may ask from its own thread."""
-        classes = self._queue.classes()
-        max_rows, rows_per_s = self._policy.max_rows, self._arrivals.per_s(self._clock())
-        return Learned(
-            max_rows,
-            self._queue.rows,
-            rows_per_s,
-            saturation(
-                rows_per_s,
-                batch_rows=max_rows,
-                batch_ns=classes[-1].batch_latency.predict_ns(max_rows) if classes else None,
-                parallel_batches=min(self._instances.count, self._share.parallel_runs),
-            ),
+        return describe(
+            self._queue,
             self.decisions,
-            tuple(describe(shape_class, max_rows) for shape_class in reversed(classes)),
+            max_rows=self._policy.max_rows,
+            rows_per_s=self._arrivals.per_s(self._clock()),
+            parallel_batches=min(self._instances.count, self._share.parallel_runs),
+            answer_ns=self._answer_time.high_ns,
         )
+
+    def _without_answering(self, terms: Terms, now_ns: int) -> Terms:
+        """The same with a deadline for the outputs in the place of that for the answer."""
+        if terms.finish_by_ns is None or not self._answer_time.high_ns:
+            return terms
+        settle_by_ns = self._answer_time.settle_by_ns(terms.finish_by_ns, now_ns)
+        return Terms(terms.level, settle_by_ns, terms.start_by_ns, terms.yields_when_late)
 
     def _admit(self, nbytes: int, rows: int, shape_class: ShapeClass, terms: Terms, now_ns: int) -> None:
         if self._is_closed:
@@ -393,7 +396,13 @@ class Batcher:
         except ServeError as error:
             # What cannot be told apart is right for each that runs alone.
             self._on_failed(group, taken_ns, error)
-        self._observe_batch(group.rows, taken_ns, result, self._clock())  # their callers run in a later turn
+        now_ns = self._clock()
+        self._observe_batch(group.rows, taken_ns, result, now_ns)
+        # Callers of the riders run in the order of their answers, in the next turn: this comes after the last.
+        self._loop.call_soon(self._on_answered, now_ns)
+
+    def _on_answered(self, settled_ns: int) -> None:
+        self._answer_time.observe(self._clock() - settled_ns)
 
     def _on_failed(self, group: Group, taken_ns: int, error: Exception) -> None:
         if len(group.riders) > 1:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ortserve.batching.queue import ShapeClass
+from ortserve.batching.queue import RiderQueue, ShapeClass
+from ortserve.batching.saturation import saturation
 
 
 @dataclass(slots=True)
@@ -52,20 +53,48 @@ class Learned:
     """A batcher at one moment.
 
     ``arrival_rows_per_s`` is a mean over the last seconds, of refused rows too; ``saturation`` is that by what can be
-    computed in a second, None where nothing was learned of it.
+    computed in a second, None where nothing was learned of it. ``answer_ms`` is taken off every deadline: the time in
+    which all but one batch of twenty are encoded and written, once their outputs are there.
     """
 
     max_rows: int
     queued_rows: int
     arrival_rows_per_s: float
     saturation: float | None
+    answer_ms: float
     decisions: Decisions
     classes: tuple[LearnedClass, ...] = ()
     """Used last first."""
 
 
-def describe(shape_class: ShapeClass, max_rows: int) -> LearnedClass:
-    """What is known of a class whose batches have at most so many rows. From any thread."""
+def describe(
+    queue: RiderQueue,
+    decisions: Decisions,
+    *,
+    max_rows: int,
+    rows_per_s: float,
+    parallel_batches: int,
+    answer_ns: float,
+) -> Learned:
+    """What is known of a batcher whose batches have at most ``max_rows`` rows. Only reads: from any thread."""
+    classes = queue.classes()
+    return Learned(
+        max_rows,
+        queue.rows,
+        rows_per_s,
+        saturation(
+            rows_per_s,
+            batch_rows=max_rows,
+            batch_ns=classes[-1].batch_latency.predict_ns(max_rows) if classes else None,
+            parallel_batches=parallel_batches,
+        ),
+        answer_ns / 1e6,
+        decisions,
+        tuple(_describe_class(shape_class, max_rows) for shape_class in reversed(classes)),
+    )
+
+
+def _describe_class(shape_class: ShapeClass, max_rows: int) -> LearnedClass:
     latency = shape_class.batch_latency
     line = latency.line(max_rows)
     return LearnedClass(

@@ -609,6 +609,26 @@ def test_passed_deadline_is_refused_before_the_queue() -> None:
     play(main)
 
 
+def test_time_that_answers_take_to_be_written_is_taken_off_deadlines() -> None:
+    async def main(stage: Stage) -> None:
+        stage.practise()
+        encoding_ns = RUN_NS // 2
+        answered = stage.submit(rows_of(1))
+        answered.add_done_callback(lambda _: stage.clock.advance(encoding_ns))
+        await answered
+        await asyncio.sleep(0)
+        assert stage.batcher.learned().answer_ms == encoding_ns / 1e6
+        running = stage.submit(rows_of(2))
+        await asyncio.sleep(0)
+        needed_ns = 2 * RUN_NS + encoding_ns  # the run that is on, its own, and its answer
+        with pytest.raises(ServeError, match="deadline cannot be met"):
+            stage.submit(rows_of(3), terms=stage.within(finish_ns=needed_ns - 1))
+        in_time = stage.submit(rows_of(4), terms=stage.within(finish_ns=needed_ns))
+        await asyncio.gather(running, in_time)
+
+    play(main, known_ns=RUN_NS)
+
+
 def test_deadline_behind_a_long_queue_is_refused_with_when_to_come_again() -> None:
     async def main(stage: Stage) -> None:
         stage.practise()
@@ -895,5 +915,6 @@ def test_what_was_learned_is_told_in_plain_numbers() -> None:
         assert [one.observations for one in learned.classes] == [1, 1]
         assert [one.latency_ms for one in learned.classes] == [{2: 2.0}, {1: 2.0}]
         assert (learned.classes[1].b_ms, learned.classes[1].error_ms) == (0.0, 0.0)
+        assert learned.answer_ms == 0
 
     play(main)

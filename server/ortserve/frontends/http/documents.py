@@ -98,5 +98,6 @@ class BatchingDocument(BaseModel):
     queued_rows: int
     arrival_rows_per_s: float = Field(description="Mean over the last seconds, of refused rows too")
     saturation: float | None = Field(description="That by what full batches of the shape used last compute a second")
+    answer_ms: float = Field(description="Taken off every deadline, for encoding and writing the answers of a batch")
     decisions: dict[str, int]
     classes: list[LearnedClassDocument] = Field(description="Shape classes, used last first")

@@ -1,0 +1,50 @@
+"""The last stretch of a request's way: from its outputs being there to its answer being written.
+
+The batcher does not do that work, but deadlines are for answers. What it takes is measured once a batch, on the loop,
+and taken off the time that a request has.
+"""
+
+from typing import Final
+
+_MEAN_GAIN: Final = 1 / 8
+_DEVIATION_GAIN: Final = 1 / 4
+_DEVIATIONS: Final = 2
+"""About 1.6 standard deviations, where times are distributed normally: all but one of twenty are shorter."""
+_MOST: Final = 10
+"""What was seen counts as no more than so many times the mean: one long pause must not turn the next hundred away."""
+
+
+class AnswerTime:
+    """How long the answers of a batch take to be encoded and written: a mean, and how far from it they usually are.
+
+    Both are exponentially weighted, as TCP estimates round trips (RFC 6298, section 2). Loop thread only.
+    """
+
+    __slots__ = ("_deviation_ns", "_mean_ns")
+
+    def __init__(self) -> None:
+        self._mean_ns = 0.0
+        self._deviation_ns = 0.0
+
+    @property
+    def high_ns(self) -> float:
+        """Nearly all batches are answered in so many nanoseconds; 0 before the first."""
+        return self._mean_ns + _DEVIATIONS * self._deviation_ns
+
+    def observe(self, ns: int) -> None:
+        """Learn from a batch: from when its outputs came to the loop until all its answers were written."""
+        if not self._mean_ns:
+            self._mean_ns = float(ns)
+            return
+        off_ns = min(ns, _MOST * self._mean_ns) - self._mean_ns
+        self._mean_ns += _MEAN_GAIN * off_ns
+        self._deviation_ns += _DEVIATION_GAIN * (abs(off_ns) - self._deviation_ns)
+
+    def settle_by_ns(self, finish_by_ns: int, now_ns: int) -> int:
+        """When outputs must be there for an answer by ``finish_by_ns``.
+
+        At least half of the time that is left stays for the queue and the run: a measure gone wrong costs some, and
+        never refuses everybody.
+        """
+        left_ns = max(0, finish_by_ns - now_ns)
+        return finish_by_ns - int(min(self.high_ns, left_ns / 2))
