@@ -21,6 +21,7 @@ from threading import Event, Thread
 import psutil
 
 START_TIMEOUT_S = 60
+END_TIMEOUT_S = 15
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ def running(command: Sequence[str], ready_url: str) -> Iterator[int]:
         _wait_until_ready(process, ready_url)
         yield process.pid
     finally:
-        process.terminate()
-        process.wait(START_TIMEOUT_S)
+        _end(process)
 
 
 @contextmanager
@@ -149,6 +149,18 @@ def circumstances() -> str:
         f"{processors} processors ({platform.machine()}), Python {platform.python_version()}, {packages}; "
         f"commit {commit.strip() or 'unknown'}; `python {' '.join(sys.argv)}`; {time.strftime('%Y-%m-%d')}."
     )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Have a server leave, with all its processes: not everybody's end by themselves."""
+    if process.poll() is not None:
+        return
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    _, left = psutil.wait_procs(tree, END_TIMEOUT_S)
+    for one in left:
+        one.kill()
+    process.wait(END_TIMEOUT_S)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
