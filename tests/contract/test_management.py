@@ -110,7 +110,14 @@ def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
         ("/v2/logging", b'{"log_info":"yes"}', 400, "expect boolean for 'log_info', got 'yes'"),
         ("/v2/logging", b'{"log_file":"x"}', 501, "log file location can not be updated through network protocol"),
         ("/v2/trace/setting", b'{"trace_file":"x"}', 501, "trace file location can not be updated through network"),
-        ("/v2/trace/setting", b'{"trace_level":["TIMESTAMPS"]}', 501, "this server writes no trace files"),
+        ("/v2/trace/setting", b'{"trace_level":["TIMESTAMPS"]}', 501, "was started without --trace-file"),
+        (
+            "/v2/trace/setting",
+            b'{"trace_level":["TENSORS"]}',
+            501,
+            "writes nothing of a request's or an answer's tensors",
+        ),
+        ("/v2/trace/setting", b'{"trace_mode":"opentelemetry"}', 501, "expected 'triton', got 'opentelemetry'"),
         ("/v2/models/none/trace/setting", b"", 404, "Request for unknown model : none"),
     ],
 )
@@ -302,6 +309,6 @@ def test_trace_settings_are_kept_for_the_server_and_for_models(managed: ServerPr
         assert {key: list(setting.value) for key, setting in cleared.items()} == {
             key: value if isinstance(value, list) else [value] for key, value in start.items()
         }
-        with pytest.raises(InferenceServerException, match="this server writes no trace files") as caught:
+        with pytest.raises(InferenceServerException, match="was started without --trace-file") as caught:
             grpc.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})
         assert caught.value.status() == "StatusCode.UNIMPLEMENTED"

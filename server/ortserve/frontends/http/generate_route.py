@@ -107,7 +107,7 @@ class GenerateRoute:
                 raise
             if body is None:
                 return Response(status_code=_LEFT)
-            call = inference.receive("http", announced.timeout_ns)
+            call = inference.receive("http", announced.timeout_ns, received_ns)
             spell: Callable[[InferResponse], bytes] = encode_generate_event if is_stream else encode_generate_response
             content = await inference.serve(
                 call,

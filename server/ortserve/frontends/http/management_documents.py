@@ -66,11 +66,11 @@ class StatisticsDocument(BaseModel):
 
 
 class TraceSettingsDocument(BaseModel):
-    trace_level: list[str] = Field(description="Always OFF: this server writes no trace files")
-    trace_rate: str
-    trace_count: str
-    log_frequency: str
-    trace_file: str
+    trace_level: list[Literal["OFF", "TIMESTAMPS"]]
+    trace_rate: str = Field(description="One of so many requests is traced")
+    trace_count: str = Field(description="How many requests are still traced; -1 for any number")
+    log_frequency: str = Field(description="How many traces make a numbered file; 0 for one file")
+    trace_file: str = Field(description="Name of the file that the operator chose; empty where there is none")
     trace_mode: str
 
 
