@@ -9,7 +9,8 @@ from ortserve.telemetry.logs import LogSwitches
 Setting: TypeAlias = bool | int | str
 
 LOG_FORMATS: Final = ("default", "ISO8601")
-"""The protocol's names; this server's lines begin with a time of ISO 8601 by either."""
+"""The protocol's names. By ``ISO8601`` the time of a line is of ISO 8601; so it is by this server's default, so that
+either holds. Whether lines are text or JSON is the operator's choice alone: who collects them expects it."""
 
 _MAX_UINT32: Final = 2**32 - 1
 
