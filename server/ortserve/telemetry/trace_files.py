@@ -7,6 +7,7 @@ no request notices. The file that grows is whole JSON after each write, numbered
 import contextlib
 import logging
 import os
+import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,11 +41,9 @@ class TraceFiles:
         Raises:
             ServeError: invalid_input, when no file can be written there.
         """
-        if not path.name or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise invalid_input(f"trace_file: expected a file in a folder that can be written to, got '{path}'")
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+        if not _can_hold_file(path):
             raise invalid_input(
-                f"trace_file: expected a plain file or none, which is neither link nor folder: '{path}'"
+                f"trace_file: expected a plain file, or none yet, in a folder that can be written to, got '{path}'"
             )
         self._path = path
         self._max_bytes = max_bytes
@@ -155,6 +154,16 @@ class _GrowingArray:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _can_hold_file(path: Path) -> bool:
+    try:
+        is_free = stat.S_ISREG(path.lstat().st_mode)  # a link is not, wherever it leads
+    except FileNotFoundError:
+        is_free = path.parent.is_dir()
+    except (OSError, ValueError):  # no name for a file, too long, or in what is no folder
+        return False
+    return is_free and os.access(path.parent, os.W_OK)
 
 
 def _size(records: Sequence[bytes], least: int) -> int:

@@ -68,13 +68,14 @@ def test_numbered_files_count_from_zero_beside_it(tmp_path: Path) -> None:
     assert [ids(tmp_path / f"trace.json.{number}") for number in (0, 1)] == [[1, 2], [4]]
 
 
-@pytest.mark.parametrize("name", ["", "missing/trace.json", "folder", "link", "dangling"])
+@pytest.mark.parametrize("name", ["", "missing/trace.json", "folder", "link", "dangling", "file/x", "a\0b", "a" * 300])
 def test_path_that_cannot_be_a_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ServeError, match="trace_file: expected a "):
+    with pytest.raises(ServeError, match="trace_file: expected a plain file, or none yet, in a folder"):
         TraceFiles(tmp_path / name if name else Path("/"), max_bytes=MANY)
 
 
