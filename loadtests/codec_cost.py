@@ -9,27 +9,38 @@ Expected, and checked before anything is printed:
 
 - Reading binary tensors copies nothing, over REST and gRPC: arrays are views on the body until they are staged.
 - Writing them copies once: the body is one piece of bytes, because both servers take it as one.
-- JSON has no bound worth a check. A number is an object of 24 to 32 bytes and an 8-byte place in a list while it is
-  read, and at most 20 bytes of text when it is written.
+- JSON has no bound worth a check. While it is read, orjson sets 12 bytes aside for each byte of text, and a number
+  becomes an object of 24 bytes with an 8-byte place in a list; written, it is at most 20 bytes of text.
+
+Then: would the event loop be freer if large bodies were read and answers written on a thread? The longest time that
+another thread, which asks for the interpreter as often as it can, had to wait for it meanwhile, as often as the server
+lets threads switch. Expected: not much for JSON, since orjson keeps the interpreter's lock from the first byte to the
+last, and so does numpy while it makes an array of a list: the wait is the longest of those steps.
 
 Engine and sockets are not in it; those are in ``rest_throughput.py``. Caveats: the body is warm in the cache as far as
-it fits, and the numbers of JSON are of few digits.
+it fits; JSON's numbers are spelled as Python spells a float32, in 17 digits as a rule; times of waiting need a machine
+that does nothing else. Writes ``loadtests/results/codec_cost.md``.
 
-    PYTHONPATH=server python loadtests/codec_cost.py [--rounds 11] [--seconds 0.05]
+    python loadtests/codec_cost.py [--rounds 11] [--seconds 0.05]
 """
 
 import argparse
 import json
-import platform
+import os
 import statistics
+import sys
+import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 
+from harness import circumstances, table
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
 from ortserve.codecs.grpc_infer import decode_request, encode_response
 from ortserve.codecs.rest import decode_rest_request, encode_rest_response
@@ -129,8 +140,86 @@ def cpu_us(step: Callable[[], object], seconds: float) -> float:
     return taken / calls * 1e6
 
 
-def spell(samples: list[float]) -> str:
-    return f"{statistics.median(samples):11.1f}  ({min(samples):.1f} to {max(samples):.1f})"
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One call on a thread: how long it took there, and the longest that another thread waited meanwhile. ms."""
+
+    took: float
+    longest: float
+
+
+def wait(step: Callable[[], object]) -> Wait:
+    """Make a call on a thread while this one asks for the interpreter's lock again and again."""
+    took = 0.0
+
+    def call() -> None:
+        nonlocal took
+        began = time.perf_counter()
+        step()
+        took = time.perf_counter() - began
+
+    thread = threading.Thread(target=call)
+    longest, last = 0.0, time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+        time.sleep(0)  # lets go of the lock, as a loop that looks for what is readable does
+    return Wait(took * 1e3, max(longest, time.perf_counter() - last) * 1e3)
+
+
+@contextmanager
+def server_switch_interval() -> Iterator[None]:
+    """As ``app`` sets it: who waits for the lock asks for it after 50 µs, and gets it between two bytecodes."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.00005)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def spell(samples: Sequence[float]) -> str:
+    """Median and range, in as many digits as there are to tell."""
+    digits = 1 if statistics.median(samples) < 100 else 0
+    median, low, high = (f"{value:,.{digits}f}" for value in (statistics.median(samples), min(samples), max(samples)))
+    return f"{median} ({low} to {high})"
+
+
+def costs(arms: Sequence[Arm], rounds: int, seconds: float) -> str:
+    """The table of CPU and copies."""
+    copies = [check(arm) for arm in arms]
+    reading: list[list[float]] = [[] for _ in arms]
+    writing: list[list[float]] = [[] for _ in arms]
+    for _ in range(rounds):
+        for index, arm in enumerate(arms):
+            reading[index].append(cpu_us(arm.decode, seconds))
+            writing[index].append(cpu_us(arm.encode, seconds))
+    return table(
+        ("encoding", "tensor", "read, CPU µs", "written, CPU µs", "copies read", "copies written"),
+        [
+            (arm.name, arm.size, spell(read), spell(written), f"{copied_in:.1f}", f"{copied_out:.1f}")
+            for arm, read, written, (copied_in, copied_out) in zip(arms, reading, writing, copies, strict=True)
+        ],
+    )
+
+
+def waits(arms: Sequence[Arm], rounds: int) -> str:
+    """The table of what a thread would spare the event loop."""
+    rows = []
+    for arm in arms:
+        for what, step in (("read", arm.decode), ("written", arm.encode)):
+            alone, took, longest = (float("inf"),) * 3
+            for _ in range(rounds):
+                began = time.perf_counter()
+                step()
+                alone = min(alone, (time.perf_counter() - began) * 1e3)
+                threaded = wait(step)
+                took, longest = min(took, threaded.took), min(longest, threaded.longest)
+            rows.append((arm.name, arm.size, what, f"{alone:.1f}", f"{took:.1f}", f"{longest:.1f}"))
+    return table(
+        ("encoding", "tensor", "", "on the loop, ms", "on a thread, ms", "longest wait of the loop meanwhile, ms"), rows
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -138,24 +227,44 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=0.05, help="of each arm's half in a round")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--report", type=Path, default=Path(__file__).parent / "results" / "codec_cost.md")
     options = parser.parse_args(arguments)
 
+    load = os.getloadavg()[0]
     arms = [arm for size in options.sizes for arm in arms_of(size, SIZES[size])]
-    copies = [check(arm) for arm in arms]
-    reading: list[list[float]] = [[] for _ in arms]
-    writing: list[list[float]] = [[] for _ in arms]
-    for _ in range(options.rounds):
-        for index, arm in enumerate(arms):
-            reading[index].append(cpu_us(arm.decode, options.seconds))
-            writing[index].append(cpu_us(arm.encode, options.seconds))
+    measured = costs(arms, options.rounds, options.seconds)
+    with server_switch_interval():
+        waited = waits([arm for arm in arms if SIZES[arm.size] > SIZES["1 KB"]], options.rounds)
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("orjson", "protobuf"))
+    text = f"""\
+# CPU of reading a request and writing its answer
 
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("orjson", "protobuf", "numpy"))
-    print(
-        f"Python {platform.python_version()}, {libraries}, {platform.machine()}; CPU µs a call, {options.rounds} rounds"
-    )
-    print(f"{'':20}{'read':>11}{'':26}{'write':>11}{'':26}copies read, written")
-    for arm, read, written, (copied_in, copied_out) in zip(arms, reading, writing, copies, strict=True):
-        print(f"{arm.name:12}{arm.size:8}{spell(read):37}{spell(written):37}{copied_in:.1f}, {copied_out:.1f}")
+{circumstances()}
+
+{libraries}. Load average at the beginning: {load:.1f}; at 0 the machine was quiet.
+
+One FP32 tensor each way.
+
+## CPU of the thread, and copies
+
+Medians of {options.rounds} rounds in which all arms took turns, and their range.
+
+{measured}
+
+A copy is memory of the tensor's size; what a call needs besides is left out, which is all there is at 1 KB of binary.
+A binary tensor is read as a view on the body and staged from there. It is written by the one copy that joins it with
+what stands before it, because the servers of both protocols take an answer as one piece. JSON's copies are the text and
+the objects that numbers become on the way, and above all what orjson sets aside before it reads: 12 bytes for each byte
+of text, of which it touches what it needs.
+
+## What a thread would spare the event loop
+
+The lowest of {options.rounds} rounds, which other work on the machine disturbs least.
+
+{waited}
+"""
+    options.report.write_text(text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -41,15 +41,18 @@ from ortserve.frontends.http.lane import UVICORN, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
+from ortserve.service.log_settings import LogSettings
 from ortserve.service.management import Management
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.repository import RepositoryService
-from ortserve.service.settings import LogSettings, TraceSettings
 from ortserve.service.shared_memory import SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.statistics import StatisticsService
+from ortserve.service.trace_settings import TRACE, TraceSettings
+from ortserve.service.tracing import Tracer
 from ortserve.telemetry.exposition import MetricsServer
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.trace_files import TraceFiles
 from ortserve.telemetry.triton_metrics import TritonMetrics
 
 logger: Final = logging.getLogger(__name__)
@@ -112,6 +115,12 @@ def _lane(inference: InferenceService, options: ServerOptions) -> Lane | None:
     )
 
 
+def _extensions(options: ServerOptions) -> tuple[str, ...]:
+    """What the server says of itself that it can."""
+    chosen = {SYSTEM_SHARED_MEMORY: options.allow_client_shm, TRACE: options.trace_file is not None}
+    return (*EXTENSIONS, *(extension for extension, is_on in chosen.items() if is_on))
+
+
 def _catch_signals() -> asyncio.Event:
     """An event that the first SIGTERM or SIGINT sets; the next one has its default effect again."""
     loop = asyncio.get_running_loop()
@@ -142,11 +151,13 @@ class Server:
         runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
         self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
+        files = TraceFiles(options.trace_file, max_bytes=options.trace_max_bytes) if options.trace_file else None
+        self._traces = TraceSettings(self._registry, options, files)
         self._models = ModelService(
             self._registry,
             server_name=options.server_name,
             strict_readiness=options.strict_readiness,
-            extensions=(*EXTENSIONS, SYSTEM_SHARED_MEMORY) if options.allow_client_shm else EXTENSIONS,
+            extensions=_extensions(options),
         )
         inference = InferenceService(
             self._registry,
@@ -154,6 +165,7 @@ class Server:
             monotonic_ns,
             max_inflight_bytes=options.max_inflight_bytes,
             shared_memory=self._shared_memory,
+            tracer=Tracer(self._traces, monotonic_ns) if files else None,
         )
         self._repository = RepositoryService(
             self._registry, mode=options.model_control_mode, load_models=options.load_model
@@ -162,7 +174,7 @@ class Server:
             self._repository,
             StatisticsService(self._registry, monotonic_ns),
             LogSettings(switches),
-            TraceSettings(self._registry),
+            self._traces,
         )
         control = make_control_app(
             self._models,
@@ -287,5 +299,6 @@ class Server:
     async def stop(self) -> None:
         """Close what is still open; after ``drain`` that is the metrics port, which shows the drain to its end."""
         await asyncio.gather(self._http.stop(0), self._grpc.stop(0))
+        self._traces.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)

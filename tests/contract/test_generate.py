@@ -50,6 +50,10 @@ def test_arrays_are_rows_and_come_back_flat(server: ServerProcess) -> None:
     assert post(server, "simple", document).json()["OUTPUT0"] == list(range(1, 17))
 
 
+def test_keys_that_mean_nothing_here_are_parameters_as_infer_has_them(server: ServerProcess) -> None:
+    assert post(server, "echo", {"x": 1, "y": 2, "parameters": {"z": "3"}}).json()["y"] == 1
+
+
 def test_body_is_read_whatever_its_type_is_said_to_be(server: ServerProcess) -> None:
     for kind in ("application/x-www-form-urlencoded", "application/octet-stream", "text/plain"):
         assert post(server, "echo", {"x": 1}, **{"Content-Type": kind}).json()["y"] == 1
@@ -60,7 +64,8 @@ def test_body_is_read_whatever_its_type_is_said_to_be(server: ServerProcess) -> 
     ("model", "document", "status", "text"),
     [
         ("echo", {"x": 1, "max_tokens": 5}, 501, "parameter 'max_tokens' is not supported"),
-        ("echo", {"x": 1, "y": 2}, 400, "'y' is neither a parameter nor an input of model 'echo', which takes 'x'"),
+        ("echo", {"x": 1, "y": [2]}, 400, "Unable to parse 'y': expected a string, number or boolean parameter, or an"),
+        ("echo", {"y": 1}, 400, "missing required input(s) ['x']"),
         ("echo", {"x": 1, "parameters": {"temperature": 0}}, 501, "'temperature'"),
         ("echo", {"x": 1, "sequence_id": 5}, 501, "'sequence_id' is not supported"),
         ("echo", {"x": "a"}, 400, "input 'x'"),

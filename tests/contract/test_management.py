@@ -110,7 +110,14 @@ def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
         ("/v2/logging", b'{"log_info":"yes"}', 400, "expect boolean for 'log_info', got 'yes'"),
         ("/v2/logging", b'{"log_file":"x"}', 501, "log file location can not be updated through network protocol"),
         ("/v2/trace/setting", b'{"trace_file":"x"}', 501, "trace file location can not be updated through network"),
-        ("/v2/trace/setting", b'{"trace_level":["TIMESTAMPS"]}', 501, "this server writes no trace files"),
+        ("/v2/trace/setting", b'{"trace_level":["TIMESTAMPS"]}', 501, "was started without --trace-file"),
+        (
+            "/v2/trace/setting",
+            b'{"trace_level":["TENSORS"]}',
+            501,
+            "writes nothing of a request's or an answer's tensors",
+        ),
+        ("/v2/trace/setting", b'{"trace_mode":"opentelemetry"}', 501, "expected 'triton', got 'opentelemetry'"),
         ("/v2/models/none/trace/setting", b"", 404, "Request for unknown model : none"),
     ],
 )
@@ -131,14 +138,27 @@ def test_load_and_unload_answer_nothing_with_status_200(managed: ServerProcess, 
 def test_body_over_the_limit_is_refused(tmp_path: Any) -> None:
     add_model(tmp_path, "m", builders.identity)
     with serving(tmp_path, "--max-body-bytes", "1000", *SHORT_WARMUP) as server:
-        status, text = refusal(server, "/v2/logging", b'{"log_info":true,"x":"' + b"y" * 1000 + b'"}')
-        assert (status, text) == (413, "max_body_bytes: expected a body of at most 1000 bytes, got more")
+        for path in ("/v2/logging", "/v2/systemsharedmemory/region/r/register"):
+            status, text = refusal(server, path, b'{"log_info":true,"x":"' + b"y" * 1000 + b'"}')
+            assert (status, text) == (413, "max_body_bytes: expected a body of at most 1000 bytes, got more")
 
 
-def test_caller_who_leaves_within_its_body_troubles_nobody(managed: ServerProcess) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/logging",
+        "/v2/trace/setting",
+        "/v2/repository/index",
+        "/v2/repository/models/identity/load",
+        "/v2/systemsharedmemory/region/r/register",
+        "/v2/models/identity/generate",
+        "/v2/models/identity/infer",
+    ],
+)
+def test_caller_who_leaves_within_its_body_troubles_nobody(managed: ServerProcess, path: str) -> None:
     host, port = managed.http.split(":")
     with socket.create_connection((host, int(port)), LONG_S) as connection:
-        connection.sendall(b"POST /v2/logging HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
         assert call(managed, "/v2/health/live") == {"live": True}
     assert call(managed, "/v2/health/live") == {"live": True}  # and the server ends without a traceback
 
@@ -302,6 +322,6 @@ def test_trace_settings_are_kept_for_the_server_and_for_models(managed: ServerPr
         assert {key: list(setting.value) for key, setting in cleared.items()} == {
             key: value if isinstance(value, list) else [value] for key, value in start.items()
         }
-        with pytest.raises(InferenceServerException, match="this server writes no trace files") as caught:
+        with pytest.raises(InferenceServerException, match="was started without --trace-file") as caught:
             grpc.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})
         assert caught.value.status() == "StatusCode.UNIMPLEMENTED"

@@ -42,7 +42,7 @@ class FakeInferenceService:
     def hold(self, size: int) -> Hold:
         return self.gate.hold(size)
 
-    def receive(self, protocol: str, timeout_ns: int | None = None) -> Call:
+    def receive(self, protocol: str, timeout_ns: int | None = None, begun_ns: int = 0) -> Call:
         assert protocol in ("grpc", "http")
         self.received.append(Call(protocol, Timing(0, 1_000_000, 3_000_000, 6_000_000, 10_000_000), timeout_ns))
         return self.received[-1]

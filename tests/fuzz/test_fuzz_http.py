@@ -24,10 +24,16 @@ MOST_GROWTH: Final = 200 * 2**20
 
 
 @pytest.fixture(scope="module")
-def server(http_way: str) -> Iterator[ServerProcess]:
+def server(http_way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """With traces, whose files must be JSON whatever callers call their requests and set."""
+    file = tmp_path_factory.mktemp("traces") / "trace"
+    tracing = ("--trace-file", file, "--trace-level", "TIMESTAMPS", "--trace-rate", "1", "--trace-log-frequency", "100")
     flags = ("--max-body-bytes", "4000000", "--allow-client-shm", http_way)
-    with serving("--example", *SHORT_WARMUP, *flags) as server:
+    with serving("--example", *SHORT_WARMUP, *tracing, *flags) as server:
+        _check_health(server)  # at least this is traced
         yield server
+    traces = [trace for path in file.parent.iterdir() for trace in json.loads(path.read_bytes())]
+    assert {"id", "model_name", "model_version", "timestamps"} <= traces[0].keys()
 
 
 class Connection:

@@ -1,7 +1,9 @@
 """perf_analyzer, unmodified, runs to its end against a server in every way it has of sending requests."""
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import httpx
@@ -15,7 +17,8 @@ SHORT: Final = ("--measurement-mode", "count_windows", "--measurement-request-co
 """Three windows of so many requests, called stable however they differ: the shortest run there is that cannot hang.
 
 Windows of time may see no request on a busy machine. With ``--request-count`` perf_analyzer now and then forgets the
-first answers, sends no more, and waits for them for good: all requests answered, its threads gone, its main one asleep.
+first answers, sends no more, and waits for them for good: all requests answered, its threads gone, its main thread
+asleep.
 """
 
 pytestmark = pytest.mark.timeout(400)  # the first test may have to install it
@@ -30,9 +33,14 @@ def perf_analyzer() -> PerfAnalyzer:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    """The example models, for callers that may share memory."""
-    with serving("--example", "--allow-client-shm", *SHORT_WARMUP) as server:
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces") / "trace"
+
+
+@pytest.fixture(scope="module")
+def server(trace_file: Path) -> Iterator[ServerProcess]:
+    """The example models, for callers that may share memory and have requests traced."""
+    with serving("--example", "--allow-client-shm", "--trace-file", trace_file, *SHORT_WARMUP) as server:
         yield server
 
 
@@ -66,6 +74,15 @@ def test_streamed_requests_run_to_the_end(
     model = ("-m", "simple", "--concurrency-range", "4")
     assert run(perf_analyzer, server, "grpc", *model, "--async", "--streaming", *shared_memory) > 0
     assert regions(server) == []
+
+
+def test_traces_are_written_as_its_options_say(
+    perf_analyzer: PerfAnalyzer, server: ServerProcess, trace_file: Path
+) -> None:
+    traced = ("--trace-level", "TIMESTAMPS", "--trace-rate", "2", "--trace-count", "20", "--log-frequency", "10")
+    assert run(perf_analyzer, server, "http", "-m", "simple", *traced) > 0
+    counts = {path.name: len(json.loads(path.read_bytes())) for path in trace_file.parent.iterdir()}
+    assert counts == {"trace.0": 10, "trace.1": 10}
 
 
 def regions(server: ServerProcess) -> object:

@@ -13,6 +13,7 @@ from ortserve.config.expectation import describe_default, describe_unit, describ
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions
 from ortserve.config.options import OptionsError, ServerOptions, flag_name, read_options, split_list
+from ortserve.config.traces import TraceOptions
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse("no model repository: name at least one folder, or use --example")
     if options.load_model and options.model_control_mode != "explicit":
         return _refuse(f"load_model: expected model_control_mode to be 'explicit', got '{options.model_control_mode}'")
+    if options.trace_level != "OFF" and options.trace_file is None:
+        return _refuse(f"trace_level: expected trace_file to be set, too, got '{options.trace_level}' alone")
     if missing := [path for path in options.repositories if not path.is_dir()]:
         return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
     if problem := runtime_problem(installed_runtimes()):
@@ -61,10 +64,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="YAML file of options. [environment: ORTSERVE_CONFIG]"
     )
     grpc = parser.add_argument_group("gRPC")
+    traces = parser.add_argument_group("traces")
     models = parser.add_argument_group("every model, where its model.yaml does not say otherwise")
+    inherited = ((models, LoadOptions), (grpc, GrpcOptions), (traces, TraceOptions))
     for name, field in ServerOptions.model_fields.items():
         if name != "repositories":
-            group = models if name in LoadOptions.model_fields else grpc if name in GrpcOptions.model_fields else server
+            group = next((group for group, options in inherited if name in options.model_fields), server)
             _add_flag(group, name, field)
     return parser
 

@@ -1,7 +1,8 @@
 """The generate extension: a JSON object whose keys are inputs of the model, answered by one whose keys are outputs.
 
-Made for models that are used like a function. What it knows beside tensors is how to sample text, which an ONNX model
-cannot be told: such a parameter is refused, because ignoring it would answer another question than was asked.
+Made for models that are used like a function. Other keys are parameters, as infer has them: what means nothing to the
+server is the model's. How to sample text, though, an ONNX model cannot be told: such a parameter is refused, because
+ignoring it would answer another question than was asked.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,11 @@ import numpy as np
 
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, python_number, write_json
+from ortserve.codecs.rest import read_parameters
 from ortserve.core.request import InferRequest, InferResponse, Parameter
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-
-_HONOURED: Final = frozenset(
-    {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}  # sequences: refused by the service
-)
 
 _SAMPLING: Final = frozenset(
     {
@@ -46,8 +44,7 @@ def decode_generate_request(
         is_stream: Whether the answer is to be a stream, which the parameter ``stream`` must not contradict.
 
     Raises:
-        ServeError: invalid_input for anything malformed, and for a key that means nothing here; unsupported for a
-            parameter of sampling.
+        ServeError: invalid_input for anything malformed; unsupported for a parameter of sampling.
     """
     document = parse_json(body or b"{}")
     if type(document) is not dict:
@@ -104,7 +101,6 @@ def _tensor(value: object, spec: TensorSpec, model: str) -> Tensor:
 def _parameters(
     given: dict[str, object], inputs: Sequence[TensorSpec], model: str, *, is_stream: bool
 ) -> dict[str, Parameter]:
-    parameters: dict[str, Parameter] = {}
     for key, value in given.items():
         if key == "stream" and (value is False or (value is True and is_stream)):
             continue
@@ -114,10 +110,10 @@ def _parameters(
                 f"parameter '{key}' is not supported: it is no input of model '{model}', "
                 "and an ONNX model cannot honour it otherwise",
             )
-        if key not in _HONOURED:
-            names = ", ".join(f"'{spec.name}'" for spec in inputs)
-            raise invalid_input(f"'{key}' is neither a parameter nor an input of model '{model}', which takes {names}")
         if not isinstance(value, (str, int, float, bool)):
-            raise invalid_input(f"Unable to parse '{key}': expected a string, number or boolean parameter")
-        parameters[key] = value
-    return parameters
+            names = ", ".join(f"'{spec.name}'" for spec in inputs)
+            raise invalid_input(
+                f"Unable to parse '{key}': expected a string, number or boolean parameter, or an input of model "
+                f"'{model}', which takes {names}"
+            )
+    return read_parameters({key: value for key, value in given.items() if key != "stream"}, "parameters")

@@ -53,7 +53,7 @@ def decode_rest_request(body: bytes, json_size: int | None, model_name: str, mod
     if type(document) is not dict:
         raise _parse_error("request", "an object", document)
 
-    parameters = _parameters(document.get("parameters"), "parameters")
+    parameters = read_parameters(document.get("parameters"), "parameters")
     binary_output = parameters.pop("binary_data_output", False) if parameters else False
     if type(binary_output) is not bool:
         raise _parse_error("binary_data_output", "a boolean", binary_output)
@@ -121,7 +121,8 @@ def _parse_error(key: str, expected: str, got: object) -> ServeError:
     return invalid_input(f"Unable to parse '{key}': expected {expected}, got {names.get(type(got), repr(got))}")
 
 
-def _parameters(value: object, where: str) -> dict[str, Parameter]:
+def read_parameters(value: object, where: str) -> dict[str, Parameter]:
+    """Check a JSON object of parameters. Raises ServeError: invalid_input, naming ``where`` it is, or the parameter."""
     if value is None:
         return {}
     if type(value) is not dict:
@@ -153,7 +154,7 @@ def _inputs(value: object, tail: memoryview, model: str, in_regions: list[Region
         datatype = DATATYPES.get(datatype_name) if type(datatype_name) is str else None
         if datatype is None:
             raise invalid_input(f"Unable to parse 'datatype' of input '{name}': unknown datatype {datatype_name!r}")
-        parameters = _parameters(entry.get("parameters"), "parameters")
+        parameters = read_parameters(entry.get("parameters"), "parameters")
         size = parameters.get("binary_data_size") if parameters else None
         if parameters and REGION in parameters:
             if "data" in entry or size is not None:
@@ -198,7 +199,7 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
         if name in names:
             raise invalid_input(f"output '{name}' already exists in request")
         names.add(name)
-        parameters = _parameters(entry.get("parameters"), "parameters")
+        parameters = read_parameters(entry.get("parameters"), "parameters")
         classes = _classes(parameters, name) if "classification" in parameters else 0
         binary = parameters.get("binary_data", binary_output)
         if type(binary) is not bool:

@@ -10,7 +10,10 @@ answer handed to the transport. ``encode`` includes the way back from the worker
 
 @dataclass(slots=True)
 class Timing:
-    """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields."""
+    """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields.
+
+    ``begun_ns`` alone is earlier: when the request's head was there, where the protocol tells; 0 where it does not.
+    """
 
     received_ns: int
     queued_ns: int = 0
@@ -18,6 +21,7 @@ class Timing:
     staged_ns: int = 0
     computed_ns: int = 0
     done_ns: int = 0
+    begun_ns: int = 0
 
     def phases_ns(self) -> tuple[int, int, int, int, int]:
         """Durations in the order of ``PHASES``; call it when all points were reached."""

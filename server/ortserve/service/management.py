@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from ortserve.service.log_settings import LogSettings
 from ortserve.service.repository import RepositoryService
-from ortserve.service.settings import LogSettings, TraceSettings
 from ortserve.service.statistics import StatisticsService
+from ortserve.service.trace_settings import TraceSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,10 @@ def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_pa
             ["serve", "--example", "--http-port", "x"],
             "ortserve serve: --http-port: expected integer, 0 to 65535, got 'x'\n",
         ),
+        (
+            ["serve", "--example", "--trace-level", "TIMESTAMPS"],
+            "ortserve serve: trace_level: expected trace_file to be set, too, got 'TIMESTAMPS' alone\n",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

@@ -3,6 +3,7 @@ counts before it measures.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,22 @@ def test_copy_too_many_is_found_out() -> None:
         codec_cost.check(replace(arm, encode_copies=0))
 
 
-def test_figures_are_printed_for_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
-    codec_cost.main(["--rounds", "1", "--seconds", "0.0001", "--sizes", "1 KB"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:12].strip() for line in lines[2:]] == ["REST JSON", "REST binary", "gRPC raw"]
+def test_report_has_figures_of_every_encoding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    sizes = ("1 KB", "600 KB")
+    codec_cost.main(["--rounds", "1", "--seconds", "0.0001", "--report", str(report), "--sizes", *sizes])
+    text = report.read_text()
+    assert capsys.readouterr().out == text
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    encodings = ["REST JSON", "REST binary", "gRPC raw"]
+    assert [row[0].strip("| ") for row in rows if row[1] in sizes and len(row) == 6] == [
+        *(encodings * 2),
+        *(name for name in encodings for _ in ("read", "written")),
+    ]
+
+
+def test_wait_for_what_keeps_the_interpreter_is_as_long_as_it_takes() -> None:
+    numbers = list(range(3_000_000))
+    with codec_cost.server_switch_interval():
+        kept = codec_cost.wait(lambda: numbers.index(-1) if -1 in numbers else None)
+    assert kept.longest > kept.took / 2

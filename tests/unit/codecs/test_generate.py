@@ -63,6 +63,11 @@ def test_envelope_and_parameters_arrive_from_both_places() -> None:
     assert request.outputs == ()
 
 
+def test_key_that_is_no_input_is_a_parameter_for_whoever_knows_it() -> None:
+    request = decode({"text": "hi", "mode": "fast", "parameters": {"level": 3, "is_new": True}})
+    assert request.parameters == {"mode": "fast", "level": 3, "is_new": True}
+
+
 def test_input_keeps_its_name_whatever_else_it_means() -> None:
     spec = TensorSpec("id", DataType.INT64, ())
     request = decode_generate_request(b'{"id": 5}', "m", "", [spec], is_stream=False)
@@ -94,10 +99,11 @@ def test_stream_may_be_said_where_it_is_true() -> None:
         (b"{", "failed to parse the request JSON buffer"),
         ([], "expected an object"),
         (
-            {"txet": "hi"},
-            "'txet' is neither a parameter nor an input of model 'm', which takes 'text', 'row', 'number', 'rows'",
+            {"txet": ["hi"]},
+            "expected a string, number or boolean parameter, or an input of model 'm', which takes 'text', 'row', 'num",
         ),
-        ({"parameters": {"txet": None}}, "'txet' is neither a parameter nor an input"),
+        ({"parameters": {"txet": None}}, "Unable to parse 'txet': expected a string, number or boolean parameter"),
+        ({"text": "hi", "triton_x": 1}, "parameter keys starting with 'triton_' are reserved for Triton usage"),
         ({"id": 5}, "Unable to parse 'id': expected a string"),
         ({"parameters": 5}, "Unable to parse 'parameters': expected an object"),
         ({"priority": [1]}, "Unable to parse 'priority': expected a string, number or boolean"),

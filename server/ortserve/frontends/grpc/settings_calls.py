@@ -5,7 +5,8 @@ from google.protobuf.message import Message
 from ortserve._pb import management_pb2 as pb
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering
-from ortserve.service.settings import LogSettings, Setting, TraceSettings
+from ortserve.service.log_settings import LogSettings, Setting
+from ortserve.service.trace_settings import TraceSettings
 
 
 class SettingsCalls:

@@ -56,7 +56,7 @@ def make_control_app(
     app.include_router(repository_routes(management.repository, max_body_bytes=max_body_bytes))
     app.include_router(settings_routes(management.logs, management.traces, max_body_bytes=max_body_bytes))
     app.include_router(_metadata_routes(models))
-    app.include_router(shared_memory_routes(shared_memory))
+    app.include_router(shared_memory_routes(shared_memory, max_body_bytes=max_body_bytes))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_malformed_path)

@@ -213,7 +213,7 @@ class Exchange:
         parts = self._parts
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         self._parts = []
-        self._call = lane.service.receive("http", self._announced.timeout_ns)
+        self._call = lane.service.receive("http", self._announced.timeout_ns, self._received_ns)
         if self._announced.encoding is None:
             self._submit(body)
         else:

@@ -28,7 +28,7 @@ _REQUEST: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
         "description": "Inputs of the model by name: a number, string or boolean, or an array of them; beside them "
-        "`id`, `priority` and `timeout`.",
+        "`id`, `priority`, `timeout` and parameters of any other name, which an ONNX model has no use for.",
         "content": {_JSON: {"schema": {"type": "object"}, "example": {"text": "hello"}}},
     }
 }
@@ -107,7 +107,7 @@ class GenerateRoute:
                 raise
             if body is None:
                 return Response(status_code=_LEFT)
-            call = inference.receive("http", announced.timeout_ns)
+            call = inference.receive("http", announced.timeout_ns, received_ns)
             spell: Callable[[InferResponse], bytes] = encode_generate_event if is_stream else encode_generate_response
             content = await inference.serve(
                 call,

@@ -83,7 +83,7 @@ class InferRoute:
     async def _answer(
         self, body: bytes, hold: Hold, announced: Announcement, model: str, version: str, received_ns: int
     ) -> Answer:
-        call = self._service.receive("http", announced.timeout_ns)
+        call = self._service.receive("http", announced.timeout_ns, received_ns)
         if announced.encoding is not None:
             try:
                 body = await inflate(body, announced.encoding, hold, max_bytes=self._max_body_bytes)

@@ -1,16 +1,15 @@
-"""Reading the JSON body of a control call, whatever its content type says: clients send any, or none."""
+"""Reading the JSON body of a control call, whatever its content type says: clients send any, or none.
 
-import asyncio
-from typing import Any, Final
+It is parsed on the loop, however large it is: orjson keeps the interpreter's lock, so that a thread would spare nobody.
+"""
+
+from typing import Any
 
 import orjson
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-
-_ON_LOOP_BYTES: Final = 64 * 1024
-"""A body up to this size is parsed in well under a millisecond; larger ones are parsed on a thread."""
 
 
 async def read_json_object(request: Request, *, max_body_bytes: int) -> dict[str, Any]:
@@ -32,7 +31,7 @@ async def read_json_object(request: Request, *, max_body_bytes: int) -> dict[str
     if not body:
         return {}
     try:
-        document = orjson.loads(body) if len(body) <= _ON_LOOP_BYTES else await asyncio.to_thread(orjson.loads, body)
+        document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise invalid_input(f"failed to parse the request JSON buffer: {error.msg} at {error.pos}") from None
     if not isinstance(document, dict):

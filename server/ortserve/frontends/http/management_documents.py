@@ -58,7 +58,10 @@ class ModelStatisticsDocument(BaseModel):
     inference_stats: InferStatisticsDocument
     response_stats: dict[str, Any] = Field(description="Empty: of decoupled models only")
     batch_stats: list[BatchStatisticsDocument]
-    memory_usage: list[Any] = Field(description="Empty: ONNX Runtime does not tell a model's memory")
+    memory_usage: list[Any] = Field(
+        description="Empty: ONNX Runtime does not tell what a session takes for weights and work, and the buffers of "
+        "inputs and outputs, which are known, would be taken for all of it"
+    )
 
 
 class StatisticsDocument(BaseModel):
@@ -66,11 +69,11 @@ class StatisticsDocument(BaseModel):
 
 
 class TraceSettingsDocument(BaseModel):
-    trace_level: list[str] = Field(description="Always OFF: this server writes no trace files")
-    trace_rate: str
-    trace_count: str
-    log_frequency: str
-    trace_file: str
+    trace_level: list[Literal["OFF", "TIMESTAMPS"]]
+    trace_rate: str = Field(description="One of so many requests is traced")
+    trace_count: str = Field(description="How many requests are still traced; -1 for any number")
+    log_frequency: str = Field(description="How many traces make a numbered file; 0 for one file")
+    trace_file: str = Field(description="Name of the file that the operator chose; empty where there is none")
     trace_mode: str
 
 
@@ -80,7 +83,9 @@ class LogSettingsDocument(BaseModel):
     log_warning: bool
     log_error: bool
     log_verbose_level: int = Field(ge=0)
-    log_format: Literal["default", "ISO8601"]
+    log_format: Literal["default", "ISO8601"] = Field(
+        description="Both are the same here: the time of a line is of ISO 8601 by default"
+    )
 
 
 def request_body(document: type[BaseModel], *, is_partial: bool = False) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from fastapi.responses import JSONResponse
 from ortserve.frontends.http.json_body import read_json_object
 from ortserve.frontends.http.management_documents import LogSettingsDocument, TraceSettingsDocument, request_body
 from ortserve.frontends.http.path_parameters import ModelName
-from ortserve.service.settings import LogSettings, TraceSettings
+from ortserve.service.log_settings import LogSettings
+from ortserve.service.trace_settings import TraceSettings
 
 _LOG_BODY: Final = request_body(LogSettingsDocument, is_partial=True)
 # Numbers may be texts and texts numbers, as Triton's clients have it; a schema would only say "anything".

@@ -6,13 +6,11 @@ import orjson
 from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel, Field
 
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import invalid_input
+from ortserve.frontends.http.json_body import read_json_object
 from ortserve.service.shared_memory import RegionStatus, SharedMemory
 
 RegionName = Annotated[str, Path(description="Name that requests use", examples=["input_data"])]
-
-_MAX_BODY_BYTES: Final = 64 * 1024
-"""Of a call here; a region's bytes are not in it."""
 
 
 class RegistrationDocument(BaseModel):
@@ -42,15 +40,15 @@ _REGISTRATION: Final = {
 }
 
 
-def shared_memory_routes(regions: SharedMemory) -> APIRouter:
+def shared_memory_routes(regions: SharedMemory, *, max_body_bytes: int) -> APIRouter:
     """Routes for both kinds of shared memory. Success is 200 with nothing in it: clients accept no other status."""
     router = APIRouter(prefix="/v2", tags=["shared memory"])
-    router.include_router(_system_routes(regions), prefix="/systemsharedmemory")
+    router.include_router(_system_routes(regions, max_body_bytes), prefix="/systemsharedmemory")
     router.include_router(_cuda_routes(regions), prefix="/cudasharedmemory")
     return router
 
 
-def _system_routes(regions: SharedMemory) -> APIRouter:
+def _system_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
     router = APIRouter()
 
     @router.get("/status", response_model=list[RegionDocument])
@@ -66,7 +64,7 @@ def _system_routes(regions: SharedMemory) -> APIRouter:
     @router.post("/region/{region}/register", openapi_extra=_REGISTRATION, response_class=Response)
     async def register(region: RegionName, request: Request) -> Response:
         """Let requests use a shared memory object, where the operator allows it."""
-        document = await _read_object(request)
+        document = await read_json_object(request, max_body_bytes=max_body_bytes)
         offset, byte_size = _unsigned(document, "offset", 0), _unsigned(document, "byte_size", None)
         regions.register(region, _key(document), offset, byte_size)
         return Response()
@@ -124,24 +122,6 @@ def _cuda_routes(regions: SharedMemory) -> APIRouter:
 
 def _answer(regions: list[RegionStatus]) -> Response:
     return Response(orjson.dumps(regions), media_type="application/json")
-
-
-async def _read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is an empty one. Raises ServeError: too_large, invalid_input."""
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MAX_BODY_BYTES:
-            raise ServeError(
-                ErrorKind.TOO_LARGE, f"expected at most {_MAX_BODY_BYTES} bytes in a shared memory call, got more"
-            )
-    try:
-        document = orjson.loads(body or b"{}")
-    except orjson.JSONDecodeError as error:
-        raise invalid_input(f"failed to parse the request JSON buffer: {error.msg} at {error.pos}") from None
-    if type(document) is not dict:
-        raise invalid_input(f"failed to parse the request JSON buffer: expected an object, got {document!r:.100}")
-    return document
 
 
 def _key(document: dict[str, Any]) -> str:

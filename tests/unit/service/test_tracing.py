@@ -1,0 +1,113 @@
+"""Traces of requests through the service, whatever becomes of them."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from models import builders
+from ortserve.config.model import LoadOptions
+from ortserve.config.traces import TraceOptions
+from ortserve.core.dtypes import DataType
+from ortserve.core.request import InferRequest
+from ortserve.core.tensor import Tensor
+from ortserve.errors import ServeError
+from ortserve.registry.registry import Registry
+from ortserve.service.inference import InferenceService
+from ortserve.service.trace_settings import TraceSettings
+from ortserve.service.tracing import Tracer
+from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.trace_files import TraceFiles
+
+
+@dataclass
+class Stage:
+    service: InferenceService
+    settings: TraceSettings
+    path: Path
+
+    async def infer(self, protocol: str, request: InferRequest) -> None:
+        await self.service.serve(self.service.receive(protocol, None, 1), lambda: request, lambda _, response: response)
+
+    async def traces(self) -> list[dict[str, Any]]:
+        """All, once the turn of the loop that ended the last request is over."""
+        await asyncio.sleep(0)
+        self.settings.close()
+        traces: list[dict[str, Any]] = json.loads(self.path.read_bytes())
+        return traces
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    """Every request of the models ``double`` and ``slow`` is traced."""
+    builders.unnamed_dims(tmp_path / "double.onnx")
+    builders.slow(tmp_path / "slow.onnx", steps=3000)
+    metrics = Metrics(CollectorRegistry())
+    registry = Registry([tmp_path], LoadOptions(warmup_s=0), metrics, time.monotonic_ns)
+    await registry.load_all()
+    path = tmp_path / "trace.json"
+    files = TraceFiles(path, max_bytes=10**6)
+    settings = TraceSettings(registry, TraceOptions(trace_file=path, trace_level="TIMESTAMPS", trace_rate=1), files)
+    tracer = Tracer(settings, time.monotonic_ns)
+    service = InferenceService(registry, metrics, time.monotonic_ns, max_inflight_bytes=1000, tracer=tracer)
+    yield Stage(service, settings, path)
+    await registry.close()
+
+
+def request(model: str, columns: int = 4, *, name: str = "x") -> InferRequest:
+    tensor = Tensor(name, DataType.FP32, np.ones((1, columns), np.float32))
+    return InferRequest(model, "", f"to {model}", [tensor], (), {})
+
+
+def names(trace: dict[str, Any]) -> list[str]:
+    return [timestamp["name"] for timestamp in trace["timestamps"]]
+
+
+async def test_answered_request_is_traced_from_its_head_to_its_sent_answer(stage: Stage) -> None:
+    before_ns = time.monotonic_ns()
+    await stage.infer("http", request("double"))
+    (trace,) = await stage.traces()
+    assert (trace["id"], trace["model_name"], trace["model_version"]) == (1, "double", 1)
+    assert trace["request_id"] == "to double"
+    assert names(trace)[0] == "HTTP_RECV_START"
+    assert names(trace)[-1] == "HTTP_SEND_END"
+    begun, *later = [timestamp["ns"] for timestamp in trace["timestamps"]]
+    assert begun == 1
+    assert later == sorted(later)
+    assert before_ns <= later[0]
+    assert later[-1] <= time.monotonic_ns()
+
+
+async def test_request_that_fails_is_traced_as_far_as_it_came(stage: Stage) -> None:
+    with pytest.raises(ServeError):
+        await stage.infer("grpc", request("double", name="other"))
+    with pytest.raises(ServeError):
+        await stage.infer("grpc", request("nobody"))  # whose trace would it be?
+    (trace,) = await stage.traces()
+    assert names(trace) == [
+        "GRPC_WAITREAD_START",
+        "GRPC_WAITREAD_END",
+        "REQUEST_START",
+        "REQUEST_END",
+        "GRPC_SEND_START",
+        "GRPC_SEND_END",
+    ]
+
+
+async def test_request_whose_caller_left_is_traced_and_has_not_been_sent(stage: Stage) -> None:
+    task = asyncio.create_task(stage.infer("http", request("slow")))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (trace,) = await stage.traces()
+    assert trace["model_name"] == "slow"
+    assert names(trace)[-1] == "REQUEST_END"
