@@ -10,6 +10,7 @@ from ortserve.config.expectation import describe_default, describe_unit, describ
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import ServerOptions, flag_name, variable_name
+from ortserve.config.tls import TlsOptions
 
 PAGE: Final = Path(__file__).parents[2] / "reference" / "options.md"
 """In the source tree; an installed package has no page."""
@@ -47,10 +48,10 @@ YAML language server by a first line such as
 
 def render() -> str:
     """The page as it should be."""
-    # The server's own first, then what it inherits and so has first: the gRPC port's, then the defaults of models.
+    # The server's own first, then what it inherits: TLS, the gRPC port's, then the defaults of models.
     options = sorted(
         ServerOptions.model_fields.items(),
-        key=lambda item: (item[0] in LoadOptions.model_fields, item[0] in GrpcOptions.model_fields),
+        key=lambda item: [item[0] in room.model_fields for room in (LoadOptions, GrpcOptions, TlsOptions)],
     )
     return "\n".join(
         [
