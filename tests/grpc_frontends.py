@@ -1,12 +1,16 @@
 """The gRPC frontend in the test's own process, on services that are fakes, and channels that send bytes as they are."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import grpc
 import numpy as np
+import trustme
 
 from fakes.service import FakeInferenceService, FakeModelService
 from ortserve._pb import grpc_service_pb2 as pb
@@ -24,8 +28,10 @@ from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.streams import Streams
+from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.service.shared_memory import SharedMemory
 
+OVER_TLS: Final = " over TLS"
 MAX_BODY_BYTES: Final = 100_000
 LONG_S: Final = 60.0
 """A wait that only a failing test sees the end of."""
@@ -34,7 +40,7 @@ Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class Frontend:
-    """All calls on fakes, on a port of their own; ``transport`` as ``--grpc-transport``.
+    """All calls on fakes, on a port of their own; ``transport`` as ``--grpc-transport``, and `` over TLS`` behind it.
 
     ``streams`` are those that are open, ``address`` is where it listens.
     """
@@ -65,8 +71,17 @@ class Frontend:
         ]
         router = Router(calls)
         self.server: GrpcServer | NativeGrpcServer
+        transport, self.has_tls = transport.removesuffix(OVER_TLS), transport.endswith(OVER_TLS)
         if transport == "grpcio":
-            self.server = GrpcServer(router, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes)
+            self.server = GrpcServer(
+                router,
+                self.streams,
+                chosen,
+                host=host,
+                port=port,
+                max_body_bytes=max_body_bytes,
+                credentials=_tls().credentials if self.has_tls else None,
+            )
         else:
             self.server = NativeGrpcServer(
                 router.find,
@@ -78,11 +93,34 @@ class Frontend:
                 port=port,
                 clock=monotonic_ns,
                 encoding=ENCODINGS[chosen.grpc_response_compression],
+                tls=TlsEntrance(lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, alpn="h2")
+                if self.has_tls
+                else None,
             )
         self.address = ""
 
     async def start(self) -> None:
         self.address = f"127.0.0.1:{await self.server.start()}"
+
+
+@dataclass(frozen=True)
+class _Tls:
+    """A certificate in the forms that both transports take, and who signed it."""
+
+    authority: bytes
+    context: ssl.SSLContext
+    credentials: grpc.ServerCredentials
+
+
+@cache
+def _tls() -> _Tls:
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["h2"])
+    made.configure_cert(context)
+    pair = (made.private_key_pem.bytes(), made.cert_chain_pems[0].bytes())
+    return _Tls(authority.cert_pem.bytes(), context, grpc.ssl_server_credentials([pair]))
 
 
 @asynccontextmanager
@@ -93,9 +131,13 @@ async def frontend(
     front = Frontend(inference, models, transport, **options)
     await front.start()
     try:
-        async with grpc.aio.insecure_channel(
-            front.address, options=(("grpc.use_local_subchannel_pool", 1),)
-        ) as channel:
+        options_of_channel = (("grpc.use_local_subchannel_pool", 1),)
+        if front.has_tls:
+            trust = grpc.ssl_channel_credentials(_tls().authority)
+            opened = grpc.aio.secure_channel(front.address, trust, options_of_channel)
+        else:
+            opened = grpc.aio.insecure_channel(front.address, options_of_channel)
+        async with opened as channel:
             yield front, channel
     finally:
         await front.server.stop(0)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -28,10 +29,14 @@ SHORT_WARMUP: Final = ("--warmup-s", "0.2")
 class ServerProcess:
     """``ortserve serve`` with ``arguments``. Its output is read by a thread, so that tests can wait for lines of it.
 
-    ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens.
+    ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens; ``client`` is the context of a client
+    of its HTTP port where that speaks TLS.
     """
 
-    def __init__(self, *arguments: str | Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str | Path, env: Mapping[str, str] | None = None, client: ssl.SSLContext | None = None
+    ) -> None:
+        self.client = client
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ortserve", "serve", *arguments],
             stdout=subprocess.PIPE,
@@ -52,6 +57,11 @@ class ServerProcess:
     @property
     def http(self) -> str:
         return self._address("http")
+
+    @property
+    def url(self) -> str:
+        """Of the HTTP port."""
+        return f"http{'s' if self.client else ''}://{self.http}"
 
     @property
     def grpc(self) -> str:
@@ -123,11 +133,13 @@ class ServerProcess:
 
 
 @contextmanager
-def starting(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+def starting(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, client: ssl.SSLContext | None = None
+) -> Iterator[ServerProcess]:
     """Start a server on free ports without waiting for it; it may end in any way and is ended in any case."""
     flags = ("--http-port", "--grpc-port", "--metrics-port")
     ports = () if set(flags) & set(arguments) else [part for flag in flags for part in (flag, "0")]
-    server = ServerProcess(*arguments, *ports, env=env)
+    server = ServerProcess(*arguments, *ports, env=env, client=client)
     try:
         yield server
     except BaseException as error:
@@ -138,11 +150,13 @@ def starting(*arguments: str | Path, env: Mapping[str, str] | None = None) -> It
 
 
 @contextmanager
-def serving(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+def serving(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, client: ssl.SSLContext | None = None
+) -> Iterator[ServerProcess]:
     """Serve with all models loaded; at the end the server must drain, exit with 0 and show no traceback."""
-    with starting(*arguments, env=env) as server:
+    with starting(*arguments, env=env, client=client) as server:
         server.wait_until_loaded()
-        ready = httpx.get(f"http://{server.http}/v2/health/ready", timeout=LONG_S)
+        ready = httpx.get(f"{server.url}/v2/health/ready", timeout=LONG_S, verify=client or True)
         assert ready.status_code == 200, ready.text
         yield server
         server.stop()
@@ -185,7 +199,7 @@ def json_input(name: str, array: np.ndarray) -> dict[str, Any]:
 
 def rest_url(server: ServerProcess, model: str, version: str = "") -> str:
     """Where REST inference with a model is."""
-    return f"http://{server.http}/v2/models/{model}{f'/versions/{version}' if version else ''}/infer"
+    return f"{server.url}/v2/models/{model}{f'/versions/{version}' if version else ''}/infer"
 
 
 class Samples:

@@ -5,7 +5,7 @@ import gc
 import logging
 import signal
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import onnxruntime
 import uvloop
@@ -36,9 +36,11 @@ from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.generate_route import make_generate_router
+from ortserve.frontends.http.health import HealthFromThreads
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
+from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
 from ortserve.service.log_settings import LogSettings
@@ -54,6 +56,9 @@ from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.trace_files import TraceFiles
 from ortserve.telemetry.triton_metrics import TritonMetrics
+
+if TYPE_CHECKING:
+    from ortserve.frontends.tls.server_certificate import ServerCertificate
 
 logger: Final = logging.getLogger(__name__)
 
@@ -119,6 +124,17 @@ def _extensions(options: ServerOptions) -> tuple[str, ...]:
     """What the server says of itself that it can."""
     chosen = {SYSTEM_SHARED_MEMORY: options.allow_client_shm, TRACE: options.trace_file is not None}
     return (*EXTENSIONS, *(extension for extension, is_on in chosen.items() if is_on))
+
+
+def _certificate(options: ServerOptions, metrics: Metrics) -> "ServerCertificate | None":
+    if options.tls_cert_file is None or options.tls_key_file is None:
+        return None
+    # Here, because it imports a large library that nothing else needs.
+    from ortserve.frontends.tls.certificate import TlsFiles
+    from ortserve.frontends.tls.server_certificate import ServerCertificate
+
+    files = TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
+    return ServerCertificate(files, options.tls_min_version, metrics)
 
 
 def _catch_signals() -> asyncio.Event:
@@ -197,6 +213,8 @@ class Server:
             control,
         )
         self._lane = _lane(inference, options)
+        self._certificate = _certificate(options, metrics)
+        self._renewing: asyncio.Task[None] | None = None
         self._http = HttpServer(
             rest,
             self._lane,
@@ -204,6 +222,7 @@ class Server:
             port=options.http_port,
             idle_timeout_s=options.idle_timeout_s,
             max_connection_age_s=options.http_max_connection_age_s,
+            tls=self._entrance("http"),
         )
         streams = Streams(options.grpc_max_streams)
         metrics.set_streams_source(lambda: streams.open_count)
@@ -223,6 +242,8 @@ class Server:
                 host=options.host,
                 port=options.grpc_port,
                 max_body_bytes=options.max_body_bytes,
+                credentials=self._certificate.grpc_credentials() if self._certificate else None,
+                handshake_timeout_s=options.tls_handshake_timeout_s if self._certificate else None,
             )
         return NativeGrpcServer(
             router.find,
@@ -234,6 +255,17 @@ class Server:
             port=options.grpc_port,
             clock=monotonic_ns,
             encoding=ENCODINGS[options.grpc_response_compression],
+            tls=self._entrance("grpc", alpn="h2"),
+        )
+
+    def _entrance(self, port: Literal["http", "grpc"], *, alpn: str | None = None) -> TlsEntrance | None:
+        if self._certificate is None:
+            return None
+        return TlsEntrance(
+            self._certificate.context_of(port),
+            port=port,
+            handshake_timeout_s=self._options.tls_handshake_timeout_s,
+            alpn=alpn,
         )
 
     def _calls(self, inference: InferenceService, management: Management, streams: Streams) -> list[Calls]:
@@ -263,7 +295,17 @@ class Server:
             ServeError: conflict, naming the option of an address that cannot be listened on.
         """
         host = self._options.host
-        self._metrics = MetricsServer(self._prometheus, host, self._options.metrics_port)
+        certificate = self._certificate
+        self._metrics = MetricsServer(
+            self._prometheus,
+            host,
+            self._options.metrics_port,
+            health=HealthFromThreads(self._models, asyncio.get_running_loop()).answer,
+            tls=certificate.context_of("metrics") if certificate and self._options.tls_metrics else None,
+            handshake_timeout_s=self._options.tls_handshake_timeout_s,
+        )
+        if certificate is not None:
+            self._renewing = asyncio.create_task(certificate.watch(), name="certificate")
         ports = {"http": await self._http.start(), "grpc": await self._grpc.start(), "metrics": self._metrics.port}
         for protocol, port in ports.items():
             way = {"lane": self._lane is not None} if protocol == "http" else {}
@@ -300,5 +342,7 @@ class Server:
         """Close what is still open; after ``drain`` that is the metrics port, which shows the drain to its end."""
         await asyncio.gather(self._http.stop(0), self._grpc.stop(0))
         self._traces.close()
+        if self._renewing is not None:
+            self._renewing.cancel()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)

@@ -12,6 +12,7 @@ import yaml
 from manifests import DEPLOY, ROOT, is_pinned, n_bytes
 from ortserve import __version__
 from ortserve.config.options import ServerOptions, read_options
+from ortserve.config.tls import tls_problems
 from servers import SHORT_WARMUP, serving
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -65,6 +66,19 @@ def test_options_are_real_and_agree_with_the_container(name: str, monkeypatch: p
     assert published == [options.http_port, options.grpc_port, options.metrics_port]
     assert service["read_only"] is True
     assert any(mount.startswith("/tmp") for mount in service["tmpfs"])
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_certificate_is_named_in_the_folder_that_is_mounted_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = yaml.safe_load((DEPLOY / "compose.tls.yml").read_text())["services"][name]
+    for variable, value in service["environment"].items():
+        monkeypatch.setenv(variable, value)
+    options = read_options({})
+    assert list(tls_problems(options, grpc_transport=options.grpc_transport)) == []
+    (mount,) = service["volumes"]
+    folder, mode = mount.split("}")[1].lstrip(":").split(":")
+    assert mode == "ro"
+    assert {str(file.parent) for file in (options.tls_cert_file, options.tls_key_file) if file} == {folder}
 
 
 def test_prometheus_finds_the_server_and_grafana_finds_prometheus() -> None:

@@ -19,6 +19,7 @@ from manifests import (
 )
 from ortserve import __version__
 from ortserve.config.options import ENV_PREFIX, ServerOptions, read_options, variable_name
+from ortserve.config.tls import tls_problems
 
 KSERVE = DEPLOY / "overlays" / "kserve"
 
@@ -106,13 +107,51 @@ def test_drain_delay_outlasts_the_readiness_probe(installed: Installation, optio
     assert options.drain_delay_s >= probe["periodSeconds"] * probe["failureThreshold"]
 
 
-def test_probes_ask_what_they_are_for(installed: Installation) -> None:
+def test_probes_ask_what_they_are_for(installed: Installation, options: ServerOptions) -> None:
+    """Where they are answered: they cannot bring a certificate, and speak TLS where the port does."""
     asked = {name: installed.server[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    assert asked == {
-        "startupProbe": {"path": "/v2/health/live", "port": "http"},
-        "livenessProbe": {"path": "/v2/health/live", "port": "http"},
-        "readinessProbe": {"path": "/v2/health/ready", "port": "http"},
+    port = "metrics" if options.tls_client_ca_file else "http"
+    has_tls = options.tls_cert_file is not None and (port == "http" or options.tls_metrics)
+    assert {probe.get("scheme", "HTTP") for probe in asked.values()} == {"HTTPS" if has_tls else "HTTP"}
+    assert {name: (probe["path"], probe["port"]) for name, probe in asked.items()} == {
+        "startupProbe": ("/v2/health/live", port),
+        "livenessProbe": ("/v2/health/live", port),
+        "readinessProbe": ("/v2/health/ready", port),
     }
+
+
+def test_options_of_tls_agree_and_their_files_are_mounted_so_that_they_are_renewed(
+    installed: Installation, options: ServerOptions
+) -> None:
+    assert list(tls_problems(options, grpc_transport=options.grpc_transport)) == []
+    mounts = {mount["mountPath"]: mount for mount in installed.server["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in installed.pod["spec"]["volumes"]}
+    for file in (options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file):
+        if file is not None:
+            mount = mounts[str(file.parent)]
+            assert mount["readOnly"] is True
+            assert "subPath" not in mount  # which is never renewed
+            assert {"secret", "configMap"} & set(volumes[mount["name"]])
+    if options.tls_key_file is not None:
+        secret = volumes[mounts[str(options.tls_key_file.parent)]["name"]]["secret"]
+        assert secret["defaultMode"] == 0o440
+        assert installed.pod["spec"]["securityContext"]["fsGroup"]  # the group that may read it
+
+
+@pytest.mark.parametrize(("overlay", "asks_clients"), [("tls", False), ("mutual-tls", True)])
+def test_overlays_of_tls_turn_it_on(overlay: str, asks_clients: bool) -> None:
+    named = {name for name in installation(overlay).environment if name.startswith("ORTSERVE_TLS_")}
+    wanted = {"ORTSERVE_TLS_CERT_FILE", "ORTSERVE_TLS_KEY_FILE"}
+    assert named == wanted | ({"ORTSERVE_TLS_CLIENT_CA_FILE"} if asks_clients else set())
+
+
+def test_services_say_what_is_spoken(installed: Installation, options: ServerOptions) -> None:
+    """By the words of Kubernetes for gateways and service meshes."""
+    plain = {"http": "http", "grpc": "kubernetes.io/h2c", "metrics": None}
+    spoken = plain if options.tls_cert_file is None else plain | {"http": "https", "grpc": "https"}
+    for service in installed.all("Service"):
+        for port in service["spec"]["ports"]:
+            assert port.get("appProtocol") == spoken[port["name"]]
 
 
 def test_every_container_is_limited(installed: Installation) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import yaml
 
+from certificates import Secret
 from manifests import BASE, DEPLOY, installation
 from models import builders
 from ortserve.example import repository_path
@@ -32,6 +33,25 @@ def test_probes_of_the_pod_say_yes() -> None:
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             path = base.server[probe]["httpGet"]["path"]
             assert httpx.get(f"http://{server.http}{path}", timeout=LONG_S).status_code == 200, probe
+
+
+@pytest.mark.parametrize("overlay", ["tls", "mutual-tls"])
+def test_probes_of_a_pod_with_certificates_say_yes(overlay: str, tmp_path: Path) -> None:
+    """With the mounted folders elsewhere, and asked as the kubelet does: it verifies nothing and brings nothing."""
+    installed = installation(overlay)
+    secret = Secret(tmp_path / "secret")
+    options = {
+        name: str(secret.folder / Path(value).name) if value.startswith("/etc/ortserve/") else value
+        for name, value in installed.environment.items()
+    }
+    options["ORTSERVE_DRAIN_DELAY_S"] = "0"
+    client = secret.client_context(has_certificate=overlay == "mutual-tls")
+    with serving(*installed.server["args"][1:], *SHORT_WARMUP, env=options, client=client) as server:
+        addresses = {"http": server.http, "metrics": server.metrics}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            asked = installed.server[probe]["httpGet"]
+            url = f"{asked['scheme'].lower()}://{addresses[asked['port']]}{asked['path']}"
+            assert httpx.get(url, verify=False, timeout=LONG_S).status_code == 200, probe
 
 
 @pytest.mark.parametrize("component", ["models-volume", "models-download", "models-image"])

@@ -45,9 +45,10 @@ def test_misspelled_field_is_found() -> None:
     assert "readynessProbe" in told
 
 
-def test_compose_file_is_valid() -> None:
+@pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/compose.tls.yml"])
+def test_compose_file_is_valid(file: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml"],
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", file],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -13,6 +13,13 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
 
 
+@pytest.fixture(params=["grpcio", "native", "grpcio over TLS", "native over TLS"])
+def grpc_transport(request: pytest.FixtureRequest) -> str:
+    """Streams need flow control both ways, which TLS has to hand through."""
+    transport: str = request.param
+    return transport
+
+
 @pytest.fixture
 def inference() -> FakeInferenceService:
     return FakeInferenceService()

@@ -1,4 +1,7 @@
-"""What HTTP/1.1 asks of a connection, on the lane and on plain ASGI: order, bodies, keep-alive, back-pressure."""
+"""What HTTP/1.1 asks of a connection: order, bodies, keep-alive, back-pressure.
+
+On the lane, on plain ASGI and over TLS.
+"""
 
 import contextlib
 import json
@@ -16,24 +19,40 @@ import numpy as np
 import psutil
 import pytest
 
+from certificates import HOST, Secret
 from models import builders
-from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, decisions, json_input, rest_url, serving, starting
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    decisions,
+    json_input,
+    read_metrics,
+    rest_url,
+    serving,
+    starting,
+    wait_for_queue,
+)
 
 BODY_LIMIT: Final = 4_000_000
 IDLE_S: Final = 0.5
 AGE_S: Final = 0.25
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=["--http-lane", "--no-http-lane", "TLS"])
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """``wide`` answers with what it was sent; ``slow`` takes longer than a connection may idle."""
+    secret = Secret(tmp_path_factory.mktemp("tls")) if request.param == "TLS" else None
+    http_way = "--http-lane" if secret else request.param
     repository = tmp_path_factory.mktemp("connection")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "wide", builders.identity, shape=("batch", 100_000))
     add_model(repository, "slow", builders.slow, steps=300_000)
     (repository / "slow" / "model.yaml").write_text("warmup_s: 0\n")
     flags = (*SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT), "--idle-timeout-s", str(IDLE_S), http_way)
-    with serving(repository, *flags) as server:
+    tls = secret.flags if secret else ()
+    with serving(repository, *flags, *tls, client=secret.client_context() if secret else None) as server:
         is_lane = server.wait_for_line("listening", "protocol=http ").endswith("lane=True")
         assert is_lane == (http_way == "--http-lane")
         yield server
@@ -41,9 +60,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[
 
 @pytest.fixture
 def connection(server: ServerProcess) -> Iterator[socket.socket]:
-    host, port = server.http.split(":")
-    with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
+    with connect(server) as connection:
         yield connection
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    host, port = server.http.split(":")
+    plain = socket.create_connection((host, int(port)), timeout=LONG_S)
+    return server.client.wrap_socket(plain, server_hostname=HOST) if server.client else plain
 
 
 def body_of(number: float, width: int = 4, **more: Any) -> bytes:
@@ -89,6 +113,12 @@ class Answers:
         data = self._connection.recv(1 << 20)
         assert data, f"the server closed the connection after {bytes(self._came)!r}"
         self._came += data
+
+
+def ask(server: ServerProcess, model: str, body: bytes) -> httpx.Response:
+    """On a connection of its own."""
+    answer = httpx.post(rest_url(server, model), content=body, timeout=LONG_S, verify=server.client or True)
+    return answer.raise_for_status()
 
 
 def first_value(document: Any) -> float:
@@ -207,7 +237,7 @@ def test_caller_who_reads_no_answers_is_kept_waiting_and_costs_no_memory(
     process = psutil.Process(server.pid)
     body = body_of(0.123, 100_000, parameters={"binary_data_output": True})
     for _ in range(8):  # what these leave behind is there for all later ones
-        httpx.post(rest_url(server, "wide"), content=body, timeout=LONG_S).raise_for_status()
+        ask(server, "wide", body)
     before = process.memory_info().rss
     connection.settimeout(1)
     request = post("wide", body)
@@ -220,14 +250,29 @@ def test_caller_who_reads_no_answers_is_kept_waiting_and_costs_no_memory(
     grown = process.memory_info().rss - before
     assert grown < 40 * 2**20, f"{grown / 2**20:.0f} MiB more, after {sent} requests of which no answer was read"
     # The others are served meanwhile.
-    identity = httpx.post(rest_url(server, "identity"), content=body_of(4), timeout=LONG_S)
-    assert first_value(identity.json()) == 4
+    assert first_value(ask(server, "identity", body_of(4)).json()) == 4
     connection.settimeout(LONG_S)
     answers = Answers(connection)
     for _ in range(sent):
         status, headers, answered = answers.next()
         assert status == 200
         assert answered[int(headers["inference-header-content-length"]) :] == np.full(100_000, 0.123, "<f4").tobytes()
+
+
+def test_caller_who_leaves_while_waiting_leaves_the_queue(server: ServerProcess, connection: socket.socket) -> None:
+    def left() -> float:
+        taken = read_metrics(server).by_labels("ortserve_batching_decisions_total", "model", "decision")
+        return taken.get("slow left", 0.0)
+
+    before = left()
+    connection.sendall(post("slow", body_of(1)) * 2)
+    with contextlib.closing(connect(server)) as another:
+        another.sendall(post("slow", body_of(2)))
+        # Which of them runs first is open; behind it at least one waits, of which no more than one is of each caller.
+        wait_for_queue(server, "slow", 1)
+    connection.close()
+    while left() == before:
+        pass  # each look is a request of its own
 
 
 def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_path: Path, http_way: str) -> None:

@@ -18,6 +18,7 @@ import onnxruntime
 import pytest
 from tritonclient.grpc import service_pb2
 
+from certificates import Secret
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders
 from servers import (
@@ -42,9 +43,11 @@ VARIETY = 16
 @dataclass
 class Traffic:
     """What callers saw. ``answers`` holds the outputs FP32 [10] by request id, ``untaken`` the ids of requests whose
-    connection ended without a byte of an answer, which a caller may safely send again elsewhere.
+    connection ended without a byte of an answer, which a caller may safely send again elsewhere. With a ``secret`` they
+    speak TLS.
     """
 
+    secret: Secret | None = None
     enough: asyncio.Event = field(default_factory=asyncio.Event)
     answers: dict[str, np.ndarray] = field(default_factory=dict)
     untaken: set[str] = field(default_factory=set)
@@ -63,10 +66,11 @@ def row_of(request_id: str) -> int:
 async def call_by_http(address: str, caller: int, rows: np.ndarray, traffic: Traffic) -> None:
     """Send one request after the other, over connections that are kept, until no new one is accepted."""
     host, port = address.split(":")
+    context = traffic.secret.client_context() if traffic.secret else None
     number = 0
     while True:
         try:
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
         except ConnectionError:
             return
         is_kept = True
@@ -93,7 +97,13 @@ async def call_by_http(address: str, caller: int, rows: np.ndarray, traffic: Tra
 
 async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Traffic) -> None:
     """Send one request after the other until the server takes no more."""
-    async with grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    if traffic.secret:
+        credentials = grpc.ssl_channel_credentials(traffic.secret.ca.read_bytes())
+        opened = grpc.aio.secure_channel(address, credentials, options)
+    else:
+        opened = grpc.aio.insecure_channel(address, options)
+    async with opened as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         number = 0
@@ -117,18 +127,19 @@ async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Tra
             traffic.answered(request_id, np.frombuffer(response.raw_output_contents[0], np.float32))
 
 
-@pytest.mark.parametrize("drain_delay_s", ["0", "0.5"])
+@pytest.mark.parametrize(("drain_delay_s", "has_tls"), [("0", False), ("0.5", False), ("0", True)])
 async def test_every_admitted_request_is_answered_when_the_server_ends_under_load(
-    tmp_path: Path, drain_delay_s: str, ways: tuple[str, ...]
+    tmp_path: Path, drain_delay_s: str, has_tls: bool, ways: tuple[str, ...]
 ) -> None:
-    folder = add_model(tmp_path, "heavy", builders.heavy)
+    folder = add_model(tmp_path / "models", "heavy", builders.heavy)
     session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
     rows = np.random.default_rng(0).standard_normal((VARIETY, 64)).astype(np.float32)
     expected = session.run(["y"], {"x": rows})[0]
-    traffic = Traffic()
+    traffic = Traffic(Secret(tmp_path / "secret") if has_tls else None)
     # Batches so small that the queue is never empty.
     flags = ("--max-rows", "4", *SHORT_WARMUP, "--access-log", "--drain-delay-s", drain_delay_s, *ways)
-    with starting(tmp_path, *flags) as server:
+    flags += traffic.secret.flags if traffic.secret else ()
+    with starting(tmp_path / "models", *flags) as server:
         await asyncio.to_thread(server.wait_until_loaded)
         callers = [
             *(asyncio.create_task(call_by_http(server.http, n, rows, traffic)) for n in range(HTTP_CALLERS)),

@@ -30,6 +30,7 @@ DOORS = {
     "prometheus_client": {"telemetry", "app"},
     "grpc": {"frontends"},
     "hpack": {"frontends"},
+    "cryptography": {"frontends"},
     "starlette": {"frontends"},
     "fastapi": {"frontends"},
     "uvicorn": {"frontends"},

@@ -1,10 +1,14 @@
 """``ortserve health``: asks a server that runs here whether it is ready, for container engines and scripts.
 
-It finds the server by the server's own options, so that the same environment or file serves both.
+It finds the server by the server's own options, so that the same environment or file serves both. Where that server
+speaks TLS it does not verify the certificate, as Kubernetes' probes do not: it asks this machine, by an address that
+few certificates are for, and tells nothing. Where clients must bring certificates it has none, and asks the metrics
+port.
 """
 
 import argparse
 import http.client
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,11 +32,15 @@ def main(arguments: Sequence[str]) -> int:
     except OptionsError as error:
         sys.stderr.writelines(f"ortserve health: {problem}\n" for problem in error.problems)
         return 2
-    if options.http_port == 0:
-        sys.stderr.write("ortserve health: http_port: expected the port that the server listens on, got 0\n")
+    asks_http = options.tls_client_ca_file is None
+    port = options.http_port if asks_http else options.metrics_port
+    if port == 0:
+        name = "http_port" if asks_http else "metrics_port"
+        sys.stderr.write(f"ortserve health: {name}: expected the port that the server listens on, got 0\n")
         return 2
+    has_tls = options.tls_cert_file is not None and (asks_http or options.tls_metrics)
     question = "live" if asks_live else "ready"
-    if problem := _ask(_LOCAL.get(options.host, options.host), options.http_port, question, timeout_s):
+    if problem := _ask(_LOCAL.get(options.host, options.host), port, question, timeout_s, has_tls=has_tls):
         sys.stderr.write(f"ortserve health: not {question}: {problem}\n")
         return 1
     sys.stdout.write(f"{question}\n")
@@ -45,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ortserve health",
         description="Ask the server that runs on this machine whether it is ready for requests. "
         "Exit status: 0 yes, 1 no or no answer, 2 wrong options.",
-        epilog="Address, port and file of options come from the server's environment variables, too: "
-        "ORTSERVE_HOST, ORTSERVE_HTTP_PORT, ORTSERVE_CONFIG.",
+        epilog="All but the question and the timeout comes from the server's environment variables, too: "
+        "ORTSERVE_HOST, ORTSERVE_HTTP_PORT, ORTSERVE_TLS_CERT_FILE, ORTSERVE_CONFIG and so on.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -55,6 +63,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", metavar="TEXT", help="the server's option; every interface means this machine")
     parser.add_argument("--http-port", metavar="N", help="the server's option")
+    parser.add_argument(
+        "--metrics-port", metavar="N", help="the server's option; asked where clients must bring certificates"
+    )
+    for flag in ("--tls-cert-file", "--tls-client-ca-file"):
+        parser.add_argument(flag, metavar="FILE", help="the server's option")
+    parser.add_argument("--tls-metrics", action=argparse.BooleanOptionalAction, help="the server's option")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the server's file of options")
     parser.add_argument(
         "--timeout-s", type=_seconds, default=3.0, metavar="SECONDS", help="how long to wait for the answer; default: 3"
@@ -69,10 +83,14 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _ask(host: str, port: int, question: str, timeout_s: float) -> str | None:
+def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool) -> str | None:
     """Say why the answer is not yes; ``None`` where it is."""
     # By hand rather than with a client library: it runs every few seconds, and half of its time is Python's start.
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    if has_tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
     address = f"{f'[{host}]' if ':' in host else host}:{port}"
     try:
         connection.request("GET", f"/v2/health/{question}")

@@ -13,6 +13,7 @@ from ortserve.config.expectation import describe_default, describe_unit, describ
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions
 from ortserve.config.options import OptionsError, ServerOptions, flag_name, read_options, split_list
+from ortserve.config.tls import TlsOptions, tls_problems
 from ortserve.config.traces import TraceOptions
 
 _EPILOG: Final = """\
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(f"load_model: expected model_control_mode to be 'explicit', got '{options.model_control_mode}'")
     if options.trace_level != "OFF" and options.trace_file is None:
         return _refuse(f"trace_level: expected trace_file to be set, too, got '{options.trace_level}' alone")
+    if problems := list(tls_problems(options, grpc_transport=options.grpc_transport)):
+        return _refuse(*problems)
     if missing := [path for path in options.repositories if not path.is_dir()]:
         return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
     if problem := runtime_problem(installed_runtimes()):
@@ -63,10 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of options. [environment: ORTSERVE_CONFIG]"
     )
+    tls = parser.add_argument_group("TLS")
     grpc = parser.add_argument_group("gRPC")
     traces = parser.add_argument_group("traces")
     models = parser.add_argument_group("every model, where its model.yaml does not say otherwise")
-    inherited = ((models, LoadOptions), (grpc, GrpcOptions), (traces, TraceOptions))
+    inherited = ((models, LoadOptions), (grpc, GrpcOptions), (tls, TlsOptions), (traces, TraceOptions))
     for name, field in ServerOptions.model_fields.items():
         if name != "repositories":
             group = next((group for group, options in inherited if name in options.model_fields), server)
@@ -87,11 +91,13 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> No
 def _metavar(name: str, annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(get_args(annotation)) + "}"
+    if Path in (annotation, *get_args(annotation)):
+        return "FILE"
     return describe_unit(name).upper() or ("TEXT" if annotation is str else "N")
 
 
 def _values(name: str, field: FieldInfo) -> str:
-    if field.annotation in (bool, str) or get_origin(field.annotation) in (Literal, tuple):
+    if field.annotation in (bool, str, Path | None) or get_origin(field.annotation) in (Literal, tuple):
         return ""
     unit = describe_unit(name)
     return f"{describe_values(field)}{f', in {unit}' if unit else ''}; "

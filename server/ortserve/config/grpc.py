@@ -17,7 +17,7 @@ class GrpcOptions(BaseModel):
 
     grpc_transport: Literal["grpcio", "native"] = "grpcio"
     """What speaks HTTP/2 on the gRPC port: the grpcio library, or our own transport on the server's event loop, which
-    costs a fraction of it. The calls are the same; neither speaks TLS here."""
+    costs a fraction of it. The calls are the same."""
     grpc_response_compression: Literal["none", "deflate", "gzip"] = "none"
     """How gRPC answers are compressed. It costs the event loop about 20 ms for each megabyte of an answer, and helps
     over slow networks only. Compressed requests are always understood."""

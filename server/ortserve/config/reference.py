@@ -10,6 +10,7 @@ from ortserve.config.expectation import describe_default, describe_unit, describ
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import ServerOptions, flag_name, variable_name
+from ortserve.config.tls import TlsOptions
 from ortserve.config.traces import TraceOptions
 
 PAGE: Final = Path(__file__).parents[2] / "reference" / "options.md"
@@ -48,8 +49,8 @@ YAML language server by a first line such as
 
 def render() -> str:
     """The page as it should be."""
-    # The server's own first, then what it inherits and so has first: gRPC's, traces', then the defaults of models.
-    inherited = (GrpcOptions, TraceOptions, LoadOptions)
+    # The server's own first, then what it inherits: TLS, the gRPC port's, traces', then the defaults of models.
+    inherited = (TlsOptions, GrpcOptions, TraceOptions, LoadOptions)
     options = sorted(
         ServerOptions.model_fields.items(),
         key=lambda item: [item[0] in group.model_fields for group in reversed(inherited)],

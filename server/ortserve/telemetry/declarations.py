@@ -119,6 +119,18 @@ MODEL_STATE: Final = Declaration(
 GRPC_STREAMS: Final = Declaration(
     "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
 )
+CERTIFICATE_EXPIRATION: Final = Declaration(
+    "ortserve_tls_certificate_expiration_timestamp_seconds",
+    "gauge",
+    (),
+    "When the first of the certificates that the server shows expires, in seconds since 1970. Only with TLS.",
+)
+CERTIFICATE_RELOADS: Final = Declaration(
+    "ortserve_tls_certificate_reloads_total",
+    "counter",
+    ("outcome",),
+    "New contents of the files of TLS, by what became of them: ok, or failed, where the old ones serve on.",
+)
 BUILD_INFO: Final = Declaration(
     "ortserve_build_info", "gauge", ("version", "python", "onnxruntime"), "Always 1; the labels say what is running."
 )
@@ -139,6 +151,8 @@ DECLARATIONS: Final = (
     LOAD_DURATION,
     MODEL_STATE,
     GRPC_STREAMS,
+    CERTIFICATE_EXPIRATION,
+    CERTIFICATE_RELOADS,
     BUILD_INFO,
 )
 

@@ -31,6 +31,8 @@ from ortserve.telemetry.declarations import (
     BATCH_ROWS,
     BATCHING_DECISIONS,
     BUILD_INFO,
+    CERTIFICATE_EXPIRATION,
+    CERTIFICATE_RELOADS,
     DECLARATIONS,
     GRPC_STREAMS,
     LOAD_DURATION,
@@ -169,6 +171,8 @@ class Metrics(Collector):
         self._rejected: dict[str, dict[str, int]] = {"": {}}
         self._loads: dict[tuple[str, ...], int] = {}
         self._streams: Callable[[], int] = int
+        self._certificate_expires_s: float | None = None
+        self._certificate_reloads: dict[Labels, int] = {}
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -202,6 +206,16 @@ class Metrics(Collector):
         """Count a load of a version that has ended. ``model`` is one that the registry knows."""
         labels = (model, "ok" if is_ok else "failed")
         self._loads[labels] = self._loads.get(labels, 0) + 1
+
+    def certificate_serves(self, expires_s: float) -> None:
+        """Say when the certificate that is shown from now on expires, in seconds since 1970."""
+        self._certificate_expires_s = expires_s
+        for outcome in ("ok", "failed"):
+            self._certificate_reloads.setdefault((outcome,), 0)
+
+    def certificate_reloaded(self, *, is_ok: bool) -> None:
+        """Count new contents of the certificate's files."""
+        self._certificate_reloads["ok" if is_ok else "failed",] += 1
 
     def set_streams_source(self, source: Callable[[], int]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
@@ -257,6 +271,9 @@ class Metrics(Collector):
         }
         yield Family(MODEL_STATE, states)
         yield Family(GRPC_STREAMS, {(): self._streams()})
+        if self._certificate_expires_s is not None:
+            yield Family(CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})
+            yield Family(CERTIFICATE_RELOADS, dict(self._certificate_reloads))
         yield Family(BUILD_INFO, {(__version__, platform.python_version(), self._onnxruntime_version): 1})
 
     def _durations(self, models: Iterable[ModelMetrics]) -> Iterator[tuple[tuple[str, ...], HistogramSeries]]:

@@ -1,13 +1,15 @@
 """``ortserve health``: what it asks, and what its exit status and text say."""
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import trustme
 
 from ortserve.cli.main import main
 from ortserve.config.options import ServerOptions, variable_name
@@ -20,8 +22,8 @@ def _no_options_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def answering(answers: dict[str, tuple[int, str]]) -> Iterator[int]:
-    """A port of 127.0.0.1 that answers each path with a status and a body."""
+def answering(answers: dict[str, tuple[int, str]], context: ssl.SSLContext | None = None) -> Iterator[int]:
+    """A port of 127.0.0.1 that answers each path with a status and a body; with a ``context``, over TLS."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -34,6 +36,8 @@ def answering(answers: dict[str, tuple[int, str]]) -> Iterator[int]:
             """Stay quiet."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -77,6 +81,44 @@ def test_server_is_found_by_its_own_file(tmp_path: Path) -> None:
         assert main(["health", "--config", str(file)]) == 0
 
 
+@pytest.fixture
+def tls() -> ssl.SSLContext:
+    """Of a server whose certificate is for another name, by an authority that nobody knows."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("models.example.com").configure_cert(context)
+    return context
+
+
+def test_server_that_speaks_tls_is_asked_over_tls(
+    tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering({"/v2/health/ready": (200, "{}")}, tls) as port:
+        monkeypatch.setenv("ORTSERVE_HTTP_PORT", str(port))
+        monkeypatch.setenv("ORTSERVE_TLS_CERT_FILE", "/etc/ortserve/tls/tls.crt")
+        monkeypatch.setenv("ORTSERVE_TLS_KEY_FILE", "/etc/ortserve/tls/tls.key")
+        assert main(["health"]) == 0
+        assert capsys.readouterr().out == "ready\n"
+
+
+@pytest.mark.parametrize("has_tls_metrics", [False, True])
+def test_server_that_wants_certificates_is_asked_on_its_metrics_port(
+    tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, has_tls_metrics: bool
+) -> None:
+    for name in ("CERT", "KEY", "CLIENT_CA"):
+        monkeypatch.setenv(f"ORTSERVE_TLS_{name}_FILE", f"/etc/ortserve/tls/{name}")
+    monkeypatch.setenv("ORTSERVE_TLS_METRICS", str(has_tls_metrics))
+    with answering({"/v2/health/ready": (200, "{}")}, tls if has_tls_metrics else None) as port:
+        assert main(["health", "--metrics-port", str(port)]) == 0
+
+
+def test_server_that_speaks_tls_is_not_ready_for_who_asks_in_plain_text(
+    tls: ssl.SSLContext, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering({}, tls) as port, suppress(ssl.SSLError):
+        assert main(["health", "--http-port", str(port)]) == 1
+    assert f"not ready: 127.0.0.1:{port}: " in capsys.readouterr().err
+
+
 def test_server_that_is_not_there_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and nobody listens
@@ -102,6 +144,10 @@ def test_host_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--http-port", "x"], "--http-port: expected integer, 0 to 65535, got 'x'"),
         (["--http-port", "0"], "http_port: expected the port that the server listens on, got 0"),
+        (
+            ["--metrics-port", "0", "--tls-client-ca-file", "ca.pem"],
+            "metrics_port: expected the port that the server listens on, got 0",
+        ),
         (["--timeout-s", "0"], "--timeout-s"),
         (["--nope"], "usage: ortserve health"),
     ],

@@ -78,6 +78,26 @@ def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_pa
             ["serve", "--example", "--trace-level", "TIMESTAMPS"],
             "ortserve serve: trace_level: expected trace_file to be set, too, got 'TIMESTAMPS' alone\n",
         ),
+        (
+            ["serve", "--example", "--tls-key-file", "k.pem"],
+            "ortserve serve: tls_key_file: expected tls_cert_file beside it, got none\n",
+        ),
+        (
+            ["serve", "--example", "--tls-metrics"],
+            "ortserve serve: tls_metrics: expected tls_cert_file beside it, got none\n",
+        ),
+        (
+            ["serve", "--example", "--tls-cert-file", "c.pem"],
+            "ortserve serve: tls_key_file: expected the private key of tls_cert_file 'c.pem', got none\n",
+        ),
+        (
+            ["serve", "--example", "--tls-cert-file", "c.pem", "--tls-key-file", "k.pem", "--tls-min-version", "1.3"],
+            "ortserve serve: tls_min_version: expected grpc_transport 'native' with '1.3', got 'grpcio'\n",
+        ),
+        (
+            ["serve", "--example", "--tls-handshake-timeout-s", "0"],
+            "ortserve serve: --tls-handshake-timeout-s: expected number, 0.1 to 600, got '0'\n",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(

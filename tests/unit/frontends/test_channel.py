@@ -46,3 +46,8 @@ def test_defaults_are_those_of_the_protocols_reference_server_and_nothing_is_bou
 def test_each_option_becomes_its_argument_alone(option: str, value: object, argument: str, expected: int) -> None:
     options = GrpcOptions.model_validate({option: value})
     assert dict(channel_arguments(options, max_body_bytes=1000)) == DEFAULTS | {argument: expected}
+
+
+def test_handshakes_are_bounded_where_a_time_is_given() -> None:
+    bounded = dict(channel_arguments(GrpcOptions(), max_body_bytes=1000, handshake_timeout_s=2.5))
+    assert bounded == DEFAULTS | {"grpc.server_handshake_timeout_ms": 2500}

@@ -2,6 +2,7 @@
 
 import gzip
 import socket
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -40,6 +41,29 @@ def test_text_is_compressed_for_who_asks_for_it() -> None:
         assert b"ortserve_build_info{" in gzip.decompress(body)
     finally:
         server.close()
+
+
+def test_health_is_answered_at_its_paths_alone() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    asked: list[str] = []
+
+    def health(path: str) -> tuple[int, bytes] | None:
+        asked.append(path)
+        return (503, b'{"error":"no"}') if path == "/v2/health/ready" else None
+
+    server = MetricsServer(registry, "127.0.0.1", 0, health=health)
+    try:
+        with pytest.raises(HTTPError) as refused:
+            urlopen(f"http://127.0.0.1:{server.port}/v2/health/ready", timeout=10)
+        with refused.value as answer:
+            assert (answer.code, answer.read()) == (503, b'{"error":"no"}')
+            assert answer.headers["Content-Type"] == "application/json"
+        with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert b"ortserve_build_info{" in answer.read()
+    finally:
+        server.close()
+    assert asked == ["/v2/health/ready", "/metrics"]
 
 
 def test_taken_port_is_told_by_the_name_of_its_option() -> None:

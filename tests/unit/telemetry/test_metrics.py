@@ -161,6 +161,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.set_batching_source(lambda: BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001, 2, 0.5))
     metrics.rejected("", "overloaded")
     metrics.loaded("m", is_ok=True)
+    metrics.certificate_serves(1.5e9)
     model.load_ns = 1
 
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}

@@ -15,13 +15,16 @@ COMPRESSIONS: Final = {
 """By the value of ``grpc_response_compression``."""
 
 
-def channel_arguments(options: GrpcOptions, *, max_body_bytes: int) -> tuple[tuple[str, int], ...]:
+def channel_arguments(
+    options: GrpcOptions, *, max_body_bytes: int, handshake_timeout_s: float | None = None
+) -> tuple[tuple[str, int], ...]:
     """Say what holds for every connection. What is unset is left to grpc, which sets no bound then."""
     bounds = {
         "grpc.max_concurrent_streams": options.grpc_max_connection_calls,
         "grpc.max_connection_age_ms": _ms_or_none(options.grpc_max_connection_age_s),
         "grpc.max_connection_age_grace_ms": _ms_or_none(options.grpc_max_connection_age_grace_s),
         "grpc.max_connection_idle_ms": _ms_or_none(options.grpc_max_connection_idle_s),
+        "grpc.server_handshake_timeout_ms": _ms_or_none(handshake_timeout_s),
     }
     return (
         # Of a message as it is read: grpc refuses a longer one, and one that becomes longer by decompression, with

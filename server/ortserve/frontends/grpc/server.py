@@ -23,6 +23,8 @@ class GrpcServer:
         host: str,
         port: int,
         max_body_bytes: int,
+        credentials: grpc.ServerCredentials | None = None,
+        handshake_timeout_s: float | None = None,
     ) -> None:
         """Open nothing yet.
 
@@ -33,6 +35,8 @@ class GrpcServer:
             host: Name or address to bind; an IPv6 address without brackets.
             port: 0 lets the system choose.
             max_body_bytes: Of a request message; grpc answers a larger one with RESOURCE_EXHAUSTED before it is read.
+            credentials: For TLS; None for plain text.
+            handshake_timeout_s: Until a connection has said that it is HTTP/2; None for grpc's own.
         """
         self._router = router
         self._streams = streams
@@ -40,6 +44,8 @@ class GrpcServer:
         self._host = host
         self._port = port
         self._max_body_bytes = max_body_bytes
+        self._credentials = credentials
+        self._handshake_timeout_s = handshake_timeout_s
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> int:
@@ -52,14 +58,19 @@ class GrpcServer:
             ServeError: conflict, naming the option, when the address cannot be listened on.
         """
         server = grpc.aio.server(
-            options=channel_arguments(self._options, max_body_bytes=self._max_body_bytes),
+            options=channel_arguments(
+                self._options, max_body_bytes=self._max_body_bytes, handshake_timeout_s=self._handshake_timeout_s
+            ),
             compression=COMPRESSIONS[self._options.grpc_response_compression],
         )
         server.add_generic_rpc_handlers((self._router,))
         host = f"[{self._host}]" if ":" in self._host else self._host
         address = f"{host}:{self._port}"
         try:
-            port = server.add_insecure_port(address)
+            if self._credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, self._credentials)
         except RuntimeError:
             port = 0
         if port == 0:

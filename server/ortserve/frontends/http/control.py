@@ -13,7 +13,7 @@ from starlette.routing import Match
 
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.answers import failure
+from ortserve.frontends.http.answers import Answer, failure
 from ortserve.frontends.http.configuration_routes import configuration_routes
 from ortserve.frontends.http.documents import (
     BatchingDocument,
@@ -23,6 +23,7 @@ from ortserve.frontends.http.documents import (
     ModelMetadataDocument,
     ServerMetadataDocument,
 )
+from ortserve.frontends.http.health import answer_health
 from ortserve.frontends.http.path_parameters import ModelName, ModelVersion
 from ortserve.frontends.http.repository_routes import repository_routes
 from ortserve.frontends.http.settings_routes import settings_routes
@@ -93,17 +94,14 @@ def _health_routes(models: ModelService) -> APIRouter:
     router = APIRouter(prefix="/v2", tags=["health"])
 
     @router.get("/health/live")
-    async def live() -> JSONResponse:
+    async def live() -> Response:
         """Whether the process answers."""
-        _refuse_when_exiting(models)
-        return JSONResponse({"live": True})
+        return _as_response(answer_health(models, "live"))
 
     @router.get("/health/ready")
-    async def ready() -> JSONResponse:
+    async def ready() -> Response:
         """Whether the server should be sent requests."""
-        _refuse_when_exiting(models)
-        is_ready = models.is_ready()
-        return JSONResponse({"ready": is_ready}, status_code=200 if is_ready else 400)
+        return _as_response(answer_health(models, "ready"))
 
     @router.get("/models/{model}/ready")
     async def any_version_ready(model: ModelName) -> JSONResponse:
@@ -176,9 +174,9 @@ def _documented_infer_routes() -> APIRouter:
     return router
 
 
-def _refuse_when_exiting(models: ModelService) -> None:
-    if models.is_exiting:
-        raise ServeError(ErrorKind.NOT_READY, "Server exiting")
+def _as_response(answer: Answer) -> Response:
+    headers = {name.decode(): value.decode() for name, value in answer.headers}
+    return Response(answer.body, answer.status, headers)
 
 
 def _model_ready(models: ModelService, name: str, version: str) -> JSONResponse:

@@ -15,6 +15,7 @@ from ortserve.frontends.http.connection import Connection, connection_of
 from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, send_answer
 from ortserve.frontends.http.lane import LaneConnection
+from ortserve.frontends.tls.transport import TlsEntrance
 
 _WRONG_METHOD = Answer(
     405, b'{"error":"Method Not Allowed"}', ((b"content-type", b"application/json"), (b"allow", b"POST"))
@@ -68,14 +69,19 @@ class HttpServer:
         port: int,
         idle_timeout_s: float,
         max_connection_age_s: float | None,
+        tls: TlsEntrance | None = None,
     ) -> None:
-        """``lane`` answers infer requests in the place of ``app``; None leaves them to it."""
+        """Open nothing yet.
+
+        ``lane`` answers infer requests in the place of ``app``; None leaves them to it. ``tls`` None for plain text.
+        """
         self._app = app
         self._lane = lane
         self._host = host
         self._port = port
         self._idle_timeout_s = idle_timeout_s
         self._max_connection_age_s = max_connection_age_s
+        self._tls = tls
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -89,10 +95,11 @@ class HttpServer:
             ServeError: conflict, naming the option, when the address cannot be listened on.
         """
         listener = _listen(self._host, self._port)
-        connect = partial(LaneConnection, self._lane) if self._lane else Connection
+        connection = partial(LaneConnection, self._lane) if self._lane else Connection
+        connect = partial(connection, max_age_s=self._max_connection_age_s)
         config = uvicorn.Config(
             self._app,
-            http=partial(connect, max_age_s=self._max_connection_age_s),  # type: ignore[arg-type]  # called as a class is
+            http=self._tls.before(connect) if self._tls else connect,  # type: ignore[arg-type]  # called as a class is
             ws="none",
             lifespan="off",
             log_config=None,
@@ -101,7 +108,7 @@ class HttpServer:
             proxy_headers=False,  # nobody here asks who the caller is
             timeout_keep_alive=self._idle_timeout_s,  # type: ignore[arg-type]  # declared int, used as seconds
         )
-        self._server = _Server(config)
+        self._server = _Server(config, self._tls)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         await self._server.is_up.wait()
         return int(listener.getsockname()[1])
@@ -130,8 +137,9 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """Leaves signals alone and says when it listens."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: TlsEntrance | None) -> None:
         super().__init__(config)
+        self._tls = tls
         self.is_up = asyncio.Event()
 
     @contextlib.contextmanager
@@ -142,6 +150,13 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.is_up.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls is not None:
+            for server in self.servers:
+                server.close()
+            self._tls.close()
+        await super().shutdown(sockets)
 
 
 def _listen(host: str, port: int) -> socket.socket:

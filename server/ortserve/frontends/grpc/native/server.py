@@ -12,6 +12,7 @@ from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.streams import Streams
+from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.service.gate import Hold
 
 _BACKLOG: Final = 4096
@@ -33,8 +34,12 @@ class NativeGrpcServer:
         port: int,
         clock: Clock,
         encoding: bytes = b"",
+        tls: TlsEntrance | None = None,
     ) -> None:
-        """Open nothing yet; the calls and ``encoding`` as in ``CallsWork``, ``port`` 0 for any free one."""
+        """Open nothing yet; the calls and ``encoding`` as in ``CallsWork``, ``port`` 0 for any free one.
+
+        ``tls`` None for plain text.
+        """
         self._find = find
         self._quick = quick
         self._streams = streams
@@ -45,6 +50,7 @@ class NativeGrpcServer:
         self._clock = clock
         self._connections: set[Connection] = set()
         self._encoding = encoding
+        self._tls = tls
         self._server: asyncio.Server | None = None
         self._work: CallsWork | None = None
 
@@ -72,7 +78,8 @@ class NativeGrpcServer:
             return Connection(work, self._limits, self._connections, self._clock, own_s)
 
         try:
-            self._server = await loop.create_server(connect, self._host, self._port, backlog=_BACKLOG)
+            factory = self._tls.before(connect) if self._tls else connect
+            self._server = await loop.create_server(factory, self._host, self._port, backlog=_BACKLOG)
         except OSError as error:
             raise ServeError(
                 ErrorKind.CONFLICT, f"grpc_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
@@ -90,6 +97,8 @@ class NativeGrpcServer:
         if server is None:
             return
         server.close()
+        if self._tls is not None:
+            self._tls.close()
         self._streams.begin_drain()
         await asyncio.sleep(0)  # for connections that were taken in this turn of the loop
         connections = list(self._connections)

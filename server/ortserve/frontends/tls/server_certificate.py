@@ -1,0 +1,180 @@
+"""The server's certificate in the form that each port takes it, and its renewal while the server runs.
+
+Its files are looked at rather than waited for: what mounts secrets (a symbolic link that is swapped), copies or renames
+differs too much for notifications to see all of it, and three small files cost next to nothing on another thread. Nor
+is a signal needed, of which SIGHUP would be the customary one: it ends a server whose terminal is closed, and may go on
+to do so.
+"""
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final, Literal, Protocol
+
+import grpc
+
+from ortserve.errors import ServeError, invalid_input
+from ortserve.frontends.tls.certificate import Certificate, FileContents, TlsFiles, judge, read_files
+from ortserve.telemetry.logs import log_event, log_fault
+
+logger: Final = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""Between looks at the files. What has changed is taken when it is the same in two looks: it may be half copied."""
+
+_CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""Of TLS 1.2; those of 1.3 are all good. HTTP/2 forbids any other (RFC 9113, section 9.2.2)."""
+
+_VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+
+Port = Literal["http", "grpc", "metrics"]
+
+
+class CertificateMetrics(Protocol):
+    """Where it is counted what becomes of the certificate."""
+
+    def certificate_serves(self, expires_s: float) -> None: ...
+    def certificate_reloaded(self, *, is_ok: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    certificate: Certificate
+    contexts: dict[Port, ssl.SSLContext]
+
+
+class ServerCertificate:
+    """Usable from construction on. ``watch`` runs on the loop; contexts may be asked for in any thread."""
+
+    def __init__(self, files: TlsFiles, min_version: Literal["1.2", "1.3"], metrics: CertificateMetrics) -> None:
+        """Read the files.
+
+        Raises:
+            ServeError: invalid_input, naming the option of a file that cannot be used.
+        """
+        self._files = files
+        self._min_version = min_version
+        self._metrics = metrics
+        self._serve(self._build(read_files(files)))
+        self._seen: FileContents | str = self._serving.certificate.contents
+        self._refused: FileContents | str | None = None
+
+    @property
+    def asks_clients(self) -> bool:
+        """Whether clients must bring a certificate."""
+        return self._files.client_ca is not None
+
+    def context_of(self, port: Port) -> Callable[[], ssl.SSLContext]:
+        """What gives the context of a port's next connection: after a renewal it is another one.
+
+        Not one context that is changed: what a client was allowed by the old one (a session that it resumes without
+        showing its certificate again) would go on.
+        """
+        return lambda: self._serving.contexts[port]
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """For one server of grpcio, which asks before each handshake whether there is something new."""
+        told = self._serving.certificate
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal told
+            now = self._serving.certificate
+            if now is told:
+                return None
+            told = now
+            return _configuration(now)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(told),
+            fetch,  # type: ignore[arg-type]  # declared as if it could not return None, which it is documented to
+            require_client_authentication=self.asks_clients,
+        )
+
+    async def watch(self) -> None:
+        """Follow the files until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except Exception as fault:  # noqa: BLE001 - whatever it is, the next look may go better
+                log_fault(logger, "the certificate could not be looked at", fault)
+
+    async def look(self) -> None:
+        """Look at the files once, and serve with what they hold where that is new, settled and usable."""
+        try:
+            now: FileContents | str = await asyncio.to_thread(read_files, self._files)
+        except ServeError as error:
+            now = error.message
+        is_settled, self._seen = now == self._seen, now
+        if now == self._serving.certificate.contents:
+            self._refused = None
+        if not is_settled or now in (self._serving.certificate.contents, self._refused):
+            return
+        if isinstance(now, str):
+            self._refuse(now, now)
+            return
+        try:
+            serving = await asyncio.to_thread(self._build, now)
+        except ServeError as error:
+            self._refuse(now, error.message)
+        else:
+            self._refused = None
+            self._metrics.certificate_reloaded(is_ok=True)
+            self._serve(serving)
+
+    def _refuse(self, what: FileContents | str, reason: str) -> None:
+        self._refused = what
+        self._metrics.certificate_reloaded(is_ok=False)
+        message = "the new certificate cannot be used, the old one serves on"
+        log_event(logger, logging.ERROR, message, reason=reason)
+
+    def _serve(self, serving: _Serving) -> None:
+        self._serving = serving
+        certificate = serving.certificate
+        self._metrics.certificate_serves(certificate.expires_s)
+        expires = datetime.fromtimestamp(certificate.expires_s, UTC).isoformat()
+        if certificate.is_valid:
+            log_event(logger, logging.INFO, "certificate serves", expires=expires)
+        else:
+            log_event(logger, logging.WARNING, "certificate serves, but clients will refuse its dates", expires=expires)
+
+    def _build(self, contents: FileContents) -> _Serving:
+        certificate = judge(contents, self._files)
+        return _Serving(
+            certificate,
+            {
+                "http": self._context(certificate, "http/1.1", certificate.client_ca_der),
+                "grpc": self._context(certificate, "h2", certificate.client_ca_der),
+                "metrics": self._context(certificate, "http/1.1", None),
+            },
+        )
+
+    def _context(self, certificate: Certificate, alpn: str, client_ca_der: bytes | None) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = _VERSIONS[self._min_version]
+        context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
+        context.set_ciphers(_CIPHERS)
+        context.set_alpn_protocols([alpn])
+        try:
+            # By path, since it takes nothing else. Files that have changed since they were read are seen at the next
+            # look; certificate and key always belong together, or this fails.
+            context.load_cert_chain(self._files.cert, self._files.key, password="")
+        except (ssl.SSLError, OSError) as error:
+            reason = getattr(error, "reason", None) or error.strerror
+            raise invalid_input(
+                f"tls_cert_file: expected a certificate that OpenSSL accepts, got '{self._files.cert}': {reason}"
+            ) from None
+        if client_ca_der is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            # As grpc does: what is in the file is trusted, also where it is no root.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.load_verify_locations(cadata=client_ca_der)
+        return context
+
+
+def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
+    contents = certificate.contents
+    return grpc.ssl_server_certificate_configuration([(contents.key, contents.cert)], contents.client_ca)

@@ -1,0 +1,54 @@
+"""Health for who asks on another thread than the loop's."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from ortserve.frontends.http import health
+from ortserve.frontends.http.health import HealthFromThreads
+
+
+@dataclass
+class Models:
+    """What the answers depend on."""
+
+    is_exiting: bool = False
+    is_loaded: bool = True
+
+    def is_ready(self) -> bool:
+        return self.is_loaded
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_both_questions_are_answered_and_no_other(loop: asyncio.AbstractEventLoop) -> None:
+    models = Models()
+    answer = HealthFromThreads(models, loop).answer
+    assert answer("/v2/health/live") == (200, b'{"live":true}')
+    assert answer("/v2/health/ready") == (200, b'{"ready":true}')
+    assert answer("/metrics") is None
+    models.is_loaded = False
+    assert answer("/v2/health/ready") == (400, b'{"ready":false}')
+    models.is_exiting = True
+    assert answer("/v2/health/live") == answer("/v2/health/ready") == (503, b'{"error":"Server exiting"}')
+
+
+def test_loop_that_is_stuck_is_not_live(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_PATIENCE_S", 0.05)
+    is_seen = threading.Event()
+    loop.call_soon_threadsafe(is_seen.wait)
+    told = HealthFromThreads(Models(), loop).answer("/v2/health/live")
+    is_seen.set()
+    assert told == (503, b'{"error":"the event loop did not answer within 0.05 s"}')

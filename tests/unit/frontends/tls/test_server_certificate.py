@@ -1,0 +1,184 @@
+"""Renewal: what becomes of files that change while the server runs. Looks are taken by hand."""
+
+import logging
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from certificates import Secret, serial_of
+from ortserve.errors import ServeError
+from ortserve.frontends.tls.certificate import TlsFiles
+from ortserve.frontends.tls.server_certificate import Port, ServerCertificate
+
+
+class Counts:
+    """What would be shown to operators."""
+
+    def __init__(self) -> None:
+        self.expires_s = 0.0
+        self.reloads: list[bool] = []
+
+    def certificate_serves(self, expires_s: float) -> None:
+        self.expires_s = expires_s
+
+    def certificate_reloaded(self, *, is_ok: bool) -> None:
+        self.reloads.append(is_ok)
+
+
+class Served:
+    """A certificate, its files and its numbers."""
+
+    def __init__(self, folder: Path, *, is_mutual: bool = False, min_version: Literal["1.2", "1.3"] = "1.2") -> None:
+        self.secret = Secret(folder)
+        self.counts = Counts()
+        files = TlsFiles(self.secret.cert, self.secret.key, self.secret.ca if is_mutual else None)
+        self.certificate = ServerCertificate(files, min_version, self.counts)
+
+    def serial(self, port: Port = "http", client: ssl.SSLContext | None = None) -> int:
+        """The serial number that a client of a port sees, in a handshake without a network."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = client or self.secret.client_context()
+        near = client.wrap_bio(to_client, to_server, server_hostname="127.0.0.1")
+        far = self.certificate.context_of(port)().wrap_bio(to_server, to_client, server_side=True)
+        waiting = [near, far, near, far]
+        for one in waiting:
+            try:
+                one.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+        shown = near.getpeercert(binary_form=True)
+        assert shown is not None
+        return serial_of(ssl.DER_cert_to_PEM_cert(shown).encode())
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Served:
+    return Served(tmp_path / "secret")
+
+
+async def test_new_files_serve_once_they_are_the_same_in_two_looks(served: Served) -> None:
+    old = served.serial()
+    expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=7)
+    new = served.secret.renew(expires=expires)
+    await served.certificate.look()
+    assert served.serial() == old
+    await served.certificate.look()
+    ports: tuple[Port, ...] = ("http", "grpc", "metrics")
+    assert [served.serial(port) for port in ports] == [new] * 3
+    assert served.counts.expires_s == expires.timestamp()
+    await served.certificate.look()
+    assert served.counts.reloads == [True]
+
+
+async def test_files_that_are_copied_one_after_the_other_are_not_taken_half(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = served.secret.authority.issue_cert("127.0.0.1")
+    cert, key = made.cert_chain_pems[0].bytes(), made.private_key_pem.bytes()
+    served.secret.put(cert, served.secret.key.read_bytes())
+    await served.certificate.look()
+    served.secret.put(cert, key)
+    await served.certificate.look()
+    await served.certificate.look()
+    assert served.serial() == serial_of(cert)
+    assert served.counts.reloads == [True]
+    assert "cannot be used" not in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["malformed", "missing", "mismatched"])
+async def test_bad_certificate_changes_nothing_and_is_told_once(
+    served: Served, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    old = served.serial()
+    match fault:
+        case "malformed":
+            served.secret.put(b"no PEM", served.secret.key.read_bytes())
+        case "missing":
+            served.secret.cert.unlink()
+        case "mismatched":
+            other = served.secret.authority.issue_cert("127.0.0.1")
+            served.secret.put(served.secret.cert.read_bytes(), other.private_key_pem.bytes())
+    for _ in range(5):
+        await served.certificate.look()
+    assert served.serial() == old
+    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert told.getMessage() == "the new certificate cannot be used, the old one serves on"
+    option = "tls_key_file" if fault == "mismatched" else "tls_cert_file"
+    assert told.__dict__["fields"]["reason"].startswith(f"{option}: expected ")
+    assert served.counts.reloads == [False]
+
+    if fault != "missing":
+        new = served.secret.renew()
+        await served.certificate.look()
+        await served.certificate.look()
+        assert served.serial() == new
+        assert served.counts.reloads == [False, True]
+
+
+async def test_renewed_authority_refuses_clients_of_the_old_one(tmp_path: Path) -> None:
+    served = Served(tmp_path / "secret", is_mutual=True)
+    of_old = served.secret.client_context(has_certificate=True)
+    assert served.serial(client=of_old)
+    served.secret.authority = Secret(tmp_path / "other").authority
+    served.secret.renew()
+    await served.certificate.look()
+    await served.certificate.look()
+    served.secret.authority.configure_trust(of_old)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        served.serial(client=of_old)
+    assert served.serial(client=served.secret.client_context(has_certificate=True))
+
+
+async def test_metrics_port_asks_nobody_for_a_certificate(tmp_path: Path) -> None:
+    served = Served(tmp_path / "secret", is_mutual=True)
+    assert served.serial("metrics")
+    ports: tuple[Port, ...] = ("http", "grpc")
+    for port in ports:
+        with pytest.raises(ssl.SSLError, match="PEER_DID_NOT_RETURN_A_CERTIFICATE"):
+            served.serial(port)
+
+
+@pytest.mark.parametrize("port", ["http", "grpc", "metrics"])
+def test_clients_that_speak_only_older_versions_are_refused(tmp_path: Path, port: Port) -> None:
+    served = Served(tmp_path / "secret", min_version="1.3")
+    old = served.secret.client_context()
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError, match="UNSUPPORTED_PROTOCOL"):
+        served.serial(port, client=old)
+    assert served.serial(port)
+
+
+def test_expired_certificate_serves_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = Secret(tmp_path / "secret")
+    secret.renew(expires=datetime.now(UTC) - timedelta(days=1))
+    ServerCertificate(TlsFiles(secret.cert, secret.key, None), "1.2", Counts())
+    (told,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert told.getMessage() == "certificate serves, but clients will refuse its dates"
+
+
+def test_what_openssl_finds_too_weak_is_told_by_its_option(tmp_path: Path) -> None:
+    """Of the kinds of trouble that only the library which uses a certificate knows of."""
+    secret = Secret(tmp_path / "secret")
+    key = rsa.generate_private_key(65537, 1024)
+    weak = _self_signed(key)
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption())
+    secret.put(weak, pem)
+    with pytest.raises(ServeError) as caught:
+        ServerCertificate(TlsFiles(secret.cert, secret.key, None), "1.2", Counts())
+    assert caught.value.message == (
+        f"tls_cert_file: expected a certificate that OpenSSL accepts, got '{secret.cert}': EE_KEY_TOO_SMALL"
+    )
+
+
+def _self_signed(key: rsa.RSAPrivateKey) -> bytes:
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "weak")])
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)

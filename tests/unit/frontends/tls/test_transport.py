@@ -1,0 +1,406 @@
+"""A TLS session on a real socket, as the protocol behind it and the peer before it see it."""
+
+import asyncio
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar, cast
+
+import pytest
+import trustme
+import uvloop
+
+from ortserve.frontends.tls.transport import TlsEntrance, TlsTransport
+
+T = TypeVar("T")
+LONG_S: Final = 30.0
+"""A wait that only a failing test sees the end of."""
+
+AUTHORITY: Final = trustme.CA()
+LARGE: Final = 8 * 1024 * 1024
+"""More than the kernel keeps for a reader that does not read."""
+
+
+class Recorder(asyncio.Protocol):
+    """The protocol behind the session: keeps what it is told; all of it on the loop."""
+
+    def __init__(self) -> None:
+        self.came = b""
+        self.pieces = 0
+        self.calls: list[str] = []
+        self.news = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("TlsTransport", transport)
+        self._note("made")
+
+    def data_received(self, data: bytes) -> None:
+        self.came += data
+        self.pieces += 1
+        self._note("data")
+
+    def eof_received(self) -> None:
+        self._note("eof")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._note("lost")
+
+    def pause_writing(self) -> None:
+        self._note("pause")
+
+    def resume_writing(self) -> None:
+        self._note("resume")
+
+    async def until(self, claim: Callable[["Recorder"], bool]) -> None:
+        async with asyncio.timeout(LONG_S):
+            while not claim(self):
+                self.news.clear()
+                await self.news.wait()
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self.news.set()
+
+
+class Listener:
+    """A loop in a thread of its own, as the server's, with an entrance on a port."""
+
+    def __init__(self, *, alpn: str | None, handshake_timeout_s: float) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["h2"])
+        AUTHORITY.issue_cert("127.0.0.1").configure_cert(context)
+        self.entrance = TlsEntrance(lambda: context, port="test", handshake_timeout_s=handshake_timeout_s, alpn=alpn)
+        self._made: list[Recorder] = []
+        self._server = self.run(self._listen)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def run(self, make: Callable[[], Coroutine[object, object, T]]) -> T:
+        """Run a coroutine on the loop, from the test's thread."""
+        return asyncio.run_coroutine_threadsafe(make(), self._loop).result(LONG_S)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function on the loop."""
+        done: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(call)
+        return done.result(LONG_S)
+
+    def wait(self, recorder: Recorder, claim: Callable[[Recorder], bool]) -> None:
+        """Wait until what a recorder was told is so."""
+        self.run(lambda: recorder.until(claim))
+
+    def connect(self, *, alpn: str = "h2", receive_bytes: int | None = None) -> tuple[ssl.SSLSocket, Recorder]:
+        """A client whose handshake is over, and the protocol that was made for it."""
+        count = len(self._made)
+        raw = socket.socket()
+        if receive_bytes is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        raw.settimeout(LONG_S)
+        raw.connect(("127.0.0.1", self.port))
+        client = ssl.create_default_context()
+        AUTHORITY.configure_trust(client)
+        client.set_alpn_protocols([alpn])
+        session = client.wrap_socket(raw, server_hostname="127.0.0.1", suppress_ragged_eofs=False)
+
+        self.run(lambda: _until(lambda: len(self._made) > count))
+        return session, self._made[count]
+
+    def newest(self) -> Recorder:
+        return self._made[-1]
+
+    def count(self) -> int:
+        """Of protocols that were made."""
+        return len(self._made)
+
+    def close(self) -> None:
+        async def close() -> None:
+            self._server.close()
+            self.entrance.close()
+            for recorder in self._made:
+                recorder.transport.abort()
+                await recorder.until(lambda told: "lost" in told.calls)
+
+        self.run(close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _listen(self) -> asyncio.Server:
+        def make() -> Recorder:
+            self._made.append(Recorder())
+            return self._made[-1]
+
+        server = await self._loop.create_server(self.entrance.before(make), "127.0.0.1", 0)
+        return cast("asyncio.Server", server)
+
+
+@contextmanager
+def listening(*, alpn: str | None = None, handshake_timeout_s: float = LONG_S) -> Iterator[Listener]:
+    listener = Listener(alpn=alpn, handshake_timeout_s=handshake_timeout_s)
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with listening() as listener:
+        yield listener
+
+
+def read_to_end(session: ssl.SSLSocket) -> bytes:
+    """All until the farewell; a connection that ends without one raises."""
+    parts = []
+    while part := session.recv(1 << 20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_bytes_arrive_as_they_were_sent_both_ways(listener: Listener) -> None:
+    session, recorder = listener.connect()
+    with session:
+        sent = os.urandom(1_000_000)
+        session.sendall(sent)
+        listener.wait(recorder, lambda told: len(told.came) == len(sent))
+        assert recorder.came == sent
+        pieces: list[bytes | bytearray | memoryview] = [
+            sent[:10],
+            memoryview(sent)[10:20_000],
+            bytearray(sent[20_000:700_000]),
+            b"",
+            sent[700_000:],
+        ]
+
+        def answer() -> None:
+            recorder.transport.write(pieces[0])
+            recorder.transport.writelines(pieces[1:])
+            recorder.transport.close()
+
+        listener.call(answer)
+        assert read_to_end(session) == sent
+
+
+def test_protocol_learns_of_the_session(listener: Listener) -> None:
+    session, recorder = listener.connect()
+    with session:
+        transport = recorder.transport
+        assert transport.get_protocol() is recorder
+        assert isinstance(transport.get_extra_info("ssl_object"), ssl.SSLObject)
+        assert isinstance(transport.get_extra_info("sslcontext"), ssl.SSLContext)
+        assert transport.get_extra_info("peername")[1] == session.getsockname()[1]
+
+
+def test_connection_closes_without_waiting_for_its_peers_farewell(listener: Listener) -> None:
+    session, recorder = listener.connect()
+    with session:
+        listener.call(recorder.transport.close)
+        listener.wait(recorder, lambda told: "lost" in told.calls)  # and the peer has not moved
+        assert read_to_end(session) == b""
+
+
+def test_slow_reader_gets_all_that_was_written_before_the_close(listener: Listener) -> None:
+    session, recorder = listener.connect(receive_bytes=4096)
+    with session:
+        sent = os.urandom(LARGE)
+
+        def answer_and_close() -> int:
+            recorder.transport.write(sent)
+            recorder.transport.close()
+            return recorder.transport.get_write_buffer_size()
+
+        assert listener.call(answer_and_close) > LARGE / 2
+        assert recorder.calls == ["made", "pause"]
+        assert read_to_end(session) == sent
+        listener.wait(recorder, lambda told: "lost" in told.calls)
+
+
+def test_protocol_is_paused_while_its_peer_does_not_read(listener: Listener) -> None:
+    session, recorder = listener.connect(receive_bytes=4096)
+    with session:
+
+        def write() -> None:
+            recorder.transport.set_write_buffer_limits(high=100_000)
+            assert recorder.transport.get_write_buffer_limits() == (25_000, 100_000)
+            recorder.transport.write(bytes(LARGE))
+
+        listener.call(write)
+        assert recorder.calls == ["made", "pause"]
+        left = LARGE
+        while left:
+            left -= len(session.recv(min(left, 1 << 20)))
+        listener.wait(recorder, lambda told: told.calls == ["made", "pause", "resume"])
+
+
+def test_protocol_that_pauses_is_sent_nothing_more(listener: Listener) -> None:
+    session, recorder = listener.connect()
+    with session:
+        session.sendall(b"a")
+        listener.wait(recorder, lambda told: told.came == b"a")
+        listener.call(recorder.transport.pause_reading)
+        assert not recorder.transport.is_reading()
+        session.sendall(b"b")
+        session.setblocking(False)
+        with pytest.raises(ssl.SSLWantReadError):
+            session.unwrap()
+        listener.call(lambda: None)
+        assert recorder.came == b"a"
+        listener.call(recorder.transport.resume_reading)
+        listener.wait(recorder, lambda told: "lost" in told.calls)
+        assert recorder.came == b"ab"
+        assert recorder.calls[-2:] == ["eof", "lost"]
+
+
+def test_farewell_that_comes_with_the_last_bytes_waits_for_a_protocol_that_pauses(listener: Listener) -> None:
+    with by_hand(listener) as (raw, session, outgoing):
+        recorder = listener.newest()
+
+        def pause_with_the_bytes() -> None:
+            take = recorder.data_received
+
+            def data_received(data: bytes) -> None:
+                take(data)
+                recorder.transport.pause_reading()
+
+            recorder.data_received = data_received  # type: ignore[method-assign]
+
+        listener.call(pause_with_the_bytes)
+        session.write(b"last words")
+        with pytest.raises(ssl.SSLWantReadError):
+            session.unwrap()
+        raw.sendall(outgoing.read())
+        listener.wait(recorder, lambda told: told.came == b"last words")
+        assert "eof" not in recorder.calls
+        listener.call(recorder.transport.resume_reading)
+        listener.wait(recorder, lambda told: "lost" in told.calls)
+        assert recorder.calls[-2:] == ["eof", "lost"]
+
+
+def test_many_records_that_come_together_are_handed_on_together(listener: Listener) -> None:
+    with by_hand(listener) as (raw, session, outgoing):
+        recorder = listener.newest()
+        for number in range(100):
+            session.write(b"%03d" % number)
+        raw.sendall(outgoing.read())
+        listener.wait(recorder, lambda told: len(told.came) == 300)
+        assert recorder.came == b"".join(b"%03d" % number for number in range(100))
+        assert recorder.pieces < 10
+
+
+def test_peer_whose_socket_ends_without_a_farewell_is_lost(listener: Listener) -> None:
+    session, recorder = listener.connect()
+    with session:
+        socket.socket.shutdown(session, socket.SHUT_WR)
+        listener.wait(recorder, lambda told: "lost" in told.calls)
+        assert recorder.calls == ["made", "eof", "lost"]
+        listener.call(lambda: recorder.transport.write(b"too late"))
+        listener.call(recorder.transport.close)
+
+
+def test_forged_record_ends_the_connection(listener: Listener) -> None:
+    with by_hand(listener) as (raw, session, outgoing):
+        recorder = listener.newest()
+        session.write(b"genuine")
+        forged = bytearray(outgoing.read())
+        forged[-1] ^= 1
+        raw.sendall(forged)
+        listener.wait(recorder, lambda told: "lost" in told.calls)
+        assert recorder.came == b""
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x00" * 64]
+)
+def test_who_speaks_no_tls_is_cut_off_and_never_reaches_a_protocol(listener: Listener, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S) as raw:
+        raw.sendall(said)
+        answer = b""
+        while part := raw.recv(1000):
+            answer += part
+    assert b"HTTP" not in answer
+    session, recorder = listener.connect()
+    with session:
+        assert listener.newest() is recorder
+        assert listener.count() == 1
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "a part of a ClientHello"])
+def test_who_does_not_finish_the_handshake_is_cut_off_and_holds_up_nobody(said: bytes) -> None:
+    with listening(handshake_timeout_s=0.2) as listener:
+        slow = [socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S) for _ in range(50)]
+        for raw in slow:
+            raw.sendall(said)
+        session, recorder = listener.connect()
+        with session:
+            session.sendall(b"in time")
+            listener.wait(recorder, lambda told: told.came == b"in time")
+            for raw in slow:
+                with raw, suppress(ConnectionResetError):
+                    assert raw.recv(1) == b""
+            assert not listener.call(lambda: set(listener.entrance.shaking_hands))
+            listener.call(lambda: recorder.transport.write(b"still there"))
+            assert session.recv(100) == b"still there"
+
+
+@pytest.mark.parametrize("offered", [None, "http/1.1"])
+def test_client_that_did_not_negotiate_the_protocol_is_sent_away(offered: str | None) -> None:
+    with listening(alpn="h2") as listener:
+        client = ssl.create_default_context()
+        AUTHORITY.configure_trust(client)
+        if offered is not None:
+            client.set_alpn_protocols([offered])
+        raw = socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S)
+        with client.wrap_socket(raw, server_hostname="127.0.0.1", suppress_ragged_eofs=False) as session:
+            assert session.recv(1) == b""
+        session, _ = listener.connect()
+        session.close()
+        assert listener.count() == 1
+
+
+def test_handshakes_under_way_end_with_the_entrance(listener: Listener) -> None:
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S) as raw:
+        raw.sendall(b"\x16")
+        listener.run(lambda: _until(lambda: bool(listener.entrance.shaking_hands)))
+        listener.call(listener.entrance.close)
+        with suppress(ConnectionResetError):
+            assert raw.recv(1) == b""
+
+
+async def _until(claim: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not claim():  # noqa: ASYNC110  # there is no event for it
+            await asyncio.sleep(0)
+
+
+@contextmanager
+def by_hand(listener: Listener) -> Iterator[tuple[socket.socket, ssl.SSLObject, ssl.MemoryBIO]]:
+    """A client whose records go to the socket as the test likes, and its handshake over."""
+    client = ssl.create_default_context()
+    AUTHORITY.configure_trust(client)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    session = client.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    count = listener.count()
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S) as raw:
+        while True:
+            try:
+                session.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                raw.sendall(outgoing.read())
+                incoming.write(raw.recv(1 << 16))
+        raw.sendall(outgoing.read())
+        listener.run(lambda: _until(lambda: listener.count() == count + 1))
+        yield raw, session, outgoing
