@@ -13,6 +13,7 @@ from ortserve.config.expectation import describe_default, describe_unit, describ
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions
 from ortserve.config.options import OptionsError, ServerOptions, flag_name, read_options, split_list
+from ortserve.config.tracing import TracingOptions
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -61,10 +62,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="YAML file of options. [environment: ORTSERVE_CONFIG]"
     )
     grpc = parser.add_argument_group("gRPC")
+    traces = parser.add_argument_group("traces")
     models = parser.add_argument_group("every model, where its model.yaml does not say otherwise")
+    groups = (
+        (LoadOptions.model_fields, models),
+        (GrpcOptions.model_fields, grpc),
+        (TracingOptions.model_fields, traces),
+    )
     for name, field in ServerOptions.model_fields.items():
         if name != "repositories":
-            group = models if name in LoadOptions.model_fields else grpc if name in GrpcOptions.model_fields else server
+            group = next((group for fields, group in groups if name in fields), server)
             _add_flag(group, name, field)
     return parser
 

@@ -22,13 +22,14 @@ from pydantic_settings import (
 from ortserve.config.expectation import describe_problems
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, read_yaml
+from ortserve.config.tracing import TracingOptions
 
 ENV_PREFIX: Final = "ORTSERVE_"
 CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
 """Names the file of options where ``--config`` does not."""
 
 
-class ServerOptions(GrpcOptions, LoadOptions):
+class ServerOptions(TracingOptions, GrpcOptions, LoadOptions):
     """Everything that can be set for the server. Times are seconds, sizes bytes."""
 
     repositories: tuple[Path, ...] = ()

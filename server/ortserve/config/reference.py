@@ -10,6 +10,7 @@ from ortserve.config.expectation import describe_default, describe_unit, describ
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import ServerOptions, flag_name, variable_name
+from ortserve.config.tracing import TracingOptions
 
 PAGE: Final = Path(__file__).parents[2] / "reference" / "options.md"
 """In the source tree; an installed package has no page."""
@@ -47,10 +48,11 @@ YAML language server by a first line such as
 
 def render() -> str:
     """The page as it should be."""
-    # The server's own first, then what it inherits and so has first: the gRPC port's, then the defaults of models.
+    # The server's own first, then what it inherits and so has first: of traces, of the gRPC port, then the defaults of
+    # models.
+    inherited = (LoadOptions.model_fields, GrpcOptions.model_fields, TracingOptions.model_fields)
     options = sorted(
-        ServerOptions.model_fields.items(),
-        key=lambda item: (item[0] in LoadOptions.model_fields, item[0] in GrpcOptions.model_fields),
+        ServerOptions.model_fields.items(), key=lambda item: tuple(item[0] in fields for fields in inherited)
     )
     return "\n".join(
         [

@@ -10,7 +10,10 @@ answer handed to the transport. ``encode`` includes the way back from the worker
 
 @dataclass(slots=True)
 class Timing:
-    """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields."""
+    """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields.
+
+    ``batch_rows`` are those of the batch that it rode in, 0 where none was computed.
+    """
 
     received_ns: int
     queued_ns: int = 0
@@ -18,6 +21,7 @@ class Timing:
     staged_ns: int = 0
     computed_ns: int = 0
     done_ns: int = 0
+    batch_rows: int = 0
 
     def phases_ns(self) -> tuple[int, int, int, int, int]:
         """Durations in the order of ``PHASES``; call it when all points were reached."""

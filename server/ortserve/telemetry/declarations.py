@@ -119,6 +119,18 @@ MODEL_STATE: Final = Declaration(
 GRPC_STREAMS: Final = Declaration(
     "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
 )
+EXPORTED_SPANS: Final = Declaration(
+    "ortserve_exported_spans_total",
+    "counter",
+    (),
+    "Spans of traces that a collector has taken.",
+)
+DROPPED_SPANS: Final = Declaration(
+    "ortserve_dropped_spans_total",
+    "counter",
+    (),
+    "Spans of traces that no collector got, because too many waited or it did not take them in time.",
+)
 BUILD_INFO: Final = Declaration(
     "ortserve_build_info", "gauge", ("version", "python", "onnxruntime"), "Always 1; the labels say what is running."
 )
@@ -139,6 +151,8 @@ DECLARATIONS: Final = (
     LOAD_DURATION,
     MODEL_STATE,
     GRPC_STREAMS,
+    EXPORTED_SPANS,
+    DROPPED_SPANS,
     BUILD_INFO,
 )
 

@@ -32,6 +32,8 @@ from ortserve.telemetry.declarations import (
     BATCHING_DECISIONS,
     BUILD_INFO,
     DECLARATIONS,
+    DROPPED_SPANS,
+    EXPORTED_SPANS,
     GRPC_STREAMS,
     LOAD_DURATION,
     LOADS,
@@ -46,6 +48,7 @@ from ortserve.telemetry.declarations import (
     STAGED_ELEMENTS,
 )
 from ortserve.telemetry.families import Family, HistogramSeries, Labels
+from ortserve.telemetry.tracing import Tracing
 
 _NS_PER_S: Final = 1_000_000_000
 
@@ -169,6 +172,7 @@ class Metrics(Collector):
         self._rejected: dict[str, dict[str, int]] = {"": {}}
         self._loads: dict[tuple[str, ...], int] = {}
         self._streams: Callable[[], int] = int
+        self._tracing: Tracing | None = None
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -206,6 +210,10 @@ class Metrics(Collector):
     def set_streams_source(self, source: Callable[[], int]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
         self._streams = source
+
+    def set_tracing(self, tracing: Tracing) -> None:
+        """Show the numbers of what exports traces."""
+        self._tracing = tracing
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before a model was found for it."""
@@ -257,6 +265,9 @@ class Metrics(Collector):
         }
         yield Family(MODEL_STATE, states)
         yield Family(GRPC_STREAMS, {(): self._streams()})
+        tracing = self._tracing
+        yield Family(EXPORTED_SPANS, {(): 0 if tracing is None else tracing.exported_spans})
+        yield Family(DROPPED_SPANS, {(): 0 if tracing is None else tracing.dropped_spans})
         yield Family(BUILD_INFO, {(__version__, platform.python_version(), self._onnxruntime_version): 1})
 
     def _durations(self, models: Iterable[ModelMetrics]) -> Iterator[tuple[tuple[str, ...], HistogramSeries]]:
