@@ -25,12 +25,12 @@ RUN /opt/pip/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM wheel AS environment-cpu
 RUN python3 -m venv --without-pip /opt/ortserve \
     && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
-        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[cpu]"
+        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[cpu,otel]"
 
 FROM wheel AS environment-gpu
 RUN python3 -m venv --without-pip /opt/ortserve \
     && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
-        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[gpu]"
+        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[gpu,otel]"
 
 FROM ubuntu:24.04 AS cpu
 RUN apt-get update \

@@ -52,5 +52,5 @@ clean:
 	touch $@
 
 .venv/dev.done: .venv/made pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[cpu,dev]'
+	$(INSTALL) --editable '.[cpu,otel,dev]'
 	touch $@ .venv/serve.done

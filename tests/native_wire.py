@@ -15,7 +15,7 @@ from h2.settings import SettingCodes, Settings
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import Context, Handler, read, streaming, unary, write
+from ortserve.frontends.grpc.calls import Context, Handler, Metadata, read, streaming, unary, write
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
@@ -176,6 +176,7 @@ class Wire:
         self,
         message: bytes,
         timeout_ns: int | None,
+        _metadata: Metadata,
         on_answer: Callable[[bytes, bytes], None],
         _on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
@@ -185,6 +186,7 @@ class Wire:
         self,
         message: bytes,
         timeout_ns: int | None,
+        _metadata: Metadata,
         on_answer: Callable[[bytes, bytes], None],
         _on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
@@ -216,6 +218,7 @@ class Wire:
         self,
         _message: bytes,
         _timeout_ns: int | None,
+        _metadata: Metadata,
         _on_answer: Callable[[bytes, bytes], None],
         on_failure: Callable[[ServeError], None],
     ) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Final, Literal
@@ -55,6 +56,7 @@ from ortserve.telemetry.exposition import MetricsServer
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.trace_files import TraceFiles
+from ortserve.telemetry.tracing import Tracing, start_tracing
 from ortserve.telemetry.triton_metrics import TritonMetrics
 
 if TYPE_CHECKING:
@@ -104,7 +106,23 @@ async def _serve(options: ServerOptions, switches: LogSwitches) -> None:
         await server.stop()
 
 
-def _lane(inference: InferenceService, options: ServerOptions) -> Lane | None:
+def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
+    """Raises ServeError: invalid_input."""
+    tracing = start_tracing(
+        os.environ,
+        endpoint=options.otlp_endpoint,
+        protocol=options.otlp_protocol,
+        sample_ratio=options.trace_sample_ratio,
+        service_name=options.trace_service_name,
+        default_service_name=options.server_name,
+        clock=monotonic_ns,
+    )
+    if tracing is not None:
+        metrics.set_tracing(tracing)
+    return tracing
+
+
+def _lane(inference: InferenceService, options: ServerOptions, tracing: Tracing | None) -> Lane | None:
     if not options.http_lane:
         return None
     if not lane_fits():
@@ -117,6 +135,7 @@ def _lane(inference: InferenceService, options: ServerOptions) -> Lane | None:
         max_body_bytes=options.max_body_bytes,
         compression_min_bytes=options.compression_min_bytes,
         clock=monotonic_ns,
+        tracing=tracing,
     )
 
 
@@ -164,6 +183,7 @@ class Server:
             TritonMetrics(prometheus, metrics)
         self._options = options
         self._prometheus = prometheus
+        self._tracing = _tracing(options, metrics)
         runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
         self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
@@ -201,7 +221,13 @@ class Server:
             max_body_bytes=options.max_body_bytes,
         )
         control.include_router(
-            make_generate_router(inference, self._models, max_body_bytes=options.max_body_bytes, clock=monotonic_ns)
+            make_generate_router(
+                inference,
+                self._models,
+                max_body_bytes=options.max_body_bytes,
+                clock=monotonic_ns,
+                tracing=self._tracing,
+            )
         )
         rest = RestApp(
             InferRoute(
@@ -209,10 +235,11 @@ class Server:
                 max_body_bytes=options.max_body_bytes,
                 compression_min_bytes=options.compression_min_bytes,
                 clock=monotonic_ns,
+                tracing=self._tracing,
             ),
             control,
         )
-        self._lane = _lane(inference, options)
+        self._lane = _lane(inference, options, self._tracing)
         self._certificate = _certificate(options, metrics)
         self._renewing: asyncio.Task[None] | None = None
         self._http = HttpServer(
@@ -247,7 +274,7 @@ class Server:
             )
         return NativeGrpcServer(
             router.find,
-            {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference).begin},
+            {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, self._tracing).begin},
             streams,
             inference.hold,
             connection_limits(options, max_message_bytes=options.max_body_bytes),
@@ -272,9 +299,13 @@ class Server:
         """Everything that is answered over gRPC."""
         options = self._options
         calls: list[Calls] = [
-            InferCalls(inference),
+            InferCalls(inference, self._tracing),
             InferStreamCalls(
-                inference, streams, max_requests=options.grpc_stream_requests, max_bytes=options.grpc_stream_bytes
+                inference,
+                streams,
+                max_requests=options.grpc_stream_requests,
+                max_bytes=options.grpc_stream_bytes,
+                tracing=self._tracing,
             ),
             MetadataCalls(self._models),
             ConfigurationCalls(self._models),
@@ -336,6 +367,8 @@ class Server:
         await asyncio.sleep(options.drain_delay_s)
         await asyncio.gather(self._http.stop(options.drain_timeout_s), self._grpc.stop(options.drain_timeout_s))
         await self._registry.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close, options.trace_flush_timeout_s)
         log_event(logger, logging.INFO, "drained")
 
     async def stop(self) -> None:

@@ -94,7 +94,7 @@ def test_image_has_nothing_that_builds(name: str) -> None:
     assert "--without-pip /opt/ortserve" in made
     assert "--only-binary :all:" in made
     assert "--constraint constraints.txt" in made
-    assert made.rstrip().endswith(f'[{name}]"')
+    assert made.rstrip().endswith(f'[{name},otel]"')
 
 
 @pytest.mark.parametrize("name", SERVERS)

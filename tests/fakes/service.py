@@ -18,6 +18,7 @@ from ortserve.registry.served import ServedModel
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.inference import Call, Pending
 from ortserve.service.models import ModelMetadata, ServerMetadata
+from ortserve.telemetry.tracing import Trace
 
 T = TypeVar("T")
 
@@ -38,14 +39,21 @@ class FakeInferenceService:
 
     received: list[Call] = field(default_factory=list)
     gate: BodyGate = field(default_factory=lambda: BodyGate(10**9))
+    refused: list[ErrorKind] = field(default_factory=list)
 
     def hold(self, size: int) -> Hold:
         return self.gate.hold(size)
 
-    def receive(self, protocol: str, timeout_ns: int | None = None, begun_ns: int = 0) -> Call:
+    def receive(
+        self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None, begun_ns: int = 0
+    ) -> Call:
         assert protocol in ("grpc", "http")
-        self.received.append(Call(protocol, Timing(0, 1_000_000, 3_000_000, 6_000_000, 10_000_000), timeout_ns))
+        timing = Timing(0, 1_000_000, 3_000_000, 6_000_000, 10_000_000)
+        self.received.append(Call(protocol, timing, timeout_ns, trace))
         return self.received[-1]
+
+    def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
+        self.refused.append(kind)
 
     def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
         assert call is self.received[-1]

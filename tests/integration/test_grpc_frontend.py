@@ -236,6 +236,7 @@ async def test_full_body_gate_refuses_a_call_and_is_empty_after_all(
     error = await failure(channel, "ModelInfer", infer_request())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "max_inflight_bytes" in (error.details() or "")
+    assert inference.refused == [ErrorKind.OVERLOADED]
     inference.release.set()
     await running
     await call(channel, "ModelInfer", infer_request())

@@ -220,6 +220,7 @@ async def test_full_body_gate_refuses_a_request_and_not_the_stream(
         answers = [await read_answer(stream), await read_answer(stream)]
     assert answers[0].error_message == ""
     assert "max_inflight_bytes" in answers[1].error_message
+    assert inference.refused == [ErrorKind.OVERLOADED]
     assert inference.gate.held_bytes == 0
 
 

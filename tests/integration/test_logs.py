@@ -84,3 +84,17 @@ def test_text_lines_are_the_default_and_tell_nothing_of_tensors_either(tmp_path:
     assert SECRET_TEXT not in server.output
     assert str(SECRET_NUMBER) not in server.output
     assert "request_id=grpc-words outcome=ok" in server.output
+
+
+def test_lines_are_turned_off_and_on_by_severity_while_the_server_runs(tmp_path: Path) -> None:
+    _add_models(tmp_path)
+    ones = {"x": np.ones((1, 4), np.float32)}
+    with serving(tmp_path, "--warmup-s", "0", "--access-log") as server, triton_clients(server) as (http, grpc):
+        http.infer("numbers", triton_inputs(triton_http, ones), request_id="said-first")
+        grpc.update_log_settings({"log_info": False})
+        http.infer("numbers", triton_inputs(triton_http, ones), request_id="kept-quiet")
+        http.update_log_settings({"log_info": True})
+        http.infer("numbers", triton_inputs(triton_http, ones), request_id="said-last")
+        server.wait_for_line("request_id=said-last")
+    assert "request_id=said-first" in server.output
+    assert "kept-quiet" not in server.output

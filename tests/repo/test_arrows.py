@@ -28,6 +28,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 DOORS = {
     "onnxruntime": {"engine", "app", "example"},
     "prometheus_client": {"telemetry", "app"},
+    "opentelemetry": {"telemetry"},
     "grpc": {"frontends"},
     "hpack": {"frontends"},
     "cryptography": {"frontends"},

@@ -10,7 +10,7 @@ from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.families import Declaration
 
-UNITS: Final = ("seconds", "bytes", "rows", "elements", "requests", "loads", "decisions", "streams", "reloads")
+UNITS: Final = ("seconds", "bytes", "rows", "elements", "requests", "loads", "decisions", "streams", "reloads", "spans")
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
 UNITLESS: Final = {
     "ortserve_saturation": "a ratio, which has no unit; 1 is all",

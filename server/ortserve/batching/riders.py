@@ -62,13 +62,13 @@ def settle_all(riders: Sequence[Rider], rows: int, taken_ns: int, result: BatchR
             than went in: handing out slices of it would give callers each other's answers.
     """
     if len(riders) == 1:
-        _stamp(riders[0].timing, taken_ns, result)
+        _stamp(riders[0].timing, rows, taken_ns, result)
         return 0 if settle(riders[0].future, result=result.outputs) else rows
     _check_rows(result.outputs, rows)
     first = wasted = 0
     for rider in riders:
         after = first + rider.rows
-        _stamp(rider.timing, taken_ns, result)
+        _stamp(rider.timing, rows, taken_ns, result)
         if not settle(rider.future, result=tuple([output[first:after] for output in result.outputs])):
             wasted += rider.rows
         first = after
@@ -111,7 +111,8 @@ def _check_rows(outputs: Arrays, rows: int) -> None:
             )
 
 
-def _stamp(timing: Timing, taken_ns: int, result: BatchResult) -> None:
+def _stamp(timing: Timing, batch_rows: int, taken_ns: int, result: BatchResult) -> None:
+    timing.batch_rows = batch_rows
     timing.taken_ns = taken_ns
     timing.staged_ns = result.staged_ns
     timing.computed_ns = result.computed_ns

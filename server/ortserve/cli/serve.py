@@ -15,6 +15,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.config.options import OptionsError, ServerOptions, flag_name, read_options, split_list
 from ortserve.config.tls import TlsOptions, tls_problems
 from ortserve.config.traces import TraceOptions
+from ortserve.config.tracing import TracingOptions
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -70,7 +71,13 @@ def build_parser() -> argparse.ArgumentParser:
     grpc = parser.add_argument_group("gRPC")
     traces = parser.add_argument_group("traces")
     models = parser.add_argument_group("every model, where its model.yaml does not say otherwise")
-    inherited = ((models, LoadOptions), (grpc, GrpcOptions), (tls, TlsOptions), (traces, TraceOptions))
+    inherited = (
+        (models, LoadOptions),
+        (grpc, GrpcOptions),
+        (tls, TlsOptions),
+        (traces, TraceOptions),
+        (traces, TracingOptions),
+    )
     for name, field in ServerOptions.model_fields.items():
         if name != "repositories":
             group = next((group for group, options in inherited if name in options.model_fields), server)

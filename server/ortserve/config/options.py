@@ -24,13 +24,14 @@ from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, read_yaml
 from ortserve.config.tls import TlsOptions
 from ortserve.config.traces import TraceOptions
+from ortserve.config.tracing import TracingOptions
 
 ENV_PREFIX: Final = "ORTSERVE_"
 CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
 """Names the file of options where ``--config`` does not."""
 
 
-class ServerOptions(TraceOptions, TlsOptions, GrpcOptions, LoadOptions):
+class ServerOptions(TracingOptions, TraceOptions, TlsOptions, GrpcOptions, LoadOptions):
     """Everything that can be set for the server. Times are seconds, sizes bytes."""
 
     repositories: tuple[Path, ...] = ()

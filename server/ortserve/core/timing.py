@@ -13,6 +13,7 @@ class Timing:
     """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields.
 
     ``begun_ns`` alone is earlier: when the request's head was there, where the protocol tells; 0 where it does not.
+    ``batch_rows`` are those of the batch that it rode in, 0 where none was computed.
     """
 
     received_ns: int
@@ -22,6 +23,7 @@ class Timing:
     computed_ns: int = 0
     done_ns: int = 0
     begun_ns: int = 0
+    batch_rows: int = 0
 
     def phases_ns(self) -> tuple[int, int, int, int, int]:
         """Durations in the order of ``PHASES``; call it when all points were reached."""

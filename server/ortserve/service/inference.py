@@ -26,6 +26,7 @@ from ortserve.service.tracing import Tracer
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_event, log_fault
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.tracing import EndedRequest, Trace
 
 logger: Final = logging.getLogger(__name__)
 access_logger: Final = logging.getLogger("ortserve.access")
@@ -41,11 +42,13 @@ class Call:
         protocol: ``http`` or ``grpc``, for metrics.
         timing: Begun; its points are stamped on the way, and all there when the call was answered.
         timeout_ns: How long the caller waits for the answer, None where it did not say.
+        trace: None where it is not sampled.
     """
 
     protocol: str
     timing: Timing
     timeout_ns: int | None
+    trace: Trace | None = None
 
 
 _TAKEN: Final[Any] = None
@@ -121,11 +124,20 @@ class InferenceService:
         """
         return self._gate.hold(size)
 
-    def receive(self, protocol: str, timeout_ns: int | None = None, begun_ns: int = 0) -> Call:
-        """Begin a call, now that its body is complete; ``begun_ns`` is when its head was, 0 where that is not known."""
+    def receive(
+        self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None, begun_ns: int = 0
+    ) -> Call:
+        """Begin a call, now that its body is complete.
+
+        Args:
+            protocol: As in ``Call``.
+            timeout_ns: As in ``Call``.
+            trace: Ends when the call is counted; None where it is not sampled.
+            begun_ns: When its head was there, 0 where that is not known.
+        """
         timing = Timing(self._clock())
         timing.begun_ns = begun_ns  # a third of what a keyword costs
-        return Call(protocol, timing, timeout_ns)
+        return Call(protocol, timing, timeout_ns, trace)
 
     def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
         """Decode and check a call's request and put it into its model's queue.
@@ -190,7 +202,9 @@ class InferenceService:
                 call.protocol, timing, request.id, served.name, served.version, ended_ns=timing.done_ns
             )
         if not access_logger.disabled:
-            self._log_access(call.protocol, request, served, "ok", timing.done_ns - timing.received_ns)
+            self._log_access(call, request, served, "ok", timing.done_ns - timing.received_ns)
+        if call.trace is not None:
+            _end_trace(call.trace, timing, timing.done_ns, None, request, served, pending.rows)
         return answer
 
     async def serve(
@@ -239,18 +253,21 @@ class InferenceService:
             await transfer.place(_response(pending, served.cut_back(outputs, pending.inputs)).outputs)
             return outputs
 
-    def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int) -> None:
+    def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
         """Count a request whose body was refused, such as one that is too large, or whose caller left meanwhile."""
-        self._metrics.observe_unknown(protocol, kind, self._clock() - received_ns)
+        ended_ns = self._clock()
+        self._metrics.observe_unknown(protocol, kind, ended_ns - received_ns)
         if kind is not ErrorKind.CANCELLED:
             self._metrics.rejected("", kind.value)
+        if trace is not None:
+            _end_trace(trace, Timing(received_ns), ended_ns, kind, None, None)
 
     def _failed(
         self, call: Call, request: InferRequest | None, served: ServedModel | None, error: Exception
     ) -> ServeError:
         """Count a call that failed, and say it to its caller."""
         if not isinstance(error, ServeError):
-            log_fault(logger, "a request failed unexpectedly", error, **_named(request, served))
+            log_fault(logger, "a request failed unexpectedly", error, **_named(call, request, served))
             error = ServeError(ErrorKind.INTERNAL, "internal error")
         self._count_failure(call, request, served, error.kind)
         return _for_caller(error, request, served)
@@ -259,7 +276,8 @@ class InferenceService:
         self, call: Call, request: InferRequest | None, served: ServedModel | None, kind: ErrorKind
     ) -> None:
         protocol, timing = call.protocol, call.timing
-        duration_ns = self._clock() - timing.received_ns
+        ended_ns = self._clock()
+        duration_ns = ended_ns - timing.received_ns
         if served is None:
             self._metrics.observe_unknown(protocol, kind, duration_ns)
         else:
@@ -277,29 +295,47 @@ class InferenceService:
         if timing.taken_ns == 0 and kind is not ErrorKind.CANCELLED:  # no work was done for it
             self._metrics.rejected(request.model_name if request else "", kind.value)
         if not access_logger.disabled:
-            self._log_access(protocol, request, served, kind.value, duration_ns)
+            self._log_access(call, request, served, kind.value, duration_ns)
+        if call.trace is not None:
+            # A copy: where the caller left, its batch goes on, and stamps the points that it reaches.
+            _end_trace(call.trace, replace(timing), ended_ns, kind, request, served)
 
     def _log_access(
-        self, protocol: str, request: InferRequest | None, served: ServedModel | None, outcome: str, duration_ns: int
+        self, call: Call, request: InferRequest | None, served: ServedModel | None, outcome: str, duration_ns: int
     ) -> None:
         log_event(
             access_logger,
             logging.INFO,
             "request",
-            protocol=protocol,
-            **_named(request, served),
+            protocol=call.protocol,
+            **_named(call, request, served),
             outcome=outcome,
             ms=round(duration_ns / 1e6, 3),
         )
 
 
-def _named(request: InferRequest | None, served: ServedModel | None) -> dict[str, str]:
-    """Whose log line it is; empty where it is not known yet."""
+def _named(call: Call, request: InferRequest | None, served: ServedModel | None) -> dict[str, str]:
+    """Whose log line it is; empty where it is not known yet. The ids of the trace are there where there is one."""
+    trace = call.trace
     return {
         "model": request.model_name if request else "",
         "version": served.version if served else "",
         "request_id": request.id if request else "",
+        **({} if trace is None else {"trace_id": trace.trace_id, "span_id": trace.span_id}),
     }
+
+
+def _end_trace(
+    trace: Trace,
+    timing: Timing,
+    ended_ns: int,
+    kind: ErrorKind | None,
+    request: InferRequest | None,
+    served: ServedModel | None,
+    rows: int = 0,
+) -> None:
+    named = (request.model_name, served.version if served else "", request.id) if request else ("", "", "")
+    trace.end(EndedRequest(timing, ended_ns, kind, *named, rows))
 
 
 def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:

@@ -131,6 +131,18 @@ CERTIFICATE_RELOADS: Final = Declaration(
     ("outcome",),
     "New contents of the files of TLS, by what became of them: ok, or failed, where the old ones serve on.",
 )
+EXPORTED_SPANS: Final = Declaration(
+    "ortserve_exported_spans_total",
+    "counter",
+    (),
+    "Spans of traces that a collector has taken.",
+)
+DROPPED_SPANS: Final = Declaration(
+    "ortserve_dropped_spans_total",
+    "counter",
+    (),
+    "Spans of traces that no collector got, because too many waited or it did not take them in time.",
+)
 BUILD_INFO: Final = Declaration(
     "ortserve_build_info", "gauge", ("version", "python", "onnxruntime"), "Always 1; the labels say what is running."
 )
@@ -153,6 +165,8 @@ DECLARATIONS: Final = (
     GRPC_STREAMS,
     CERTIFICATE_EXPIRATION,
     CERTIFICATE_RELOADS,
+    EXPORTED_SPANS,
+    DROPPED_SPANS,
     BUILD_INFO,
 )
 

@@ -123,6 +123,8 @@ def configure_logging(
     if level != "debug":
         # A line for each connection that brings no HTTP: anybody could fill the disk.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        # One for each try to reach a collector, and for each trace header that is too long.
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     for name in ACCESS_LOGGERS:
         logging.getLogger(name).disabled = not access_log
     return switches

@@ -34,6 +34,8 @@ from ortserve.telemetry.declarations import (
     CERTIFICATE_EXPIRATION,
     CERTIFICATE_RELOADS,
     DECLARATIONS,
+    DROPPED_SPANS,
+    EXPORTED_SPANS,
     GRPC_STREAMS,
     LOAD_DURATION,
     LOADS,
@@ -48,6 +50,7 @@ from ortserve.telemetry.declarations import (
     STAGED_ELEMENTS,
 )
 from ortserve.telemetry.families import Family, HistogramSeries, Labels
+from ortserve.telemetry.tracing import Tracing
 
 _NS_PER_S: Final = 1_000_000_000
 
@@ -173,6 +176,7 @@ class Metrics(Collector):
         self._streams: Callable[[], int] = int
         self._certificate_expires_s: float | None = None
         self._certificate_reloads: dict[Labels, int] = {}
+        self._tracing: Tracing | None = None
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -220,6 +224,10 @@ class Metrics(Collector):
     def set_streams_source(self, source: Callable[[], int]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
         self._streams = source
+
+    def set_tracing(self, tracing: Tracing) -> None:
+        """Show the numbers of what exports traces."""
+        self._tracing = tracing
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before a model was found for it."""
@@ -274,6 +282,9 @@ class Metrics(Collector):
         if self._certificate_expires_s is not None:
             yield Family(CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})
             yield Family(CERTIFICATE_RELOADS, dict(self._certificate_reloads))
+        tracing = self._tracing
+        yield Family(EXPORTED_SPANS, {(): 0 if tracing is None else tracing.exported_spans})
+        yield Family(DROPPED_SPANS, {(): 0 if tracing is None else tracing.dropped_spans})
         yield Family(BUILD_INFO, {(__version__, platform.python_version(), self._onnxruntime_version): 1})
 
     def _durations(self, models: Iterable[ModelMetrics]) -> Iterator[tuple[tuple[str, ...], HistogramSeries]]:

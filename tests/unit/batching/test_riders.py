@@ -46,7 +46,7 @@ def test_each_rider_gets_its_own_rows_and_the_times_of_the_run(loop: asyncio.Abs
     assert [one.future.result()[0].tolist() for one in riders] == [[0, 1], [2], [3, 4, 5]]
     assert [one.future.result()[1].tolist() for one in riders] == [[[0], [10]], [[20]], [[30], [40], [50]]]
     for one in riders:
-        assert one.timing == Timing(10, 20, 30, 40, 50)
+        assert one.timing == Timing(10, 20, 30, 40, 50, batch_rows=6)
         assert np.shares_memory(one.future.result()[0], numbers)
 
 

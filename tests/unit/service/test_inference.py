@@ -449,8 +449,7 @@ async def test_request_in_regions_is_answered_timed_and_counted_as_any_other(sta
     response = await stage.service.serve(call, lambda: in_region("two", region), lambda _, answer: answer)
     assert set(response.placed) == {"y"}
     assert stage.counts() == {("two", "1", "grpc", "ok"): 1}
-    *points, _ = astuple(call.timing)
-    assert all(end >= begin > 0 for begin, end in pairwise(points))
+    assert all(end >= begin > 0 for begin, end in pairwise(astuple(call.timing)[:6]))
     leases = stage.shared_memory.lease([RegionSpan(region, 16, 16)])
     written = leases.memory(RegionSpan(region, 16, 16)).read(16, 16)
     leases.release()

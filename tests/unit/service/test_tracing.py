@@ -35,7 +35,9 @@ class Stage:
     path: Path
 
     async def infer(self, protocol: str, request: InferRequest) -> None:
-        await self.service.serve(self.service.receive(protocol, None, 1), lambda: request, lambda _, response: response)
+        await self.service.serve(
+            self.service.receive(protocol, begun_ns=1), lambda: request, lambda _, response: response
+        )
 
     async def traces(self) -> list[dict[str, Any]]:
         """All, once the turn of the loop that ended the last request is over."""

@@ -42,11 +42,16 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
 """Name of a method, without its service, to what answers it; see the functions below for making one."""
 
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+"""Of a call, names in lower case; values of ``-bin`` names are bytes."""
+
 QuickCall: TypeAlias = Callable[
-    [bytes, int | None, Callable[[bytes, bytes], None], Callable[[ServeError], None]], Callable[[], object] | None
+    [bytes, int | None, Metadata, Callable[[bytes, bytes], None], Callable[[ServeError], None]],
+    Callable[[], object] | None,
 ]
-"""A unary call that needs no task: message, time that the caller waits (ns), and what to call once, on the loop, with
-the answer and its ``server-timing``, or with what went wrong. Returns what cancels it, None where it is over."""
+"""A unary call that needs no task: message, time that the caller waits (ns), metadata, and what to call once, on the
+loop, with the answer and its ``server-timing``, or with what went wrong. Returns what cancels it, None where it is
+over."""
 
 
 INTERNAL_ERROR: Final = ServeError(ErrorKind.INTERNAL, "internal error")

@@ -3,15 +3,19 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from ortserve.codecs.grpc_infer import decode_request, encode_response
 from ortserve.core.batch import Arrays
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, abort, unary
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, Metadata, abort, unary
+from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, Pending
+from ortserve.telemetry.tracing import Trace, Tracing
+
+_MODEL_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelInfer")
 
 T = TypeVar("T")
 
@@ -23,8 +27,12 @@ class Inference(Protocol):
         """Count the bytes of a body while it is held. Raises ServeError: overloaded."""
         ...
 
-    def receive(self, protocol: str, timeout_ns: int | None = None) -> Call:
+    def receive(self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None) -> Call:
         """Begin a call, now that its message is there."""
+        ...
+
+    def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
+        """Count a request that was not begun."""
         ...
 
     async def serve(
@@ -47,8 +55,9 @@ class InferCalls:
 
     service = SERVICE_NAME
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, tracing: Tracing | None = None) -> None:
         self._inference = inference
+        self._tracing = tracing
 
     def handlers(self) -> Handlers:
         return {"ModelInfer": unary(self._model_infer)}
@@ -57,13 +66,17 @@ class InferCalls:
         self,
         data: bytes,
         timeout_ns: int | None,
+        metadata: Metadata,
         on_answer: Callable[[bytes, bytes], None],
         on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object] | None:
         """ModelInfer as a ``QuickCall``."""
-        call = self._inference.receive("grpc", timeout_ns)
+        trace: Trace | None = None
+        if self._tracing is not None:
+            trace = begin_grpc_trace(self._tracing, _MODEL_INFER, metadata)
+        call = self._inference.receive("grpc", timeout_ns, trace)
         try:
-            hold = self._inference.hold(len(data))
+            hold = hold_request(self._inference, call, len(data))
         except ServeError as error:
             on_failure(error)
             return None
@@ -89,14 +102,30 @@ class InferCalls:
         return pending.leave
 
     async def _model_infer(self, data: bytes, context: Context) -> bytes:
-        call = self._inference.receive("grpc", time_left_ns(context))
+        trace: Trace | None = None
+        if self._tracing is not None:
+            trace = begin_grpc_trace(self._tracing, _MODEL_INFER, context.invocation_metadata())
+        call = self._inference.receive("grpc", time_left_ns(context), trace)
         try:
-            with self._inference.hold(len(data)):
+            with hold_request(self._inference, call, len(data)):
                 answer = await self._inference.serve(call, partial(decode_request, data), _encode)
         except ServeError as error:
             return await abort(context, error)
         context.set_trailing_metadata((("server-timing", call.timing.server_timing().decode()),))
         return answer
+
+
+def hold_request(inference: Inference, call: Call, size: int) -> Hold:
+    """Count the bytes of a call's message while it is held.
+
+    Raises:
+        ServeError: overloaded; the call is counted then.
+    """
+    try:
+        return inference.hold(size)
+    except ServeError as error:
+        inference.count_refused_body(call.protocol, error.kind, call.timing.received_ns, call.trace)
+        raise
 
 
 def time_left_ns(context: Context) -> int | None:

@@ -8,15 +8,20 @@ one stream ride in one batch, until the stream is full: then the transport holds
 import asyncio
 from collections import deque
 from functools import partial
+from typing import Final
 
 from ortserve.codecs.grpc_infer import decode_request
 from ortserve.codecs.grpc_stream import encode_stream_answer, encode_stream_error
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, read, streaming, write
-from ortserve.frontends.grpc.infer_calls import Inference, time_left_ns
+from ortserve.frontends.grpc.infer_calls import Inference, hold_request, time_left_ns
 from ortserve.frontends.grpc.stream_room import StreamRoom
 from ortserve.frontends.grpc.streams import Streams, stopping
+from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
+from ortserve.telemetry.tracing import Trace, Tracing
+
+_MODEL_STREAM_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelStreamInfer")
 
 
 class InferStreamCalls:
@@ -24,7 +29,15 @@ class InferStreamCalls:
 
     service = SERVICE_NAME
 
-    def __init__(self, inference: Inference, streams: Streams, *, max_requests: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        streams: Streams,
+        *,
+        max_requests: int,
+        max_bytes: int,
+        tracing: Tracing | None = None,
+    ) -> None:
         """Take where requests go and what one stream may hold.
 
         Args:
@@ -32,11 +45,13 @@ class InferStreamCalls:
             streams: Where open streams are counted.
             max_requests: Of one stream that are unanswered at one time.
             max_bytes: Of one stream's unanswered requests and unsent answers, from which on nothing more is read.
+            tracing: Where traces begin, one for each request of a stream; None for nowhere.
         """
         self._inference = inference
         self._streams = streams
         self._max_requests = max_requests
         self._max_bytes = max_bytes
+        self._tracing = tracing
 
     def handlers(self) -> Handlers:
         return {"ModelStreamInfer": streaming(self._model_stream_infer)}
@@ -44,14 +59,17 @@ class InferStreamCalls:
     async def _model_stream_infer(self, context: Context) -> None:
         with self._streams.open():
             room = StreamRoom(self._max_requests, self._max_bytes)
-            await InferStream(self._inference, self._streams, context, room).serve()
+            await InferStream(self._inference, self._streams, context, room, self._tracing).serve()
 
 
 class InferStream:
     """One stream. What it leaves unanswered when its caller leaves, or its deadline passes, is cancelled."""
 
-    def __init__(self, inference: Inference, streams: Streams, context: Context, room: StreamRoom) -> None:
+    def __init__(
+        self, inference: Inference, streams: Streams, context: Context, room: StreamRoom, tracing: Tracing | None
+    ) -> None:
         self._inference = inference
+        self._tracing = tracing
         self._streams = streams
         self._context = context
         self._room = room
@@ -101,9 +119,12 @@ class InferStream:
             self._has_news.set()
 
     async def _answer(self, data: bytes) -> bytes | ServeError:
-        call = self._inference.receive("grpc", time_left_ns(self._context))
+        trace: Trace | None = None
+        if self._tracing is not None:
+            trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())
+        call = self._inference.receive("grpc", time_left_ns(self._context), trace)
         try:
-            with self._inference.hold(len(data)):
+            with hold_request(self._inference, call, len(data)):
                 answer = await self._inference.serve(call, partial(decode_request, data), _encode)
         except ServeError as error:
             if self._ends_at_error:

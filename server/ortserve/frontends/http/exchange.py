@@ -21,8 +21,10 @@ from ortserve.frontends.http.announcement import read_announcement
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import CorkedTransport
+from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, InferenceService, Pending
+from ortserve.telemetry.tracing import Trace, Tracing
 
 logger: Final = logging.getLogger(__name__)
 
@@ -34,12 +36,19 @@ class Lane:
     """What the exchanges of a server share. Loop thread only."""
 
     def __init__(
-        self, service: InferenceService, *, max_body_bytes: int, compression_min_bytes: int, clock: Clock
+        self,
+        service: InferenceService,
+        *,
+        max_body_bytes: int,
+        compression_min_bytes: int,
+        clock: Clock,
+        tracing: Tracing | None = None,
     ) -> None:
         self.service: Final = service
         self.max_body_bytes: Final = max_body_bytes
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
+        self.tracing: Final = tracing
         self.is_draining = False
         """Whether answers ask their callers to open new connections, elsewhere."""
 
@@ -87,6 +96,7 @@ class Exchange:
         "_received_ns",
         "_refusal",
         "_size",
+        "_trace",
         "_version",
         "disconnected",
         "keep_alive",
@@ -124,6 +134,9 @@ class Exchange:
         self.disconnected = False
         self.response_complete = False
         self._received_ns = lane.clock()
+        self._trace: Trace | None = None
+        if lane.tracing is not None:
+            self._trace = begin_http_trace(lane.tracing, infer_operation(version), headers)
         try:
             self._announced = read_announcement(headers)
             if self._announced.body_size > lane.max_body_bytes:
@@ -213,7 +226,7 @@ class Exchange:
         parts = self._parts
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         self._parts = []
-        self._call = lane.service.receive("http", self._announced.timeout_ns, self._received_ns)
+        self._call = lane.service.receive("http", self._announced.timeout_ns, self._trace, self._received_ns)
         if self._announced.encoding is None:
             self._submit(body)
         else:
@@ -235,7 +248,7 @@ class Exchange:
         except Exception:  # noqa: BLE001 - as above, in the task
             self._give_up()
             return
-        lane.service.count_refused_body("http", kind, self._received_ns)
+        lane.service.count_refused_body("http", kind, self._received_ns, self._trace)
         hold.release()  # it may have grown since the caller left
 
     def _submit(self, body: bytes) -> None:
@@ -297,7 +310,7 @@ class Exchange:
     def _refuse(self, error: ServeError) -> None:
         """Answer before the whole body came. The connection is of no more use and closes when the rest came."""
         connection = self._connection
-        connection.lane.service.count_refused_body("http", error.kind, self._received_ns)
+        connection.lane.service.count_refused_body("http", error.kind, self._received_ns, self._trace)
         if self._hold is not None:
             self._hold.release()
         self.keep_alive = False

@@ -16,11 +16,21 @@ from ortserve.frontends.http.body import read_body
 from ortserve.frontends.http.connection import connection_of
 from ortserve.frontends.http.encodings import UnknownEncodingError
 from ortserve.frontends.http.path_parameters import ModelName, ModelVersion
+from ortserve.frontends.trace_headers import begin_http_trace, http_route
 from ortserve.service.inference import InferenceService
 from ortserve.service.models import ModelService
+from ortserve.telemetry.tracing import Operation, Trace, Tracing
 
 _JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream; charset=utf-8"
+
+_OPERATIONS: Final[dict[tuple[bool, bool], Operation]] = {
+    (has_version, is_stream): http_route(
+        f"/v2/models/{{model}}{'/versions/{version}' if has_version else ''}/generate{'_stream' if is_stream else ''}"
+    )
+    for has_version in (False, True)
+    for is_stream in (False, True)
+}
 
 _LEFT: Final = 499  # sent to nobody
 
@@ -35,11 +45,16 @@ _REQUEST: Final[dict[str, Any]] = {
 
 
 def make_generate_router(
-    inference: InferenceService, models: ModelService, *, max_body_bytes: int, clock: Clock
+    inference: InferenceService,
+    models: ModelService,
+    *,
+    max_body_bytes: int,
+    clock: Clock,
+    tracing: Tracing | None = None,
 ) -> APIRouter:
     """The four routes. The body is read as bytes, whatever its Content-Type says."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
-    route = GenerateRoute(inference, models, max_body_bytes=max_body_bytes, clock=clock)
+    route = GenerateRoute(inference, models, max_body_bytes=max_body_bytes, clock=clock, tracing=tracing)
 
     @router.post("/generate", openapi_extra=_REQUEST)
     async def generate(model: ModelName, request: Request) -> Response:
@@ -67,11 +82,20 @@ def make_generate_router(
 class GenerateRoute:
     """Reads the body, hands it to the service and makes the response. Loop thread only."""
 
-    def __init__(self, inference: InferenceService, models: ModelService, *, max_body_bytes: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        inference: InferenceService,
+        models: ModelService,
+        *,
+        max_body_bytes: int,
+        clock: Clock,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._inference = inference
         self._models = models
         self._max_body_bytes = max_body_bytes
         self._clock = clock
+        self._tracing = tracing
 
     async def answer(self, request: Request, model: str, version: str, *, is_stream: bool) -> Response:
         """Answer one request.
@@ -93,21 +117,24 @@ class GenerateRoute:
 
     async def _run(self, request: Request, model: str, version: str, received_ns: int, *, is_stream: bool) -> Response:
         inference = self._inference
+        trace: Trace | None = None
+        if self._tracing is not None:
+            trace = begin_http_trace(self._tracing, _OPERATIONS[bool(version), is_stream], request.scope["headers"])
         try:
             announced = self._announced(request)
             hold = inference.hold(announced.body_size)
         except ServeError as error:
-            inference.count_refused_body("http", error.kind, received_ns)
+            inference.count_refused_body("http", error.kind, received_ns, trace)
             raise
         with hold:
             try:
                 body = await read_body(request.receive, hold, announced.body_size, max_bytes=self._max_body_bytes)
             except ServeError as error:
-                inference.count_refused_body("http", error.kind, received_ns)
+                inference.count_refused_body("http", error.kind, received_ns, trace)
                 raise
             if body is None:
                 return Response(status_code=_LEFT)
-            call = inference.receive("http", announced.timeout_ns, received_ns)
+            call = inference.receive("http", announced.timeout_ns, trace, received_ns)
             spell: Callable[[InferResponse], bytes] = encode_generate_event if is_stream else encode_generate_response
             content = await inference.serve(
                 call,

@@ -19,8 +19,10 @@ from ortserve.frontends.http.answers import LINGER_S, Answer, body_too_large, fa
 from ortserve.frontends.http.body import read_body
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import connection_of
+from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
 from ortserve.service.gate import Hold
 from ortserve.service.inference import InferenceService
+from ortserve.telemetry.tracing import Trace, Tracing
 
 
 def match_infer_path(raw_path: str) -> tuple[str, str] | None:
@@ -43,37 +45,48 @@ class InferRoute:
     """Reads the body, hands it to the service and writes the answer."""
 
     def __init__(
-        self, service: InferenceService, *, max_body_bytes: int, compression_min_bytes: int, clock: Clock
+        self,
+        service: InferenceService,
+        *,
+        max_body_bytes: int,
+        compression_min_bytes: int,
+        clock: Clock,
+        tracing: Tracing | None = None,
     ) -> None:
         self._service = service
         self._max_body_bytes = max_body_bytes
         self._compression_min_bytes = compression_min_bytes
         self._clock = clock
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
         """Answer one request; ``model`` and ``version`` come from ``match_infer_path``."""
         received_ns = self._clock()
+        trace: Trace | None = None
+        if self._tracing is not None:
+            trace = begin_http_trace(self._tracing, infer_operation(version), scope["headers"])
         try:
             announced = read_announcement(scope["headers"])
             if announced.body_size > self._max_body_bytes:
                 raise body_too_large(announced.body_size, self._max_body_bytes)
             hold = self._service.hold(announced.body_size)
         except ServeError as error:
-            self._service.count_refused_body("http", error.kind, received_ns)
+            self._service.count_refused_body("http", error.kind, received_ns, trace)
             await _refuse_body(receive, send, error)
             return
         with hold:
             try:
                 body = await read_body(receive, hold, announced.body_size, max_bytes=self._max_body_bytes)
             except ServeError as error:
-                self._service.count_refused_body("http", error.kind, received_ns)
+                self._service.count_refused_body("http", error.kind, received_ns, trace)
                 await _refuse_body(receive, send, error)
                 return
             if body is not None:  # else the caller left, and there is nobody to answer
                 connection = connection_of(scope)
                 connection.answering = asyncio.current_task()
                 try:
-                    await send_answer(send, await self._answer(body, hold, announced, model, version, received_ns))
+                    answer = await self._answer(body, hold, announced, model, version, received_ns, trace)
+                    await send_answer(send, answer)
                 except asyncio.CancelledError:
                     if not connection.has_left:
                         raise
@@ -81,17 +94,24 @@ class InferRoute:
                     connection.answering = None
 
     async def _answer(
-        self, body: bytes, hold: Hold, announced: Announcement, model: str, version: str, received_ns: int
+        self,
+        body: bytes,
+        hold: Hold,
+        announced: Announcement,
+        model: str,
+        version: str,
+        received_ns: int,
+        trace: Trace | None,
     ) -> Answer:
-        call = self._service.receive("http", announced.timeout_ns, received_ns)
+        call = self._service.receive("http", announced.timeout_ns, trace, received_ns)
         if announced.encoding is not None:
             try:
                 body = await inflate(body, announced.encoding, hold, max_bytes=self._max_body_bytes)
             except ServeError as error:
-                self._service.count_refused_body("http", error.kind, received_ns)
+                self._service.count_refused_body("http", error.kind, received_ns, trace)
                 return failure(error)
             except asyncio.CancelledError:
-                self._service.count_refused_body("http", ErrorKind.CANCELLED, received_ns)
+                self._service.count_refused_body("http", ErrorKind.CANCELLED, received_ns, trace)
                 raise
         try:
             encoded = await self._service.serve(

@@ -87,7 +87,7 @@ class CallsWork:
             stream.cancel = None
             sending.end(stream, *status_of(error))
 
-        cancel = self._quick[stream.head.path](message, timeout_ns, on_answer, on_failure)
+        cancel = self._quick[stream.head.path](message, timeout_ns, stream.head.metadata, on_answer, on_failure)
         if not stream.is_over and stream.trailers is None:
             stream.cancel = cancel
 

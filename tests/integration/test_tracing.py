@@ -1,0 +1,286 @@
+"""Traces of a real server at a real collector: where they hang, what they tell, and that they cost nobody an answer."""
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from tritonclient.grpc import service_pb2
+
+from collector import Collector, attributes_of, collecting
+from models import builders
+from ortserve.core.timing import PHASES
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    json_input,
+    rest_url,
+    serving,
+    starting,
+    wait_for_sample,
+)
+
+ROW: Final = np.ones((1, 4), np.float32)
+TRACE_ID: Final = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT_ID: Final = "00f067aa0ba902b7"
+SAMPLED: Final = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "vendor=opaque"}
+UNSAMPLED: Final = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-00"}
+SERVICE: Final = "inference.GRPCInferenceService"
+SECRET: Final = "vErYsEcReT"
+
+Traced = tuple[ServerProcess, Collector]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traced")
+    add_model(folder, "identity", builders.identity)
+    add_model(folder, "poison", builders.poison)
+    add_model(folder, "slow", builders.slow)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def traced(repository: Path, ways: tuple[str, ...]) -> Iterator[Traced]:
+    """A server whose spans come soon; each way through the frontends goes with a protocol of the exporter."""
+    protocol = "grpc" if "--http-lane" in ways else "http/protobuf"
+    with collecting(protocol) as collector:
+        flags = (f"--otlp-endpoint={collector.endpoint}", f"--otlp-protocol={protocol}", "--max-body-bytes=100000")
+        logs = ("--access-log", "--log-format=json")
+        environment = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test"}
+        with serving(repository, *SHORT_WARMUP, *flags, *ways, *logs, env=environment) as server:
+            yield server, collector
+
+
+def _rest(
+    server: ServerProcess, request_id: str, headers: Mapping[str, str] | None = None, *, array: np.ndarray = ROW
+) -> httpx.Response:
+    document = {"id": request_id, "inputs": [json_input("x", array)]}
+    return httpx.post(rest_url(server, "identity"), json=document, headers=headers, timeout=LONG_S)
+
+
+def _message(request_id: str, model: str = "identity", array: np.ndarray = ROW) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    request.inputs.add(name="x", datatype="FP32", shape=array.shape)
+    request.raw_input_contents.append(array.tobytes())
+    return bytes(request.SerializeToString())
+
+
+def _unary(server: ServerProcess, message: bytes, **metadata: str) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        call(message, timeout=LONG_S, metadata=tuple(metadata.items()))
+
+
+def _stream(server: ServerProcess, messages: Sequence[bytes], **metadata: str) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        answers = list(call(iter(messages), timeout=LONG_S, metadata=tuple(metadata.items())))
+    assert len(answers) == len(messages)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc", "stream"])
+def test_a_request_is_a_span_within_the_callers_trace_and_its_phases_sum_to_it(traced: Traced, protocol: str) -> None:
+    server, collector = traced
+    request_id = f"{protocol}-child"
+    before_ns = time.time_ns()
+    if protocol == "http":
+        assert _rest(server, request_id, SAMPLED).status_code == 200
+    elif protocol == "grpc":
+        _unary(server, _message(request_id), **SAMPLED)
+    else:
+        _stream(server, [_message(request_id)], **SAMPLED)
+    after_ns = time.time_ns()
+
+    trace = collector.wait_for(request_id)
+    root = trace.root
+    assert root.trace_id.hex() == TRACE_ID
+    assert root.parent_span_id.hex() == PARENT_ID
+    assert root.trace_state == "vendor=opaque"
+    assert root.kind == Span.SPAN_KIND_SERVER
+    assert root.status.code == Status.STATUS_CODE_UNSET
+    assert before_ns <= root.start_time_unix_nano < root.end_time_unix_nano <= after_ns
+
+    assert tuple(trace.phases) == PHASES
+    point = root.start_time_unix_nano
+    for span in trace.phases.values():
+        assert span.trace_id == root.trace_id
+        assert span.start_time_unix_nano == point
+        point = span.end_time_unix_nano
+    assert point == root.end_time_unix_nano
+
+    told = trace.attributes
+    assert told["ortserve.outcome"] == "ok"
+    assert (told["ortserve.model.name"], told["ortserve.model.version"]) == ("identity", "1")
+    assert (told["ortserve.rows"], told["ortserve.batch.rows"]) == (1, 1)
+    if protocol == "http":
+        assert root.name == "POST /v2/models/{model}/infer"
+        assert (told["http.request.method"], told["http.response.status_code"]) == ("POST", 200)
+        assert told["http.route"] == "/v2/models/{model}/infer"
+    else:
+        method = f"{SERVICE}/{'ModelInfer' if protocol == 'grpc' else 'ModelStreamInfer'}"
+        assert root.name == told["rpc.method"] == method
+        assert (told["rpc.system.name"], told["rpc.response.status_code"]) == ("grpc", "OK")
+
+
+def test_requests_without_a_trace_begin_one_of_their_own(traced: Traced) -> None:
+    server, collector = traced
+    _rest(server, "root-1")
+    _rest(server, "root-2", {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01-more"})  # malformed
+    _unary(server, _message("root-3"), traceparent="nonsense")
+    _unary(server, _message("root-4"), traceparent=f"00-{'0' * 32}-{PARENT_ID}-01")
+    roots = [collector.wait_for(f"root-{number}").root for number in range(1, 5)]
+    assert all(root.parent_span_id == b"" for root in roots)
+    assert len({root.trace_id for root in roots} | {bytes.fromhex(TRACE_ID)}) == 5
+
+
+def test_a_caller_that_wants_no_spans_gets_none(traced: Traced) -> None:
+    server, collector = traced
+    _rest(server, "unsampled-http", UNSAMPLED)
+    _unary(server, _message("unsampled-grpc"), **UNSAMPLED)
+    _stream(server, [_message("unsampled-stream")], **UNSAMPLED)
+    _rest(server, "sampled-behind-them")
+    collector.wait_for("sampled-behind-them")
+    assert not [span for span in collector.spans if "unsampled" in str(span.attributes)]
+
+
+def test_requests_of_one_batch_name_it(traced: Traced) -> None:
+    server, collector = traced
+    names = [f"mate-{number}" for number in range(16)]
+    _stream(server, [_message(name, array=np.ones((2, 4), np.float32)) for name in names], **SAMPLED)
+    told = [collector.wait_for(name).attributes for name in names]
+    batches: dict[Any, list[Any]] = {}
+    for one in told:
+        assert one["ortserve.rows"] == 2
+        batches.setdefault(one["ortserve.batch.id"], []).append(one["ortserve.batch.rows"])
+    assert all(rows == [2 * len(rows)] * len(rows) for rows in batches.values())
+
+
+def test_failures_are_spans_with_their_kind_and_status(traced: Traced) -> None:
+    server, collector = traced
+    assert _rest(server, "bad-shape", SAMPLED, array=np.ones((1, 5), np.float32)).status_code == 400
+    poisoned = {"id": "bad-run", "inputs": [json_input("x", np.full((1, 4), builders.POISON))]}
+    url = rest_url(server, "poison", "1")
+    assert httpx.post(url, json=poisoned, headers=SAMPLED, timeout=LONG_S).status_code == 500
+    with pytest.raises(grpc.RpcError):
+        _unary(server, _message("bad-name", model="nobody"), **SAMPLED)
+    expected: dict[str, dict[str, Any]] = {
+        "bad-shape": {"http.response.status_code": 400, "error.type": "invalid_input"},
+        "bad-run": {"http.response.status_code": 500, "error.type": "internal"},
+        "bad-name": {"rpc.response.status_code": "NOT_FOUND", "error.type": "not_found"},
+    }
+    for request_id, told in expected.items():
+        trace = collector.wait_for(request_id)
+        assert trace.root.status.code == Status.STATUS_CODE_ERROR
+        assert trace.attributes.items() >= told.items()
+        assert trace.attributes["ortserve.outcome"] == told["error.type"]
+    assert collector.wait_for("bad-run").root.name == "POST /v2/models/{model}/versions/{version}/infer"
+    assert tuple(collector.wait_for("bad-run").phases) == PHASES[:2]  # where in the run it failed is not known
+
+
+def test_bodies_that_are_refused_are_spans_too(traced: Traced) -> None:
+    server, collector = traced
+    parent = "a" * 16
+    header = {"traceparent": f"00-{TRACE_ID}-{parent}-01"}
+    answer = httpx.post(rest_url(server, "identity"), content=b"x" * 100_001, headers=header, timeout=LONG_S)
+    assert answer.status_code == 413
+    span = collector.wait_for_span(lambda span: span.parent_span_id.hex() == parent)
+    assert attributes_of(span.attributes)["error.type"] == "too_large"
+
+
+def test_a_caller_that_leaves_is_a_span_until_then_although_its_batch_goes_on(traced: Traced) -> None:
+    server, collector = traced
+    document = {"id": "left", "inputs": [json_input("x", ROW)]}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(rest_url(server, "slow"), json=document, headers=SAMPLED, timeout=0.03)
+    trace = collector.wait_for("left")
+    assert trace.attributes["ortserve.outcome"] == "cancelled"
+    assert trace.attributes["http.response.status_code"] == 499
+    assert tuple(trace.phases) == PHASES[:2]
+    assert trace.phases["queue"].end_time_unix_nano == trace.root.end_time_unix_nano
+
+
+def test_generate_is_traced_by_its_own_route(traced: Traced) -> None:
+    server, collector = traced
+    document = {"id": "generated", "x": [1.0, 2.0, 3.0, 4.0]}
+    url = f"http://{server.http}/v2/models/identity/generate"
+    httpx.post(url, json=document, headers=SAMPLED, timeout=LONG_S).raise_for_status()
+    root = collector.wait_for("generated").root
+    assert root.trace_id.hex() == TRACE_ID
+    assert root.name == "POST /v2/models/{model}/generate"
+
+
+def test_log_lines_of_traced_requests_carry_the_ids_of_their_spans(traced: Traced) -> None:
+    server, collector = traced
+    _rest(server, "logged", SAMPLED)
+    _rest(server, "logged-alone", UNSAMPLED)
+    line = json.loads(server.wait_for_line('"request_id": "logged"'))
+    assert (line["trace_id"], line["span_id"]) == (TRACE_ID, collector.wait_for("logged").root.span_id.hex())
+    assert not {"trace_id", "span_id"} & json.loads(server.wait_for_line('"request_id": "logged-alone"')).keys()
+
+
+def test_a_trace_tells_who_it_is_of_and_nothing_of_tensors(traced: Traced) -> None:
+    server, collector = traced
+    document = {"id": "secret", "inputs": [json_input("x", ROW) | {"data": [SECRET] * 4}]}
+    assert httpx.post(rest_url(server, "identity"), json=document, timeout=LONG_S).status_code == 400
+    span = collector.wait_for_span(lambda span: attributes_of(span.attributes).get("error.type") == "invalid_input")
+    assert span
+    assert SECRET not in str(collector.spans)
+    for resource in collector.resources:
+        assert resource["service.name"] == "ortserve"
+        assert resource["deployment.environment.name"] == "test"
+        assert resource["service.version"]
+        assert resource["service.instance.id"]
+
+
+def test_the_last_spans_are_sent_before_the_server_ends(repository: Path) -> None:
+    # The ratio leaves out requests without a parent, which tells whose spans these are.
+    with collecting("http/protobuf") as collector:
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "60000"}
+        flags = ("--warmup-s=0", "--trace-sample-ratio=0", "--trace-service-name=named")
+        with serving(repository, *flags, env=environment) as server:
+            for number in range(20):
+                assert _rest(server, f"last-{number}", SAMPLED).status_code == 200
+                assert _rest(server, f"left-out-{number}").status_code == 200
+            assert collector.spans == []
+        roots = [span for span in collector.spans if span.kind == Span.SPAN_KIND_SERVER]
+        assert len(roots) == 20
+        assert len(collector.spans) == 20 * (1 + len(PHASES))
+        assert collector.resources[0]["service.name"] == "named"
+
+
+def test_a_collector_that_is_not_there_delays_no_answer_and_no_end_and_its_spans_are_counted(repository: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        nobody.listen(0)  # connections are taken by the system, and nothing is ever answered
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        flags = (f"--otlp-endpoint={endpoint}", "--trace-flush-timeout-s=0.2", "--warmup-s=0")
+        with serving(repository, *flags, env={"OTEL_BSP_SCHEDULE_DELAY": "10"}) as server:
+            document = {"inputs": [json_input("x", ROW)]}
+            with httpx.Client(timeout=LONG_S) as client:
+                for _ in range(2500):  # more than may wait
+                    assert client.post(rest_url(server, "identity"), json=document).status_code == 200
+            dropped = wait_for_sample(server, "ortserve_dropped_spans_total", lambda count: count > 0)
+            assert dropped % (1 + len(PHASES)) == 0
+            begin_s = time.monotonic()
+            server.send(signal.SIGTERM)
+            assert server.wait() == 0
+            assert time.monotonic() - begin_s < 5
+
+
+def test_the_option_without_the_library_stops_the_start_with_what_to_type() -> None:
+    hidden = {"PYTHONPATH": str(Path(__file__).parents[1] / "without_opentelemetry")}
+    with starting("--example", "--otlp-endpoint=http://127.0.0.1:4318", env=hidden) as server:
+        assert server.wait() == 1
+        assert "otlp_endpoint: expected OpenTelemetry to be installed" in server.output
+        assert "pip install 'ortserve[otel]'" in server.output
+        assert "Traceback" not in server.output

@@ -1,0 +1,162 @@
+"""Sampling, spans and what becomes of them, at a real collector in this process."""
+
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from collector import Collector, Trace, collecting
+from ortserve.clock import monotonic_ns
+from ortserve.core.timing import PHASES, Timing
+from ortserve.errors import ErrorKind
+from ortserve.telemetry.otlp import OtlpTracing
+from ortserve.telemetry.tracing import EndedRequest, http_operation
+
+OPERATION: Final = http_operation("/infer", {None: 200, ErrorKind.DEADLINE: 504, ErrorKind.INTERNAL: 500})
+TRACE_ID: Final = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT_ID: Final = "00f067aa0ba902b7"
+ANSWERED: Final = Timing(1_000, 2_000, 4_000, 5_000, 9_000, 10_000, batch_rows=7)
+
+
+def tracing_to(endpoint: str, *, sample_ratio: float = 1.0) -> OtlpTracing:
+    return OtlpTracing(
+        endpoint=endpoint,
+        protocol="http/protobuf",
+        sample_ratio=sample_ratio,
+        service_name=None,
+        default_service_name="ortserve",
+        clock=monotonic_ns,
+    )
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting("http/protobuf") as collector:
+        yield collector
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+def export(collector: Collector, **ended: Any) -> Trace:
+    """The trace of one request, as it reaches the collector."""
+    tracing = tracing_to(collector.endpoint)
+    trace = tracing.begin(OPERATION, None, ())
+    assert trace is not None
+    trace.end(EndedRequest(**({"ended_ns": 10_000, "kind": None, "request_id": "it"} | ended)))
+    tracing.close(60)
+    return collector.wait_for("it")
+
+
+def durations_ns(trace: Trace) -> dict[str, int]:
+    return {name: span.end_time_unix_nano - span.start_time_unix_nano for name, span in trace.phases.items()}
+
+
+def test_wall_clock_times_are_the_stamps_moved_by_one_difference(collector: Collector) -> None:
+    now_ns = monotonic_ns()
+    points = [now_ns + point for point in (0, 1_000, 3_000, 4_000, 8_000, 9_000)]
+    trace = export(collector, timing=Timing(*points), ended_ns=points[-1])
+    assert durations_ns(trace) == dict(zip(PHASES, (1_000, 2_000, 1_000, 4_000, 1_000), strict=True))
+    moved_ns = trace.root.start_time_unix_nano - now_ns
+    assert trace.root.end_time_unix_nano == points[-1] + moved_ns
+    assert abs(moved_ns - (time.time_ns() - monotonic_ns())) < 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("timing", "phases"),
+    [
+        (Timing(1_000), {"decode": 9_000}),
+        (Timing(1_000, 4_000), {"decode": 3_000, "queue": 6_000}),
+        (Timing(1_000, 4_000, 6_000), {"decode": 3_000, "queue": 2_000}),
+    ],
+)
+def test_a_request_that_failed_shows_the_phases_it_passed_and_the_one_it_waited_in(
+    collector: Collector, timing: Timing, phases: dict[str, int]
+) -> None:
+    trace = export(collector, timing=timing, kind=ErrorKind.DEADLINE)
+    assert durations_ns(trace) == phases
+    assert trace.attributes["http.response.status_code"] == 504
+
+
+def test_what_callers_make_up_is_cut_short_and_made_text(collector: Collector) -> None:
+    trace = export(collector, timing=ANSWERED, model="m" * 5000, version="\ud800")
+    assert trace.attributes["ortserve.model.name"] == "m" * 256
+    assert trace.attributes["ortserve.model.version"] == "?"
+
+
+@pytest.mark.parametrize(("ratio", "share"), [(0.0, 0.0), (0.25, 0.25), (1.0, 1.0)])
+def test_requests_without_a_parent_are_sampled_by_the_ratio(nowhere: str, ratio: float, share: float) -> None:
+    tracing = tracing_to(nowhere, sample_ratio=ratio)
+    taken = sum(tracing.begin(OPERATION, None, ()) is not None for _ in range(4000))
+    tracing.close(0)
+    assert taken / 4000 == pytest.approx(share, abs=0.05)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_a_parent_decides_whatever_the_ratio(nowhere: str, ratio: float) -> None:
+    tracing = tracing_to(nowhere, sample_ratio=ratio)
+    sampled = tracing.begin(OPERATION, f"00-{TRACE_ID}-{PARENT_ID}-01", ["a=1", "b=2"])
+    unsampled = tracing.begin(OPERATION, f"00-{TRACE_ID}-{PARENT_ID}-00", ())
+    of_later_version = tracing.begin(OPERATION, f"cc-{TRACE_ID}-{PARENT_ID}-02-more", ())
+    tracing.close(0)
+    assert sampled is not None
+    assert sampled.trace_id == TRACE_ID
+    assert sampled.span_id not in (PARENT_ID, "0" * 16)
+    assert unsampled is None
+    assert of_later_version is None  # its flag says no, too
+
+
+@pytest.mark.parametrize(
+    "traceparent",
+    [
+        "",
+        "00",
+        f"00-{TRACE_ID}-{PARENT_ID}",
+        f"00-{TRACE_ID}-{PARENT_ID}-00-more",
+        f"00-{TRACE_ID.upper()}-{PARENT_ID}-00",
+        f"00-{'0' * 32}-{PARENT_ID}-00",
+        f"00-{TRACE_ID}-{'0' * 16}-00",
+        f"ff-{TRACE_ID}-{PARENT_ID}-00",
+        f"00-{TRACE_ID}-{PARENT_ID}-00" + "x" * 1000,
+    ],
+)
+def test_a_malformed_parent_counts_as_none(nowhere: str, traceparent: str) -> None:
+    always, never = tracing_to(nowhere), tracing_to(nowhere, sample_ratio=0)
+    began = always.begin(OPERATION, traceparent, ())
+    assert began is not None
+    assert began.trace_id != TRACE_ID
+    assert never.begin(OPERATION, traceparent, ()) is None
+    for tracing in (always, never):
+        tracing.close(0)
+
+
+def test_what_was_handed_over_is_exported_by_the_end_and_counted(collector: Collector) -> None:
+    tracing = tracing_to(collector.endpoint)
+    for _ in range(600):
+        trace = tracing.begin(OPERATION, None, ())
+        assert trace is not None
+        trace.end(EndedRequest(ANSWERED, 10_000, None))
+    tracing.close(60)
+    assert len(collector.spans) == 600 * 6
+    assert sum(span.kind == Span.SPAN_KIND_SERVER for span in collector.spans) == 600
+    assert (tracing.exported_spans, tracing.dropped_spans) == (3600, 0)
+
+
+def test_without_a_collector_requests_beyond_the_bound_are_dropped_and_the_end_comes_in_time(nowhere: str) -> None:
+    tracing = tracing_to(nowhere)
+    begin_s = time.monotonic()
+    for _ in range(5000):
+        trace = tracing.begin(OPERATION, None, ())
+        assert trace is not None
+        trace.end(EndedRequest(ANSWERED, 10_000, None))
+    assert tracing.dropped_spans >= (5000 - 2048 - 256) * 6
+    tracing.close(0.05)
+    assert time.monotonic() - begin_s < 5
+    assert tracing.exported_spans == 0

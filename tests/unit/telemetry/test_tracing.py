@@ -1,0 +1,111 @@
+"""When traces are exported and when not: options, OpenTelemetry's variables, and a library that is not there."""
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from ortserve.clock import monotonic_ns
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.telemetry.tracing import Tracing, http_operation, start_tracing
+
+ENDPOINT = "http://127.0.0.1:9"
+OPERATION = http_operation("/infer", {None: 200})
+
+
+def start(environment: dict[str, str], **options: Any) -> Tracing | None:
+    unset: dict[str, Any] = {"endpoint": None, "protocol": None, "sample_ratio": None, "service_name": None}
+    return start_tracing(environment, **(unset | options), default_service_name="ortserve", clock=monotonic_ns)
+
+
+def samples(environment: dict[str, str], **options: Any) -> bool:
+    """Whether a request without a parent gets a trace."""
+    tracing = start(environment, endpoint=ENDPOINT, **options)
+    assert tracing is not None
+    tracing.close(0)
+    return tracing.begin(OPERATION, None, ()) is not None
+
+
+def refusal(environment: dict[str, str], **options: Any) -> str:
+    with pytest.raises(ServeError) as caught:
+        start(environment, **options)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+        {"OTEL_SERVICE_NAME": "named"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ENDPOINT, "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ENDPOINT, "OTEL_TRACES_EXPORTER": "none"},
+    ],
+)
+def test_there_are_no_traces_unless_an_endpoint_is_named_and_nothing_turns_them_off(
+    environment: dict[str, str],
+) -> None:
+    assert start(environment) is None
+
+
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"])
+def test_the_variables_of_opentelemetry_name_an_endpoint_too(variable: str) -> None:
+    tracing = start({variable: ENDPOINT})
+    assert tracing is not None
+    tracing.close(0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "is_sampled"),
+    [
+        ({}, {}, True),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_always_on"}, {}, True),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, {}, False),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}, {}, False),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}, {}, True),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_always_on"}, {"sample_ratio": 0.0}, False),
+        ({"OTEL_TRACES_SAMPLER": "unknown"}, {"sample_ratio": 1.0}, True),
+    ],
+)
+def test_the_ratio_is_the_options_or_else_that_of_the_variables(
+    environment: dict[str, str], options: dict[str, float], is_sampled: bool
+) -> None:
+    assert samples(environment, **options) is is_sampled
+
+
+def test_variables_that_cannot_be_meant_are_refused_by_name() -> None:
+    assert refusal({"OTEL_TRACES_SAMPLER": "always_on"}, endpoint=ENDPOINT) == (
+        "OTEL_TRACES_SAMPLER: expected parentbased_always_on, parentbased_always_off or parentbased_traceidratio, "
+        "got 'always_on'"
+    )
+    ratio = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"}
+    assert refusal(ratio, endpoint=ENDPOINT) == "OTEL_TRACES_SAMPLER_ARG: expected a number from 0 to 1, got '2'"
+    assert refusal({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, endpoint=ENDPOINT) == (
+        "OTEL_EXPORTER_OTLP_PROTOCOL: expected http/protobuf or grpc, got 'http/json'"
+    )
+
+
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the extra were not installed."""
+    for name in ("ortserve.telemetry.otlp", "ortserve.telemetry.spans"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+
+
+@pytest.mark.usefixtures("without_library")
+def test_the_option_without_the_library_is_refused_with_what_to_type() -> None:
+    message = refusal({}, endpoint=ENDPOINT)
+    assert message.startswith("otlp_endpoint: expected OpenTelemetry to be installed, got ")
+    assert message.endswith("; try: pip install 'ortserve[otel]'")
+
+
+@pytest.mark.usefixtures("without_library")
+def test_the_variable_without_the_library_is_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert start({"OTEL_EXPORTER_OTLP_ENDPOINT": ENDPOINT}) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    told: dict[str, str] = record.fields  # type: ignore[attr-defined]
+    assert told["reason"] == "OTEL_EXPORTER_OTLP_ENDPOINT is set; try: pip install 'ortserve[otel]'"
