@@ -5,6 +5,8 @@ import gc
 import logging
 import signal
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import onnxruntime
@@ -33,6 +35,7 @@ from ortserve.frontends.grpc.settings_calls import SettingsCalls
 from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.statistics_calls import StatisticsCalls
 from ortserve.frontends.grpc.streams import Streams
+from ortserve.frontends.http.answers import refusal
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.generate_route import make_generate_router
@@ -40,7 +43,9 @@ from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.registry.registry import Registry
+from ortserve.service.access import Access, Group, Guard
 from ortserve.service.inference import InferenceService
+from ortserve.service.key_files import KeyFiles
 from ortserve.service.management import Management
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.repository import RepositoryService
@@ -96,7 +101,18 @@ async def _serve(options: ServerOptions, switches: LogSwitches) -> None:
         await server.stop()
 
 
-def _lane(inference: InferenceService, options: ServerOptions) -> Lane | None:
+def _key_paths(options: ServerOptions) -> dict[Group, Path]:
+    """The files of the groups that are guarded."""
+    paths = {
+        Group.INFER: options.infer_keys_file,
+        Group.METADATA: options.metadata_keys_file,
+        Group.CONTROL: options.control_keys_file,
+        Group.METRICS: options.metrics_keys_file,
+    }
+    return {group: path for group, path in paths.items() if path is not None}
+
+
+def _lane(inference: InferenceService, options: ServerOptions, guard: Guard | None) -> Lane | None:
     if not options.http_lane:
         return None
     if not lane_fits():
@@ -109,6 +125,7 @@ def _lane(inference: InferenceService, options: ServerOptions) -> Lane | None:
         max_body_bytes=options.max_body_bytes,
         compression_min_bytes=options.compression_min_bytes,
         clock=monotonic_ns,
+        guard=guard,
     )
 
 
@@ -139,6 +156,9 @@ class Server:
             TritonMetrics(prometheus, metrics)
         self._options = options
         self._prometheus = prometheus
+        self._key_files = KeyFiles(_key_paths(options))
+        self._access = Access(_key_paths(options), self._key_files.keyring(), on_refusal=metrics.unauthorized)
+        self._following_keys: asyncio.Task[None] | None = None
         runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
         self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
@@ -171,6 +191,7 @@ class Server:
             title=options.server_name,
             version=__version__,
             max_body_bytes=options.max_body_bytes,
+            guarded=self._access.guards,
         )
         control.include_router(
             make_generate_router(inference, self._models, max_body_bytes=options.max_body_bytes, clock=monotonic_ns)
@@ -183,8 +204,9 @@ class Server:
                 clock=monotonic_ns,
             ),
             control,
+            self._access.guards,
         )
-        self._lane = _lane(inference, options)
+        self._lane = _lane(inference, options, self._access.guards.get(Group.INFER))
         self._http = HttpServer(
             rest,
             self._lane,
@@ -202,7 +224,7 @@ class Server:
         self, inference: InferenceService, management: Management, streams: Streams
     ) -> GrpcServer | NativeGrpcServer:
         options = self._options
-        router = Router(self._calls(inference, management, streams))
+        router = Router(self._calls(inference, management, streams), self._access.guards)
         if options.grpc_transport == "grpcio":
             return GrpcServer(
                 router,
@@ -222,6 +244,7 @@ class Server:
             port=options.grpc_port,
             clock=monotonic_ns,
             encoding=ENCODINGS[options.grpc_response_compression],
+            guards=router.guards,
         )
 
     def _calls(self, inference: InferenceService, management: Management, streams: Streams) -> list[Calls]:
@@ -251,7 +274,14 @@ class Server:
             ServeError: conflict, naming the option of an address that cannot be listened on.
         """
         host = self._options.host
-        self._metrics = MetricsServer(self._prometheus, host, self._options.metrics_port)
+        self._metrics = MetricsServer(
+            self._prometheus,
+            host,
+            self._options.metrics_port,
+            refuse=partial(refusal, self._access.guards.get(Group.METRICS)),
+        )
+        following = self._key_files.follow(self._access, self._options.keys_poll_s)
+        self._following_keys = asyncio.create_task(following, name="keys")
         ports = {"http": await self._http.start(), "grpc": await self._grpc.start(), "metrics": self._metrics.port}
         for protocol, port in ports.items():
             way = {"lane": self._lane is not None} if protocol == "http" else {}
@@ -287,5 +317,7 @@ class Server:
     async def stop(self) -> None:
         """Close what is still open; after ``drain`` that is the metrics port, which shows the drain to its end."""
         await asyncio.gather(self._http.stop(0), self._grpc.stop(0))
+        if self._following_keys is not None:
+            self._following_keys.cancel()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)

@@ -8,6 +8,10 @@ class ErrorKind(StrEnum):
 
     INVALID_INPUT = "invalid_input"
     """Malformed request, or a wrong name, datatype, shape or size. Sending it again gives the same answer."""
+    UNAUTHENTICATED = "unauthenticated"
+    """The call needs a key, and none came that is known."""
+    FORBIDDEN = "forbidden"
+    """The key is known, and opens other calls than this one."""
     NOT_FOUND = "not_found"
     """No such route, model or version."""
     CONFLICT = "conflict"

@@ -82,6 +82,8 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> No
 def _metavar(name: str, annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(get_args(annotation)) + "}"
+    if Path in get_args(annotation):
+        return "PATH"
     return describe_unit(name).upper() or ("TEXT" if annotation is str else "N")
 
 

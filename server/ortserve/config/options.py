@@ -19,6 +19,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from ortserve.config.access import AccessOptions
 from ortserve.config.expectation import describe_problems
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, read_yaml
@@ -28,7 +29,7 @@ CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
 """Names the file of options where ``--config`` does not."""
 
 
-class ServerOptions(GrpcOptions, LoadOptions):
+class ServerOptions(AccessOptions, GrpcOptions, LoadOptions):
     """Everything that can be set for the server. Times are seconds, sizes bytes."""
 
     repositories: tuple[Path, ...] = ()

@@ -47,10 +47,14 @@ YAML language server by a first line such as
 
 def render() -> str:
     """The page as it should be."""
-    # The server's own first, then what it inherits and so has first: the gRPC port's, then the defaults of models.
+    # The server's own first, then what it inherits and so has first: keys, the gRPC port's, models' defaults.
     options = sorted(
         ServerOptions.model_fields.items(),
-        key=lambda item: (item[0] in LoadOptions.model_fields, item[0] in GrpcOptions.model_fields),
+        key=lambda item: (
+            item[0] in LoadOptions.model_fields,
+            item[0] in GrpcOptions.model_fields,
+            item[0] not in ServerOptions.__annotations__,
+        ),
     )
     return "\n".join(
         [

@@ -16,6 +16,8 @@ class Status:
 
 STATUSES: Final = {
     ErrorKind.INVALID_INPUT: Status(400, grpc.StatusCode.INVALID_ARGUMENT),
+    ErrorKind.UNAUTHENTICATED: Status(401, grpc.StatusCode.UNAUTHENTICATED),
+    ErrorKind.FORBIDDEN: Status(403, grpc.StatusCode.PERMISSION_DENIED),
     ErrorKind.NOT_FOUND: Status(404, grpc.StatusCode.NOT_FOUND),
     ErrorKind.CONFLICT: Status(409, grpc.StatusCode.FAILED_PRECONDITION),
     ErrorKind.ALREADY_EXISTS: Status(400, grpc.StatusCode.ALREADY_EXISTS),

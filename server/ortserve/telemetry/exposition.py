@@ -2,14 +2,18 @@
 
 import gzip
 import threading
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Final
+from typing import Final, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.telemetry.text_format import CONTENT_TYPE, TextFormat
+
+Refusal: TypeAlias = tuple[int, bytes, Sequence[tuple[bytes, bytes]]]
+"""Status, body and headers of an answer without metrics."""
 
 _IDLE_S: Final = 30.0
 """How long a caller may keep a thread without asking."""
@@ -22,17 +26,28 @@ class MetricsServer:
         registry: What is exposed.
         host: Address to listen on.
         port: 0 takes any free one; ``port`` says which.
+        refuse: Asked, on the caller's thread, with the values of its Authorization header; None lets it pass.
 
     Raises:
         ServeError: ``CONFLICT``, when the address cannot be listened on, naming the option.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        *,
+        refuse: Callable[[Sequence[str]], Refusal | None] = lambda _: None,
+    ) -> None:
         text_format = TextFormat(registry)
 
         class Handler(_Handler):
             def read(self) -> bytes:
                 return text_format.write()
+
+            def refusal(self) -> Refusal | None:
+                return refuse(self.headers.get_all("Authorization", ()))
 
         try:
             self._server = _Server((host, port), Handler)
@@ -64,7 +79,14 @@ class _Handler(BaseHTTPRequestHandler):
     def read(self) -> bytes:
         raise NotImplementedError
 
+    def refusal(self) -> Refusal | None:
+        raise NotImplementedError
+
     def do_GET(self) -> None:
+        refusal = self.refusal()
+        if refusal is not None:
+            self._refuse(*refusal)
+            return
         body = self.read()
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE)
@@ -72,6 +94,14 @@ class _Handler(BaseHTTPRequestHandler):
             # The fastest level: a tenth of the size is left, and no other thread waits meanwhile.
             body = gzip.compress(body, compresslevel=1)
             self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refuse(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name.decode(), value.decode())
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -123,6 +123,8 @@ def configure_logging(
     if level != "debug":
         # A line for each connection that brings no HTTP: anybody could fill the disk.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # It writes every header that it reads, and so the keys of callers.
+    logging.getLogger("hpack").setLevel(logging.WARNING)
     for name in ACCESS_LOGGERS:
         logging.getLogger(name).disabled = not access_log
     return switches

@@ -67,6 +67,8 @@ def test_every_failure_counts_but_the_callers_own_mistakes(model: ModelMetrics) 
 
     assert set(ErrorKind) - FAILURE_REASONS.keys() == {
         ErrorKind.INVALID_INPUT,
+        ErrorKind.UNAUTHENTICATED,
+        ErrorKind.FORBIDDEN,
         ErrorKind.ALREADY_EXISTS,
         ErrorKind.NOT_FOUND,
         ErrorKind.TOO_LARGE,

@@ -17,10 +17,11 @@ from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import decode_rest_request, encode_rest_response
 from ortserve.core.batch import Arrays
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.announcement import read_announcement
+from ortserve.frontends.http.announcement import authorizations, read_announcement
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import CorkedTransport
+from ortserve.service.access import Guard, RefusedKeyError
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, InferenceService, Pending
 
@@ -34,9 +35,17 @@ class Lane:
     """What the exchanges of a server share. Loop thread only."""
 
     def __init__(
-        self, service: InferenceService, *, max_body_bytes: int, compression_min_bytes: int, clock: Clock
+        self,
+        service: InferenceService,
+        *,
+        max_body_bytes: int,
+        compression_min_bytes: int,
+        clock: Clock,
+        guard: Guard | None = None,
     ) -> None:
+        """``guard`` asks callers for their key; None lets everybody in."""
         self.service: Final = service
+        self.guard: Final = guard
         self.max_body_bytes: Final = max_body_bytes
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
@@ -125,6 +134,8 @@ class Exchange:
         self.response_complete = False
         self._received_ns = lane.clock()
         try:
+            if lane.guard is not None:
+                lane.guard.check(authorizations(headers))
             self._announced = read_announcement(headers)
             if self._announced.body_size > lane.max_body_bytes:
                 raise body_too_large(self._announced.body_size, lane.max_body_bytes)
@@ -297,7 +308,8 @@ class Exchange:
     def _refuse(self, error: ServeError) -> None:
         """Answer before the whole body came. The connection is of no more use and closes when the rest came."""
         connection = self._connection
-        connection.lane.service.count_refused_body("http", error.kind, self._received_ns)
+        if not isinstance(error, RefusedKeyError):  # whose guard has counted it
+            connection.lane.service.count_refused_body("http", error.kind, self._received_ns)
         if self._hold is not None:
             self._hold.release()
         self.keep_alive = False
