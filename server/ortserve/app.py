@@ -19,6 +19,7 @@ from ortserve.config.options import ServerOptions
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
+from ortserve.frontends.exposure import open_to_everybody
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
 from ortserve.frontends.grpc.configuration_calls import ConfigurationCalls
 from ortserve.frontends.grpc.health_calls import HealthCalls
@@ -286,6 +287,14 @@ class Server:
         for protocol, port in ports.items():
             way = {"lane": self._lane is not None} if protocol == "http" else {}
             log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **way)
+        if is_open := open_to_everybody(
+            host,
+            self._access.guards,
+            loads_models=self._options.model_control_mode == "explicit",
+            shares_memory=self._options.allow_client_shm,
+        ):
+            told = "what has no keys is open to everybody who reaches this address"
+            log_event(logger, logging.WARNING, told, host=host, open=", ".join(is_open))
 
     async def load(self) -> None:
         """Load all models.
