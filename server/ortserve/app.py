@@ -42,6 +42,7 @@ from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.generate_route import make_generate_router
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, lane_fits
+from ortserve.frontends.http.limits import http_limits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
@@ -213,8 +214,9 @@ class Server:
             self._lane,
             host=options.host,
             port=options.http_port,
-            idle_timeout_s=options.idle_timeout_s,
+            limits=http_limits(options, idle_timeout_s=options.idle_timeout_s),
             max_connection_age_s=options.http_max_connection_age_s,
+            on_refusal=partial(metrics.rejected, ""),
         )
         streams = Streams(options.grpc_max_streams)
         metrics.set_streams_source(lambda: streams.open_count)

@@ -22,6 +22,8 @@ STATUSES: Final = {
     ErrorKind.CONFLICT: Status(409, grpc.StatusCode.FAILED_PRECONDITION),
     ErrorKind.ALREADY_EXISTS: Status(400, grpc.StatusCode.ALREADY_EXISTS),
     ErrorKind.TOO_LARGE: Status(413, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ErrorKind.HEADERS_TOO_LARGE: Status(431, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ErrorKind.TOO_SLOW: Status(408, grpc.StatusCode.CANCELLED),
     ErrorKind.OVERLOADED: Status(429, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ErrorKind.CANCELLED: Status(499, grpc.StatusCode.CANCELLED),
     ErrorKind.UNSUPPORTED: Status(501, grpc.StatusCode.UNIMPLEMENTED),

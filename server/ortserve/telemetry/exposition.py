@@ -1,11 +1,14 @@
 """The metrics port: answers Prometheus on threads of its own, so that a busy event loop can still be looked at."""
 
+import contextlib
 import gzip
+import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
@@ -15,8 +18,11 @@ from ortserve.telemetry.text_format import CONTENT_TYPE, TextFormat
 Refusal: TypeAlias = tuple[int, bytes, Sequence[tuple[bytes, bytes]]]
 """Status, body and headers of an answer without metrics."""
 
-_IDLE_S: Final = 30.0
-"""How long a caller may keep a thread without asking."""
+_MAX_S: Final = 30.0
+"""How long a caller may keep a thread, from its connection to the end of its answer."""
+
+_MAX_CONNECTIONS: Final = 32
+"""At one time; each has a thread. Some scrapers ask, each now and then."""
 
 
 class MetricsServer:
@@ -26,6 +32,8 @@ class MetricsServer:
         registry: What is exposed.
         host: Address to listen on.
         port: 0 takes any free one; ``port`` says which.
+        max_s: For which a caller may keep its connection.
+        max_connections: At one time; further ones are closed as they come.
         refuse: Asked, on the caller's thread, with the values of its Authorization header; None lets it pass.
 
     Raises:
@@ -39,6 +47,8 @@ class MetricsServer:
         port: int,
         *,
         refuse: Callable[[Sequence[str]], Refusal | None] = lambda _: None,
+        max_s: float = _MAX_S,
+        max_connections: int = _MAX_CONNECTIONS,
     ) -> None:
         text_format = TextFormat(registry)
 
@@ -50,7 +60,7 @@ class MetricsServer:
                 return refuse(self.headers.get_all("Authorization", ()))
 
         try:
-            self._server = _Server((host, port), Handler)
+            self._server = _Server((host, port), Handler, max_s=max_s, max_connections=max_connections)
         except OSError as error:
             message = f"metrics_port: cannot listen on {host}:{port}: {error.strerror}"
             raise ServeError(ErrorKind.CONFLICT, message) from error
@@ -66,7 +76,42 @@ class MetricsServer:
 
 
 class _Server(ThreadingHTTPServer):
+    """Bounds its threads, and how long each may be kept."""
+
     daemon_threads = True
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        handler: type[BaseHTTPRequestHandler],
+        *,
+        max_s: float,
+        max_connections: int,
+    ) -> None:
+        self._max_s = max_s
+        self._max_connections = max_connections
+        self._ends_s: dict[Any, float] = {}
+        """When each connection that is open has had its time, by its socket."""
+        super().__init__(address, handler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self._ends_s) < self._max_connections
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._ends_s[request] = time.monotonic() + self._max_s
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._ends_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called some times a second; who sends or takes a byte now and then is cut off, too."""
+        now_s = time.monotonic()
+        for request, end_s in list(self._ends_s.items()):
+            if now_s >= end_s:
+                with contextlib.suppress(OSError):  # its thread may have closed it meanwhile
+                    request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's would ask a name server for our name
@@ -74,8 +119,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _IDLE_S
-
     def read(self) -> bytes:
         raise NotImplementedError
 

@@ -86,6 +86,7 @@ class Exchange:
         "_call",
         "_connection",
         "_expects_continue",
+        "_held",
         "_hold",
         "_inflating",
         "_is_started",
@@ -121,6 +122,7 @@ class Exchange:
         self._expects_continue = expects_continue
         self._parts: list[bytes] = []
         self._size = 0
+        self._held = 0
         self._call: Call | None = None
         self._pending: Pending | None = None
         self._hold: Hold | None = None
@@ -139,7 +141,8 @@ class Exchange:
             self._announced = read_announcement(headers)
             if self._announced.body_size > lane.max_body_bytes:
                 raise body_too_large(self._announced.body_size, lane.max_body_bytes)
-            self._hold = lane.service.hold(self._announced.body_size)
+            self._held = self._announced.body_size
+            self._hold = lane.service.hold(self._held)
         except ServeError as error:
             self._refusal = error
 
@@ -166,17 +169,31 @@ class Exchange:
         try:
             if size > lane.max_body_bytes:
                 raise body_too_large(size, lane.max_body_bytes)
-            if size > self._announced.body_size:  # a chunked body announces none
+            if size > self._held:
                 assert self._hold is not None
-                self._hold.grow(len(data))
+                self._hold.grow(size - self._held)
+                self._held = size
         except ServeError as error:
-            self._refusal = error
-            self._parts.clear()
-            if self._is_started:
-                self._refuse(error)
+            self.refuse_body(error)
             return
         self._size = size
         self._parts.append(data)
+
+    def on_part(self) -> None:
+        """The rest of the body is yet to come: hold what is there. Who announced it could keep others out by that."""
+        if self._refusal is None and self._held > self._size:
+            assert self._hold is not None
+            self._hold.shrink(self._held - self._size)
+            self._held = self._size
+
+    def refuse_body(self, error: ServeError) -> None:
+        """Answer with an error, in its turn, and keep nothing of the body."""
+        if self._refusal is not None:
+            return
+        self._refusal = error
+        self._parts.clear()
+        if self._is_started:
+            self._refuse(error)
 
     def on_end(self) -> None:
         """The body is whole."""

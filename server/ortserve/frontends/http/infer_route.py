@@ -64,7 +64,7 @@ class InferRoute:
             return
         with hold:
             try:
-                body = await read_body(receive, hold, announced.body_size, max_bytes=self._max_body_bytes)
+                body = await read_body(receive, hold, max_bytes=self._max_body_bytes)
             except ServeError as error:
                 self._service.count_refused_body("http", error.kind, received_ns)
                 await refuse_body(receive, send, error)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import uvicorn
@@ -17,6 +17,7 @@ from ortserve.frontends.http.connection import Connection, connection_of
 from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, refuse_body, send_answer
 from ortserve.frontends.http.lane import LaneConnection
+from ortserve.frontends.http.limits import HttpLimits
 from ortserve.service.access import Group, Guard
 
 _WRONG_METHOD = Answer(
@@ -92,15 +93,20 @@ class HttpServer:
         *,
         host: str,
         port: int,
-        idle_timeout_s: float,
+        limits: HttpLimits,
         max_connection_age_s: float | None,
+        on_refusal: Callable[[ErrorKind], None],
     ) -> None:
-        """``lane`` answers infer requests in the place of ``app``; None leaves them to it."""
+        """``lane`` answers infer requests in the place of ``app``; None leaves them to it.
+
+        ``on_refusal`` is told of what is refused before it is a request.
+        """
         self._app = app
         self._lane = lane
         self._host = host
         self._port = port
-        self._idle_timeout_s = idle_timeout_s
+        self._limits = limits
+        self._on_refusal = on_refusal
         self._max_connection_age_s = max_connection_age_s
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -118,14 +124,16 @@ class HttpServer:
         connect = partial(LaneConnection, self._lane) if self._lane else Connection
         config = uvicorn.Config(
             self._app,
-            http=partial(connect, max_age_s=self._max_connection_age_s),  # type: ignore[arg-type]  # called as a class is
+            http=partial(  # type: ignore[arg-type]  # called as a class is
+                connect, max_age_s=self._max_connection_age_s, limits=self._limits, on_refusal=self._on_refusal
+            ),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,  # nobody here asks who the caller is
-            timeout_keep_alive=self._idle_timeout_s,  # type: ignore[arg-type]  # declared int, used as seconds
+            timeout_keep_alive=self._limits.idle_timeout_s,  # type: ignore[arg-type]  # declared int, used as seconds
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
