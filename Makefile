@@ -1,6 +1,7 @@
 # make serve   the bundled example models on 127.0.0.1: HTTP 8000, gRPC 8001, metrics 8002
 # make test    all tests
 # make check   lint, types, import arrows, generated files
+# make audit   known vulnerabilities of the pinned dependencies, where a service can be asked
 # Each makes what it needs in .venv first; only Python and make have to be there.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadsco
 # Before anything imports ONNX Runtime: its official wheels report to their maker from import on.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: serve test check protos reference clean
+.PHONY: serve test check audit protos reference clean
 
 serve: .venv/serve.done
 	$(BIN)/ortserve serve --example
@@ -27,6 +28,9 @@ check: .venv/dev.done
 	$(BIN)/mypy
 	$(BIN)/python protos/generate.py --check
 	$(BIN)/python -m pytest -q tests/repo
+
+audit: .venv/dev.done
+	$(BIN)/python tests/audit.py
 
 # Generated files that are committed.
 protos: .venv/dev.done

@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import onnxruntime
@@ -18,6 +20,7 @@ from ortserve.config.options import ServerOptions
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
+from ortserve.frontends.exposure import open_to_everybody
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
 from ortserve.frontends.grpc.configuration_calls import ConfigurationCalls
 from ortserve.frontends.grpc.health_calls import HealthCalls
@@ -34,16 +37,20 @@ from ortserve.frontends.grpc.settings_calls import SettingsCalls
 from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.statistics_calls import StatisticsCalls
 from ortserve.frontends.grpc.streams import Streams
+from ortserve.frontends.http.answers import refusal
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.generate_route import make_generate_router
 from ortserve.frontends.http.health import HealthFromThreads
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, lane_fits
+from ortserve.frontends.http.limits import http_limits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.registry.registry import Registry
+from ortserve.service.access import Access, Group, Guard
 from ortserve.service.inference import InferenceService
+from ortserve.service.key_files import KeyFiles
 from ortserve.service.log_settings import LogSettings
 from ortserve.service.management import Management
 from ortserve.service.models import EXTENSIONS, ModelService
@@ -122,7 +129,20 @@ def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
     return tracing
 
 
-def _lane(inference: InferenceService, options: ServerOptions, tracing: Tracing | None) -> Lane | None:
+def _key_paths(options: ServerOptions) -> dict[Group, Path]:
+    """The files of the groups that are guarded."""
+    paths = {
+        Group.INFER: options.infer_keys_file,
+        Group.METADATA: options.metadata_keys_file,
+        Group.CONTROL: options.control_keys_file,
+        Group.METRICS: options.metrics_keys_file,
+    }
+    return {group: path for group, path in paths.items() if path is not None}
+
+
+def _lane(
+    inference: InferenceService, options: ServerOptions, guard: Guard | None, tracing: Tracing | None
+) -> Lane | None:
     if not options.http_lane:
         return None
     if not lane_fits():
@@ -135,6 +155,7 @@ def _lane(inference: InferenceService, options: ServerOptions, tracing: Tracing 
         max_body_bytes=options.max_body_bytes,
         compression_min_bytes=options.compression_min_bytes,
         clock=monotonic_ns,
+        guard=guard,
         tracing=tracing,
     )
 
@@ -184,6 +205,9 @@ class Server:
         self._options = options
         self._prometheus = prometheus
         self._tracing = _tracing(options, metrics)
+        self._key_files = KeyFiles(_key_paths(options))
+        self._access = Access(_key_paths(options), self._key_files.keyring(), on_refusal=metrics.unauthorized)
+        self._following_keys: asyncio.Task[None] | None = None
         runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
         self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
@@ -219,6 +243,7 @@ class Server:
             title=options.server_name,
             version=__version__,
             max_body_bytes=options.max_body_bytes,
+            guarded=self._access.guards,
         )
         control.include_router(
             make_generate_router(
@@ -238,8 +263,9 @@ class Server:
                 tracing=self._tracing,
             ),
             control,
+            self._access.guards,
         )
-        self._lane = _lane(inference, options, self._tracing)
+        self._lane = _lane(inference, options, self._access.guards.get(Group.INFER), self._tracing)
         self._certificate = _certificate(options, metrics)
         self._renewing: asyncio.Task[None] | None = None
         self._http = HttpServer(
@@ -247,8 +273,9 @@ class Server:
             self._lane,
             host=options.host,
             port=options.http_port,
-            idle_timeout_s=options.idle_timeout_s,
+            limits=http_limits(options, idle_timeout_s=options.idle_timeout_s),
             max_connection_age_s=options.http_max_connection_age_s,
+            on_refusal=partial(metrics.rejected, ""),
             tls=self._entrance("http"),
         )
         streams = Streams(options.grpc_max_streams)
@@ -260,7 +287,7 @@ class Server:
         self, inference: InferenceService, management: Management, streams: Streams
     ) -> GrpcServer | NativeGrpcServer:
         options = self._options
-        router = Router(self._calls(inference, management, streams))
+        router = Router(self._calls(inference, management, streams), self._access.guards)
         if options.grpc_transport == "grpcio":
             return GrpcServer(
                 router,
@@ -282,6 +309,7 @@ class Server:
             port=options.grpc_port,
             clock=monotonic_ns,
             encoding=ENCODINGS[options.grpc_response_compression],
+            guards=router.guards,
             tls=self._entrance("grpc", alpn="h2"),
         )
 
@@ -332,15 +360,26 @@ class Server:
             host,
             self._options.metrics_port,
             health=HealthFromThreads(self._models, asyncio.get_running_loop()).answer,
+            refuse=partial(refusal, self._access.guards.get(Group.METRICS)),
             tls=certificate.context_of("metrics") if certificate and self._options.tls_metrics else None,
             handshake_timeout_s=self._options.tls_handshake_timeout_s,
         )
         if certificate is not None:
             self._renewing = asyncio.create_task(certificate.watch(), name="certificate")
+        following = self._key_files.follow(self._access, self._options.keys_poll_s)
+        self._following_keys = asyncio.create_task(following, name="keys")
         ports = {"http": await self._http.start(), "grpc": await self._grpc.start(), "metrics": self._metrics.port}
         for protocol, port in ports.items():
             way = {"lane": self._lane is not None} if protocol == "http" else {}
             log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **way)
+        if is_open := open_to_everybody(
+            host,
+            self._access.guards,
+            loads_models=self._options.model_control_mode == "explicit",
+            shares_memory=self._options.allow_client_shm,
+        ):
+            told = "what has no keys is open to everybody who reaches this address"
+            log_event(logger, logging.WARNING, told, host=host, open=", ".join(is_open))
 
     async def load(self) -> None:
         """Load all models.
@@ -377,5 +416,7 @@ class Server:
         self._traces.close()
         if self._renewing is not None:
             self._renewing.cancel()
+        if self._following_keys is not None:
+            self._following_keys.cancel()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)

@@ -231,32 +231,33 @@ def test_what_is_no_request_is_refused_after_the_answers_before_it(connection: s
     assert answers.is_at_end()
 
 
-def test_caller_who_reads_no_answers_is_kept_waiting_and_costs_no_memory(
-    server: ServerProcess, connection: socket.socket
-) -> None:
+def test_caller_who_reads_no_answers_is_kept_waiting_and_costs_no_memory(server: ServerProcess) -> None:
     process = psutil.Process(server.pid)
     body = body_of(0.123, 100_000, parameters={"binary_data_output": True})
     for _ in range(8):  # what these leave behind is there for all later ones
         ask(server, "wide", body)
     before = process.memory_info().rss
-    connection.settimeout(1)
-    request = post("wide", body)
-    sent = 0
-    with contextlib.suppress(TimeoutError):
-        while sent < 400:
-            connection.sendall(request)
-            sent += 1
-    assert sent < 400
-    grown = process.memory_info().rss - before
-    assert grown < 40 * 2**20, f"{grown / 2**20:.0f} MiB more, after {sent} requests of which no answer was read"
-    # The others are served meanwhile.
-    assert first_value(ask(server, "identity", body_of(4)).json()) == 4
-    connection.settimeout(LONG_S)
-    answers = Answers(connection)
-    for _ in range(sent):
-        status, headers, answered = answers.next()
-        assert status == 200
-        assert answered[int(headers["inference-header-content-length"]) :] == np.full(100_000, 0.123, "<f4").tobytes()
+    with connect(server) as connection:
+        connection.settimeout(1)
+        request = post("wide", body)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < 400:
+                connection.sendall(request)
+                sent += 1
+        assert sent < 400
+        grown = process.memory_info().rss - before
+        assert grown < 40 * 2**20, f"{grown / 2**20:.0f} MiB more, after {sent} requests of which no answer was read"
+        # The others are served meanwhile.
+        assert first_value(ask(server, "identity", body_of(4)).json()) == 4
+        connection.settimeout(LONG_S)
+        answers = Answers(connection)
+        for _ in range(sent):
+            status, headers, answered = answers.next()
+            assert status == 200
+            assert (
+                answered[int(headers["inference-header-content-length"]) :] == np.full(100_000, 0.123, "<f4").tobytes()
+            )
 
 
 def test_caller_who_leaves_while_waiting_leaves_the_queue(server: ServerProcess, connection: socket.socket) -> None:

@@ -10,12 +10,8 @@ from pydantic.fields import FieldInfo
 
 from ortserve.cli.environment import installed_runtimes, runtime_problem
 from ortserve.config.expectation import describe_default, describe_unit, describe_values
-from ortserve.config.grpc import GrpcOptions
-from ortserve.config.model import LoadOptions
-from ortserve.config.options import OptionsError, ServerOptions, flag_name, read_options, split_list
-from ortserve.config.tls import TlsOptions, tls_problems
-from ortserve.config.traces import TraceOptions
-from ortserve.config.tracing import TracingOptions
+from ortserve.config.options import OPTION_GROUPS, OptionsError, ServerOptions, flag_name, read_options, split_list
+from ortserve.config.tls import tls_problems
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -67,21 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of options. [environment: ORTSERVE_CONFIG]"
     )
-    tls = parser.add_argument_group("TLS")
-    grpc = parser.add_argument_group("gRPC")
-    traces = parser.add_argument_group("traces")
-    models = parser.add_argument_group("every model, where its model.yaml does not say otherwise")
-    inherited = (
-        (models, LoadOptions),
-        (grpc, GrpcOptions),
-        (tls, TlsOptions),
-        (traces, TraceOptions),
-        (traces, TracingOptions),
-    )
+    inherited = {parser.add_argument_group(title): group for title, group in OPTION_GROUPS.items()}
     for name, field in ServerOptions.model_fields.items():
         if name != "repositories":
-            group = next((group for group, options in inherited if name in options.model_fields), server)
-            _add_flag(group, name, field)
+            flags = next((flags for flags, group in inherited.items() if name in group.model_fields), server)
+            _add_flag(flags, name, field)
     return parser
 
 
@@ -99,7 +85,7 @@ def _metavar(name: str, annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(get_args(annotation)) + "}"
     if Path in (annotation, *get_args(annotation)):
-        return "FILE"
+        return "PATH"
     return describe_unit(name).upper() or ("TEXT" if annotation is str else "N")
 
 

@@ -27,6 +27,15 @@ class GrpcOptions(BaseModel):
     """Most requests of one gRPC stream that are unanswered at one time; the next is read when one was answered."""
     grpc_stream_bytes: int = Field(default=64 * 1024 * 1024, ge=1, le=2**40)
     """Bytes of unanswered requests and unsent answers of one gRPC stream from which on no further request is read."""
+    grpc_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
+    """Most gRPC connections that are open at one time; further ones are closed as they come, and their calls end with
+    UNAVAILABLE. The process must be allowed as many open files."""
+    grpc_message_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
+    """In so long a request message that has begun must come to its end, or bring ``grpc_min_message_bytes_per_s`` on
+    the mean and then in so long again; else its call ends with CANCELLED. On the ``native`` transport: grpcio has no
+    such bound."""
+    grpc_min_message_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
+    """How fast a request message must come that takes longer than ``grpc_message_timeout_s``."""
     grpc_max_connection_calls: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Most calls that one gRPC connection may have under way; more wait at the client. Unset: any number."""
     grpc_max_connection_age_s: float | None = Field(default=None, ge=0.001, le=365 * _DAY_S)

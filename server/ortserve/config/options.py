@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -19,8 +19,10 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from ortserve.config.access import AccessOptions
 from ortserve.config.expectation import describe_problems
 from ortserve.config.grpc import GrpcOptions
+from ortserve.config.http import HttpOptions
 from ortserve.config.model import LoadOptions, read_yaml
 from ortserve.config.tls import TlsOptions
 from ortserve.config.traces import TraceOptions
@@ -31,7 +33,19 @@ CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
 """Names the file of options where ``--config`` does not."""
 
 
-class ServerOptions(TracingOptions, TraceOptions, TlsOptions, GrpcOptions, LoadOptions):
+OPTION_GROUPS: Final[Mapping[str, type[BaseModel]]] = {
+    "keys": AccessOptions,
+    "TLS": TlsOptions,
+    "HTTP": HttpOptions,
+    "gRPC": GrpcOptions,
+    "trace files": TraceOptions,
+    "OpenTelemetry": TracingOptions,
+    "every model, where its model.yaml does not say otherwise": LoadOptions,
+}
+"""Titles of what the server's options inherit, in the order in which users read them, behind the server's own."""
+
+
+class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceOptions, TracingOptions, LoadOptions):
     """Everything that can be set for the server. Times are seconds, sizes bytes."""
 
     repositories: tuple[Path, ...] = ()

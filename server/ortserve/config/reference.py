@@ -7,12 +7,8 @@ from typing import Final
 from pydantic.fields import FieldInfo
 
 from ortserve.config.expectation import describe_default, describe_unit, describe_values, nested_fields
-from ortserve.config.grpc import GrpcOptions
 from ortserve.config.model import LoadOptions, ModelOptions
-from ortserve.config.options import ServerOptions, flag_name, variable_name
-from ortserve.config.tls import TlsOptions
-from ortserve.config.traces import TraceOptions
-from ortserve.config.tracing import TracingOptions
+from ortserve.config.options import OPTION_GROUPS, ServerOptions, flag_name, variable_name
 
 PAGE: Final = Path(__file__).parents[2] / "reference" / "options.md"
 """In the source tree; an installed package has no page."""
@@ -50,11 +46,10 @@ YAML language server by a first line such as
 
 def render() -> str:
     """The page as it should be."""
-    # The server's own first, then what it inherits: TLS, the gRPC port's, traces', then the defaults of models.
-    inherited = (TlsOptions, GrpcOptions, TraceOptions, TracingOptions, LoadOptions)
+    # The server's own first.
     options = sorted(
         ServerOptions.model_fields.items(),
-        key=lambda item: [item[0] in group.model_fields for group in reversed(inherited)],
+        key=lambda item: [item[0] in group.model_fields for group in reversed(list(OPTION_GROUPS.values()))],
     )
     return "\n".join(
         [

@@ -16,10 +16,14 @@ class Status:
 
 STATUSES: Final = {
     ErrorKind.INVALID_INPUT: Status(400, grpc.StatusCode.INVALID_ARGUMENT),
+    ErrorKind.UNAUTHENTICATED: Status(401, grpc.StatusCode.UNAUTHENTICATED),
+    ErrorKind.FORBIDDEN: Status(403, grpc.StatusCode.PERMISSION_DENIED),
     ErrorKind.NOT_FOUND: Status(404, grpc.StatusCode.NOT_FOUND),
     ErrorKind.CONFLICT: Status(409, grpc.StatusCode.FAILED_PRECONDITION),
     ErrorKind.ALREADY_EXISTS: Status(400, grpc.StatusCode.ALREADY_EXISTS),
     ErrorKind.TOO_LARGE: Status(413, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ErrorKind.HEADERS_TOO_LARGE: Status(431, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    ErrorKind.TOO_SLOW: Status(408, grpc.StatusCode.CANCELLED),
     ErrorKind.OVERLOADED: Status(429, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ErrorKind.CANCELLED: Status(499, grpc.StatusCode.CANCELLED),
     ErrorKind.UNSUPPORTED: Status(501, grpc.StatusCode.UNIMPLEMENTED),

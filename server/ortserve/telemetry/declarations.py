@@ -98,6 +98,13 @@ REJECTED: Final = Declaration(
     "Requests refused before any work was done for them, by the kind of error. The model is empty where the request "
     "named none that is served.",
 )
+UNAUTHORIZED: Final = Declaration(
+    "ortserve_unauthorized_requests_total",
+    "counter",
+    ("group", "reason"),
+    "Requests refused for want of a key, by the group of calls that they asked for and the kind of error: "
+    "unauthenticated or forbidden. They are in no other metric.",
+)
 LOADS: Final = Declaration(
     "ortserve_model_loads_total",
     "counter",
@@ -159,6 +166,7 @@ DECLARATIONS: Final = (
     STAGED_ELEMENTS,
     PADDED_ELEMENTS,
     REJECTED,
+    UNAUTHORIZED,
     LOADS,
     LOAD_DURATION,
     MODEL_STATE,

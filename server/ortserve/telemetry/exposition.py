@@ -1,22 +1,29 @@
 """The metrics port: answers Prometheus on threads of its own, so that a busy event loop can still be looked at."""
 
+import contextlib
 import gzip
+import socket
 import ssl
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
 from socketserver import TCPServer
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.telemetry.text_format import CONTENT_TYPE, TextFormat
 
-_IDLE_S: Final = 30.0
-"""How long a caller may keep a thread without asking."""
+Refusal: TypeAlias = tuple[int, bytes, Sequence[tuple[bytes, bytes]]]
+"""Status, body and headers of an answer without metrics."""
+
+_MAX_S: Final = 30.0
+"""How long a caller may keep a thread, from its connection to the end of its answer."""
+
+_MAX_CONNECTIONS: Final = 32
+"""At one time; each has a thread. Some scrapers ask, each now and then."""
 
 _FAREWELL_S: Final = 1.0
 """For a caller's end of a TLS session; it has its answer."""
@@ -30,8 +37,11 @@ class MetricsServer:
         host: Address to listen on.
         port: 0 takes any free one; ``port`` says which.
         health: Gives status and JSON for the paths of health, None for others; asked on the port's threads.
+        refuse: Asked there, too, with the values of a caller's Authorization header; None lets it pass. Health is open.
         tls: Gives the context of the next connection; None for plain text.
         handshake_timeout_s: For a connection's TLS handshake.
+        max_s: For which a caller may keep its connection.
+        max_connections: At one time; further ones are closed as they come.
 
     Raises:
         ServeError: ``CONFLICT``, when the address cannot be listened on, naming the option.
@@ -44,8 +54,11 @@ class MetricsServer:
         port: int,
         *,
         health: Callable[[str], tuple[int, bytes] | None] = lambda _: None,
+        refuse: Callable[[Sequence[str]], Refusal | None] = lambda _: None,
         tls: Callable[[], ssl.SSLContext] | None = None,
-        handshake_timeout_s: float = _IDLE_S,
+        handshake_timeout_s: float = _MAX_S,
+        max_s: float = _MAX_S,
+        max_connections: int = _MAX_CONNECTIONS,
     ) -> None:
         text_format = TextFormat(registry)
 
@@ -56,8 +69,18 @@ class MetricsServer:
             def read_health(self) -> tuple[int, bytes] | None:
                 return health(self.path)
 
+            def refusal(self) -> Refusal | None:
+                return refuse(self.headers.get_all("Authorization", ()))
+
         try:
-            self._server = _Server((host, port), Handler, tls, handshake_timeout_s)
+            self._server = _Server(
+                (host, port),
+                Handler,
+                tls=tls,
+                handshake_timeout_s=handshake_timeout_s,
+                max_s=max_s,
+                max_connections=max_connections,
+            )
         except OSError as error:
             message = f"metrics_port: cannot listen on {host}:{port}: {error.strerror}"
             raise ServeError(ErrorKind.CONFLICT, message) from error
@@ -73,31 +96,63 @@ class MetricsServer:
 
 
 class _Server(ThreadingHTTPServer):
+    """Bounds its threads, and how long each may be kept."""
+
     daemon_threads = True
 
     def __init__(
         self,
         address: tuple[str, int],
-        handler: type["_Handler"],
+        handler: type[BaseHTTPRequestHandler],
+        *,
         tls: Callable[[], ssl.SSLContext] | None,
         handshake_timeout_s: float,
+        max_s: float,
+        max_connections: int,
     ) -> None:
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
+        self._max_s = max_s
+        self._max_connections = max_connections
+        self._ends_s: dict[Any, float] = {}
+        """When each connection that is open has had its time, by its socket."""
         super().__init__(address, handler)
 
-    def finish_request(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self._ends_s) < self._max_connections
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._ends_s[request] = time.monotonic() + self._max_s
+        super().process_request(request, client_address)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
         """On the connection's own thread, which alone waits for its handshake."""
         if self._tls is None:
             super().finish_request(request, client_address)
             return
-        assert isinstance(request, socket)
         request.settimeout(self._handshake_timeout_s)
         # Who does not finish the handshake, or leaves, is no news.
-        with suppress(OSError), self._tls().wrap_socket(request, server_side=True) as session:
-            super().finish_request(session, client_address)
-            session.settimeout(_FAREWELL_S)
-            session.unwrap()
+        with contextlib.suppress(OSError), self._tls().wrap_socket(request, server_side=True) as session:
+            # In the place of the socket that it was made of, which is none any more.
+            self._ends_s[session] = self._ends_s.pop(request)
+            try:
+                super().finish_request(session, client_address)
+                session.settimeout(_FAREWELL_S)
+                session.unwrap()
+            finally:
+                del self._ends_s[session]
+
+    def shutdown_request(self, request: Any) -> None:
+        self._ends_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called some times a second; who sends or takes a byte now and then is cut off, too."""
+        now_s = time.monotonic()
+        for request, end_s in list(self._ends_s.items()):
+            if now_s >= end_s:
+                with contextlib.suppress(OSError):  # its thread may have closed it meanwhile
+                    request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's would ask a name server for our name
@@ -105,23 +160,23 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _IDLE_S
-
     def read(self) -> bytes:
         raise NotImplementedError
 
     def read_health(self) -> tuple[int, bytes] | None:
         raise NotImplementedError
 
+    def refusal(self) -> Refusal | None:
+        raise NotImplementedError
+
     def do_GET(self) -> None:
         health = self.read_health()
         if health is not None:
-            status, body = health
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self._answer(*health, ((b"content-type", b"application/json"),))
+            return
+        refusal = self.refusal()
+        if refusal is not None:
+            self._answer(*refusal)
             return
         body = self.read()
         self.send_response(200)
@@ -130,6 +185,14 @@ class _Handler(BaseHTTPRequestHandler):
             # The fastest level: a tenth of the size is left, and no other thread waits meanwhile.
             body = gzip.compress(body, compresslevel=1)
             self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _answer(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name.decode(), value.decode())
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -125,6 +125,8 @@ def configure_logging(
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         # One for each try to reach a collector, and for each trace header that is too long.
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
+    # It writes every header that it reads, and so the keys of callers.
+    logging.getLogger("hpack").setLevel(logging.WARNING)
     for name in ACCESS_LOGGERS:
         logging.getLogger(name).disabled = not access_log
     return switches

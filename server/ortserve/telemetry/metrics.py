@@ -12,6 +12,7 @@ agree with its count, but its sum, and other series, may be a request ahead.
 """
 
 import platform
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -48,6 +49,7 @@ from ortserve.telemetry.declarations import (
     REQUEST_DURATION,
     SATURATION,
     STAGED_ELEMENTS,
+    UNAUTHORIZED,
 )
 from ortserve.telemetry.families import Family, HistogramSeries, Labels
 from ortserve.telemetry.tracing import Tracing
@@ -160,7 +162,7 @@ class Metrics(Collector):
     """All metrics of a server. Registers itself, and the numbers of the process, with ``registry``.
 
     Callers cannot create label values: names of models are only those that ``model`` was asked for, all else is "".
-    All methods but ``collect`` and ``describe`` run on the event loop.
+    All methods but ``unauthorized``, ``collect`` and ``describe`` run on the event loop.
 
     Args:
         registry: What the metrics port exposes.
@@ -173,6 +175,8 @@ class Metrics(Collector):
         self._unknown: dict[tuple[str, ErrorKind], HistogramSeries] = {}
         self._rejected: dict[str, dict[str, int]] = {"": {}}
         self._loads: dict[tuple[str, ...], int] = {}
+        self._unauthorized: dict[Labels, int] = {}
+        self._unauthorized_lock = threading.Lock()
         self._streams: Callable[[], int] = int
         self._certificate_expires_s: float | None = None
         self._certificate_reloads: dict[Labels, int] = {}
@@ -240,6 +244,12 @@ class Metrics(Collector):
             by_reason = self._rejected[""]
         by_reason[reason] = by_reason.get(reason, 0) + 1
 
+    def unauthorized(self, group: str, kind: ErrorKind) -> None:
+        """Count a refusal for want of a key, from any thread: the metrics port refuses, too."""
+        with self._unauthorized_lock:
+            labels = (group, kind.value)
+            self._unauthorized[labels] = self._unauthorized.get(labels, 0) + 1
+
     def describe(self) -> Iterable[Metric]:
         """The families without samples, by which the registry refuses a second server's metrics."""
         return [Family(declaration) for declaration in DECLARATIONS]
@@ -266,6 +276,7 @@ class Metrics(Collector):
             for reason, count in list(by_reason.items())
         }
         yield Family(REJECTED, rejected)
+        yield Family(UNAUTHORIZED, self._unauthorized.copy())
         yield Family(LOADS, self._loads.copy())
         loading: dict[Labels, float] = {
             (model.name, model.version): model.load_ns / _NS_PER_S for model in models if model.load_ns

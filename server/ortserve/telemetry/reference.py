@@ -28,6 +28,7 @@ Values of labels:
 - `protocol`: which frontend took the request.
 - `outcome`: `ok` or a kind of error; `reason`: a kind of error.
 - Kinds of error: {", ".join(f"`{kind}`" for kind in ErrorKind)}.
+- `group`: calls that are opened by the same keys: `infer`, `metadata`, `control`, `metrics`.
 - `phase`: {", ".join(f"`{phase}`" for phase in PHASES)}.
 - `state`: {", ".join(f"`{state}`" for state in MODEL_STATES)}.
 """

@@ -10,6 +10,7 @@ DEFAULTS = {
     "grpc.max_receive_message_length": 1000,
     "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
     "grpc.so_reuseport": 0,
+    "grpc.max_allowed_incoming_connections": 4096,
     "grpc.keepalive_time_ms": 7_200_000,
     "grpc.keepalive_timeout_ms": 20_000,
     "grpc.keepalive_permit_without_calls": 0,
@@ -19,13 +20,14 @@ DEFAULTS = {
 }
 
 
-def test_defaults_are_those_of_the_protocols_reference_server_and_nothing_is_bounded_that_was_not_asked() -> None:
+def test_defaults_are_those_of_the_protocols_reference_server_but_for_the_number_of_connections() -> None:
     assert dict(channel_arguments(GrpcOptions(), max_body_bytes=1000)) == DEFAULTS
 
 
 @pytest.mark.parametrize(
     ("option", "value", "argument", "expected"),
     [
+        ("grpc_max_connections", 5, "grpc.max_allowed_incoming_connections", 5),
         ("grpc_max_connection_calls", 7, "grpc.max_concurrent_streams", 7),
         ("grpc_max_connection_age_s", 1.5, "grpc.max_connection_age_ms", 1500),
         ("grpc_max_connection_age_grace_s", 0.0, "grpc.max_connection_age_grace_ms", 0),

@@ -66,6 +66,25 @@ def test_health_is_answered_at_its_paths_alone() -> None:
     assert asked == ["/v2/health/ready", "/metrics"]
 
 
+def test_callers_keep_neither_many_threads_nor_one_for_long() -> None:
+    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, max_s=0.2, max_connections=2)
+    address = ("127.0.0.1", server.port)
+    url = f"http://127.0.0.1:{server.port}/metrics"
+    try:
+        slow = [socket.create_connection(address, timeout=10) for _ in range(2)]
+        for connection in slow:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\na: ")
+        with pytest.raises(OSError, match=r"closed|reset"):
+            urlopen(url, timeout=10)
+        for connection in slow:
+            assert connection.recv(1) == b""
+            connection.close()
+        with urlopen(url, timeout=10) as answer:
+            assert answer.status == 200
+    finally:
+        server.close()
+
+
 def test_taken_port_is_told_by_the_name_of_its_option() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import hpack
 import pytest
 
 from ortserve.telemetry.logs import ACCESS_LOGGERS, LogSwitches, StderrHandler, configure_logging, log_event, log_fault
@@ -48,6 +49,16 @@ def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("asked for a\\nb")
     assert second.endswith('refused model="c\\nd e=f"')
+
+
+def test_headers_are_not_logged_by_who_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
+    switches = configure_logging("debug", access_log=True)
+    switches.set(info=True, warning=True, error=True, verbose_level=2)
+
+    hpack.Decoder().decode(hpack.Encoder().encode([("authorization", "Bearer secret")]))
+    LOGGER.debug("seen")
+
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_json_line_is_one_object_with_time_level_logger_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:

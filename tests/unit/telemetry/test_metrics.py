@@ -160,6 +160,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.observe_batch(1, 1_000, BatchResult((), 3_000, 8_000, 5_000), 9_000)
     model.set_batching_source(lambda: BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001, 2, 0.5))
     metrics.rejected("", "overloaded")
+    metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
     metrics.loaded("m", is_ok=True)
     metrics.certificate_serves(1.5e9)
     model.load_ns = 1

@@ -67,10 +67,14 @@ def test_every_failure_counts_but_the_callers_own_mistakes(model: ModelMetrics) 
 
     assert set(ErrorKind) - FAILURE_REASONS.keys() == {
         ErrorKind.INVALID_INPUT,
+        ErrorKind.UNAUTHENTICATED,
+        ErrorKind.FORBIDDEN,
         ErrorKind.ALREADY_EXISTS,
         ErrorKind.NOT_FOUND,
         ErrorKind.TOO_LARGE,
         ErrorKind.UNSUPPORTED,
+        ErrorKind.HEADERS_TOO_LARGE,
+        ErrorKind.TOO_SLOW,
     }
     assert numbers.failures == {"REJECTED": 6, "CANCELED": 2, "BACKEND": 2, "OTHER": 2}
     assert numbers.inference.fail == Duration(12, 120)

@@ -23,7 +23,7 @@ handlers run on the event loop; a caller who leaves, or whose deadline passes, c
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, NoReturn, Protocol, TypeAlias
 
 import grpc
@@ -31,6 +31,7 @@ from google.protobuf.message import Message
 
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.status import STATUSES
+from ortserve.service.access import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
 """Name of a method, without its service, to what answers it; see the functions below for making one."""
 
-Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
-"""Of a call, names in lower case; values of ``-bin`` names are bytes."""
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
+"""What a caller sends before its messages: names in lower case; values of ``-bin`` names are bytes."""
 
 QuickCall: TypeAlias = Callable[
     [bytes, int | None, Metadata, Callable[[bytes, bytes], None], Callable[[ServeError], None]],
@@ -129,6 +130,15 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
         await abort(context, failure)
 
     return grpc.stream_stream_rpc_method_handler(stream)
+
+
+def check(guard: Guard, metadata: Metadata | None) -> ServeError | None:
+    """Why a guard refuses a call, by its metadata; None where it lets it pass."""
+    try:
+        guard.check([value for key, value in metadata or () if key == "authorization"])
+    except ServeError as error:
+        return error
+    return None
 
 
 async def read(context: Context) -> bytes | None:

@@ -33,6 +33,7 @@ def channel_arguments(
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         # Two servers that share a port by accident would each get some of the connections.
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", options.grpc_max_connections),
         ("grpc.keepalive_time_ms", _ms(options.grpc_keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _ms(options.grpc_keepalive_timeout_s)),
         ("grpc.keepalive_permit_without_calls", int(options.grpc_keepalive_permit_without_calls)),

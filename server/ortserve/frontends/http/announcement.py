@@ -32,6 +32,11 @@ class Announcement:
     accepted: Encoding | None = None
 
 
+def authorizations(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """What the caller shows of itself; names come in lower case."""
+    return [value for name, value in headers if name == b"authorization"]
+
+
 def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
     """Read the headers of a request; their names come in lower case.
 

@@ -1,6 +1,7 @@
 """What is answered to an infer request, for the lane and for the ASGI route alike."""
 
 import json
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import orjson
@@ -10,6 +11,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.encodings import NAMES, UnknownEncodingError
 from ortserve.frontends.status import STATUSES
+from ortserve.service.access import Guard, RefusedKeyError
 
 Header = tuple[bytes, bytes]
 
@@ -46,7 +48,27 @@ def failure(error: ServeError) -> Answer:
         headers = (_JSON, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
     elif isinstance(error, UnknownEncodingError):
         headers = (_JSON, (b"accept-encoding", NAMES.encode()))
+    elif isinstance(error, RefusedKeyError):
+        headers = (_JSON, (b"www-authenticate", _challenge(error).encode()))
     return Answer(STATUSES[error.kind].http, _document(error.message), headers)
+
+
+def refusal(guard: Guard | None, authorizations: Sequence[str | bytes]) -> Answer | None:
+    """The answer to who may not come in; None for others, and where nobody is asked."""
+    try:
+        if guard is not None:
+            guard.check(authorizations)
+    except ServeError as error:
+        return failure(error)
+    return None
+
+
+def _challenge(error: RefusedKeyError) -> str:
+    """What the caller is asked for (RFC 6750, section 3): the group is the realm, and the scope that a key lacks."""
+    challenge = f'Bearer realm="{error.group}"'
+    if error.kind is ErrorKind.FORBIDDEN:
+        return f'{challenge}, error="insufficient_scope", scope="{error.group}"'
+    return f'{challenge}, error="invalid_token"' if error.has_key else challenge
 
 
 def _document(message: str) -> bytes:

@@ -6,13 +6,12 @@ from ortserve.frontends.http.answers import body_too_large
 from ortserve.service.gate import Hold
 
 
-async def read_body(receive: Receive, hold: Hold, announced_size: int, *, max_bytes: int) -> bytes | None:
+async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | None:
     """Read the whole body; None when the caller left before its end.
 
     Args:
         receive: ASGI's.
-        hold: Holds ``announced_size`` bytes, and grows by what comes beyond them.
-        announced_size: 0 for a chunked body.
+        hold: Holds the announced bytes; while they come, as many as came: who announced them could keep others out.
         max_bytes: Of the body; the option ``max_body_bytes``.
 
     Raises:
@@ -27,7 +26,7 @@ async def read_body(receive: Receive, hold: Hold, announced_size: int, *, max_by
             raise body_too_large(len(first), max_bytes)
         return first
     body = bytearray(first)
-    held = announced_size
+    hold.count(len(body))
     while message.get("more_body", False):
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -35,7 +34,5 @@ async def read_body(receive: Receive, hold: Hold, announced_size: int, *, max_by
         body += message.get("body", b"")
         if len(body) > max_bytes:
             raise body_too_large(len(body), max_bytes)
-        if len(body) > held:
-            hold.grow(len(body) - held)
-            held = len(body)
+        hold.resize(len(body))
     return bytes(body)

@@ -1,24 +1,38 @@
-"""What uvicorn's connections lack: answers in one system call, word of callers who leave, and an age.
+"""What uvicorn's connections lack: answers in one system call, word of callers who leave, an age, and limits.
 
 uvicorn writes head and body of an answer one after the other, and uvloop hands each to the kernel at once; on a small
 answer the second call costs as much as decoding the request. And a request handler that waits for something else than
-its caller learns only when it asks that the caller is gone.
+its caller learns only when it asks that the caller is gone. It bounds neither headers nor the time that a request takes
+to come, nor how many connections there are.
 """
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-import orjson
 from starlette.types import Scope
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.connection_age import draw_age_s
+from ortserve.frontends.http.answers import LINGER_S, failure
+from ortserve.frontends.http.limits import Due, HttpLimits, Stage, Waiting, header_bytes
 
 _CONNECTION: Final = "ortserve.connection"
 """Key of a request's scope under which its connection is found."""
+
+_MAX_LINGERING: Final = 64
+"""Connections beyond the allowed ones that are told so before they are closed; those beyond these are just closed."""
+
+_FRAMING_PART: Final = 16
+"""By how much a chunked body may be longer than its content; a chunk of one byte takes six."""
+
+_REQUEST: Final = Stage.REQUEST
+_HEADERS: Final = Stage.HEADERS
+_BODY: Final = Stage.BODY
 
 
 class CorkedTransport(asyncio.Transport):
@@ -62,6 +76,9 @@ class CorkedTransport(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)
 
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size() + sum(map(len, self._pending))
+
     def get_protocol(self) -> asyncio.BaseProtocol:
         return self._transport.get_protocol()
 
@@ -83,6 +100,10 @@ class CorkedTransport(asyncio.Transport):
             self._transport.writelines(pending)
 
 
+class HeadersTooLargeError(Exception):
+    """Ends the parsing of a request, whose refusal is known by then."""
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol on a corked transport, which answers what is no request in its turn.
 
@@ -92,14 +113,23 @@ class Connection(HttpToolsProtocol):
         has_left: Whether the caller left.
         is_old: Whether its next answer is to be its last. An old connection that is idle is not closed: a request could
             be on its way.
+        stage: How far the request has come that is read now: REQUEST, HEADERS or BODY.
     """
 
     corked: CorkedTransport
     answering: "asyncio.Task[Any] | None" = None
     has_left = False
     is_old = False
-    _malformed: str | None = None
+    stage = _REQUEST
+    _refusal: ServeError | None = None
+    _is_refused = False
     _ageing: asyncio.TimerHandle | None = None
+    _tick: asyncio.TimerHandle | None = None
+    _chunk_bytes = 0
+    _body_bytes = 0
+    _unfinished: tuple[object, Stage] = (None, _REQUEST)
+    _unfinished_bytes = 0
+    _framed_bytes = 0
 
     def __init__(
         self,
@@ -109,56 +139,196 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         max_age_s: float | None,
+        limits: HttpLimits,
+        on_refusal: Callable[[ErrorKind], None],
     ) -> None:
-        """``max_age_s`` is that of connections in general; None for any. The rest is uvicorn's."""
+        """``max_age_s`` is that of connections in general; None for any. ``limits`` hold for each, ``on_refusal`` is
+        told of what is refused before it is a request. The rest is uvicorn's.
+        """
         super().__init__(config, server_state, app_state, _loop)
         self._max_age_s = max_age_s
+        self._limits = limits
+        self._on_refusal = on_refusal
+        self._waiting = Waiting(limits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
         self.corked = CorkedTransport(transport, self.loop)
         if self._max_age_s is not None:
             self._ageing = self.loop.call_later(draw_age_s(self._max_age_s), self._grow_old)
         super().connection_made(self.corked)
+        beyond = len(self.connections) - self._limits.max_connections
+        if beyond > 0:
+            self._turn_away(beyond)
+        else:
+            self._tick = self.loop.call_later(self._limits.tick_s, self._on_tick)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self.transport.close()  # what the caller was told will reach it now: nothing of its own is left unread
+            return
+        if self._refusal is not None:
+            return
+        self._chunk_bytes = len(data)
+        super().data_received(data)
+        if self.stage is not _REQUEST:
+            self.on_unfinished()
 
     def on_message_begin(self) -> None:
+        self.stage = _HEADERS
         super().on_message_begin()
         self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # the ASGI text allows keys of one's own
 
-    def data_received(self, data: bytes) -> None:
-        if self._malformed is None:
-            super().data_received(data)
+    def on_headers_complete(self) -> None:
+        self.check_headers()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.stage = _REQUEST
+        super().on_message_complete()
+
+    def check_headers(self) -> None:
+        """Refuse headers over the limits, now that they are whole.
+
+        Raises:
+            HeadersTooLargeError: They are.
+        """
+        self.stage = _BODY
+        self._body_bytes = 0
+        limits = self._limits
+        if len(self.headers) > limits.max_headers:
+            self._refusal = _too_many_headers(len(self.headers), limits)
+            raise HeadersTooLargeError
+        # What came in one piece is no larger than that.
+        if self._chunk_bytes > limits.max_header_bytes or self._unfinished[0] is self.headers:
+            size = header_bytes(self.url, self.headers)
+            if size > limits.max_header_bytes:
+                self._refusal = _too_large_headers(size, limits)
+                raise HeadersTooLargeError
 
     def send_400_response(self, msg: str) -> None:
+        """What uvicorn does with what it cannot parse; with what we do not let it parse, too."""
+        error, self._refusal = self._refusal or invalid_input(msg), None
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()  # the malformed one itself
         elif self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
-            self._refuse(msg)
+            self._refuse(error)
             return
-        self._malformed = msg  # there are requests before it that are still to be answered
+        self._refusal = error  # there are requests before it that are still to be answered
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
         super().on_response_complete()
-        if self._malformed is not None and is_last and not self.transport.is_closing():
-            self._refuse(self._malformed)
+        if self._refusal is not None and is_last and not self.transport.is_closing():
+            self._refuse(self._refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.has_left = True
-        if self._ageing is not None:
-            self._ageing.cancel()
+        for timer in (self._ageing, self._tick):
+            if timer is not None:
+                timer.cancel()
         if self.answering is not None:
             self.answering.cancel()
+
+    def on_unfinished(self) -> None:
+        """Bound what the parser keeps to itself: headers that do not end, and what is in a chunked body beside it."""
+        if self._is_refused or self._refusal is not None:
+            return
+        limits = self._limits
+        if self._unfinished[0] is not self.headers or self._unfinished[1] is not self.stage:
+            # There may be other requests in the piece that it begins in, so that only what is seen of it counts.
+            self._unfinished = (self.headers, self.stage)
+            self._unfinished_bytes = 0 if self.stage is _BODY else header_bytes(self.url, self.headers)
+            self._framed_bytes = self._body_bytes
+        else:
+            self._unfinished_bytes += self._chunk_bytes
+        kept, allowed = self._unfinished_bytes, limits.max_header_bytes
+        if self.stage is _BODY:
+            content = self._body_bytes - self._framed_bytes
+            kept -= content
+            allowed += _FRAMING_PART * content
+        if kept > allowed:
+            self._refusal = _too_large_headers(kept, limits)
+            self.send_400_response("")
+        elif len(self.headers) > limits.max_headers:
+            self._refusal = _too_many_headers(len(self.headers), limits)
+            self.send_400_response("")
+
+    def end_slow_body(self, error: ServeError) -> None:
+        """Answer a request whose body takes too long; what waits for it learns that its caller left."""
+        if self.cycle.response_started:
+            self.transport.close()
+        else:
+            self._refuse(error)
 
     def _grow_old(self) -> None:
         self.is_old = True
 
-    def _refuse(self, message: str) -> None:
-        """As uvicorn does, but in the protocol's JSON."""
-        body = orjson.dumps({"error": message})
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-        self.transport.write(head + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+    def _on_tick(self) -> None:
+        """Look whether the caller keeps us waiting."""
+        if self._is_refused:
+            return
+        self._tick = self.loop.call_later(self._limits.tick_s, self._on_tick)
+        unsent = self.corked.get_write_buffer_size()
+        stage, cycle = self.stage, self.cycle
+        is_answered = cycle is None or cycle.response_complete
+        if unsent or self.flow.read_paused or not (is_answered or stage is _BODY):
+            stage = Stage.ANSWER
+        subject = self.headers if stage is _HEADERS else cycle
+        due = self._waiting.look(time.monotonic_ns(), stage, subject, self._unfinished_bytes, unsent)
+        if due is Due.ABORT:
+            self.transport.abort()
+        elif due is Due.CLOSE:
+            self.transport.close()
+        elif due is Due.REFUSE:
+            limits = self._limits
+            if stage is _HEADERS:
+                text = f"http_header_timeout_s: the headers of the request took {limits.header_timeout_s:g} s or longer"
+                self._refuse(ServeError(ErrorKind.TOO_SLOW, text))
+            else:
+                text = (
+                    f"http_body_timeout_s: less than {limits.min_body_bytes_per_s} bytes a second came of the body "
+                    f"for {limits.body_timeout_s:g} s"
+                )
+                self.end_slow_body(ServeError(ErrorKind.TOO_SLOW, text))
+
+    def _turn_away(self, beyond: int) -> None:
+        """Answer a connection that is one too many; while very many are, some are not told."""
+        if beyond > _MAX_LINGERING:
+            self._on_refusal(ErrorKind.OVERLOADED)
+            self.transport.abort()
+            return
+        most = self._limits.max_connections
+        text = f"http_max_connections: {most} connections are open and no more may be"
+        self._refuse(ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1), closes=False)
+
+    def _refuse(self, error: ServeError, *, closes: bool = True) -> None:
+        """As uvicorn does, but in the protocol's JSON. Without ``closes`` after what is on its way, or a while."""
+        self._on_refusal(error.kind)
+        self._is_refused = True
+        status, body, headers = failure(error)
+        head = [STATUS_LINE[status], *(b"%s: %s\r\n" % header for header in headers)]
+        head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
+        self.transport.write(b"".join(head) + body)
+        if closes:
+            self.transport.close()
+        else:
+            self.loop.call_later(LINGER_S, self.transport.close)
+        self.loop.call_later(2 * LINGER_S, self.transport.abort)  # of a caller who takes nothing of it
+
+
+def _too_many_headers(count: int, limits: HttpLimits) -> ServeError:
+    text = f"http_max_headers: expected at most {limits.max_headers} headers, got {count} or more"
+    return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
+
+
+def _too_large_headers(size: int, limits: HttpLimits) -> ServeError:
+    text = f"http_max_header_bytes: expected at most {limits.max_header_bytes} bytes of headers, got {size} or more"
+    return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
 
 
 def connection_of(scope: Scope) -> Connection:

@@ -1,5 +1,6 @@
 """Everything of REST but inference itself: health, metadata, the documentation page and OpenAPI."""
 
+from collections.abc import Container
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from starlette.routing import Match
 
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.access import http_group
 from ortserve.frontends.http.answers import Answer, failure
 from ortserve.frontends.http.configuration_routes import configuration_routes
 from ortserve.frontends.http.documents import (
@@ -29,6 +31,7 @@ from ortserve.frontends.http.repository_routes import repository_routes
 from ortserve.frontends.http.settings_routes import settings_routes
 from ortserve.frontends.http.shared_memory_routes import shared_memory_routes
 from ortserve.frontends.http.statistics_routes import statistics_routes
+from ortserve.service.access import Group
 from ortserve.service.management import Management
 from ortserve.service.models import ModelService
 from ortserve.service.shared_memory import SharedMemory
@@ -42,8 +45,12 @@ def make_control_app(
     title: str,
     version: str,
     max_body_bytes: int,
+    guarded: Container[Group | None] = (),
 ) -> FastAPI:
-    """The FastAPI application; its OpenAPI document also describes the infer routes, which are served beside it."""
+    """The FastAPI application; its OpenAPI document also describes the infer routes, which are served beside it.
+
+    ``guarded`` are the groups whose operations the document says to need a key; who asks for it is ``RestApp``.
+    """
     app = FastAPI(
         title=title,
         version=version,
@@ -66,14 +73,13 @@ def make_control_app(
         if app.openapi_schema is None:
             documented = APIRouter()
             documented.include_router(_documented_infer_routes(), responses=app.router.responses)
-            app.openapi_schema = _without_422(
-                get_openapi(
-                    title=app.title,
-                    version=app.version,
-                    description=app.description,
-                    routes=[*app.routes, *documented.routes],
-                )
+            document = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=[*app.routes, *documented.routes],
             )
+            app.openapi_schema = _with_keys(_without_422(document), guarded)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
@@ -87,6 +93,18 @@ def _without_422(document: dict[str, Any]) -> dict[str, Any]:
             operation["responses"].pop("422", None)
     for schema in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(schema, None)
+    return document
+
+
+def _with_keys(document: dict[str, Any], guarded: Container[Group | None]) -> dict[str, Any]:
+    """Say which operations need a key."""
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            group = http_group(method.upper(), path)
+            if group in guarded:
+                operation["security"] = [{group: []}]
+                schemes = document["components"].setdefault("securitySchemes", {})
+                schemes[group] = {"type": "http", "scheme": "bearer", "description": f"A key of the group {group}."}
     return document
 
 

@@ -17,11 +17,12 @@ from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import decode_rest_request, encode_rest_response
 from ortserve.core.batch import Arrays
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.announcement import read_announcement
+from ortserve.frontends.http.announcement import authorizations, read_announcement
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import CorkedTransport
 from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
+from ortserve.service.access import Guard, RefusedKeyError
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, InferenceService, Pending
 from ortserve.telemetry.tracing import Trace, Tracing
@@ -42,9 +43,12 @@ class Lane:
         max_body_bytes: int,
         compression_min_bytes: int,
         clock: Clock,
+        guard: Guard | None = None,
         tracing: Tracing | None = None,
     ) -> None:
+        """``guard`` asks callers for their key; None lets everybody in."""
         self.service: Final = service
+        self.guard: Final = guard
         self.max_body_bytes: Final = max_body_bytes
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
@@ -86,6 +90,7 @@ class Exchange:
         "_call",
         "_connection",
         "_expects_continue",
+        "_held",
         "_hold",
         "_inflating",
         "_is_started",
@@ -122,6 +127,7 @@ class Exchange:
         self._expects_continue = expects_continue
         self._parts: list[bytes] = []
         self._size = 0
+        self._held = 0
         self._call: Call | None = None
         self._pending: Pending | None = None
         self._hold: Hold | None = None
@@ -138,10 +144,13 @@ class Exchange:
         if lane.tracing is not None:
             self._trace = begin_http_trace(lane.tracing, infer_operation(version), headers)
         try:
+            if lane.guard is not None:
+                lane.guard.check(authorizations(headers))
             self._announced = read_announcement(headers)
             if self._announced.body_size > lane.max_body_bytes:
                 raise body_too_large(self._announced.body_size, lane.max_body_bytes)
-            self._hold = lane.service.hold(self._announced.body_size)
+            self._held = self._announced.body_size
+            self._hold = lane.service.hold(self._held)
         except ServeError as error:
             self._refusal = error
 
@@ -168,17 +177,31 @@ class Exchange:
         try:
             if size > lane.max_body_bytes:
                 raise body_too_large(size, lane.max_body_bytes)
-            if size > self._announced.body_size:  # a chunked body announces none
+            if size > self._held:
                 assert self._hold is not None
-                self._hold.grow(len(data))
+                self._hold.grow(size - self._held)
+                self._held = size
         except ServeError as error:
-            self._refusal = error
-            self._parts.clear()
-            if self._is_started:
-                self._refuse(error)
+            self.refuse_body(error)
             return
         self._size = size
         self._parts.append(data)
+
+    def on_part(self) -> None:
+        """The rest of the body is yet to come: hold what is there. Who announced it could keep others out by that."""
+        if self._refusal is None and self._held > self._size:
+            assert self._hold is not None
+            self._hold.shrink(self._held - self._size)
+            self._held = self._size
+
+    def refuse_body(self, error: ServeError) -> None:
+        """Answer with an error, in its turn, and keep nothing of the body."""
+        if self._refusal is not None:
+            return
+        self._refusal = error
+        self._parts.clear()
+        if self._is_started:
+            self._refuse(error)
 
     def on_end(self) -> None:
         """The body is whole."""
@@ -310,7 +333,8 @@ class Exchange:
     def _refuse(self, error: ServeError) -> None:
         """Answer before the whole body came. The connection is of no more use and closes when the rest came."""
         connection = self._connection
-        connection.lane.service.count_refused_body("http", error.kind, self._received_ns, self._trace)
+        if not isinstance(error, RefusedKeyError):  # whose guard has counted it
+            connection.lane.service.count_refused_body("http", error.kind, self._received_ns, self._trace)
         if self._hold is not None:
             self._hold.release()
         self.keep_alive = False

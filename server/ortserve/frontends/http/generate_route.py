@@ -128,7 +128,7 @@ class GenerateRoute:
             raise
         with hold:
             try:
-                body = await read_body(request.receive, hold, announced.body_size, max_bytes=self._max_body_bytes)
+                body = await read_body(request.receive, hold, max_bytes=self._max_body_bytes)
             except ServeError as error:
                 inference.count_refused_body("http", error.kind, received_ns, trace)
                 raise

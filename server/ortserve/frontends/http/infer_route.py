@@ -72,14 +72,14 @@ class InferRoute:
             hold = self._service.hold(announced.body_size)
         except ServeError as error:
             self._service.count_refused_body("http", error.kind, received_ns, trace)
-            await _refuse_body(receive, send, error)
+            await refuse_body(receive, send, error)
             return
         with hold:
             try:
-                body = await read_body(receive, hold, announced.body_size, max_bytes=self._max_body_bytes)
+                body = await read_body(receive, hold, max_bytes=self._max_body_bytes)
             except ServeError as error:
                 self._service.count_refused_body("http", error.kind, received_ns, trace)
-                await _refuse_body(receive, send, error)
+                await refuse_body(receive, send, error)
                 return
             if body is not None:  # else the caller left, and there is nobody to answer
                 connection = connection_of(scope)
@@ -128,7 +128,7 @@ class InferRoute:
         return await asyncio.to_thread(compressed, answer, accepted)
 
 
-async def _refuse_body(receive: Receive, send: Send, error: ServeError) -> None:
+async def refuse_body(receive: Receive, send: Send, error: ServeError) -> None:
     """Answer before the whole body came, then close the connection, which is of no more use."""
     status, body, headers = failure(error)
     length = (b"content-length", b"%d" % len(body))

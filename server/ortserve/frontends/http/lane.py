@@ -6,6 +6,7 @@ cycle; an ``Exchange`` stands in for it on ``POST /v2/models/…/infer``. All ot
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -15,9 +16,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.exchange import Exchange, Lane
 from ortserve.frontends.http.infer_route import match_infer_path
+from ortserve.frontends.http.limits import HttpLimits, Stage
 
 UVICORN: Final = "0.54.0"
 """The version whose protocol class the lane is made for, attribute by attribute."""
@@ -43,19 +46,25 @@ class LaneConnection(Connection):
         _loop: asyncio.AbstractEventLoop | None,
         *,
         max_age_s: float | None,
+        limits: HttpLimits,
+        on_refusal: Callable[[ErrorKind], None],
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop, max_age_s=max_age_s)
+        super().__init__(
+            config, server_state, app_state, _loop, max_age_s=max_age_s, limits=limits, on_refusal=on_refusal
+        )
         self.lane: Final = lane
         self.exchange: Exchange | None = None
         """The one whose turn it is; those behind it wait in ``pipeline``."""
 
     def on_message_begin(self) -> None:
         # What uvicorn's does, without the scope that only ASGI needs.
+        self.stage = Stage.HEADERS
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
 
     def on_headers_complete(self) -> None:
+        self.check_headers()
         parser = self.parser
         target = _target(self.url) if parser.get_method() == b"POST" and not parser.should_upgrade() else None
         if target is None:
@@ -74,6 +83,7 @@ class LaneConnection(Connection):
     def on_body(self, body: bytes) -> None:
         exchange: object = self.cycle
         if type(exchange) is Exchange:
+            self._body_bytes += len(body)
             exchange.on_body(body)
         else:
             super().on_body(body)
@@ -81,15 +91,29 @@ class LaneConnection(Connection):
     def on_message_complete(self) -> None:
         exchange: object = self.cycle
         if type(exchange) is Exchange:
+            self.stage = Stage.REQUEST
             exchange.on_end()
         else:
             super().on_message_complete()
+
+    def on_unfinished(self) -> None:
+        super().on_unfinished()
+        exchange: object = self.cycle
+        if type(exchange) is Exchange and self.stage is Stage.BODY:
+            exchange.on_part()
 
     def send_400_response(self, msg: str) -> None:
         exchange: object = self.cycle
         if type(exchange) is Exchange and exchange.more_body:
             exchange.abandon()
         super().send_400_response(msg)
+
+    def end_slow_body(self, error: ServeError) -> None:
+        exchange: object = self.cycle
+        if type(exchange) is Exchange:
+            exchange.refuse_body(error)
+        else:
+            super().end_slow_body(error)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -124,7 +148,7 @@ class LaneConnection(Connection):
         super().on_message_begin()
         self.url, self.headers, self.expect_100_continue = url, headers, expects_continue
         self.scope["headers"] = headers
-        super().on_headers_complete()
+        super().on_headers_complete()  # which checks them once more; control requests are few
 
 
 def _target(url: bytes) -> tuple[str, str] | None:

@@ -3,19 +3,23 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.answers import Answer
+from ortserve.frontends.access import http_group
+from ortserve.frontends.http.announcement import authorizations
+from ortserve.frontends.http.answers import Answer, failure
 from ortserve.frontends.http.connection import Connection, connection_of
 from ortserve.frontends.http.exchange import Lane
-from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, send_answer
+from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, refuse_body, send_answer
 from ortserve.frontends.http.lane import LaneConnection
+from ortserve.frontends.http.limits import HttpLimits
 from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.service.access import Group, Guard
 
 _WRONG_METHOD = Answer(
     405, b'{"error":"Method Not Allowed"}', ((b"content-type", b"application/json"), (b"allow", b"POST"))
@@ -25,7 +29,9 @@ _WRONG_METHOD = Answer(
 class RestApp:
     """The ASGI application: infer requests go straight to their route, all others to FastAPI."""
 
-    def __init__(self, infer: InferRoute, control: ASGIApp) -> None:
+    def __init__(self, infer: InferRoute, control: ASGIApp, guards: Mapping[Group, Guard]) -> None:
+        """``guards`` ask callers of their groups for keys."""
+        self._guards = guards
         self._infer = infer
         self._control = control
         self.is_draining = False
@@ -34,16 +40,29 @@ class RestApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = self._closing(connection_of(scope), send)
         target = match_infer_path(scope["raw_path"].decode("latin-1"))
-        if target is not None:
-            if scope["method"] == "POST":
-                await self._infer(scope, receive, send, *target)
-            else:
-                await send_answer(send, _WRONG_METHOD)
-            return
         path = scope["path"]
-        if path.endswith("/") and len(path) > 1:
+        if target is None and path.endswith("/") and len(path) > 1:
             scope["path"] = path.rstrip("/")
-        await self._control(scope, receive, send)
+        if self._guards and (error := self._refusal(scope, is_infer=target is not None)) is not None:
+            await _refuse(scope, receive, send, error)
+        elif target is None:
+            await self._control(scope, receive, send)
+        elif scope["method"] == "POST":
+            await self._infer(scope, receive, send, *target)
+        else:
+            await send_answer(send, _WRONG_METHOD)
+
+    def _refusal(self, scope: Scope, *, is_infer: bool) -> ServeError | None:
+        """Why the caller may not come in, decided by the path that the request is routed by."""
+        group = Group.INFER if is_infer else http_group(scope["method"], scope["path"])
+        guard = None if group is None else self._guards.get(group)
+        if guard is None:
+            return None
+        try:
+            guard.check(authorizations(scope["headers"]))
+        except ServeError as error:
+            return error
+        return None
 
     def _closing(self, connection: Connection, send: Send) -> Send:
         """Send answers so that the last one of a connection says that it is."""
@@ -57,6 +76,14 @@ class RestApp:
         return send_closing
 
 
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: ServeError) -> None:
+    """Answer without a look at the body, of which nothing is kept."""
+    if any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
+        await refuse_body(receive, send, error)
+    else:
+        await send_answer(send, failure(error))
+
+
 class HttpServer:
     """Listens from ``start`` to ``stop``."""
 
@@ -67,19 +94,22 @@ class HttpServer:
         *,
         host: str,
         port: int,
-        idle_timeout_s: float,
+        limits: HttpLimits,
         max_connection_age_s: float | None,
+        on_refusal: Callable[[ErrorKind], None],
         tls: TlsEntrance | None = None,
     ) -> None:
         """Open nothing yet.
 
-        ``lane`` answers infer requests in the place of ``app``; None leaves them to it. ``tls`` None for plain text.
+        ``lane`` answers infer requests in the place of ``app``; None leaves them to it. ``on_refusal`` is told of what
+        is refused before it is a request. ``tls`` None for plain text.
         """
         self._app = app
         self._lane = lane
         self._host = host
         self._port = port
-        self._idle_timeout_s = idle_timeout_s
+        self._limits = limits
+        self._on_refusal = on_refusal
         self._max_connection_age_s = max_connection_age_s
         self._tls = tls
         self._server: _Server | None = None
@@ -96,7 +126,9 @@ class HttpServer:
         """
         listener = _listen(self._host, self._port)
         connection = partial(LaneConnection, self._lane) if self._lane else Connection
-        connect = partial(connection, max_age_s=self._max_connection_age_s)
+        connect = partial(
+            connection, max_age_s=self._max_connection_age_s, limits=self._limits, on_refusal=self._on_refusal
+        )
         config = uvicorn.Config(
             self._app,
             http=self._tls.before(connect) if self._tls else connect,  # type: ignore[arg-type]  # called as a class is
@@ -106,7 +138,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,  # nobody here asks who the caller is
-            timeout_keep_alive=self._idle_timeout_s,  # type: ignore[arg-type]  # declared int, used as seconds
+            timeout_keep_alive=self._limits.idle_timeout_s,  # type: ignore[arg-type]  # declared int, used as seconds
         )
         self._server = _Server(config, self._tls)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")

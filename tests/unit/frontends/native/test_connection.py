@@ -6,9 +6,24 @@ import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from native_wire import BOOM, ECHO, FAIL, HEADERS, HOLD, SLOW, STREAM, Answer, Client, Wire, framed, on_wire
+from native_wire import (
+    BOOM,
+    ECHO,
+    FAIL,
+    HEADERS,
+    HOLD,
+    SLOW,
+    STREAM,
+    Answer,
+    Client,
+    FakeTransport,
+    Wire,
+    framed,
+    on_wire,
+)
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.compression import deflate
+from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
 
 OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 1, 4, 8, 12, 13
@@ -501,9 +516,59 @@ def test_stalled_message_ends_its_call_and_gives_its_room_back() -> None:
         await asyncio.sleep(62)
         await client.exchange()
         assert client.answers[stalled].status == CANCELLED
-        assert b"nothing came of a message for 60 s" in client.answers[stalled].text
+        assert b"less than 4096 bytes a second came of a message for 60 s" in client.answers[stalled].text
         assert wire.gate.held_bytes == 0
         assert not client.answers[waiting].is_ended
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("part_bytes", [50, 200])
+def test_message_that_trickles_is_waited_for_as_long_as_it_comes_at_the_rate(part_bytes: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(ECHO)
+        message = framed(bytes(2000))
+        for begin in range(0, 2000, part_bytes):
+            if not client.answers[stream].is_ended:
+                client.send(stream, message[begin : begin + part_bytes])
+            await client.exchange()
+            await asyncio.sleep(1)
+        if part_bytes < 100:
+            assert client.answers[stream].status == CANCELLED
+            assert wire.gate.held_bytes == 0
+        else:
+            client.send(stream, message[2000:], is_end=True)
+            await client.exchange()
+            assert client.answers[stream].messages == [bytes(2000)]
+
+    on_wire(test, limits=Limits(message_timeout_s=4, min_message_bytes_per_s=100))
+
+
+def test_message_that_came_fast_at_first_has_no_credit_for_later() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(ECHO)
+        client.send(stream, framed(bytes(20_000))[:10_000])
+        await client.exchange()
+        await asyncio.sleep(10)
+        await client.exchange()
+        assert client.answers[stream].status == CANCELLED
+
+    on_wire(test, limits=Limits(message_timeout_s=4, min_message_bytes_per_s=100))
+
+
+def test_connection_beyond_the_limit_is_closed_without_settings() -> None:
+    """Clients who got SETTINGS would come again at once."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        other = Connection(wire.work, Limits(max_connections=1), wire.connections, wire.clock, None)
+        transport = FakeTransport(asyncio.get_running_loop(), other)
+        other.connection_made(transport)
+        assert transport.take() == b""
+        await wire.turn()
+        assert transport.is_lost
+        assert other.closed.done()
+        assert wire.connections == {wire.connection}
+        assert (await client.call(ECHO, b"x")).messages == [b"x"]
 
     on_wire(test)
 

@@ -22,6 +22,9 @@ def test_every_option_of_connections_has_its_limit() -> None:
         grpc_http2_max_pings_without_data=7,
         grpc_http2_min_recv_ping_interval_without_data_s=8,
         grpc_http2_max_ping_strikes=9,
+        grpc_max_connections=11,
+        grpc_message_timeout_s=12,
+        grpc_min_message_bytes_per_s=13,
     )
     expected = Limits(
         max_streams=1,
@@ -35,6 +38,9 @@ def test_every_option_of_connections_has_its_limit() -> None:
         max_useless_pings=7,
         min_ping_interval_s=8,
         max_ping_strikes=9,
+        max_connections=11,
+        message_timeout_s=12,
+        min_message_bytes_per_s=13,
     )
     assert connection_limits(options, max_message_bytes=10) == expected
 

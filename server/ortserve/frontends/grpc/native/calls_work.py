@@ -8,11 +8,12 @@ from typing import Any, Final
 import grpc
 
 from ortserve.errors import ServeError
-from ortserve.frontends.grpc.calls import Handler, QuickCall, status_of
+from ortserve.frontends.grpc.calls import Handler, QuickCall, check, status_of
 from ortserve.frontends.grpc.native.context import NativeContext, compressed
 from ortserve.frontends.grpc.native.header_blocks import literal
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
 
 logger: Final = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class CallsWork:
         *,
         max_message_bytes: int,
         encoding: bytes = b"",
+        guards: Mapping[str, Guard] | None = None,
     ) -> None:
         """Take what answers.
 
@@ -38,7 +40,9 @@ class CallsWork:
             hold: Lets so many bytes of a request in. Raises ServeError: overloaded.
             max_message_bytes: Of a message, without compression.
             encoding: How answers are compressed to callers who understand it; empty for not at all.
+            guards: By path, what asks callers for their keys.
         """
+        self._guards = guards or None
         self._find = find
         self._quick = quick
         self._hold = hold
@@ -51,6 +55,11 @@ class CallsWork:
         return self._hold(0)
 
     def begin(self, stream: Stream, sending: Sending) -> None:
+        if self._guards is not None:
+            guard = self._guards.get(stream.head.path)
+            if guard is not None and (error := check(guard, stream.head.metadata)) is not None:
+                sending.end(stream, *status_of(error))
+                return
         if self._encoding and self._encoding in stream.head.accepts:
             stream.encoding = self._encoding
         if stream.head.path not in self._quick:

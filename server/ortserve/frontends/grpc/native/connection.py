@@ -53,6 +53,11 @@ class Connection(asyncio.Protocol):
         self._sending = Sending(self._loop, self._clock, self._transport, self._on_over)
         self._receiving = Receiving(self._work, self._limits, self._loop, self._sending, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving)
+        if len(self._connections) >= self._limits.max_connections:
+            # Without a word, as grpc does it: to clients who got SETTINGS the connection was a good one, so that they
+            # open the next one at once, over and over; others back off.
+            self._transport.abort()
+            return
         self._connections.add(self)
         ours = {
             frames.MAX_CONCURRENT_STREAMS: self._limits.max_streams,

@@ -12,7 +12,7 @@ FRAME_S: Final = 20.0
 """For a frame other than DATA, at most 16 KiB, or a header block: 13 kbit/s will do."""
 
 STALL_S: Final = 60.0
-"""For which a message may stand still, and a closed connection may keep what it still has to send."""
+"""For which a closed connection may keep what it still has to send."""
 
 
 class Due(Enum):

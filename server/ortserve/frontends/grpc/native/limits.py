@@ -1,4 +1,4 @@
-"""What one connection may have, and for how long."""
+"""What one connection may have, and for how long; and how many there may be."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -14,8 +14,11 @@ class Limits:
     """Of each connection. Times are seconds, None for no bound.
 
     Attributes:
+        max_connections: Of the port.
         max_streams: Calls at one time.
         max_message_bytes: Of a message, also without its compression.
+        message_timeout_s: A message that has begun is whole in so long, or comes at the rate below in each such time.
+        min_message_bytes_per_s: That rate.
         keepalive_s: Silence after which the peer is asked whether it is there.
         keepalive_timeout_s: For its answer.
         pings_without_calls: Whether either side may ask while there are no calls.
@@ -27,8 +30,11 @@ class Limits:
         max_age_grace_s: For the calls of a connection that is too old.
     """
 
+    max_connections: int = 4096
     max_streams: int = _MAX_STREAMS
     max_message_bytes: int = 2**31 - 1
+    message_timeout_s: float = 60.0
+    min_message_bytes_per_s: int = 4096
     keepalive_s: float = 7200.0
     keepalive_timeout_s: float = 20.0
     pings_without_calls: bool = False
@@ -42,15 +48,25 @@ class Limits:
     @property
     def tick_s(self) -> float:
         """How often to look at the clock, so that each bound is kept within a quarter of it."""
-        bounds = (self.keepalive_s, self.keepalive_timeout_s, self.max_idle_s, self.max_age_s, self.max_age_grace_s)
+        bounds = (
+            self.message_timeout_s,
+            self.keepalive_s,
+            self.keepalive_timeout_s,
+            self.max_idle_s,
+            self.max_age_s,
+            self.max_age_grace_s,
+        )
         return max(0.01, min(1.0, *(bound / 4 for bound in bounds if bound is not None)))
 
 
 def connection_limits(options: GrpcOptions, *, max_message_bytes: int) -> Limits:
     """The limits that the options ask for."""
     return Limits(
+        max_connections=options.grpc_max_connections,
         max_streams=options.grpc_max_connection_calls or _MAX_STREAMS,
         max_message_bytes=max_message_bytes,
+        message_timeout_s=options.grpc_message_timeout_s,
+        min_message_bytes_per_s=options.grpc_min_message_bytes_per_s,
         keepalive_s=options.grpc_keepalive_time_s,
         keepalive_timeout_s=options.grpc_keepalive_timeout_s,
         pings_without_calls=options.grpc_keepalive_permit_without_calls,

@@ -10,13 +10,13 @@ from typing import Final, Protocol
 
 import grpc
 
-from ortserve.errors import ServeError
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.deadlines import Deadlines
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import HeaderReader
-from ortserve.frontends.grpc.native.lifetime import STALL_S, Lifetime
+from ortserve.frontends.grpc.native.lifetime import Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
 from ortserve.frontends.grpc.native.patience import Patience
@@ -155,7 +155,8 @@ class Receiving:
         hold = stream.hold
         if hold is None:
             hold = stream.hold = self._work.open_hold()
-        stream.came_ns = self._life.heard_ns
+        if announced > 0:
+            stream.since_ns, stream.since_bytes = self._life.heard_ns, 0
         kept = stream.kept_bytes
         if stream.takes_messages and stream.reader.length <= STREAM_WINDOW:
             hold.count(kept)
@@ -351,11 +352,24 @@ class Receiving:
 
     def end_stalled(self, now_ns: int) -> None:
         """End calls whose message has begun and does not come on; what came of it takes room from others."""
-        before_ns = now_ns - int(STALL_S * 1e9)
+        limits = self._limits
         for stream in list(self.streams.values()):
-            if stream.came_ns < before_ns and stream.waits_for_caller:
-                text = f"nothing came of a message for {STALL_S:g} s"
-                self._sending.end(stream, grpc.StatusCode.CANCELLED, text, is_prompt=True)
+            if not stream.waits_for_caller:
+                continue
+            kept = stream.reader.kept_bytes
+            waited_s = (now_ns - stream.since_ns) / 1e9
+            if stream.messages:  # whole ones wait for their reader, and its caller perhaps for room
+                stream.since_ns, stream.since_bytes = now_ns, kept
+            elif waited_s < limits.message_timeout_s:
+                continue
+            elif kept - stream.since_bytes < waited_s * limits.min_message_bytes_per_s:
+                text = (
+                    f"grpc_message_timeout_s: less than {limits.min_message_bytes_per_s} bytes a second came of a "
+                    f"message for {limits.message_timeout_s:g} s"
+                )
+                self._sending.end(stream, *status_of(ServeError(ErrorKind.TOO_SLOW, text)), is_prompt=True)
+            else:
+                stream.since_ns, stream.since_bytes = now_ns, kept
 
     def _on_late(self, stream: Stream) -> None:
         self._sending.end(stream, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", is_prompt=True)

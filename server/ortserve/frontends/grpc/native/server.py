@@ -13,6 +13,7 @@ from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
 
 _BACKLOG: Final = 4096
@@ -34,12 +35,14 @@ class NativeGrpcServer:
         port: int,
         clock: Clock,
         encoding: bytes = b"",
+        guards: Mapping[str, Guard] | None = None,
         tls: TlsEntrance | None = None,
     ) -> None:
-        """Open nothing yet; the calls and ``encoding`` as in ``CallsWork``, ``port`` 0 for any free one.
+        """Open nothing yet; calls, ``encoding`` and ``guards`` as in ``CallsWork``, ``port`` 0 for any free one.
 
         ``tls`` None for plain text.
         """
+        self._guards = guards
         self._find = find
         self._quick = quick
         self._streams = streams
@@ -70,6 +73,7 @@ class NativeGrpcServer:
             self._hold,
             max_message_bytes=self._limits.max_message_bytes,
             encoding=self._encoding,
+            guards=self._guards,
         )
 
         def connect() -> Connection:

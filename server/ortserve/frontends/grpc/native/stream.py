@@ -29,7 +29,8 @@ class Stream:
         messages: Whole ones that nobody took yet.
         window: What the caller may still send.
         hold: The room that is counted for what is kept of the request; None where nothing ever was.
-        came_ns: When something came of a message that is not whole yet.
+        since_ns: When the time began in which the message that is not whole must come on.
+        since_bytes: What was here of it then.
         is_half_closed: Whether the caller has sent all.
         takes_messages: Whether a handler reads one message after the other.
         reading: Done when there is something new to read; None where nobody waits.
@@ -46,7 +47,6 @@ class Stream:
 
     __slots__ = (
         "_waiting_bytes",
-        "came_ns",
         "cancel",
         "deadline_ns",
         "encoding",
@@ -60,6 +60,8 @@ class Stream:
         "reader",
         "reading",
         "send_window",
+        "since_bytes",
+        "since_ns",
         "takes_messages",
         "trailers",
         "unsent",
@@ -75,7 +77,8 @@ class Stream:
         self._waiting_bytes = 0
         self.window = ReceiveWindow(STREAM_WINDOW)
         self.hold: Hold | None = None
-        self.came_ns = 0
+        self.since_ns = 0
+        self.since_bytes = 0
         self.is_half_closed = False
         self.takes_messages = False
         self.reading: asyncio.Future[None] | None = None

@@ -1,0 +1,90 @@
+"""Asks whether versions that are pinned in ``constraints.txt`` have known vulnerabilities: ``make audit``.
+
+pip-audit asks a service on the network. Where none answers, or none knows the packages, nothing was audited: that is
+said, and is no failure, for a build must not depend on it. A vulnerability that was found is one.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+SERVICES: Final = ("osv", "pypi")
+"""pip-audit's names of those that are asked, one after the other, until one knows something."""
+_TIMEOUT_S: Final = 300
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a service said.
+
+    Attributes:
+        audited: How many versions it knows.
+        unknown: Names of packages that it does not know, or would not tell of.
+        found: A line for each vulnerability.
+    """
+
+    audited: int = 0
+    unknown: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()
+
+
+def read_report(report: str) -> Audit:
+    """Read pip-audit's JSON; what is none says nothing of any version."""
+    try:
+        dependencies = json.loads(report)["dependencies"]
+    except (ValueError, KeyError, TypeError):
+        return Audit()
+    known = [one for one in dependencies if "vulns" in one]
+    found = [
+        f"{one['name']} {one['version']}: {vulnerability['id']}, {_remedy(vulnerability['fix_versions'])}"
+        for one in known
+        for vulnerability in one["vulns"]
+    ]
+    return Audit(len(known), tuple(one["name"] for one in dependencies if "vulns" not in one), tuple(found))
+
+
+def _remedy(fixed_in: Sequence[str]) -> str:
+    return f"fixed in {', '.join(fixed_in)}" if fixed_in else "not fixed yet"
+
+
+def conclude(audit: Audit) -> tuple[int, str]:
+    """The exit status, and what to tell."""
+    if not audit.audited:
+        return 0, "audit: nothing was audited: no service that knows these packages can be reached here"
+    unknown = f"; unknown to it: {', '.join(audit.unknown)}" if audit.unknown else ""
+    told = f"audit: {audit.audited} versions, {len(audit.found)} known vulnerabilities{unknown}"
+    return int(bool(audit.found)), "\n".join([told, *(f"  {line}" for line in audit.found)])
+
+
+def ask(service: str, requirements: Path, *more: str) -> Audit:
+    """Have pip-audit ask a service about the versions in a file, which it does not install."""
+    asked = ["--vulnerability-service", service, "--requirement", str(requirements), *more]
+    flags = ["--disable-pip", "--no-deps", "--format", "json", "--progress-spinner", "off"]
+    command = [sys.executable, "-m", "pip_audit", *asked, *flags]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Audit()
+    return read_report(done.stdout)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Audit ``constraints.txt``, or the file that is named."""
+    requirements = Path(arguments[0]) if arguments else ROOT / "constraints.txt"
+    audit = Audit()
+    for service in SERVICES:
+        audit = ask(service, requirements)
+        if audit.audited:
+            break
+    status, told = conclude(audit)
+    sys.stdout.write(f"{told}\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""A server is for its own machine unless told otherwise, and then says what it leaves open."""
+
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from servers import LONG_S, SHORT_WARMUP, serving
+
+
+def test_all_ports_are_on_the_loopback_address_and_what_changes_the_server_is_off() -> None:
+    with serving("--example", *SHORT_WARMUP) as server:
+        listening = [one.laddr for one in psutil.Process(server.pid).net_connections() if one.status == "LISTEN"]
+        assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}  # grpcio maps it
+        assert len(listening) == 3
+        load = httpx.post(f"http://{server.http}/v2/repository/models/simple/load", timeout=LONG_S)
+        region = {"key": "/x", "byte_size": 1}
+        url = f"http://{server.http}/v2/systemsharedmemory/region/x/register"
+        share = httpx.post(url, json=region, timeout=LONG_S)
+        assert (load.status_code, share.status_code) == (503, 501), (load.text, share.text)
+        assert "everybody" not in server.output
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_server_for_other_machines_says_in_one_line_what_is_open(tmp_path: Path, is_guarded: bool) -> None:
+    flags: list[str | Path] = ["--host", "0.0.0.0", "--model-control-mode", "explicit"]
+    (tmp_path / "keys").write_text("a-key-of-all-groups-0123456789")
+    if is_guarded:
+        for group in ("infer", "metadata", "control", "metrics"):
+            flags += [f"--{group}-keys-file", tmp_path / "keys"]
+    with serving("--example", *SHORT_WARMUP, *flags) as server:
+        told = [line for line in server.lines if "open to everybody" in line]
+        if is_guarded:
+            assert not told
+        else:
+            (line,) = told
+            assert " WARNING " in line
+            assert 'open="infer, metadata, control (log settings, loading models), metrics"' in line

@@ -1,0 +1,67 @@
+"""How many gRPC connections there may be, on both transports, and how large the metadata of a call."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+
+from fakes.service import FakeInferenceService, FakeModelService
+from grpc_frontends import LONG_S, Frontend, frontend
+from ortserve.frontends.grpc.calls import SERVICE_NAME
+
+LIVE = f"/{SERVICE_NAME}/ServerLive"
+
+
+@pytest.fixture
+async def front(grpc_transport: str) -> AsyncIterator[Frontend]:
+    """Takes three connections, of which one is the channel's here."""
+    async with frontend(FakeInferenceService(), FakeModelService(), grpc_transport, grpc_max_connections=3) as (
+        front,
+        channel,
+    ):
+        await ask(channel)
+        yield front
+
+
+async def ask(
+    channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...] = (), *, wait_for_ready: bool = False
+) -> bytes:
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(LIVE)
+    return await call(b"", timeout=LONG_S, metadata=metadata, wait_for_ready=wait_for_ready)
+
+
+def open_channel(front: Frontend) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(
+        front.address, options=(("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
+    )
+
+
+async def test_connection_beyond_the_limit_is_refused_until_a_place_is_free(front: Frontend) -> None:
+    async with AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(open_channel(front)) for _ in range(2)]
+        for channel in others:
+            await ask(channel)
+        async with open_channel(front) as beyond:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(beyond)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        for channel in others:
+            await ask(channel)
+        await others[0].close()
+        async with open_channel(front) as late:
+            await ask(late, wait_for_ready=True)  # the server may not have seen yet that the other is gone
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [(("large", "x" * 20_000),), tuple((f"key-{number}", "x") for number in range(600))],
+    ids=["large", "many"],
+)
+async def test_metadata_over_16_kib_is_refused(front: Frontend, metadata: tuple[tuple[str, str], ...]) -> None:
+    async with open_channel(front) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(channel, metadata)
+        assert caught.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+    async with open_channel(front) as channel:
+        await ask(channel)

@@ -1,0 +1,273 @@
+"""Callers who send too many headers, too slowly or on too many connections are told so, and nobody else notices."""
+
+import contextlib
+import itertools
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Final
+
+import httpx
+import numpy as np
+import pytest
+
+from models import builders
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    json_input,
+    read_metrics,
+    rest_url,
+    serving,
+    wait_for_sample,
+)
+
+MAX_HEADERS: Final = 20
+MAX_HEADER_BYTES: Final = 4096
+BODY: Final = json.dumps({"inputs": [json_input("x", np.ones((1, 4), np.float32))]}).encode()
+INFER: Final = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\n"
+GET: Final = b"GET /v2/models/identity HTTP/1.1\r\nHost: x\r\n"
+LOAD: Final = b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\n"
+GOOD: Final = INFER + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+    repository = tmp_path_factory.mktemp("http-limits")
+    add_model(repository, "identity", builders.identity)
+    add_model(repository, "wide", builders.identity, shape=("batch", 1_000_000))
+    limits = ("--http-max-headers", str(MAX_HEADERS), "--http-max-header-bytes", str(MAX_HEADER_BYTES))
+    times = ("--http-header-timeout-s", "0.4", "--http-body-timeout-s", "0.4", "--http-min-body-bytes-per-s", "1000000")
+    more = ("--idle-timeout-s", "1.2", "--http-send-timeout-s", "0.4")
+    with serving(repository, *SHORT_WARMUP, http_way, *limits, *times, *more) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def narrow_server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+    """Holds few bytes and takes few connections."""
+    repository = tmp_path_factory.mktemp("narrow")
+    add_model(repository, "identity", builders.identity)
+    with serving(
+        repository, *SHORT_WARMUP, http_way, "--max-inflight-bytes", "100000", "--http-max-connections", "3"
+    ) as server:
+        yield server
+
+
+@contextmanager
+def connected(server: ServerProcess) -> Iterator[socket.socket]:
+    host, port = server.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
+        yield connection
+
+
+def read_to_the_end(connection: socket.socket) -> bytes:
+    came = b""
+    try:
+        while data := connection.recv(65536):
+            came += data
+    except ConnectionError:
+        pass  # it was still being sent to
+    return came
+
+
+def answers_to(server: ServerProcess, request: bytes) -> list[bytes]:
+    with connected(server) as connection:
+        connection.sendall(request)
+        return read_to_the_end(connection).split(b"HTTP/1.1 ")[1:]
+
+
+def is_well(server: ServerProcess) -> bool:
+    return httpx.post(rest_url(server, "identity"), content=BODY, timeout=LONG_S).status_code == 200
+
+
+def rejected(server: ServerProcess, reason: str) -> float:
+    samples = read_metrics(server).by_labels("ortserve_rejected_requests_total", "model", "reason")
+    return samples.get(f" {reason}", 0)
+
+
+@pytest.mark.parametrize("begin", [INFER, GET, LOAD], ids=["infer", "get", "post"])
+@pytest.mark.parametrize(
+    ("headers", "told"),
+    [
+        (b"a: b\r\n" * MAX_HEADERS, "http_max_headers: expected at most 20 headers, got 22 or more"),
+        (
+            b"a: " + b"b" * MAX_HEADER_BYTES + b"\r\n",
+            "http_max_header_bytes: expected at most 4096 bytes of headers, got 4",
+        ),
+        (b"a" * MAX_HEADER_BYTES + b": b\r\n", "http_max_header_bytes: expected at most 4096 bytes"),
+    ],
+    ids=["many", "large", "long name"],
+)
+def test_headers_over_the_limits_are_refused_and_the_connection_ends(
+    server: ServerProcess, begin: bytes, headers: bytes, told: str
+) -> None:
+    before = rejected(server, "headers_too_large")
+    (answer,) = answers_to(server, begin + headers + b"Content-Length: 2\r\n\r\n{}")
+    assert answer.startswith(b"431 Request Header Fields Too Large\r\n")
+    assert b"\r\nconnection: close\r\n" in answer
+    assert told in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert rejected(server, "headers_too_large") == before + 1
+    assert is_well(server)
+
+
+def test_headers_at_the_limits_are_taken(server: ServerProcess) -> None:
+    more = b"a: b\r\n" * (MAX_HEADERS - 3) + b"Connection: close\r\n"
+    (answer,) = answers_to(server, INFER + more + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    assert answer.startswith(b"200 ")
+
+
+@pytest.mark.parametrize("begin", [INFER, GET], ids=["infer", "get"])
+def test_url_counts_as_headers_do(server: ServerProcess, begin: bytes) -> None:
+    long = begin.replace(b" HTTP", b"?" + b"x" * MAX_HEADER_BYTES + b" HTTP")
+    (answer,) = answers_to(server, long + b"Content-Length: 0\r\n\r\n")
+    assert answer.startswith(b"431 ")
+
+
+def test_refusal_waits_for_the_answers_before_it(server: ServerProcess) -> None:
+    answers = answers_to(server, GOOD + GOOD + INFER + b"a: b\r\n" * 50 + b"\r\n" + GOOD)
+    assert [answer[:3] for answer in answers] == [b"200", b"200", b"431"]
+
+
+def endless(begin: bytes, part: bytes) -> Callable[[ServerProcess], bytes]:
+    """Send ``part`` again and again behind ``begin`` until the server has enough; returns what it said."""
+
+    def send(server: ServerProcess) -> bytes:
+        with connected(server) as connection:
+            connection.sendall(begin)
+            sent = 0
+            try:
+                for _ in range(20_000):
+                    connection.sendall(part)
+                    sent += len(part)
+            except ConnectionError:
+                pass
+            assert sent < 19_999 * len(part), "the server takes it for ever"
+            return read_to_the_end(connection)
+
+    return send
+
+
+CHUNKED: Final = INFER + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        endless(INFER, b"a: b\r\n" * 100),
+        endless(GET + b"a: ", b"b" * 1000),
+        endless(INFER, b"b" * 1000),
+        endless(CHUNKED + b"0\r\n", b"a: b\r\n" * 100),
+        endless(CHUNKED + b"0\r\na: ", b"b" * 1000),
+        endless(CHUNKED + b"1;", b"b" * 1000),
+    ],
+    ids=["headers", "value", "name", "trailers", "value of a trailer", "chunk extension"],
+)
+def test_what_never_ends_beside_a_body_is_given_up(
+    server: ServerProcess, send: Callable[[ServerProcess], bytes]
+) -> None:
+    came = send(server)
+    assert came == b"" or came.startswith(b"HTTP/1.1 431 ")  # a reset may overtake the answer
+    assert is_well(server)
+
+
+def trickle(server: ServerProcess, begin: bytes, part: bytes) -> bytes:
+    """Send a part now and then until the server says something, or closes the connection."""
+    with connected(server) as connection:
+        connection.sendall(begin)
+        came: list[bytes] = []
+        reader = threading.Thread(target=lambda: came.append(connection.recv(65536)))
+        reader.start()
+        while reader.is_alive():
+            try:
+                connection.sendall(part)
+            except ConnectionError:
+                break
+            reader.join(0.05)
+        reader.join(LONG_S)
+        return came[0]
+
+
+GENERATE: Final = LOAD.replace(b"repository/index", b"models/identity/generate")
+TRICKLES: Final = {
+    "first byte": (b"P", b"", "http_header_timeout_s"),
+    "infer headers": (INFER + b"a", b"b", "http_header_timeout_s"),
+    "get headers": (GET + b"a", b"b", "http_header_timeout_s"),
+    "infer body": (INFER + b"Content-Length: 100000\r\n\r\n", b" ", "http_body_timeout_s"),
+    "infer chunks": (CHUNKED, b"1\r\n \r\n", "http_body_timeout_s"),
+    "control body": (LOAD + b"Content-Length: 100000\r\n\r\n", b" ", "http_body_timeout_s"),
+    "generate body": (GENERATE + b"Content-Length: 9000\r\n\r\n", b" ", "http_body_timeout_s"),
+    "no request": (b"", b"", ""),
+    "empty lines": (b"", b"\r\n", ""),
+}
+
+
+def test_callers_who_send_byte_by_byte_are_told_that_they_are_too_slow(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(len(TRICKLES)) as pool:
+        sending = {name: pool.submit(trickle, server, begin, part) for name, (begin, part, _) in TRICKLES.items()}
+        assert is_well(server)
+    for name, (_, _, told) in TRICKLES.items():
+        answer = sending[name].result()
+        if not told:
+            assert answer == b"", name
+        else:
+            assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n"), name
+            assert told in json.loads(answer.partition(b"\r\n\r\n")[2])["error"], name
+
+
+def test_announced_body_counts_only_as_far_as_it_came(narrow_server: ServerProcess) -> None:
+    """Else who announces much and sends little keeps all others out."""
+    with connected(narrow_server) as first, connected(narrow_server) as second:
+        for connection in (first, second):
+            connection.sendall(INFER + b"Content-Length: 90000\r\n\r\n" + b" " * 100)
+        for _ in itertools.takewhile(lambda _: not is_well(narrow_server), range(1000)):
+            pass  # until the server has seen that no more came
+        assert all(is_well(narrow_server) for _ in range(5))
+
+
+def test_caller_who_takes_nothing_of_its_answer_is_left(server: ServerProcess) -> None:
+    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1_000_000], "data": [0] * 1_000_000}]})
+    request = INFER.replace(b"identity", b"wide") + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
+    count = 4  # answers of 4 MB each, more than the system takes for them
+    fds = "process_open_fds"
+    before = read_metrics(server).value(fds)
+    with connected(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with contextlib.suppress(ConnectionError):  # the last of it may be on its way when the server leaves
+            connection.sendall(request * count)
+        wait_for_sample(server, fds, lambda now: now <= before)
+        assert read_to_the_end(connection).count(b"HTTP/1.1 200") < count
+    assert is_well(server)
+
+
+def test_connections_beyond_the_limit_are_answered_and_closed(narrow_server: ServerProcess) -> None:
+    for _ in itertools.takewhile(lambda _: not is_served(narrow_server), range(1000)):
+        pass  # until the server has seen that the connections of the other tests are gone
+    with connected(narrow_server) as first, connected(narrow_server) as second, connected(narrow_server) as third:
+        for connection in (first, second, third):
+            connection.sendall(GOOD)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        for request in (b"", GOOD):
+            with connected(narrow_server) as fourth:
+                fourth.sendall(request)
+                answer = fourth.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 429 ")
+                assert b"\r\nretry-after: 1\r\n" in answer
+                assert b"http_max_connections: 3 connections are open and no more may be" in answer
+        third.close()
+        for _ in itertools.takewhile(lambda _: not is_served(narrow_server), range(1000)):
+            pass  # until the server has seen that a place is free
+        assert is_served(narrow_server)
+    assert rejected(narrow_server, "overloaded") >= 2
+
+
+def is_served(server: ServerProcess) -> bool:
+    """Whether a place came free for a new connection."""
+    with connected(server) as connection:
+        connection.sendall(GOOD)
+        return connection.recv(12) == b"HTTP/1.1 200"

@@ -1,0 +1,86 @@
+"""The audit of dependencies: found vulnerabilities fail it, and silence is not taken for a clean bill."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from audit import ROOT, Audit, ask, conclude, read_report
+
+VULNERABLE = {"name": "a", "version": "1.0", "vulns": [{"id": "PYSEC-1", "fix_versions": ["1.1", "2.0"]}]}
+CLEAN = {"name": "b", "version": "2.0", "vulns": []}
+UNKNOWN = {"name": "c", "skip_reason": "not found"}
+
+
+@pytest.mark.parametrize(
+    ("dependencies", "status", "told"),
+    [
+        ([CLEAN], 0, "audit: 1 versions, 0 known vulnerabilities"),
+        ([CLEAN, UNKNOWN], 0, "audit: 1 versions, 0 known vulnerabilities; unknown to it: c"),
+        ([VULNERABLE, CLEAN], 1, "audit: 2 versions, 1 known vulnerabilities\n  a 1.0: PYSEC-1, fixed in 1.1, 2.0"),
+        ([UNKNOWN], 0, "audit: nothing was audited: no service that knows these packages can be reached here"),
+    ],
+)
+def test_report_is_concluded(dependencies: list[dict[str, Any]], status: int, told: str) -> None:
+    assert conclude(read_report(json.dumps({"dependencies": dependencies, "fixes": []}))) == (status, told)
+
+
+@pytest.mark.parametrize("report", ["", "Traceback", "[]", "{}", "null"])
+def test_what_is_no_report_says_nothing(report: str) -> None:
+    assert read_report(report) == Audit()
+
+
+class Service(BaseHTTPRequestHandler):
+    """Answers as the database of open source vulnerabilities does; it knows of one in ``bad``."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found: dict[str, Any] = {}
+        if asked["package"]["name"] == "bad":
+            ranges = [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "1.1"}]}]
+            affected = [{"package": {"name": "bad", "ecosystem": "PyPI"}, "ranges": ranges}]
+            found = {"vulns": [{"id": "PYSEC-2030-1", "summary": "bad", "affected": affected}]}
+        body = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/query"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_pip_audit_reports_what_a_service_knows(service: str, tmp_path: Path) -> None:
+    (tmp_path / "pins.txt").write_text("good==1.0\nbad==1.0\n")
+    assert conclude(ask("osv", tmp_path / "pins.txt", "--osv-url", service)) == (
+        1,
+        "audit: 2 versions, 1 known vulnerabilities\n  bad 1.0: PYSEC-2030-1, fixed in 1.1",
+    )
+
+
+def test_service_that_does_not_answer_is_told_from_one_that_knows_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pins.txt").write_text("good==1.0\n")
+    assert ask("osv", tmp_path / "pins.txt", "--osv-url", "http://127.0.0.1:9/v1/query") == Audit()
+
+
+def test_every_version_is_pinned_once() -> None:
+    """As pip-audit needs it to ask about them."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.\-]+==[\w.]+", line) for line in lines)
+    assert len(set(lines)) == len(lines)

@@ -1,0 +1,138 @@
+"""Every call belongs to a group, on both protocols to the same one, and no spelling of a path leads past its guard."""
+
+import re
+from typing import Any, Final
+
+import pytest
+from fastapi.routing import iter_route_contexts
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from ortserve.frontends.access import GRPC_GROUPS, http_group
+from ortserve.frontends.grpc.calls import answering
+from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.http.control import make_control_app
+from ortserve.frontends.http.generate_route import make_generate_router
+from ortserve.service.access import Group
+
+HEALTH: Final = ("/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready")
+CONTROL: Final = (
+    "/v2/repository/models/{model}/load",
+    "/v2/repository/models/{model}/unload",
+    "/v2/repository/{repository}/models/{model}/load",
+    "/v2/repository/{repository}/models/{model}/unload",
+    "/v2/logging",
+    "/v2/trace/setting",
+    "/v2/models/{model}/trace/setting",
+)
+GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_stream")
+
+
+def expected_group(template: str) -> Group | None:
+    """Of a route by its template, in the words of this test."""
+    plain = template.replace("/versions/{version}", "")
+    if plain in HEALTH:
+        return None
+    if plain in GENERATE:
+        return Group.INFER
+    if plain in CONTROL or "sharedmemory" in plain:
+        return Group.CONTROL
+    return Group.METADATA
+
+
+async def answer_nothing(_: Request) -> Response:
+    return Response()
+
+
+def all_routes() -> list[Route]:
+    """Those that FastAPI answers; nothing is asked of the services behind them here."""
+    nothing: Any = None
+
+    class Nothing:
+        def __getattr__(self, _: str) -> Any:
+            return None
+
+    app = make_control_app(nothing, Nothing(), nothing, title="t", version="1", max_body_bytes=1)  # type: ignore[arg-type]
+    app.include_router(make_generate_router(nothing, nothing, max_body_bytes=1, clock=lambda: 0))
+    known = iter_route_contexts(app.routes)
+    return [Route(route.path or "", answer_nothing, methods=list(route.methods or ())) for route in known]
+
+
+ROUTES: Final = all_routes()
+
+
+def test_every_route_is_in_the_group_that_its_path_says() -> None:
+    assert len(ROUTES) > 40
+    for route in ROUTES:
+        path = re.sub(r"\{version\}", "1", route.path)
+        path = re.sub(r"\{\w+\}", "x", path)
+        for method in route.methods or ():
+            assert http_group(method, path) is expected_group(route.path), (method, route.path)
+
+
+WORDS: Final = """
+v2 health live ready models m 1 versions infer generate generate_stream config stats batching repository index load
+unload logging trace setting systemsharedmemory cudasharedmemory region r register unregister status docs openapi.json
+redoc .. %2e%2e Load
+"""
+SEGMENTS: Final = st.sampled_from(["", " ", *WORDS.split()])
+
+
+@given(st.lists(SEGMENTS, max_size=8), st.sampled_from(["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS"]))
+def test_group_of_a_path_is_that_of_the_route_that_takes_it(segments: list[str], method: str) -> None:
+    path = "/" + "/".join(segments)
+    scope = {"type": "http", "path": path, "method": method, "root_path": "", "headers": []}
+    taken = next((route for route in ROUTES if route.matches(scope)[0] is Match.FULL), None)
+    if taken is not None:
+        assert http_group(method, path) is expected_group(taken.path)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_only_health_is_open(method: str) -> None:
+    assert http_group(method, "/") is not None
+    assert http_group(method, "/v2") is not None
+    assert http_group(method, "/v2/health") is not None
+    assert http_group(method, "/v2/health/live/x") is not None
+
+
+def test_same_question_is_in_the_same_group_on_both_protocols() -> None:
+    service = "/inference.GRPCInferenceService/"
+    same = {
+        "ModelInfer": ("POST", "/v2/models/m/infer"),
+        "ServerLive": ("GET", "/v2/health/live"),
+        "ServerReady": ("GET", "/v2/health/ready"),
+        "ModelReady": ("GET", "/v2/models/m/ready"),
+        "ServerMetadata": ("GET", "/v2"),
+        "ModelMetadata": ("GET", "/v2/models/m"),
+        "ModelConfig": ("GET", "/v2/models/m/config"),
+        "ModelStatistics": ("GET", "/v2/models/stats"),
+        "RepositoryIndex": ("POST", "/v2/repository/index"),
+        "RepositoryModelLoad": ("POST", "/v2/repository/models/m/load"),
+        "RepositoryModelUnload": ("POST", "/v2/repository/models/m/unload"),
+        "SystemSharedMemoryStatus": ("GET", "/v2/systemsharedmemory/status"),
+        "SystemSharedMemoryRegister": ("POST", "/v2/systemsharedmemory/region/r/register"),
+        "SystemSharedMemoryUnregister": ("POST", "/v2/systemsharedmemory/unregister"),
+        "CudaSharedMemoryStatus": ("GET", "/v2/cudasharedmemory/status"),
+        "CudaSharedMemoryRegister": ("POST", "/v2/cudasharedmemory/region/r/register"),
+        "CudaSharedMemoryUnregister": ("POST", "/v2/cudasharedmemory/unregister"),
+        "TraceSetting": ("POST", "/v2/trace/setting"),
+        "LogSettings": ("POST", "/v2/logging"),
+    }
+    for name, (method, path) in same.items():
+        assert GRPC_GROUPS[service + name] is http_group(method, path), name
+    alone = {"ModelStreamInfer"}
+    assert {path.removeprefix(service) for path in GRPC_GROUPS if path.startswith(service)} == same.keys() | alone
+
+
+def test_call_without_a_group_stops_the_start() -> None:
+    class Unheard:
+        service = "inference.GRPCInferenceService"
+
+        def handlers(self) -> Any:
+            return {"ModelForget": answering(lambda _: None)}  # type: ignore[arg-type,return-value]
+
+    with pytest.raises(ValueError, match="no group for /inference"):
+        Router([Unheard()])

@@ -1,0 +1,152 @@
+"""Files of keys: what is read of them, and that a bad one changes nothing."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.access import Access, Group, digest_of
+from ortserve.service.key_files import KeyFiles, read_keys
+
+FIRST, SECOND, THIRD = "first-key-0123456789", "second-key-0123456789", "third/key+0123456789=="
+
+
+def digests(*keys: str) -> frozenset[bytes]:
+    return frozenset(digest_of(key.encode()) for key in keys)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "infer"
+    file.write_text(FIRST + "\n")
+    return file
+
+
+def opened_with(files: KeyFiles) -> Access:
+    """What goes by the files."""
+    return Access(list(Group), files.keyring(), on_refusal=lambda *_: None)
+
+
+def put(file: Path, text: str) -> None:
+    """Replace a file in one step."""
+    new = file.with_name(".new")
+    new.write_text(text)
+    new.replace(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{FIRST}\n{THIRD}\n",
+        f"# of the old client\n{FIRST}\n\n  # of the new one\n  {THIRD}  \n",
+        f"{FIRST}\r\n{THIRD}",
+        f"{THIRD}\n{FIRST}\n{THIRD}\n",
+    ],
+)
+def test_keys_stand_one_a_line_beside_comments(file: Path, text: str) -> None:
+    file.write_text(text)
+    assert read_keys(file) == digests(FIRST, THIRD)
+
+
+def test_folder_is_read_file_by_file_as_kubernetes_mounts_it(tmp_path: Path) -> None:
+    version = tmp_path / "..2030_01_31"
+    version.mkdir()
+    (version / "client-a").write_text(FIRST)
+    (version / "client-b").write_text(f"{SECOND}\n{THIRD}\n")
+    (tmp_path / "..data").symlink_to(version.name)
+    for name in ("client-a", "client-b"):
+        (tmp_path / name).symlink_to(f"..data/{name}")
+    assert read_keys(tmp_path) == digests(FIRST, SECOND, THIRD)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "expected at least one key, got none"),
+        ("# all gone\n\n", "expected at least one key, got none"),
+        (f"{FIRST}\nshort\n", "line 2: expected a key of 16 to 512 letters, digits and -._~+/, got one of 5 bytes"),
+        ("a key with blanks in it", "line 1: expected a key of 16 to 512"),
+        ("x" * 513, "got one of 513 bytes"),
+        ("schlüssel-0123456789", "line 1: expected a key"),
+        ("\n".join(f"key-number-{number:06}" for number in range(65)), "expected at most 64 keys, got 65"),
+        ("#" * 70_000, "expected at most 65536 bytes, got more"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_without_its_content(file: Path, text: str, told: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ServeError) as caught:
+        read_keys(file)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert told in caught.value.message
+    assert not text.strip() or text not in caught.value.message
+
+
+def test_key_in_the_place_of_a_path_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match=r"^infer_keys_file: expected a file of keys.*: No such file") as caught:
+        KeyFiles({Group.INFER: tmp_path / FIRST})
+    assert FIRST not in caught.value.message
+
+
+def test_bad_file_in_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "good").write_text(FIRST)
+    (tmp_path / "worse").write_text("short")
+    with pytest.raises(ServeError, match=r"^control_keys_file: file 'worse', line 1: "):
+        KeyFiles({Group.CONTROL: tmp_path})
+
+
+def test_changed_file_counts_when_it_is_read_again(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    files = KeyFiles({Group.INFER: file})
+    access = opened_with(files)
+    files.read_again(access)
+    put(file, f"{FIRST}\n{SECOND}\n")
+    files.read_again(access)
+    assert access.keyring.groups_of(FIRST.encode()) == access.keyring.groups_of(SECOND.encode()) == {Group.INFER}
+    put(file, SECOND)
+    files.read_again(access)
+    assert not access.keyring.groups_of(FIRST.encode())
+    fields = [vars(record)["fields"] for record in caplog.records]
+    assert fields == [
+        {"group": Group.INFER, "keys": 2, "added": 1, "gone": 0},
+        {"group": Group.INFER, "keys": 1, "added": 0, "gone": 1},
+    ]
+
+
+@pytest.mark.parametrize("spoil", ["empty", "malformed", "gone", "unreadable"])
+def test_spoilt_file_leaves_the_old_keys_and_says_so_once(
+    file: Path, spoil: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    files = KeyFiles({Group.INFER: file})
+    access = opened_with(files)
+    if spoil == "gone":
+        file.unlink()
+    elif spoil == "unreadable":
+        file.unlink()
+        file.symlink_to(file.name)  # a circle
+    else:
+        put(file, "" if spoil == "empty" else "short")
+    for _ in range(3):
+        files.read_again(access)
+        assert access.keyring.groups_of(FIRST.encode()) == {Group.INFER}
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "new keys cannot be used, old ones still count")
+    ]
+    file.unlink(missing_ok=True)
+    file.write_text(FIRST)
+    files.read_again(access)
+    assert caplog.records[-1].getMessage() == "keys can be read again"
+
+
+def test_one_spoilt_file_does_not_hold_up_another(file: Path) -> None:
+    control = file.with_name("control")
+    control.write_text(SECOND)
+    files = KeyFiles({Group.INFER: file, Group.CONTROL: control})
+    access = opened_with(files)
+    put(file, "")
+    put(control, THIRD)
+    files.read_again(access)
+    keyring = access.keyring
+    assert keyring.groups_of(FIRST.encode()) == {Group.INFER}
+    assert keyring.groups_of(THIRD.encode()) == {Group.CONTROL}
