@@ -370,7 +370,10 @@ class Server:
         self._following_keys = asyncio.create_task(following, name="keys")
         ports = {"http": await self._http.start(), "grpc": await self._grpc.start(), "metrics": self._metrics.port}
         for protocol, port in ports.items():
-            way = {"lane": self._lane is not None} if protocol == "http" else {}
+            way: dict[str, object] = {"lane": self._lane is not None} if protocol == "http" else {}
+            if certificate is not None and (protocol != "metrics" or self._options.tls_metrics):
+                is_mutual = certificate.asks_clients and protocol != "metrics"
+                way = {"tls": "mutual" if is_mutual else "server"} | way
             log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **way)
         if is_open := open_to_everybody(
             host,

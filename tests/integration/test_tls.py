@@ -195,6 +195,12 @@ def read_metrics(mutual: Mutual) -> Samples:
     return Samples(answer.raise_for_status().text)
 
 
+def test_log_says_which_ports_speak_tls_and_to_whom(mutual: Mutual) -> None:
+    spoken = {"http": "tls=mutual", "grpc": "tls=mutual", "metrics": "tls=server"}
+    for protocol, told in spoken.items():
+        assert told in mutual.server.wait_for_line("listening", f"protocol={protocol} ")
+
+
 def test_metrics_tell_when_the_certificate_expires(mutual: Mutual) -> None:
     with mutual.connect("http", mutual.server.client or ssl.create_default_context()) as session:
         shown = session.getpeercert()

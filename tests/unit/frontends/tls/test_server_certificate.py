@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import trustme
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -134,6 +135,22 @@ async def test_renewed_authority_refuses_clients_of_the_old_one(tmp_path: Path) 
     with pytest.raises(ssl.SSLCertVerificationError):
         served.serial(client=of_old)
     assert served.serial(client=served.secret.client_context(has_certificate=True))
+
+
+def test_authority_that_is_no_root_is_enough_for_its_own_clients(tmp_path: Path) -> None:
+    """As with grpcio."""
+    root = trustme.CA()
+    between = root.create_child_ca()
+    served = Served(tmp_path / "secret")
+    (tmp_path / "between.pem").write_bytes(between.cert_pem.bytes())
+    files = TlsFiles(served.secret.cert, served.secret.key, tmp_path / "between.pem")
+    served.certificate = ServerCertificate(files, "1.2", served.counts)
+    own, of_root = served.secret.client_context(), served.secret.client_context()
+    between.issue_cert("client.example").configure_cert(own)
+    root.issue_cert("client.example").configure_cert(of_root)
+    assert served.serial(client=own)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        served.serial(client=of_root)
 
 
 async def test_metrics_port_asks_nobody_for_a_certificate(tmp_path: Path) -> None:
