@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from ortserve import __version__
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
+from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
@@ -40,8 +41,10 @@ from ortserve.frontends.http.generate_route import make_generate_router
 from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, lane_fits
 from ortserve.frontends.http.server import HttpServer, RestApp
+from ortserve.frontends.load_reports import LoadReports
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
+from ortserve.service.load import LoadMeter
 from ortserve.service.management import Management
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.repository import RepositoryService
@@ -114,7 +117,9 @@ def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
     return tracing
 
 
-def _lane(inference: InferenceService, options: ServerOptions, tracing: Tracing | None) -> Lane | None:
+def _lane(
+    inference: InferenceService, options: ServerOptions, tracing: Tracing | None, load_reports: LoadReports | None
+) -> Lane | None:
     if not options.http_lane:
         return None
     if not lane_fits():
@@ -128,6 +133,7 @@ def _lane(inference: InferenceService, options: ServerOptions, tracing: Tracing 
         compression_min_bytes=options.compression_min_bytes,
         clock=monotonic_ns,
         tracing=tracing,
+        load_reports=load_reports,
     )
 
 
@@ -159,6 +165,10 @@ class Server:
         self._options = options
         self._prometheus = prometheus
         self._tracing = _tracing(options, metrics)
+        self._load_reports: LoadReports | None = None
+        if options.load_reports != "never":
+            meter = LoadMeter(metrics, processors=cpu_budget(), clock=monotonic_ns)
+            self._load_reports = LoadReports(meter, is_always=options.load_reports == "always")
         runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
         self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
@@ -199,6 +209,7 @@ class Server:
                 max_body_bytes=options.max_body_bytes,
                 clock=monotonic_ns,
                 tracing=self._tracing,
+                load_reports=self._load_reports,
             )
         )
         rest = RestApp(
@@ -208,10 +219,11 @@ class Server:
                 compression_min_bytes=options.compression_min_bytes,
                 clock=monotonic_ns,
                 tracing=self._tracing,
+                load_reports=self._load_reports,
             ),
             control,
         )
-        self._lane = _lane(inference, options, self._tracing)
+        self._lane = _lane(inference, options, self._tracing, self._load_reports)
         self._http = HttpServer(
             rest,
             self._lane,
@@ -241,7 +253,7 @@ class Server:
             )
         return NativeGrpcServer(
             router.find,
-            {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, self._tracing).begin},
+            {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, self._tracing, self._load_reports).begin},
             streams,
             inference.hold,
             connection_limits(options, max_message_bytes=options.max_body_bytes),
@@ -255,13 +267,14 @@ class Server:
         """Everything that is answered over gRPC."""
         options = self._options
         calls: list[Calls] = [
-            InferCalls(inference, self._tracing),
+            InferCalls(inference, self._tracing, self._load_reports),
             InferStreamCalls(
                 inference,
                 streams,
                 max_requests=options.grpc_stream_requests,
                 max_bytes=options.grpc_stream_bytes,
                 tracing=self._tracing,
+                load_reports=self._load_reports,
             ),
             MetadataCalls(self._models),
             ConfigurationCalls(self._models),

@@ -171,20 +171,25 @@ class Batcher:
 
     def learned(self) -> Learned:
         """What was learned and decided so far. Only reads, so that a scrape may ask from its own thread."""
-        classes = self._queue.classes()
-        max_rows, rows_per_s = self._policy.max_rows, self._arrivals.per_s(self._clock())
+        max_rows = self._policy.max_rows
         return Learned(
             max_rows,
             self._queue.rows,
-            rows_per_s,
-            saturation(
-                rows_per_s,
-                batch_rows=max_rows,
-                batch_ns=classes[-1].batch_latency.predict_ns(max_rows) if classes else None,
-                parallel_batches=min(self._instances.count, self._share.parallel_runs),
-            ),
+            self._arrivals.per_s(self._clock()),
+            self.saturation(),
             self.decisions,
-            tuple(describe(shape_class, max_rows) for shape_class in reversed(classes)),
+            tuple(describe(shape_class, max_rows) for shape_class in reversed(self._queue.classes())),
+        )
+
+    def saturation(self) -> float | None:
+        """Offered rows by those that can be computed; None where nothing is known of that. From any thread."""
+        classes = self._queue.classes()
+        max_rows = self._policy.max_rows
+        return saturation(
+            self._arrivals.per_s(self._clock()),
+            batch_rows=max_rows,
+            batch_ns=classes[-1].batch_latency.predict_ns(max_rows) if classes else None,
+            parallel_batches=min(self._instances.count, self._share.parallel_runs),
         )
 
     def _admit(self, nbytes: int, rows: int, shape_class: ShapeClass, terms: Terms, now_ns: int) -> None:

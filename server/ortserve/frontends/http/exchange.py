@@ -21,6 +21,7 @@ from ortserve.frontends.http.announcement import read_announcement
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import CorkedTransport
+from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, InferenceService, Pending
@@ -43,12 +44,14 @@ class Lane:
         compression_min_bytes: int,
         clock: Clock,
         tracing: Tracing | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
         self.service: Final = service
         self.max_body_bytes: Final = max_body_bytes
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
         self.tracing: Final = tracing
+        self.load_reports: Final = load_reports
         self.is_draining = False
         """Whether answers ask their callers to open new connections, elsewhere."""
 
@@ -272,6 +275,10 @@ class Exchange:
             answer = success(self._connection.lane.service.finish(pending, encode_rest_response), self._call.timing)
         except ServeError as error:
             answer = failure(error)
+        else:
+            reports, asked = self._connection.lane.load_reports, self._announced.load_format
+            if reports is not None and (asked is not None or reports.is_always):
+                answer = answer.with_header(reports.header(asked))
         if self._connection.has_left:
             return
         accepted = self._announced.accepted
