@@ -15,7 +15,7 @@ from h2.settings import SettingCodes, Settings
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import Context, Handler, Metadata, read, streaming, unary, write
+from ortserve.frontends.grpc.calls import CallHead, Context, Handler, MetadataEntry, read, streaming, unary, write
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
@@ -176,8 +176,8 @@ class Wire:
         self,
         message: bytes,
         timeout_ns: int | None,
-        _metadata: Metadata,
-        on_answer: Callable[[bytes, bytes], None],
+        _head: CallHead,
+        on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
         _on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
         return self._later(message, timeout_ns, on_answer, asyncio.sleep(0))
@@ -186,8 +186,8 @@ class Wire:
         self,
         message: bytes,
         timeout_ns: int | None,
-        _metadata: Metadata,
-        on_answer: Callable[[bytes, bytes], None],
+        _head: CallHead,
+        on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
         _on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
         self._releases.append(self._loop.create_future())
@@ -197,7 +197,7 @@ class Wire:
         self,
         message: bytes,
         timeout_ns: int | None,
-        on_answer: Callable[[bytes, bytes], None],
+        on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
         waited_for: Awaitable[None],
     ) -> Callable[[], object]:
         self.timeouts_ns.append(timeout_ns)
@@ -209,7 +209,7 @@ class Wire:
             if done.cancelled():
                 self.cancelled += 1
             else:
-                on_answer(message, b"all;dur=1")
+                on_answer(message, b"all;dur=1", None)
 
         waiting.add_done_callback(finish)
         return waiting.cancel
@@ -218,8 +218,8 @@ class Wire:
         self,
         _message: bytes,
         _timeout_ns: int | None,
-        _metadata: Metadata,
-        _on_answer: Callable[[bytes, bytes], None],
+        _head: CallHead,
+        _on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
         on_failure: Callable[[ServeError], None],
     ) -> None:
         on_failure(ServeError(ErrorKind.INVALID_INPUT, "it is 100 % wrong: ü"))

@@ -257,4 +257,4 @@ def decisions(server: ServerProcess, model: str) -> dict[str, int]:
 
 def _clean_environment() -> dict[str, str]:
     """Ours, without what would change a server's options."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("ORTSERVE_", "ORT_"))}
+    return {name: value for name, value in os.environ.items() if not name.startswith(("ORTSERVE_", "ORT_", "OTEL_"))}

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from ortserve import __version__
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
+from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
@@ -46,11 +47,13 @@ from ortserve.frontends.http.infer_route import InferRoute
 from ortserve.frontends.http.lane import UVICORN, lane_fits
 from ortserve.frontends.http.limits import http_limits
 from ortserve.frontends.http.server import HttpServer, RestApp
+from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
+from ortserve.service.load import LoadMeter
 from ortserve.service.log_settings import LogSettings
 from ortserve.service.management import Management
 from ortserve.service.models import EXTENSIONS, ModelService
@@ -141,7 +144,11 @@ def _key_paths(options: ServerOptions) -> dict[Group, Path]:
 
 
 def _lane(
-    inference: InferenceService, options: ServerOptions, guard: Guard | None, tracing: Tracing | None
+    inference: InferenceService,
+    options: ServerOptions,
+    guard: Guard | None,
+    tracing: Tracing | None,
+    load_reports: LoadReports | None,
 ) -> Lane | None:
     if not options.http_lane:
         return None
@@ -157,6 +164,7 @@ def _lane(
         clock=monotonic_ns,
         guard=guard,
         tracing=tracing,
+        load_reports=load_reports,
     )
 
 
@@ -208,6 +216,10 @@ class Server:
         self._key_files = KeyFiles(_key_paths(options))
         self._access = Access(_key_paths(options), self._key_files.keyring(), on_refusal=metrics.unauthorized)
         self._following_keys: asyncio.Task[None] | None = None
+        self._load_reports: LoadReports | None = None
+        if options.load_reports != "never":
+            meter = LoadMeter(metrics, processors=cpu_budget(), clock=monotonic_ns)
+            self._load_reports = LoadReports(meter, is_always=options.load_reports == "always")
         runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
         self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
@@ -252,6 +264,7 @@ class Server:
                 max_body_bytes=options.max_body_bytes,
                 clock=monotonic_ns,
                 tracing=self._tracing,
+                load_reports=self._load_reports,
             )
         )
         rest = RestApp(
@@ -261,11 +274,12 @@ class Server:
                 compression_min_bytes=options.compression_min_bytes,
                 clock=monotonic_ns,
                 tracing=self._tracing,
+                load_reports=self._load_reports,
             ),
             control,
             self._access.guards,
         )
-        self._lane = _lane(inference, options, self._access.guards.get(Group.INFER), self._tracing)
+        self._lane = _lane(inference, options, self._access.guards.get(Group.INFER), self._tracing, self._load_reports)
         self._certificate = _certificate(options, metrics)
         self._renewing: asyncio.Task[None] | None = None
         self._http = HttpServer(
@@ -301,7 +315,7 @@ class Server:
             )
         return NativeGrpcServer(
             router.find,
-            {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, self._tracing).begin},
+            {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, self._tracing, self._load_reports).begin},
             streams,
             inference.hold,
             connection_limits(options, max_message_bytes=options.max_body_bytes),
@@ -327,13 +341,14 @@ class Server:
         """Everything that is answered over gRPC."""
         options = self._options
         calls: list[Calls] = [
-            InferCalls(inference, self._tracing),
+            InferCalls(inference, self._tracing, self._load_reports),
             InferStreamCalls(
                 inference,
                 streams,
                 max_requests=options.grpc_stream_requests,
                 max_bytes=options.grpc_stream_bytes,
                 tracing=self._tracing,
+                load_reports=self._load_reports,
             ),
             MetadataCalls(self._models),
             ConfigurationCalls(self._models),

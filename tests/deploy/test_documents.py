@@ -164,6 +164,17 @@ def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
     assert set(volume) == {"name", "image"}
 
 
+def test_traces_of_the_page_reach_the_collector_and_its_name(tmp_path: Path) -> None:
+    overlay = yaml.safe_load(blocks("yaml")[0])
+    traces = yaml.safe_load(blocks("yaml")[2])
+    overlay["configMapGenerator"][0]["literals"] += traces["configMapGenerator"][0]["literals"]
+    installed = rendered(own_overlay(tmp_path, overlay | {"patches": traces["patches"]}))
+    assert installed.environment["ORTSERVE_OTLP_ENDPOINT"] == "http://collector.observability:4318"
+    assert installed.environment["ORTSERVE_TRACE_SAMPLE_RATIO"] == "0.01"
+    ports = {port["port"] for rule in installed.one("NetworkPolicy")["spec"]["egress"] for port in rule["ports"]}
+    assert ports == {53, 4318}
+
+
 def test_timings_of_the_page_are_those_of_the_manifests() -> None:
     base = installation("base, by its files")
     told = README[README.index("A pod ends in this order") :]
@@ -175,24 +186,26 @@ def test_timings_of_the_page_are_those_of_the_manifests() -> None:
     assert base.environment["ORTSERVE_GRPC_MAX_CONNECTION_AGE_S"] == "300"  # "five minutes old"
 
 
-def test_round_robin_of_the_page_uses_every_address(tmp_path: Path) -> None:
-    """Its channel, with two servers' addresses in the place of the headless Service's name."""
-    (snippet,) = blocks("python")
+def test_channels_of_the_page_use_every_address() -> None:
+    """Round robin and the weighted one, with two servers' addresses in the place of the headless Service's name."""
+    snippets = blocks("python")
+    assert len(snippets) == 2
     with (
         serving("--example", *SHORT_WARMUP, "--server-name", "first") as first,
         serving("--example", *SHORT_WARMUP, "--server-name", "second") as second,
     ):
         names = f"ipv4:{first.grpc},{second.grpc}"
-        variables: dict[str, Any] = {}
-        exec(snippet.replace("dns:///ortserve-grpc.ortserve:8001", names), variables)
-        with variables["channel"] as channel:
-            assert isinstance(channel, grpc.Channel)
-            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
-                "/inference.GRPCInferenceService/ServerMetadata"
-            )
-            seen = [call(b"", timeout=LONG_S, wait_for_ready=True) for _ in range(200)]
-    assert any(b"first" in answer for answer in seen)
-    assert any(b"second" in answer for answer in seen)
+        for snippet in snippets:
+            variables: dict[str, Any] = {}
+            exec(snippet.replace("dns:///ortserve-grpc.ortserve:8001", names), variables)
+            with variables["channel"] as channel:
+                assert isinstance(channel, grpc.Channel)
+                call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+                    "/inference.GRPCInferenceService/ServerMetadata"
+                )
+                seen = [call(b"", timeout=LONG_S, wait_for_ready=True) for _ in range(200)]
+            assert any(b"first" in answer for answer in seen)
+            assert any(b"second" in answer for answer in seen)
 
 
 @pytest.mark.parametrize("text", [README, RUNBOOK], ids=["README", "RUNBOOK"])

@@ -23,6 +23,7 @@ from ortserve.batching.learned import Decisions, Learned, describe
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, may_wait, plan_batch
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider, join_pieces, make_batch, settle, settle_all, split_rows
+from ortserve.batching.saturation import saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchResult, Runner
 from ortserve.core.terms import NO_TERMS, Terms
@@ -179,8 +180,19 @@ class Batcher:
             self.decisions,
             max_rows=self._policy.max_rows,
             rows_per_s=self._arrivals.per_s(self._clock()),
-            parallel_batches=min(self._instances.count, self._share.parallel_runs),
+            saturation=self.saturation(),
             answer_ns=self._answer_time.high_ns,
+        )
+
+    def saturation(self) -> float | None:
+        """Offered rows by those that can be computed; None where nothing is known of that. From any thread."""
+        classes = self._queue.classes()
+        max_rows = self._policy.max_rows
+        return saturation(
+            self._arrivals.per_s(self._clock()),
+            batch_rows=max_rows,
+            batch_ns=classes[-1].batch_latency.predict_ns(max_rows) if classes else None,
+            parallel_batches=min(self._instances.count, self._share.parallel_runs),
         )
 
     def _without_answering(self, terms: Terms, now_ns: int) -> Terms:

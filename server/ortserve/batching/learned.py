@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ortserve.batching.queue import RiderQueue, ShapeClass
-from ortserve.batching.saturation import saturation
 
 
 @dataclass(slots=True)
@@ -73,24 +72,18 @@ def describe(
     *,
     max_rows: int,
     rows_per_s: float,
-    parallel_batches: int,
+    saturation: float | None,
     answer_ns: float,
 ) -> Learned:
     """What is known of a batcher whose batches have at most ``max_rows`` rows. Only reads: from any thread."""
-    classes = queue.classes()
     return Learned(
         max_rows,
         queue.rows,
         rows_per_s,
-        saturation(
-            rows_per_s,
-            batch_rows=max_rows,
-            batch_ns=classes[-1].batch_latency.predict_ns(max_rows) if classes else None,
-            parallel_batches=parallel_batches,
-        ),
+        saturation,
         answer_ns / 1e6,
         decisions,
-        tuple(_describe_class(shape_class, max_rows) for shape_class in reversed(classes)),
+        tuple(_describe_class(shape_class, max_rows) for shape_class in reversed(queue.classes())),
     )
 
 

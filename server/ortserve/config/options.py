@@ -114,6 +114,10 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceOp
 
     triton_metrics: bool = True
     """Show the numbers under Triton's metric names (``nv_inference_…``) too."""
+    load_reports: Literal["never", "asked", "always"] = "asked"
+    """Which answers to inference say how busy the server is, as balancers read it (ORCA): ``asked``, those to callers
+    who send ``endpoint-load-metrics-format: text``, ``json`` or ``bin``; ``always``, the others too, in the header or
+    trailing metadata ``endpoint-load-metrics-bin``, for the weighted round robin of gRPC clients and of Envoy."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged, to standard error."""
     log_format: Literal["text", "json"] = "text"

@@ -59,6 +59,7 @@ class Assembly:
             make_alarm=partial(best_alarm, self._loop),
         )
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue))
+        metrics.set_saturation_source(batcher.saturation)
         # What warm-up staged was nobody's.
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
         return ServedModel(

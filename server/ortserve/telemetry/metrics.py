@@ -58,6 +58,9 @@ _NS_PER_S: Final = 1_000_000_000
 
 _DURATION_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in REQUEST_DURATION.buckets)
 _PHASE_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in PHASE_DURATION.buckets)
+_FAULTS: Final = frozenset((ErrorKind.OVERLOADED, ErrorKind.NOT_READY, ErrorKind.DEADLINE, ErrorKind.INTERNAL))
+"""Of which another server might have made an answer."""
+
 _ROW_BOUNDS: Final = tuple(round(bound) for bound in BATCH_ROWS.buckets)
 
 
@@ -106,6 +109,7 @@ class ModelMetrics:
         """By their rows."""
         self.batching: Callable[[], BatchingNumbers] = BatchingNumbers
         self.staging: Callable[[], StagedElements] = StagedElements
+        self.saturation: Callable[[], float | None] = lambda: None
 
     def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
         """Count an answered request. ``timing`` has all its points, ``protocol`` is one of the server's own names."""
@@ -142,6 +146,10 @@ class ModelMetrics:
     def set_batching_source(self, source: Callable[[], BatchingNumbers]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
         self.batching = source
+
+    def set_saturation_source(self, source: Callable[[], float | None]) -> None:
+        """Have ``source`` asked on the event loop, for ``Metrics.total_saturation``."""
+        self.saturation = source
 
     def set_staging_source(self, source: Callable[[], StagedElements]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
@@ -249,6 +257,24 @@ class Metrics(Collector):
         with self._unauthorized_lock:
             labels = (group, kind.value)
             self._unauthorized[labels] = self._unauthorized.get(labels, 0) + 1
+
+    def total_requests(self) -> tuple[int, int]:
+        """Requests that were counted, of versions that are not forgotten; and those of them that ``_FAULTS`` ended."""
+        requests = faults = 0
+        failed = [self._unknown]
+        for model in self._models.values():
+            requests += sum(sum(series.counts) for series in model.answered.values())
+            failed.append(model.failed)
+        for by_kind in failed:
+            for (_, kind), series in by_kind.items():
+                count = sum(series.counts)
+                requests += count
+                faults += count if kind in _FAULTS else 0
+        return requests, faults
+
+    def total_saturation(self) -> float:
+        """Of all versions that were ever asked, the sum of what is known of it."""
+        return sum(model.saturation() or 0.0 for model in self._models.values() if model.answered or model.failed)
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples, by which the registry refuses a second server's metrics."""

@@ -88,7 +88,7 @@ class OtlpTracing:
         """Connect to nothing yet; ``endpoint`` and what is not said here as the library's variables say.
 
         Raises:
-            ValueError, RuntimeError, KeyError: The library's, for variables that cannot be meant.
+            Exception: The library's, of many kinds, for variables that cannot be meant.
         """
         self._root_bound: Final = TraceIdRatioBased(sample_ratio).bound
         exporter = _exporter(endpoint, protocol)

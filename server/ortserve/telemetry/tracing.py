@@ -6,6 +6,7 @@ it, ``otlp`` does, and is imported only where traces are wanted.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -175,9 +176,10 @@ def start_tracing(
             default_service_name=default_service_name,
             clock=clock,
         )
-    except (ValueError, RuntimeError, KeyError) as error:  # what the library makes of variables of its own
+    except Exception as error:  # the library raises all kinds of them for variables of its own
         raise invalid_input(f"traces cannot be exported: {error}") from error
-    told = {"endpoint": endpoint or environment[variable], "protocol": protocol, "sample_ratio": sample_ratio}
+    where = re.sub("//[^/@]*@", "//", endpoint or environment[variable])  # it may hold a password
+    told = {"endpoint": where, "protocol": protocol, "sample_ratio": sample_ratio}
     log_event(logger, logging.INFO, "exporting traces", **told)
     return tracing
 

@@ -87,6 +87,22 @@ def test_variables_that_cannot_be_meant_are_refused_by_name() -> None:
     )
 
 
+def test_variables_that_the_library_refuses_are_refused_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "bogus")
+    message = refusal({}, endpoint=ENDPOINT, protocol="grpc")
+    assert message.startswith("traces cannot be exported: ")
+    assert "bogus" in message
+
+
+def test_the_start_says_where_traces_go_without_a_password(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    tracing = start({}, endpoint="http://user:pass@127.0.0.1:9/base", sample_ratio=0.5)
+    assert tracing is not None
+    tracing.close(0)
+    told: dict[str, object] = caplog.records[0].fields  # type: ignore[attr-defined]
+    assert told == {"endpoint": "http://127.0.0.1:9/base", "protocol": "http/protobuf", "sample_ratio": 0.5}
+
+
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the extra were not installed."""

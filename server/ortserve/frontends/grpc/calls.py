@@ -43,16 +43,32 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
 """Name of a method, without its service, to what answers it; see the functions below for making one."""
 
-Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
-"""What a caller sends before its messages: names in lower case; values of ``-bin`` names are bytes."""
+MetadataEntry: TypeAlias = tuple[str, str | bytes]
+"""A name in lower case and its value, which is bytes for ``-bin`` names."""
+Metadata: TypeAlias = tuple[MetadataEntry, ...]
+
+
+class CallHead(Protocol):
+    """What a quick call sees of its headers.
+
+    Attributes:
+        metadata: All of it.
+        load_format: The value of ``endpoint-load-metrics-format``, empty where it is not there.
+    """
+
+    @property
+    def metadata(self) -> Metadata: ...
+    @property
+    def load_format(self) -> str: ...
+
 
 QuickCall: TypeAlias = Callable[
-    [bytes, int | None, Metadata, Callable[[bytes, bytes], None], Callable[[ServeError], None]],
+    [bytes, int | None, CallHead, Callable[[bytes, bytes, MetadataEntry | None], None], Callable[[ServeError], None]],
     Callable[[], object] | None,
 ]
-"""A unary call that needs no task: message, time that the caller waits (ns), metadata, and what to call once, on the
-loop, with the answer and its ``server-timing``, or with what went wrong. Returns what cancels it, None where it is
-over."""
+"""A unary call that needs no task: message, time that the caller waits (ns), headers, and what to call once, on the
+loop, with the answer, its ``server-timing`` and a further entry of its trailing metadata, or with what went wrong.
+Returns what cancels it, None where it is over."""
 
 
 INTERNAL_ERROR: Final = ServeError(ErrorKind.INTERNAL, "internal error")
@@ -132,7 +148,7 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
     return grpc.stream_stream_rpc_method_handler(stream)
 
 
-def check(guard: Guard, metadata: Metadata | None) -> ServeError | None:
+def check(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeError | None:
     """Why a guard refuses a call, by its metadata; None where it lets it pass."""
     try:
         guard.check([value for key, value in metadata or () if key == "authorization"])

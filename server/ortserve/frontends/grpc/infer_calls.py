@@ -6,10 +6,21 @@ from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.codecs.load_report import read_load_format
 from ortserve.core.batch import Arrays
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, Metadata, abort, unary
+from ortserve.frontends.grpc.calls import (
+    SERVICE_NAME,
+    CallHead,
+    Context,
+    Handlers,
+    Metadata,
+    MetadataEntry,
+    abort,
+    unary,
+)
+from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, Pending
@@ -55,9 +66,12 @@ class InferCalls:
 
     service = SERVICE_NAME
 
-    def __init__(self, inference: Inference, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, inference: Inference, tracing: Tracing | None = None, load_reports: LoadReports | None = None
+    ) -> None:
         self._inference = inference
         self._tracing = tracing
+        self._load_reports = load_reports
 
     def handlers(self) -> Handlers:
         return {"ModelInfer": unary(self._model_infer)}
@@ -66,14 +80,14 @@ class InferCalls:
         self,
         data: bytes,
         timeout_ns: int | None,
-        metadata: Metadata,
-        on_answer: Callable[[bytes, bytes], None],
+        head: CallHead,
+        on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
         on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object] | None:
         """ModelInfer as a ``QuickCall``."""
         trace: Trace | None = None
         if self._tracing is not None:
-            trace = begin_grpc_trace(self._tracing, _MODEL_INFER, metadata)
+            trace = begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
         call = self._inference.receive("grpc", timeout_ns, trace)
         try:
             hold = hold_request(self._inference, call, len(data))
@@ -96,7 +110,10 @@ class InferCalls:
             except ServeError as error:
                 on_failure(error)
             else:
-                on_answer(answer, call.timing.server_timing())
+                report = None
+                if self._load_reports is not None and (head.load_format or self._load_reports.is_always):
+                    report = load_report(self._load_reports, head.load_format)
+                on_answer(answer, call.timing.server_timing(), report)
 
         pending.outputs.add_done_callback(finish)
         return pending.leave
@@ -111,7 +128,12 @@ class InferCalls:
                 answer = await self._inference.serve(call, partial(decode_request, data), _encode)
         except ServeError as error:
             return await abort(context, error)
-        context.set_trailing_metadata((("server-timing", call.timing.server_timing().decode()),))
+        trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
+        if self._load_reports is not None:
+            report = load_report(self._load_reports, asked_load_format(context))
+            if report is not None:
+                trailing += (report,)
+        context.set_trailing_metadata(trailing)
         return answer
 
 
@@ -126,6 +148,18 @@ def hold_request(inference: Inference, call: Call, size: int) -> Hold:
     except ServeError as error:
         inference.count_refused_body(call.protocol, error.kind, call.timing.received_ns, call.trace)
         raise
+
+
+def asked_load_format(context: Context) -> str:
+    """How the caller wants a report of the server's load; empty where it wants none."""
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for name, value in metadata if name == LOAD_FORMAT_HEADER), "")
+
+
+def load_report(reports: LoadReports, asked: str) -> MetadataEntry | None:
+    """The report for a call's trailing metadata; None where its caller gets none."""
+    load_format = read_load_format(asked) if asked else None
+    return reports.metadata(load_format) if load_format is not None or reports.is_always else None
 
 
 def time_left_ns(context: Context) -> int | None:

@@ -15,9 +15,10 @@ from ortserve.codecs.grpc_stream import encode_stream_answer, encode_stream_erro
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, read, streaming, write
-from ortserve.frontends.grpc.infer_calls import Inference, hold_request, time_left_ns
+from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, hold_request, load_report, time_left_ns
 from ortserve.frontends.grpc.stream_room import StreamRoom
 from ortserve.frontends.grpc.streams import Streams, stopping
+from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.telemetry.tracing import Trace, Tracing
 
@@ -37,6 +38,7 @@ class InferStreamCalls:
         max_requests: int,
         max_bytes: int,
         tracing: Tracing | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
         """Take where requests go and what one stream may hold.
 
@@ -46,12 +48,14 @@ class InferStreamCalls:
             max_requests: Of one stream that are unanswered at one time.
             max_bytes: Of one stream's unanswered requests and unsent answers, from which on nothing more is read.
             tracing: Where traces begin, one for each request of a stream; None for nowhere.
+            load_reports: What a stream that ends well tells of the server's load; None for nothing.
         """
         self._inference = inference
         self._streams = streams
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._tracing = tracing
+        self._load_reports = load_reports
 
     def handlers(self) -> Handlers:
         return {"ModelStreamInfer": streaming(self._model_stream_infer)}
@@ -60,6 +64,10 @@ class InferStreamCalls:
         with self._streams.open():
             room = StreamRoom(self._max_requests, self._max_bytes)
             await InferStream(self._inference, self._streams, context, room, self._tracing).serve()
+        if self._load_reports is not None:
+            report = load_report(self._load_reports, asked_load_format(context))
+            if report is not None:
+                context.set_trailing_metadata((report,))
 
 
 class InferStream:

@@ -5,16 +5,27 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.codecs.compression import Encoding
+from ortserve.codecs.load_report import LoadFormat, read_load_format
 from ortserve.errors import invalid_input
 from ortserve.frontends.http.encodings import answer_encoding, body_encoding
+from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER
 
 _MAX_DIGITS: Final = 18  # of a number of bytes or milliseconds; int() refuses some thousands, and 64 bits hold 19
 
 _TIMEOUTS: Final = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
 """Ours, and what Envoy tells the servers behind it by itself."""
 
+_LOAD_FORMAT: Final = LOAD_FORMAT_HEADER.encode()
+
 _READ: Final = frozenset(
-    (b"content-length", b"inference-header-content-length", b"content-encoding", b"accept-encoding", *_TIMEOUTS)
+    (
+        b"content-length",
+        b"inference-header-content-length",
+        b"content-encoding",
+        b"accept-encoding",
+        _LOAD_FORMAT,
+        *_TIMEOUTS,
+    )
 )
 
 
@@ -22,7 +33,8 @@ _READ: Final = frozenset(
 class Announcement:
     """``body_size`` is 0 for a chunked body. ``json_size`` is None where the whole body is JSON.
 
-    ``encoding`` is what the body is compressed with, ``accepted`` what the caller wants the answer compressed with.
+    ``encoding`` is what the body is compressed with, ``accepted`` what the caller wants the answer compressed with, and
+    ``load_format`` the report of the server's load that it asks for.
     """
 
     body_size: int = 0
@@ -30,6 +42,7 @@ class Announcement:
     timeout_ns: int | None = None
     encoding: Encoding | None = None
     accepted: Encoding | None = None
+    load_format: LoadFormat | None = None
 
 
 def authorizations(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
@@ -48,6 +61,7 @@ def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
     timeout_ns: int | None = None
     encoding: Encoding | None = None
     accepted: Encoding | None = None
+    load_format: LoadFormat | None = None
     for name, value in headers:
         if name not in _READ:
             continue
@@ -64,6 +78,8 @@ def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
             encoding = body_encoding(value)
         elif name == b"accept-encoding":
             accepted = answer_encoding(value)
+        elif name == _LOAD_FORMAT:
+            load_format = read_load_format(value.decode("latin-1"))
         else:
             if not (value.isdigit() and len(value) <= _MAX_DIGITS):
                 raise invalid_input(
@@ -71,4 +87,4 @@ def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
                 )
             shorter_ns = int(value) * 1_000_000
             timeout_ns = shorter_ns if timeout_ns is None else min(timeout_ns, shorter_ns)
-    return Announcement(body_size, json_size, timeout_ns, encoding, accepted)
+    return Announcement(body_size, json_size, timeout_ns, encoding, accepted, load_format)

@@ -31,6 +31,10 @@ class Answer(NamedTuple):
     body: bytes
     headers: tuple[Header, ...]
 
+    def with_header(self, header: Header) -> "Answer":
+        """The answer with one more."""
+        return Answer(self.status, self.body, (*self.headers, header))
+
 
 def success(encoded: EncodedResponse, timing: Timing) -> Answer:
     """The answer that carries outputs."""

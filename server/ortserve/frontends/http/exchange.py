@@ -21,6 +21,7 @@ from ortserve.frontends.http.announcement import authorizations, read_announceme
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import CorkedTransport
+from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
 from ortserve.service.access import Guard, RefusedKeyError
 from ortserve.service.gate import Hold
@@ -45,6 +46,7 @@ class Lane:
         clock: Clock,
         guard: Guard | None = None,
         tracing: Tracing | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
         """``guard`` asks callers for their key; None lets everybody in."""
         self.service: Final = service
@@ -53,6 +55,7 @@ class Lane:
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
         self.tracing: Final = tracing
+        self.load_reports: Final = load_reports
         self.is_draining = False
         """Whether answers ask their callers to open new connections, elsewhere."""
 
@@ -295,6 +298,10 @@ class Exchange:
             answer = success(self._connection.lane.service.finish(pending, encode_rest_response), self._call.timing)
         except ServeError as error:
             answer = failure(error)
+        else:
+            reports, asked = self._connection.lane.load_reports, self._announced.load_format
+            if reports is not None and (asked is not None or reports.is_always):
+                answer = answer.with_header(reports.header(asked))
         if self._connection.has_left:
             return
         accepted = self._announced.accepted

@@ -16,6 +16,7 @@ from ortserve.frontends.http.body import read_body
 from ortserve.frontends.http.connection import connection_of
 from ortserve.frontends.http.encodings import UnknownEncodingError
 from ortserve.frontends.http.path_parameters import ModelName, ModelVersion
+from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_http_trace, http_route
 from ortserve.service.inference import InferenceService
 from ortserve.service.models import ModelService
@@ -51,10 +52,13 @@ def make_generate_router(
     max_body_bytes: int,
     clock: Clock,
     tracing: Tracing | None = None,
+    load_reports: LoadReports | None = None,
 ) -> APIRouter:
     """The four routes. The body is read as bytes, whatever its Content-Type says."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
-    route = GenerateRoute(inference, models, max_body_bytes=max_body_bytes, clock=clock, tracing=tracing)
+    route = GenerateRoute(
+        inference, models, max_body_bytes=max_body_bytes, clock=clock, tracing=tracing, load_reports=load_reports
+    )
 
     @router.post("/generate", openapi_extra=_REQUEST)
     async def generate(model: ModelName, request: Request) -> Response:
@@ -90,12 +94,14 @@ class GenerateRoute:
         max_body_bytes: int,
         clock: Clock,
         tracing: Tracing | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
         self._inference = inference
         self._models = models
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._tracing = tracing
+        self._load_reports = load_reports
 
     async def answer(self, request: Request, model: str, version: str, *, is_stream: bool) -> Response:
         """Answer one request.
@@ -144,6 +150,10 @@ class GenerateRoute:
                 lambda _, response: spell(response),
             )
         headers = {"server-timing": call.timing.server_timing().decode()}
+        reports, asked = self._load_reports, announced.load_format
+        if reports is not None and (asked is not None or reports.is_always):
+            name, value = reports.header(asked)
+            headers[name.decode()] = value.decode()
         return Response(content, media_type=_EVENTS if is_stream else _JSON, headers=headers)
 
     def _announced(self, request: Request) -> Announcement:

@@ -19,6 +19,7 @@ from ortserve.frontends.http.answers import LINGER_S, Answer, body_too_large, fa
 from ortserve.frontends.http.body import read_body
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import connection_of
+from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
 from ortserve.service.gate import Hold
 from ortserve.service.inference import InferenceService
@@ -52,12 +53,14 @@ class InferRoute:
         compression_min_bytes: int,
         clock: Clock,
         tracing: Tracing | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
         self._service = service
         self._max_body_bytes = max_body_bytes
         self._compression_min_bytes = compression_min_bytes
         self._clock = clock
         self._tracing = tracing
+        self._load_reports = load_reports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
         """Answer one request; ``model`` and ``version`` come from ``match_infer_path``."""
@@ -120,6 +123,9 @@ class InferRoute:
         except ServeError as error:
             return failure(error)
         answer = success(encoded, call.timing)
+        reports, asked = self._load_reports, announced.load_format
+        if reports is not None and (asked is not None or reports.is_always):
+            answer = answer.with_header(reports.header(asked))
         accepted = announced.accepted
         if accepted is None or not is_to_compress(answer, accepted, min_bytes=self._compression_min_bytes):
             return answer

@@ -8,10 +8,10 @@ from typing import Any, Final
 import grpc
 
 from ortserve.errors import ServeError
-from ortserve.frontends.grpc.calls import Handler, QuickCall, check, status_of
+from ortserve.frontends.grpc.calls import Handler, Metadata, MetadataEntry, QuickCall, check, status_of
 from ortserve.frontends.grpc.native.context import NativeContext, compressed
 from ortserve.frontends.grpc.native.header_blocks import literal
-from ortserve.frontends.grpc.native.sending import Sending
+from ortserve.frontends.grpc.native.sending import Sending, metadata_block
 from ortserve.frontends.grpc.native.stream import Stream
 from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
@@ -84,19 +84,24 @@ class CallsWork:
         if stream.deadline_ns is not None:
             timeout_ns = max(0, stream.deadline_ns - sending.clock())
 
-        def on_answer(answer: bytes, server_timing: bytes) -> None:
+        def on_answer(answer: bytes, server_timing: bytes, further: MetadataEntry | None) -> None:
             stream.cancel = None
-            trailing = literal(b"server-timing", server_timing)
             if not stream.encoding:
+                trailing = literal(b"server-timing", server_timing)
+                if further is not None:
+                    trailing += metadata_block((further,))
                 sending.answer(stream, answer, trailing)
             else:
-                self._start(stream, _answer_compressed(stream, sending, answer, server_timing.decode()))
+                metadata: Metadata = (("server-timing", server_timing.decode()),)
+                if further is not None:
+                    metadata += (further,)
+                self._start(stream, _answer_compressed(stream, sending, answer, metadata))
 
         def on_failure(error: ServeError) -> None:
             stream.cancel = None
             sending.end(stream, *status_of(error))
 
-        cancel = self._quick[stream.head.path](message, timeout_ns, stream.head.metadata, on_answer, on_failure)
+        cancel = self._quick[stream.head.path](message, timeout_ns, stream.head, on_answer, on_failure)
         if not stream.is_over and stream.trailers is None:
             stream.cancel = cancel
 
@@ -143,7 +148,7 @@ async def _run(handler: Handler, stream: Stream, sending: Sending, context: Nati
         sending.end(stream, grpc.StatusCode.INTERNAL, "internal error")
 
 
-async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes, server_timing: str) -> None:
+async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes, metadata: Metadata) -> None:
     message, is_compressed = await compressed(answer, stream.encoding)
     sending.send_message(stream, message, is_compressed=is_compressed)
-    sending.end(stream, grpc.StatusCode.OK, metadata=(("server-timing", server_timing),))
+    sending.end(stream, grpc.StatusCode.OK, metadata=metadata)

@@ -10,6 +10,7 @@ from typing import Final
 import grpc
 
 from ortserve.frontends.grpc.native.header_blocks import Headers
+from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER
 
 _PSEUDO: Final = frozenset((b":method", b":scheme", b":path", b":authority"))
 _OF_CONNECTIONS: Final = frozenset(
@@ -27,6 +28,7 @@ _TIMEOUT_UNITS_NS: Final = {
     b"n": 1,
 }
 _MAX_TIMEOUT_DIGITS: Final = 8
+_LOAD_FORMAT: Final = LOAD_FORMAT_HEADER.encode()
 
 
 class MalformedRequestError(Exception):
@@ -43,6 +45,7 @@ class RequestHead:
         encoding: ``grpc-encoding``, of messages that are marked as compressed.
         accepts: What ``grpc-accept-encoding`` names.
         metadata: The caller's own and gRPC's, in their order; values of ``-bin`` names are bytes.
+        load_format: The value of ``endpoint-load-metrics-format``, empty where it is not there.
         http_status: 200; else the request is none of gRPC, and gets this status and nothing more.
         refusal: Why gRPC refuses it, empty where it does not.
     """
@@ -52,6 +55,7 @@ class RequestHead:
     encoding: bytes = b"identity"
     accepts: frozenset[bytes] = frozenset()
     metadata: tuple[tuple[str, str | bytes], ...] = field(default=(), repr=False)
+    load_format: str = ""
     http_status: int = 200
     refusal: tuple[grpc.StatusCode, str] | None = None
 
@@ -69,6 +73,7 @@ def read_head(headers: Headers) -> RequestHead:
     encoding = content_type = b""
     accepts: frozenset[bytes] = frozenset()
     refusal: tuple[grpc.StatusCode, str] | None = None
+    load_format = ""
     is_past_pseudo = False
     for name, value in headers:
         if not _IS_VALUE(value):
@@ -90,6 +95,8 @@ def read_head(headers: Headers) -> RequestHead:
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"grpc-timeout: expected up to 8 digits and a unit, got {value[:80]!r}",
                 )
+        elif name == _LOAD_FORMAT:
+            load_format = value.decode("latin-1")
         elif name == b"grpc-encoding":
             encoding = value
         elif name == b"grpc-accept-encoding":
@@ -108,6 +115,7 @@ def read_head(headers: Headers) -> RequestHead:
         encoding or b"identity",
         accepts,
         tuple(metadata),
+        load_format,
         http_status,
         refusal,
     )

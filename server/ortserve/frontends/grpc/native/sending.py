@@ -166,11 +166,7 @@ class Sending:
         block = literal(b"grpc-status", b"%d" % code.value[0])
         if details:
             block += literal(b"grpc-message", _percent_encoded(details))
-        for name, value in metadata:
-            if isinstance(value, bytes):
-                block += literal(name.encode(), b64encode(value).rstrip(b"="))
-            else:
-                block += literal(name.encode(), value.encode("latin-1", "replace"))
+        block += metadata_block(metadata)
         if code is grpc.StatusCode.UNIMPLEMENTED:
             block += _ACCEPTED
         if is_prompt:
@@ -324,6 +320,17 @@ class Sending:
                 return
             if self._waiting.pop(stream.id, None) is not None:  # to the back of the line, where something stays again
                 self._send_data(stream)
+
+
+def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """Metadata as a header block."""
+    block = b""
+    for name, value in metadata:
+        if isinstance(value, bytes):
+            block += literal(name.encode(), b64encode(value).rstrip(b"="))
+        else:
+            block += literal(name.encode(), value.encode("latin-1", "replace"))
+    return block
 
 
 def _percent_encoded(details: str) -> bytes:

@@ -1,0 +1,119 @@
+"""How busy the server is, measured when somebody asks and no more than twice a second."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.core.load import LoadReport
+from ortserve.telemetry.metrics import Metrics
+
+_FRESH_NS: Final = 500_000_000
+"""A report is given again for so long: balancers look at weights once a second."""
+
+_MEMORY_NS: Final = 5e9
+"""As that of the rates of arrivals, which saturation is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What only grows, at one moment."""
+
+    at_ns: int
+    process_ns: int
+    loop_ns: int
+    requests: int
+    faults: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """The same a second: processors' time as numbers of processors."""
+
+    processors: float
+    loop: float
+    requests: float
+    faults: float
+
+
+class LoadMeter:
+    """Loop thread only, from its construction on: its measure of the loop is the processor time of that thread."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        processors: int,
+        clock: Clock,
+        process_clock: Clock = time.process_time_ns,
+        loop_clock: Clock = time.thread_time_ns,
+    ) -> None:
+        """Begin to measure.
+
+        Args:
+            metrics: Which requests there were, and how saturated models are.
+            processors: That the process may use.
+            clock: Monotonic nanoseconds.
+            process_clock: Nanoseconds of processors that the process has used.
+            loop_clock: Those that the calling thread has used.
+        """
+        self._metrics = metrics
+        self._processors = processors
+        self._clock = clock
+        self._process_clock = process_clock
+        self._loop_clock = loop_clock
+        self._counts = self._count()
+        self._rates: _Rates | None = None
+        self._report: LoadReport | None = None
+
+    def report(self) -> LoadReport:
+        """The load of the last seconds; the same object until it is measured anew."""
+        now_ns = self._clock()
+        if self._report is None or now_ns - self._counts.at_ns >= _FRESH_NS:
+            self._report = self._measure()
+        return self._report
+
+    def _measure(self) -> LoadReport:
+        counts = self._count()
+        rates = self._rates = _smoothed(self._rates, self._counts, counts)
+        self._counts = counts
+        saturation = self._metrics.total_saturation()
+        return LoadReport(
+            # Of models that share a device the sum counts. Whoever is full first cannot do more: what models compute
+            # on, or the loop, on which tiny models spend most of a request.
+            max(saturation, rates.loop),
+            rates.processors / self._processors,
+            rates.requests,
+            rates.faults,
+            {"saturation": saturation, "event_loop_utilization": rates.loop},
+        )
+
+    def _count(self) -> _Counts:
+        requests, faults = self._metrics.total_requests()
+        return _Counts(self._clock(), self._process_clock(), self._loop_clock(), requests, faults)
+
+
+def _smoothed(known: _Rates | None, before: _Counts, now: _Counts) -> _Rates:
+    passed_ns = max(now.at_ns - before.at_ns, 1)
+    seconds = passed_ns / 1e9
+    # An unloaded model takes its counts with it.
+    latest = _Rates(
+        (now.process_ns - before.process_ns) / passed_ns,
+        (now.loop_ns - before.loop_ns) / passed_ns,
+        max(0, now.requests - before.requests) / seconds,
+        max(0, now.faults - before.faults) / seconds,
+    )
+    if known is None:
+        return latest
+    kept = math.exp(-passed_ns / _MEMORY_NS)
+
+    def mean(old: float, new: float) -> float:
+        return kept * old + (1 - kept) * new
+
+    return _Rates(
+        mean(known.processors, latest.processors),
+        mean(known.loop, latest.loop),
+        mean(known.requests, latest.requests),
+        mean(known.faults, latest.faults),
+    )

@@ -1,0 +1,168 @@
+"""Answers say how busy the server is, to callers who ask or to all, in ORCA's formats."""
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from models import builders
+from ortserve._pb.orca_load_report_v3_pb2 import OrcaLoadReport
+from raw_grpc import Trailers, trailers_of_call
+from servers import LONG_S, ServerProcess, add_model, json_input, read_metrics, rest_url, serving
+
+ROW: Final = np.ones((1, 4), np.float32)
+DOCUMENT: Final = {"inputs": [json_input("x", ROW)]}
+ASKING: Final = "endpoint-load-metrics-format"
+TOLD: Final = ("endpoint-load-metrics", "endpoint-load-metrics-bin")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reports")
+    add_model(folder, "slow", builders.slow, steps=600)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
+    """One that answers who asks."""
+    with serving(repository, "--warmup-s", "0.2", *ways) as server:
+        yield server
+
+
+def rest(server: ServerProcess, asked: str = "", route: str = "") -> Mapping[str, str]:
+    """What an answer's headers say of the load."""
+    headers = {ASKING: asked} if asked else {}
+    url = f"http://{server.http}/v2/models/slow/{route}" if route else rest_url(server, "slow")
+    document = {"x": [1.0, 2.0, 3.0, 4.0]} if route else DOCUMENT
+    answer = httpx.post(url, json=document, headers=headers, timeout=LONG_S)
+    assert answer.status_code == 200, answer.text
+    return {name: value for name, value in answer.headers.items() if name in TOLD}
+
+
+def unary(server: ServerProcess, asked: str = "", accepted: str = "identity") -> Trailers:
+    """The same of the trailing metadata of a call."""
+    return _of_call(server, "ModelInfer", [message()], asked, accepted)
+
+
+def streamed(server: ServerProcess, asked: str = "", accepted: str = "identity") -> Trailers:
+    """The same of a stream."""
+    return _of_call(server, "ModelStreamInfer", [message()] * 3, asked, accepted)
+
+
+def _of_call(server: ServerProcess, method: str, messages: Sequence[bytes], asked: str, accepted: str) -> Trailers:
+    metadata = {"grpc-accept-encoding": accepted} | ({ASKING: asked} if asked else {})
+    trailers = trailers_of_call(server.grpc, f"/inference.GRPCInferenceService/{method}", messages, metadata)
+    return {name: value for name, value in trailers.items() if name in TOLD}
+
+
+def message(model: str = "slow") -> bytes:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    request.inputs.add(name="x", datatype="FP32", shape=ROW.shape)
+    request.raw_input_contents.append(ROW.tobytes())
+    return bytes(request.SerializeToString())
+
+
+def numbers(text: str) -> dict[str, float]:
+    """A report in the format text, read as balancers do."""
+    assert text.startswith("TEXT ")
+    return {name: float(value) for name, _, value in (part.partition("=") for part in text[5:].split(", "))}
+
+
+def is_plausible(report: OrcaLoadReport) -> bool:
+    return report.rps_fractional > 0 and report.application_utilization > 0 and 0 < report.cpu_utilization < 1.5
+
+
+def test_who_asks_over_rest_is_told_in_the_format_asked_for(server: ServerProcess) -> None:
+    (text,) = rest(server, "text").values()
+    assert {"application_utilization", "cpu_utilization", "rps_fractional", "eps"} < numbers(text).keys()
+    assert rest(server, "json")["endpoint-load-metrics"].startswith('JSON {"application_utilization":')
+    (name, encoded), *others = rest(server, "bin").items()
+    assert name == "endpoint-load-metrics-bin"
+    assert not others
+    assert is_plausible(OrcaLoadReport.FromString(base64.b64decode(encoded, validate=True)))
+
+
+def test_who_asks_over_grpc_is_told_in_the_format_asked_for(server: ServerProcess) -> None:
+    for send in (unary, streamed):
+        (text,) = send(server, "text").values()
+        assert numbers(str(text))["rps_fractional"] > 0
+        (name, serialized), *others = send(server, "bin").items()
+        assert (name, others) == ("endpoint-load-metrics-bin", [])
+        assert isinstance(serialized, bytes)
+        assert is_plausible(OrcaLoadReport.FromString(serialized))
+
+
+def test_who_asks_for_generate_is_told_too(server: ServerProcess) -> None:
+    for route in ("generate", "generate_stream"):
+        (text,) = rest(server, "TEXT", route).values()
+        assert "named_metrics.saturation" in numbers(text)
+
+
+def test_who_does_not_ask_or_asks_for_what_nobody_knows_is_told_nothing(server: ServerProcess) -> None:
+    for send in (rest, unary, streamed):
+        assert send(server) == {}
+        assert send(server, "xml") == {}
+
+
+def test_with_always_everybody_is_told_in_binary_unless_they_ask(repository: Path, ways: tuple[str, ...]) -> None:
+    flags = ("--load-reports=always", "--warmup-s=0", "--grpc-response-compression=gzip")
+    with serving(repository, *flags, *ways) as server:
+        assert rest(server).keys() == rest(server, route="generate").keys() == {"endpoint-load-metrics-bin"}
+        for send in (unary, streamed):
+            for accepted in ("identity", "gzip"):
+                assert send(server, accepted=accepted).keys() == {"endpoint-load-metrics-bin"}
+                assert send(server, "json", accepted=accepted).keys() == {"endpoint-load-metrics"}
+
+
+def test_with_never_nobody_is_told(repository: Path) -> None:
+    with serving(repository, "--load-reports=never", "--warmup-s=0") as server:
+        assert rest(server, "text") == rest(server, "text", "generate") == {}
+        assert unary(server, "text") == streamed(server, "bin") == {}
+
+
+def test_the_report_follows_the_load(server: ServerProcess) -> None:
+    for _ in range(5000):
+        report = numbers(rest(server, "text")["endpoint-load-metrics"])
+        if report["named_metrics.saturation"] > 0 and report["rps_fractional"] > 1:
+            break
+    else:
+        pytest.fail(f"after 5000 requests: {report}")
+    assert report["application_utilization"] >= report["named_metrics.saturation"]
+    assert report["eps"] == 0
+
+
+def test_a_grpc_client_sends_more_to_the_server_that_says_it_is_less_busy(tmp_path: Path) -> None:
+    """The client is grpc's own, and its weights are made of nothing but the reports in the trailing metadata."""
+    for name, steps in (("fast", 300), ("slow", 6000)):
+        add_model(tmp_path / name, "m", builders.slow, steps=steps)
+    flags = ("--load-reports=always", "--warmup-s=0.2", "--max-rows=1")
+    with serving(tmp_path / "fast", *flags) as fast, serving(tmp_path / "slow", *flags) as slow:
+        policy = {"weighted_round_robin": {"blackoutPeriod": "0.1s", "weightUpdatePeriod": "0.1s"}}
+        options = [("grpc.service_config", json.dumps({"loadBalancingConfig": [policy]}))]
+        with grpc.insecure_channel(f"ipv4:{fast.grpc},{slow.grpc}", options=options) as channel:
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for _ in range(100):
+                before = answered(fast), answered(slow)
+                for _ in range(20):
+                    call(message("m"), timeout=LONG_S)
+                by_fast, by_slow = answered(fast) - before[0], answered(slow) - before[1]
+                assert by_fast + by_slow == 20
+                if by_fast >= 3 * by_slow > 0:
+                    break
+            else:
+                pytest.fail(f"after 2000 calls the fast server gets {by_fast} of 20")
+
+
+def answered(server: ServerProcess) -> float:
+    """Calls that a server has answered."""
+    counts = read_metrics(server).by_labels("ortserve_request_duration_seconds_count", "protocol", "outcome")
+    return counts.get("grpc ok", 0.0)

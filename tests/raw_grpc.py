@@ -1,0 +1,45 @@
+"""gRPC calls by the h2 library, for what grpc's own clients keep to themselves, such as load reports."""
+
+import base64
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import h2.config
+import h2.connection
+import h2.events
+
+LONG_S: Final = 60.0
+"""A wait that only a failing test sees the end of."""
+
+Trailers = Mapping[str, str | bytes]
+
+
+def trailers_of_call(
+    address: str, path: str, messages: Sequence[bytes], metadata: Mapping[str, str] | None = None
+) -> Trailers:
+    """Make a call, which must end well, and return its trailing metadata; values of ``-bin`` names are decoded."""
+    host, _, port = address.rpartition(":")
+    connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+    connection.initiate_connection()
+    head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": address, "te": "trailers"}
+    head |= {"content-type": "application/grpc", **(metadata or {})}
+    connection.send_headers(1, list(head.items()))
+    body = b"".join(b"\x00" + len(message).to_bytes(4, "big") + message for message in messages)
+    connection.send_data(1, body, end_stream=True)
+    trailers: dict[str, str] = {}
+    with socket.create_connection((host, int(port)), LONG_S) as peer:
+        peer.sendall(connection.data_to_send())
+        while not trailers:
+            data = peer.recv(65536)
+            assert data, "the server closed the connection"
+            for event in connection.receive_data(data):
+                if isinstance(event, h2.events.TrailersReceived):
+                    trailers = {str(name): str(value) for name, value in event.headers}
+                assert not isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated), event
+            peer.sendall(connection.data_to_send())
+    assert trailers["grpc-status"] == "0", trailers
+    return {
+        name: base64.b64decode(value + "=" * (-len(value) % 4), validate=True) if name.endswith("-bin") else value
+        for name, value in trailers.items()
+    }
