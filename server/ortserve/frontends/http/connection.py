@@ -197,7 +197,6 @@ class Connection(HttpToolsProtocol):
             HeadersTooLargeError: They are.
         """
         self.stage = _BODY
-        self._body_bytes = 0
         limits = self._limits
         if len(self.headers) > limits.max_headers:
             self._refusal = _too_many_headers(len(self.headers), limits)

@@ -29,6 +29,12 @@ _KEPT_URL_BYTES: Final = 512
 """Longer URLs go uvicorn's way: anybody may make them up, and what was read of the others is kept."""
 
 
+# Looked up once, rather than thrice in each request.
+_REQUEST: Final = Stage.REQUEST
+_HEADERS: Final = Stage.HEADERS
+_BODY: Final = Stage.BODY
+
+
 def lane_fits() -> bool:
     """Whether the uvicorn that is installed is the one that the lane was made for."""
     return uvicorn.__version__ == UVICORN
@@ -58,7 +64,7 @@ class LaneConnection(Connection):
 
     def on_message_begin(self) -> None:
         # What uvicorn's does, without the scope that only ASGI needs.
-        self.stage = Stage.HEADERS
+        self.stage = _HEADERS
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
@@ -91,7 +97,7 @@ class LaneConnection(Connection):
     def on_message_complete(self) -> None:
         exchange: object = self.cycle
         if type(exchange) is Exchange:
-            self.stage = Stage.REQUEST
+            self.stage = _REQUEST
             exchange.on_end()
         else:
             super().on_message_complete()
@@ -99,7 +105,7 @@ class LaneConnection(Connection):
     def on_unfinished(self) -> None:
         super().on_unfinished()
         exchange: object = self.cycle
-        if type(exchange) is Exchange and self.stage is Stage.BODY:
+        if type(exchange) is Exchange and self.stage is _BODY:
             exchange.on_part()
 
     def send_400_response(self, msg: str) -> None:
