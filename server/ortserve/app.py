@@ -61,7 +61,7 @@ from ortserve.service.repository import RepositoryService
 from ortserve.service.shared_memory import SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.statistics import StatisticsService
 from ortserve.service.trace_settings import TRACE, TraceSettings
-from ortserve.service.tracing import Tracer
+from ortserve.service.trace_writing import TraceWriter
 from ortserve.telemetry.exposition import MetricsServer
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 from ortserve.telemetry.metrics import Metrics
@@ -122,8 +122,8 @@ def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
         os.environ,
         endpoint=options.otlp_endpoint,
         protocol=options.otlp_protocol,
-        sample_ratio=options.trace_sample_ratio,
-        service_name=options.trace_service_name,
+        sample_ratio=options.otlp_sample_ratio,
+        service_name=options.otlp_service_name,
         default_service_name=options.server_name,
         clock=monotonic_ns,
     )
@@ -237,7 +237,7 @@ class Server:
             monotonic_ns,
             max_inflight_bytes=options.max_inflight_bytes,
             shared_memory=self._shared_memory,
-            tracer=Tracer(self._traces, monotonic_ns) if files else None,
+            trace_writer=TraceWriter(self._traces, monotonic_ns) if files else None,
         )
         self._repository = RepositoryService(
             self._registry, mode=options.model_control_mode, load_models=options.load_model
@@ -425,7 +425,7 @@ class Server:
         await asyncio.gather(self._http.stop(options.drain_timeout_s), self._grpc.stop(options.drain_timeout_s))
         await self._registry.close()
         if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close, options.trace_flush_timeout_s)
+            await asyncio.to_thread(self._tracing.close, options.otlp_flush_timeout_s)
         log_event(logger, logging.INFO, "drained")
 
     async def stop(self) -> None:

@@ -166,11 +166,11 @@ def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
 
 def test_traces_of_the_page_reach_the_collector_and_its_name(tmp_path: Path) -> None:
     overlay = yaml.safe_load(blocks("yaml")[0])
-    traces = yaml.safe_load(blocks("yaml")[2])
+    (traces,) = (yaml.safe_load(block) for block in blocks("yaml") if "ORTSERVE_OTLP_ENDPOINT" in block)
     overlay["configMapGenerator"][0]["literals"] += traces["configMapGenerator"][0]["literals"]
     installed = rendered(own_overlay(tmp_path, overlay | {"patches": traces["patches"]}))
     assert installed.environment["ORTSERVE_OTLP_ENDPOINT"] == "http://collector.observability:4318"
-    assert installed.environment["ORTSERVE_TRACE_SAMPLE_RATIO"] == "0.01"
+    assert installed.environment["ORTSERVE_OTLP_SAMPLE_RATIO"] == "0.01"
     ports = {port["port"] for rule in installed.one("NetworkPolicy")["spec"]["egress"] for port in rule["ports"]}
     assert ports == {53, 4318}
 

@@ -76,7 +76,7 @@ def test_streamed_requests_run_to_the_end(
     assert regions(server) == []
 
 
-def test_traces_are_written_as_its_options_say(
+def test_trace_files_are_written_as_its_options_say(
     perf_analyzer: PerfAnalyzer, server: ServerProcess, trace_file: Path
 ) -> None:
     traced = ("--trace-level", "TIMESTAMPS", "--trace-rate", "2", "--trace-count", "20", "--log-frequency", "10")

@@ -247,7 +247,7 @@ def test_the_last_spans_are_sent_before_the_server_ends(repository: Path) -> Non
     # The ratio leaves out requests without a parent, which tells whose spans these are.
     with collecting("http/protobuf") as collector:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "60000"}
-        flags = ("--warmup-s=0", "--trace-sample-ratio=0", "--trace-service-name=named")
+        flags = ("--warmup-s=0", "--otlp-sample-ratio=0", "--otlp-service-name=named")
         with serving(repository, *flags, env=environment) as server:
             for number in range(5):
                 assert _rest(server, f"last-{number}", SAMPLED).status_code == 200
@@ -263,7 +263,7 @@ def test_a_collector_that_is_not_there_delays_no_answer_and_no_end_and_its_spans
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         nobody.listen(0)  # connections are taken by the system, and nothing is ever answered
         endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        flags = (f"--otlp-endpoint={endpoint}", "--trace-flush-timeout-s=0.2", "--warmup-s=0")
+        flags = (f"--otlp-endpoint={endpoint}", "--otlp-flush-timeout-s=0.2", "--warmup-s=0")
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "10", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.1"}
         with serving(repository, *flags, env=environment) as server:
             for number in range(5):

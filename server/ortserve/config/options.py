@@ -24,9 +24,9 @@ from ortserve.config.expectation import describe_problems
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.http import HttpOptions
 from ortserve.config.model import LoadOptions, read_yaml
+from ortserve.config.otlp import OtlpOptions
 from ortserve.config.tls import TlsOptions
-from ortserve.config.traces import TraceOptions
-from ortserve.config.tracing import TracingOptions
+from ortserve.config.trace_files import TraceFileOptions
 
 ENV_PREFIX: Final = "ORTSERVE_"
 CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
@@ -38,14 +38,14 @@ OPTION_GROUPS: Final[Mapping[str, type[BaseModel]]] = {
     "TLS": TlsOptions,
     "HTTP": HttpOptions,
     "gRPC": GrpcOptions,
-    "trace files": TraceOptions,
-    "OpenTelemetry": TracingOptions,
+    "trace files": TraceFileOptions,
+    "OpenTelemetry": OtlpOptions,
     "every model, where its model.yaml does not say otherwise": LoadOptions,
 }
 """Titles of what the server's options inherit, in the order in which users read them, behind the server's own."""
 
 
-class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceOptions, TracingOptions, LoadOptions):
+class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFileOptions, OtlpOptions, LoadOptions):
     """Everything that can be set for the server. Times are seconds, sizes bytes."""
 
     repositories: tuple[Path, ...] = ()

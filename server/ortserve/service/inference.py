@@ -22,7 +22,7 @@ from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.parameters import read_scheduling
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
-from ortserve.service.tracing import Tracer
+from ortserve.service.trace_writing import TraceWriter
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_event, log_fault
 from ortserve.telemetry.metrics import Metrics
@@ -104,17 +104,17 @@ class InferenceService:
         *,
         max_inflight_bytes: int,
         shared_memory: SharedMemory | None = None,
-        tracer: Tracer | None = None,
+        trace_writer: TraceWriter | None = None,
     ) -> None:
-        """Take over nothing; without ``shared_memory`` requests that use it are refused, without ``tracer`` none are
-        traced.
+        """Take over nothing; without ``shared_memory`` requests that use it are refused, without ``trace_writer`` none
+        are traced into files.
         """
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self._gate = BodyGate(max_inflight_bytes)
         self._metrics = metrics
         self._clock = clock
-        self._tracer = tracer
+        self._trace_writer = trace_writer
 
     def hold(self, size: int) -> Hold:
         """Let a body of ``size`` bytes in, for as long as a ``with`` block lasts.
@@ -197,8 +197,8 @@ class InferenceService:
         timing = call.timing
         timing.done_ns = self._clock()
         served.metrics.observe_success(call.protocol, timing, pending.rows)
-        if self._tracer is not None:
-            self._tracer.observe(
+        if self._trace_writer is not None:
+            self._trace_writer.observe(
                 call.protocol, timing, request.id, served.name, served.version, ended_ns=timing.done_ns
             )
         if not access_logger.disabled:
@@ -282,8 +282,8 @@ class InferenceService:
             self._metrics.observe_unknown(protocol, kind, duration_ns)
         else:
             served.metrics.observe_failure(protocol, kind, duration_ns)
-            if self._tracer is not None:
-                self._tracer.observe(
+            if self._trace_writer is not None:
+                self._trace_writer.observe(
                     protocol,
                     timing,
                     request.id if request else "",

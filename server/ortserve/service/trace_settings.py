@@ -7,7 +7,7 @@ their own count together; one that has some follows the server's in the rest, wh
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from ortserve.config.traces import TraceOptions
+from ortserve.config.trace_files import TraceFileOptions
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
 from ortserve.telemetry.trace_files import TraceFiles
@@ -27,7 +27,7 @@ _MODE: Final = "triton"
 class TraceSettings:
     """Checks, keeps and returns the settings, and says what they make of requests. Loop thread only."""
 
-    def __init__(self, registry: Registry, options: TraceOptions, files: TraceFiles | None) -> None:
+    def __init__(self, registry: Registry, options: TraceFileOptions, files: TraceFiles | None) -> None:
         """Begin with the options; without ``files`` no level but ``OFF`` can be set."""
         self._registry = registry
         self._files = files

@@ -142,8 +142,8 @@ def start_tracing(
             library reads some by itself.
         endpoint: The option ``otlp_endpoint``.
         protocol: The option ``otlp_protocol``.
-        sample_ratio: The option ``trace_sample_ratio``.
-        service_name: The option ``trace_service_name``.
+        sample_ratio: The option ``otlp_sample_ratio``.
+        service_name: The option ``otlp_service_name``.
         default_service_name: Where the variables name none either.
         clock: That requests are stamped with.
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from models import builders
 from ortserve.config.model import LoadOptions
-from ortserve.config.traces import TraceOptions
+from ortserve.config.trace_files import TraceFileOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
 from ortserve.service.trace_settings import TraceSettings
@@ -36,7 +36,9 @@ class Stage:
 
     def settings(self, **options: Any) -> TraceSettings:
         file = self.folder / "trace.json"
-        return TraceSettings(self.registry, TraceOptions(trace_file=file, **options), TraceFiles(file, max_bytes=10**6))
+        return TraceSettings(
+            self.registry, TraceFileOptions(trace_file=file, **options), TraceFiles(file, max_bytes=10**6)
+        )
 
 
 @pytest_asyncio.fixture
@@ -174,7 +176,7 @@ async def test_clients_cannot_say_where_traces_are_written(stage: Stage, file: A
 
 
 async def test_without_a_file_settings_are_kept_and_tracing_is_refused(stage: Stage) -> None:
-    traces = TraceSettings(stage.registry, TraceOptions(), None)
+    traces = TraceSettings(stage.registry, TraceFileOptions(), None)
     assert traces.update({"trace_rate": 1}) == {**START, "trace_rate": "1", "trace_file": ""}
     with pytest.raises(ServeError, match=r"expected OFF, got 'TIMESTAMPS': .* without --trace-file") as caught:
         traces.update({"trace_level": ["TIMESTAMPS"]})

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from models import builders
 from ortserve.config.model import LoadOptions
-from ortserve.config.traces import TraceOptions
+from ortserve.config.trace_files import TraceFileOptions
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest
 from ortserve.core.tensor import Tensor
@@ -23,7 +23,7 @@ from ortserve.errors import ServeError
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
 from ortserve.service.trace_settings import TraceSettings
-from ortserve.service.tracing import Tracer
+from ortserve.service.trace_writing import TraceWriter
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.trace_files import TraceFiles
 
@@ -57,9 +57,9 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     await registry.load_all()
     path = tmp_path / "trace.json"
     files = TraceFiles(path, max_bytes=10**6)
-    settings = TraceSettings(registry, TraceOptions(trace_file=path, trace_level="TIMESTAMPS", trace_rate=1), files)
-    tracer = Tracer(settings, time.monotonic_ns)
-    service = InferenceService(registry, metrics, time.monotonic_ns, max_inflight_bytes=1000, tracer=tracer)
+    settings = TraceSettings(registry, TraceFileOptions(trace_file=path, trace_level="TIMESTAMPS", trace_rate=1), files)
+    trace_writer = TraceWriter(settings, time.monotonic_ns)
+    service = InferenceService(registry, metrics, time.monotonic_ns, max_inflight_bytes=1000, trace_writer=trace_writer)
     yield Stage(service, settings, path)
     await registry.close()
 

@@ -149,7 +149,7 @@ def test_files_hold_the_traces_that_settings_put_there(written: Written) -> None
     assert ids["trace.json"] == ["mistaken", "", "", "g", "of other 1", "of other 3"]
 
 
-def test_traces_have_the_spans_that_readers_look_for(written: Written) -> None:
+def test_trace_files_have_the_spans_that_readers_look_for(written: Written) -> None:
     http, grpc, _ = read(written.folder / "trace.json.0")
     assert (http.model, http.version, grpc.model) == ("identity", 1, "other")
     common = {"REQUEST", "QUEUE", "COMPUTE", "COMPUTE_INPUT", "COMPUTE_INFER", "COMPUTE_OUTPUT"}

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class TracingOptions(BaseModel):
+class OtlpOptions(BaseModel):
     """Traces of requests, exported by the OpenTelemetry protocol. Needs the extra ``otel``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -21,11 +21,11 @@ class TracingOptions(BaseModel):
     otlp_protocol: Literal["http/protobuf", "grpc"] | None = None
     """How traces are sent; over HTTP to ``/v1/traces`` of the endpoint. Unset: as
     ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` or ``OTEL_EXPORTER_OTLP_PROTOCOL`` says, else ``http/protobuf``."""
-    trace_sample_ratio: float | None = Field(default=None, ge=0, le=1)
+    otlp_sample_ratio: float | None = Field(default=None, ge=0, le=1)
     """Of the requests that come without a trace of their caller's, the part that gets one here. A caller that sends
     ``traceparent`` decides itself. Unset: as ``OTEL_TRACES_SAMPLER`` and ``OTEL_TRACES_SAMPLER_ARG`` say, else all."""
-    trace_service_name: str | None = Field(default=None, min_length=1)
+    otlp_service_name: str | None = Field(default=None, min_length=1)
     """Name of the service in traces. Unset: as ``OTEL_SERVICE_NAME`` or ``OTEL_RESOURCE_ATTRIBUTES`` says, else
     ``server_name``."""
-    trace_flush_timeout_s: float = Field(default=5.0, ge=0, le=3600)
+    otlp_flush_timeout_s: float = Field(default=5.0, ge=0, le=3600)
     """How long the end of the server may wait for the last traces to be sent."""

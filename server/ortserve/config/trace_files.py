@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class TraceOptions(BaseModel):
+class TraceFileOptions(BaseModel):
     """Whether and where traces are written, and the trace settings that the server starts with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""Traces of single requests, written after they were answered."""
+"""Which requests are traced into files, and what is written of them, after they were answered."""
 
 import asyncio
 from itertools import count
@@ -10,7 +10,7 @@ from ortserve.telemetry.trace_record import spell_record
 from ortserve.telemetry.trace_sampling import Sampling
 
 
-class Tracer:
+class TraceWriter:
     """Makes the traces of the requests that the settings choose. Loop thread only."""
 
     def __init__(self, settings: TraceSettings, clock: Clock) -> None:
