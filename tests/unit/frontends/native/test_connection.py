@@ -88,6 +88,18 @@ def test_padding_is_left_out_and_counts_against_the_windows() -> None:
     on_wire(test)
 
 
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+@pytest.mark.parametrize(("more", "is_right"), [(0, True), (1, False), (-1, False), (-6, False)])
+def test_request_of_another_length_than_it_announced_is_reset(path: str, more: int, is_right: bool) -> None:
+    async def test(_: Wire, client: Client) -> None:
+        message = framed(b"hello")
+        answer = await client.call(path, b"hello", ("content-length", str(len(message) + more)))
+        assert (answer.reset, answer.messages) == ((None, [b"hello"]) if is_right else (ErrorCodes.PROTOCOL_ERROR, []))
+        assert (await client.call(path, b"next")).messages == [b"next"]
+
+    on_wire(test)
+
+
 def test_call_begins_with_its_message_although_its_end_comes_later() -> None:
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(HOLD)

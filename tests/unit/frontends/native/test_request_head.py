@@ -68,6 +68,8 @@ def test_encodings_that_the_caller_takes_are_a_set() -> None:
         (*PSEUDO, (b"a", b"\0")),
         (*PSEUDO, (b"a", b" x")),
         (*PSEUDO, (b"a", b"x\t")),
+        (*PSEUDO, (b"content-length", b"+1")),
+        (*PSEUDO, (b"content-length", b"1"), (b"content-length", b"2")),
     ],
 )
 def test_what_http2_forbids_is_malformed(headers: tuple[tuple[bytes, bytes], ...]) -> None:

@@ -122,6 +122,11 @@ class Receiving:
         if stream.trailers is not None:  # nobody reads on
             stream.is_half_closed = is_last and self._data_is_end
             return
+        if stream.announced_left is not None:
+            stream.announced_left -= len(part)
+            if stream.announced_left < 0:
+                self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
+                return
         reader = stream.reader
         if part:
             was_length = reader.length
@@ -225,6 +230,9 @@ class Receiving:
     def _half_close(self, stream: Stream) -> None:
         stream.is_half_closed = True
         if stream.is_over or stream.trailers is not None:
+            return
+        if stream.announced_left:  # of what content-length announced, RFC 9113, section 8.1.1
+            self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
             return
         if not stream.reader.is_between_messages:
             text = "the stream ended in the middle of a message"

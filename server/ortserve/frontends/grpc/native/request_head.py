@@ -44,6 +44,7 @@ class RequestHead:
         timeout_ns: How long the caller waits, None where it did not say.
         encoding: ``grpc-encoding``, of messages that are marked as compressed.
         accepts: What ``grpc-accept-encoding`` names.
+        content_length: Bytes of DATA that it announces; None where it does not.
         metadata: The caller's own and gRPC's, in their order; values of ``-bin`` names are bytes.
         load_format: The value of ``endpoint-load-metrics-format``, empty where it is not there.
         http_status: 200; else the request is none of gRPC, and gets this status and nothing more.
@@ -54,6 +55,7 @@ class RequestHead:
     timeout_ns: int | None = None
     encoding: bytes = b"identity"
     accepts: frozenset[bytes] = frozenset()
+    content_length: int | None = None
     metadata: tuple[tuple[str, str | bytes], ...] = field(default=(), repr=False)
     load_format: str = ""
     http_status: int = 200
@@ -72,6 +74,7 @@ def read_head(headers: Headers) -> RequestHead:
     timeout_ns: int | None = None
     encoding = content_type = b""
     accepts: frozenset[bytes] = frozenset()
+    content_length: int | None = None
     refusal: tuple[grpc.StatusCode, str] | None = None
     load_format = ""
     is_past_pseudo = False
@@ -97,6 +100,10 @@ def read_head(headers: Headers) -> RequestHead:
                 )
         elif name == _LOAD_FORMAT:
             load_format = value.decode("latin-1")
+        elif name == b"content-length":
+            if not value.isdigit() or content_length not in (None, int(value)):
+                raise MalformedRequestError(f"content-length {value!r}")
+            content_length = int(value)
         elif name == b"grpc-encoding":
             encoding = value
         elif name == b"grpc-accept-encoding":
@@ -114,6 +121,7 @@ def read_head(headers: Headers) -> RequestHead:
         timeout_ns,
         encoding or b"identity",
         accepts,
+        content_length,
         tuple(metadata),
         load_format,
         http_status,

@@ -31,6 +31,7 @@ class Stream:
         hold: The room that is counted for what is kept of the request; None where nothing ever was.
         since_ns: When the time began in which the message that is not whole must come on.
         since_bytes: What was here of it then.
+        announced_left: Bytes of DATA that its content-length says are still to come; None where there is none.
         is_half_closed: Whether the caller has sent all.
         takes_messages: Whether a handler reads one message after the other.
         reading: Done when there is something new to read; None where nobody waits.
@@ -47,6 +48,7 @@ class Stream:
 
     __slots__ = (
         "_waiting_bytes",
+        "announced_left",
         "cancel",
         "deadline_ns",
         "encoding",
@@ -79,6 +81,7 @@ class Stream:
         self.hold: Hold | None = None
         self.since_ns = 0
         self.since_bytes = 0
+        self.announced_left = head.content_length
         self.is_half_closed = False
         self.takes_messages = False
         self.reading: asyncio.Future[None] | None = None
