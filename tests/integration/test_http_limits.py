@@ -42,8 +42,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[
     add_model(repository, "identity", builders.identity)
     add_model(repository, "wide", builders.identity, shape=("batch", 1_000_000))
     limits = ("--http-max-headers", str(MAX_HEADERS), "--http-max-header-bytes", str(MAX_HEADER_BYTES))
-    times = ("--http-header-timeout-s", "0.4", "--http-body-timeout-s", "0.4", "--http-min-body-bytes-per-s", "1000000")
-    more = ("--idle-timeout-s", "1.2", "--http-send-timeout-s", "0.4")
+    times = ("--http-header-timeout-s", "0.8", "--http-body-timeout-s", "0.8", "--http-min-body-bytes-per-s", "1000000")
+    more = ("--idle-timeout-s", "1.5", "--http-send-timeout-s", "0.8")
     with serving(repository, *SHORT_WARMUP, http_way, *limits, *times, *more) as server:
         yield server
 

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -145,6 +146,11 @@ class _Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         self._ends_s.pop(request, None)
         super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller who left, or was cut off, is no fault that a traceback would explain."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     def service_actions(self) -> None:
         """Called some times a second; who sends or takes a byte now and then is cut off, too."""
