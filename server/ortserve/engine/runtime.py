@@ -13,6 +13,7 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.device.devices import Devices
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
 from ortserve.errors import invalid_input
 
@@ -42,8 +43,15 @@ class Offer:
 class Runtime:
     """The process's ONNX Runtime. Make one; all but the constructor is for the thread that loads models."""
 
-    def __init__(self, libraries: Sequence[Path] = (), *, global_threads: bool = False) -> None:
+    def __init__(
+        self, libraries: Sequence[Path] = (), *, global_threads: bool = False, devices: Devices | None = None
+    ) -> None:
         """Register plug-in libraries, and make the thread pool of all sessions where there shall be one.
+
+        Args:
+            libraries: Of plug-ins.
+            global_threads: Whether there shall be one.
+            devices: That sessions may have buffers on; None for those that there are.
 
         Raises:
             ServeError: invalid_input, naming the library that cannot be used, and why.
@@ -59,6 +67,8 @@ class Runtime:
         if global_threads:
             ort.set_global_thread_pool_sizes(cpu_budget(), 1)
         self._has_shared_arena = False
+        self.devices: Final = devices or Devices()
+        """Where sessions may have buffers."""
 
     def offer(self, name: str) -> Offer:
         """What there is of a provider, by its full name; a plug-in package that has it is registered for it.

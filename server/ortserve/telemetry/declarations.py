@@ -65,7 +65,8 @@ BATCHING_DECISIONS: Final = Declaration(
     ("model", "version", "decision"),
     "What the batcher decided, in numbers of batches, requests or rows: batches, inline and retries (batches that ran, "
     "on the event loop, or again in part); refused_full, refused_late, dropped_late and left (requests); delayed "
-    "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody).",
+    "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody); out_of_memory (batches after "
+    "which the most rows of a batch were halved).",
 )
 BATCH_LATENCY: Final = Declaration(
     "ortserve_batch_latency_seconds",

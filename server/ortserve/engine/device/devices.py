@@ -56,6 +56,10 @@ class Devices:
         self._opened: dict[tuple[str, int], OpenDevice] = {}
         self.gate: Final = CaptureGate()
 
+    def has(self, provider: str) -> bool:
+        """Whether sessions of an execution provider may have buffers on a device, as far as its name tells."""
+        return provider in self._make
+
     def open(self, provider: str, device_id: int) -> OpenDevice | str:
         """The device that an execution provider's sessions with this number run on, or why there are no buffers on it.
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnxruntime as ort
@@ -74,7 +75,7 @@ class HostDevice:
         self._host: dict[int, int] = {}
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: WeakKeyDictionary[ort.InferenceSession, dict[int, _Graph]] = WeakKeyDictionary()
         self._handles = 0
 
     @property
@@ -86,6 +87,13 @@ class HostDevice:
     def handles(self) -> int:
         """Streams, events and host blocks that were made and not given back."""
         return len(self._streams) + len(self._events) + len(self._host)
+
+    @property
+    def captured(self) -> set[int]:
+        """Ids of the graphs, of any session, that would be replayed."""
+        return {
+            number for graphs in self._graphs.values() for number, graph in graphs.items() if graph.captured is not None
+        }
 
     def use(self) -> None: ...
 
@@ -179,7 +187,7 @@ class HostDevice:
     def _choose_binding(self, bound: BoundRun) -> ort.IOBinding:
         if bound.graph_id is None:
             return bound.binding
-        graph = self._graphs.setdefault((id(bound.session), bound.graph_id), _Graph())
+        graph = self._graphs.setdefault(bound.session, {}).setdefault(bound.graph_id, _Graph())
         if graph.captured is not None:
             return graph.captured
         graph.runs += 1

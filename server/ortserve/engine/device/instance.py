@@ -210,13 +210,15 @@ class DeviceInstance:
             assert self._plain_run is not None
             return self._plain_run(inputs)
 
-        with self._gate.alone():
-            self._lane.opened.reclaim()
-            preparation = Preparation(self._signature, plainly, make_inputs, self._make_binding, self.counts)
-            try:
-                binding, prepared = preparation.prepare(sizes, captures=self._captures)
-            except DEVICE_ERRORS as error:
-                raise self._failure(error) from error
+        preparation = Preparation(self._signature, plainly, make_inputs, self._make_binding, self.counts, self._gate)
+        try:
+            with self._gate.shared():
+                self._lane.opened.reclaim()
+            binding, prepared = preparation.prepare(sizes, captures=self._captures)
+            with self._gate.shared():
+                self._account()
+        except DEVICE_ERRORS as error:
+            raise self._failure(error) from error
         if binding is None:
             self._unbound = "unbound"
             return prepared
@@ -242,6 +244,13 @@ class DeviceInstance:
         )
         ledger.enter(self._name, "buffers", nbytes)
         return binding
+
+    def _account(self) -> None:
+        """Note what the session itself takes: what the device has less of than before it, buffers aside."""
+        lane, ledger = self._lane, self._lane.opened.ledger
+        buffers = ledger.accounts().get(self._name, {}).get("buffers", 0)
+        taken = lane.free_bytes - lane.device.memory().free_bytes - buffers
+        ledger.enter(self._name, "session", max(0, taken))
 
     def _failure(self, error: Exception) -> Exception:
         """What callers are told; a lost device is lost from now on for all who use it."""

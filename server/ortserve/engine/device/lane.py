@@ -13,6 +13,8 @@ class Lane:
         self.opened = opened
         self.device = opened.device
         self.device.use()
+        self.free_bytes = self.device.memory().free_bytes
+        """What nobody had when it was made, and its session was not."""
         self.compute = self.device.make_stream()
         self.inward = self.device.make_stream()
         self.outward = self.device.make_stream()

@@ -17,6 +17,7 @@ from ortserve.engine.device.binding import DeviceBinding
 from ortserve.engine.device.buffers import BufferSet
 from ortserve.engine.device.counts import DeviceCounts
 from ortserve.engine.device.failures import DEVICE_ERRORS
+from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout
@@ -50,7 +51,7 @@ class Prepared:
 
 
 class Preparation:
-    """Tries the batch sizes of one instance, on its worker and alone inside the gate."""
+    """Tries the batch sizes of one instance, on its worker. Others may use their GPUs but while a graph is captured."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Preparation:
         make_inputs: MakeInputs,
         make_binding: MakeBinding,
         counts: DeviceCounts,
+        gate: CaptureGate,
     ) -> None:
         """``make_binding`` makes the buffers, for outputs of these rows and so many of them."""
         self._signature = signature
@@ -66,6 +68,7 @@ class Preparation:
         self._make_inputs = make_inputs
         self._make_binding = make_binding
         self._counts = counts
+        self._gate = gate
 
     def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, Prepared]:
         """Make buffers and try all sizes on them.
@@ -77,18 +80,20 @@ class Preparation:
             Exception: One of ``DEVICE_ERRORS``, where a plain run fails, or there is no memory for the buffers.
         """
         most = max(sizes)
-        outputs = self._run_plainly(self._make_inputs(most, 0))
-        if problem := self._why_not_by_rows(outputs, most):
-            return None, Prepared(unbound_because=problem)
-        layouts = [RowLayout(output.dtype, output.shape[1:]) for output in outputs]
-        binding = self._make_binding(layouts, most)
+        with self._gate.shared():
+            outputs = self._run_plainly(self._make_inputs(most, 0))
+            if problem := self._why_not_by_rows(outputs, most):
+                return None, Prepared(unbound_because=problem)
+            layouts = [RowLayout(output.dtype, output.shape[1:]) for output in outputs]
+            binding = self._make_binding(layouts, most)
         try:
             replayed: list[int] = []
             not_replayed: dict[int, str] = {}
             for rows in sorted(set(sizes)):
-                if problem := self._try_size(binding, rows):
-                    binding.close()
-                    return None, Prepared(unbound_because=problem)
+                with self._gate.shared():
+                    if problem := self._try_size(binding, rows):
+                        binding.close()
+                        return None, Prepared(unbound_because=problem)
                 graphs = {buffers.index: False for buffers in binding.sets}
                 if captures:
                     problem = f"{MAX_GRAPHS} sizes are captured already"
@@ -101,7 +106,8 @@ class Preparation:
                         graphs = dict.fromkeys(graphs, True)
                 binding.admit(rows, graphs)
         except BaseException:
-            binding.close()
+            with self._gate.shared():
+                binding.close()
             raise
         return binding, Prepared(tuple(sorted(set(sizes))), tuple(replayed), not_replayed=not_replayed)
 
@@ -132,19 +138,22 @@ class Preparation:
         seeds = (rows, rows + 1)  # in turns, so that no answer of a set is the one before
         for buffers in binding.sets:
             try:
-                binding.capture(binding.bind(rows, buffers, is_graph=True, is_waited_for=True), CAPTURING_RUNS)
-                bound = binding.bind(rows, buffers, is_graph=True)
-                for seed in seeds:
-                    inputs = self._make_inputs(rows, seed)
-                    expected = self._run_plainly(inputs)
-                    problem = self._compare(binding, bound, buffers, inputs, expected)
-                    if problem:
-                        self._counts.count_not_captured("wrong_answer")
-                        return problem
+                with self._gate.alone():
+                    binding.capture(binding.bind(rows, buffers, is_graph=True, is_waited_for=True), CAPTURING_RUNS)
+                with self._gate.shared():
+                    bound = binding.bind(rows, buffers, is_graph=True)
+                    for seed in seeds:
+                        inputs = self._make_inputs(rows, seed)
+                        expected = self._run_plainly(inputs)
+                        problem = self._compare(binding, bound, buffers, inputs, expected)
+                        if problem:
+                            self._counts.count_not_captured("wrong_answer")
+                            return problem
             except DEVICE_ERRORS as error:
                 self._counts.count_not_captured("failed")
                 # A capture that failed may have spoilt the device: then this raises, and the model is not served.
-                self._run_plainly(self._make_inputs(rows, rows))
+                with self._gate.shared():
+                    self._run_plainly(self._make_inputs(rows, rows))
                 return f"its capture failed: {without_paths(str(error))}"
             self._counts.captured += 1
         return ""

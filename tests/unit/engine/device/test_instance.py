@@ -18,8 +18,9 @@ from models import builders
 from ortserve.core.batch import Arrays, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.engine.device import preparation
-from ortserve.engine.device.graph_ids import graph_id
-from ortserve.engine.device.host import HostDevice, Pace
+from ortserve.engine.device.devices import OpenDevice
+from ortserve.engine.device.graph_ids import SETS, graph_id
+from ortserve.engine.device.host import CAPTURING_RUNS, HostDevice, Pace
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
@@ -175,7 +176,7 @@ class NeverRight(HostDevice):
         captured = super()._choose_binding(bound)
         if bound.graph_id is None or captured is not bound.binding:
             return captured
-        return self._graphs[id(bound.session), bound.graph_id].captured or captured
+        return self._graphs[bound.session][bound.graph_id].captured or captured
 
     def run(self, bound: BoundRun, stream: int) -> None:
         if bound.graph_id is None:
@@ -217,23 +218,18 @@ def test_no_more_sizes_are_captured_than_are_allowed(tmp_path: Path, monkeypatch
 
 def test_captures_have_the_gate_for_themselves(tmp_path: Path) -> None:
     alone: list[bool] = []
+    opened: list[OpenDevice] = []
 
     class Watched(HostDevice):
         def run(self, bound: BoundRun, stream: int) -> None:
-            if bound.graph_id is not None:
-                alone.append(made_gate().__getattribute__("_alone"))
+            if bound.graph_id is not None and bound.graph_id not in self.captured:
+                alone.append(opened[0].gate._alone)
             super().run(bound, stream)
-
-    opened: list[Any] = []
-
-    def made_gate() -> Any:
-        return opened[0].gate
 
     with on_device(builders.identity(tmp_path / "m.onnx"), Watched(), captures=True, is_prepared=False) as made:
         opened.append(made.opened)
         made.instance.prepare((2,), lambda rows, seed: (numbered(rows, seed),))
-        assert alone
-        assert all(alone)
+        assert alone == [True] * CAPTURING_RUNS * SETS
 
 
 @pytest.mark.parametrize(
@@ -364,5 +360,6 @@ def test_answers_that_are_kept_make_the_next_go_to_memory_of_their_own(tmp_path:
 def _drawn(made: OnDevice, rows: int, seed: int) -> Arrays:
     generator = np.random.default_rng(seed)
     return tuple(
-        (100 * generator.standard_normal((rows, *spec.shape[1:]))).astype(spec.datatype.numpy) for spec in made.signature.inputs
+        (100 * generator.standard_normal((rows, *spec.shape[1:]))).astype(spec.datatype.numpy)
+        for spec in made.signature.inputs
     )
