@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from ortserve import __version__
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
+from ortserve.engine.device.readings import devices_reader
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
@@ -140,6 +141,7 @@ class Server:
         self._options = options
         self._prometheus = prometheus
         runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
+        metrics.set_devices_source(devices_reader(runtime.devices))
         self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
         self._models = ModelService(

@@ -10,10 +10,22 @@ from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.families import Declaration
 
-UNITS: Final = ("seconds", "bytes", "rows", "elements", "requests", "loads", "decisions", "streams")
+UNITS: Final = (
+    "seconds",
+    "bytes",
+    "rows",
+    "elements",
+    "requests",
+    "loads",
+    "decisions",
+    "streams",
+    "batches",
+    "captures",
+)
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
 UNITLESS: Final = {
     "ortserve_saturation": "a ratio, which has no unit; 1 is all",
+    "ortserve_device_utilization": "likewise",
     "ortserve_model_state": "1 or 0 by a label, as kube-state-metrics' phases are",
     "ortserve_build_info": "1, for its labels",
 }
@@ -27,7 +39,14 @@ BOUNDED_LABELS: Final = {
     "reason": len(ErrorKind),
     "phase": len(PHASES),
     "state": len(MODEL_STATES),
-    "decision": 11,
+    "decision": 12,
+    "device": "those of the machine",
+    "kind": 2,
+    "owner": "instances that are loaded",
+    "purpose": 2,
+    "way": 6,
+    "result": 3,
+    "direction": 2,
     "rows": "powers of two up to the largest batch",
     "python": 1,
     "onnxruntime": 1,

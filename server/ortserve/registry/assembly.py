@@ -18,6 +18,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.padding import StagedElements
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.readings import read_runs
 from ortserve.engine.instance import Instance
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.lateness import requests_limits
@@ -78,6 +79,8 @@ class Assembly:
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue))
         # What warm-up staged was nobody's.
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
+        if any(isinstance(instance, DeviceInstance) for instance in loaded.instances):
+            metrics.set_device_source(partial(read_runs, loaded.instances))
         return ServedModel(
             metrics.name,
             metrics.version,

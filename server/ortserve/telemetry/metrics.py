@@ -45,6 +45,7 @@ from ortserve.telemetry.declarations import (
     SATURATION,
     STAGED_ELEMENTS,
 )
+from ortserve.telemetry.devices import DeviceReading, DeviceRuns, device_families
 from ortserve.telemetry.families import Family, HistogramSeries, Labels
 
 _NS_PER_S: Final = 1_000_000_000
@@ -99,6 +100,7 @@ class ModelMetrics:
         """By their rows."""
         self.batching: Callable[[], BatchingNumbers] = BatchingNumbers
         self.staging: Callable[[], StagedElements] = StagedElements
+        self.device_runs: Callable[[], DeviceRuns] | None = None
 
     def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
         """Count an answered request. ``timing`` has all its points, ``protocol`` is one of the server's own names."""
@@ -140,6 +142,10 @@ class ModelMetrics:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
         self.staging = source
 
+    def set_device_source(self, source: Callable[[], DeviceRuns]) -> None:
+        """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
+        self.device_runs = source
+
     def set_state(self, state: str) -> None:
         """Say which of ``MODEL_STATES`` the version is in now.
 
@@ -169,6 +175,7 @@ class Metrics(Collector):
         self._rejected: dict[str, dict[str, int]] = {"": {}}
         self._loads: dict[tuple[str, ...], int] = {}
         self._streams: Callable[[], int] = int
+        self._devices: Callable[[], Sequence[DeviceReading]] = tuple
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -206,6 +213,10 @@ class Metrics(Collector):
     def set_streams_source(self, source: Callable[[], int]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
         self._streams = source
+
+    def set_devices_source(self, source: Callable[[], Sequence[DeviceReading]]) -> None:
+        """Have ``source`` asked at each scrape, on the scraping thread."""
+        self._devices = source
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before a model was found for it."""
@@ -256,6 +267,8 @@ class Metrics(Collector):
             for state in MODEL_STATES
         }
         yield Family(MODEL_STATE, states)
+        runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
+        yield from device_families(self._devices(), runs)
         yield Family(GRPC_STREAMS, {(): self._streams()})
         yield Family(BUILD_INFO, {(__version__, platform.python_version(), self._onnxruntime_version): 1})
 

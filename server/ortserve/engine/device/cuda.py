@@ -48,6 +48,7 @@ class CudaDevice:
         count = self._runtime.getDeviceCount()
         if device_id >= count:
             raise RuntimeError(f"there is no CUDA device {device_id}: there are {count}")
+        self.pci_bus_id = str(self._runtime.deviceGetPCIBusId(device_id))
 
     def use(self) -> None:
         self._runtime.setDevice(self.device_id)

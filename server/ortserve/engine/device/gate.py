@@ -30,6 +30,14 @@ class CaptureGate:
                 self._changed.wait()
             self._inside += 1
 
+    def try_enter(self) -> bool:
+        """Come in beside others if that is possible at once; False where it is not."""
+        with self._changed:
+            if self._alone or self._waiting_alone:
+                return False
+            self._inside += 1
+            return True
+
     def leave(self) -> None:
         """Undo one ``enter``."""
         with self._changed:

@@ -60,6 +60,7 @@ class HostDevice:
     """Host memory in the place of a device's. From any thread."""
 
     ort_name = "cpu"
+    pci_bus_id = ""
 
     def __init__(
         self, device_id: int = 0, *, total_bytes: int = 2**40, pace: Pace = Pace.AT_ONCE, seed: int = 0

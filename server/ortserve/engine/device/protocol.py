@@ -45,11 +45,13 @@ class Device(Protocol):
         name: For operators, such as ``cuda:0``.
         ort_name: What ONNX Runtime calls its memory in bindings.
         device_id: Its number among those of its kind.
+        pci_bus_id: By which other libraries know it; empty where it has none.
     """
 
     name: str
     ort_name: str
     device_id: int
+    pci_bus_id: str
 
     def use(self) -> None:
         """Make it the calling thread's device."""

@@ -32,6 +32,9 @@ class HostRuntime:
     def getDeviceCount(self) -> int:  # noqa: N802
         return 2
 
+    def deviceGetPCIBusId(self, device: int) -> str:  # noqa: N802
+        return f"0000:0{device}:00.0"
+
     def setDevice(self, device: int) -> None:  # noqa: N802
         self.calls.append(f"setDevice {device}")
 
