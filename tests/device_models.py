@@ -1,11 +1,12 @@
 """Instances on devices of host memory, for tests of everything about devices that needs no GPU."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnxruntime as ort
@@ -21,12 +22,25 @@ from ortserve.engine.device.preparation import Prepared
 from ortserve.engine.device.protocol import Device
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.plain_run import make_plain_run
-from ortserve.engine.provider_options import CPU
+from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session, run_options
 from ortserve.registry.synthetic import synthetic_inputs
 
 SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a test runs: the execution provider, what makes its device, and how often to do what is done often."""
+
+    provider: str
+    make: Callable[[], Device]
+    times: int
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.provider == CUDA
 
 
 @dataclass
@@ -54,16 +68,17 @@ def on_device(
     sizes: tuple[int, ...] = SIZES,
     captures: bool = False,
     is_prepared: bool = True,
+    options: Mapping[str, str] = MappingProxyType({}),
     wrap: Callable[[ort.InferenceSession], ort.InferenceSession] = lambda session: session,
 ) -> Iterator[OnDevice]:
-    """A model on a device. ``wrap`` may stand before its session."""
+    """A model on a device; ``options`` are of its execution provider, and ``wrap`` may stand before its session."""
     opened = Devices({provider: lambda _: device}).open(provider, device.device_id)
     assert isinstance(opened, OpenDevice)
     lane = Lane(opened)
-    options = dict(lane.provider_options(captures=captures))
-    session = open_session(path, "m/1", SessionOptions(ProviderChoice(provider, options=options), 1))
+    told = {**options, **lane.provider_options(captures=captures)}
+    session = open_session(path, "m/1", SessionOptions(ProviderChoice(provider, options=told), 1))
     signature = read_signature(session, path)
-    plain = make_plain_run(open_session(path, "plain", SessionOptions(ProviderChoice(provider), 1)), signature)
+    plain = make_plain_run(open_session(path, "plain", SessionOptions(ProviderChoice(CPU), 1)), signature)
     instance = DeviceInstance(
         wrap(session),
         signature,

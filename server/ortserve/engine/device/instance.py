@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -26,6 +26,8 @@ from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.staging import HostStaging
 from ortserve.errors import DeviceLostError
+
+_Result = TypeVar("_Result")
 
 
 class DeviceInstance:
@@ -66,7 +68,7 @@ class DeviceInstance:
         self._name = name
         self._session: ort.InferenceSession | None = session
         self._signature = signature
-        self._lane = lane
+        self.lane = lane
         self._gate = lane.opened.gate
         self._clock = clock
         self._padding = padding
@@ -97,7 +99,7 @@ class DeviceInstance:
     @property
     def lost(self) -> str:
         """Why its device is lost; empty while it is not."""
-        return self._lane.opened.lost
+        return self.lane.opened.lost
 
     def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs) -> Prepared:
         """Make buffers for batches of these sizes, and capture their graphs if the session is to. Blocks.
@@ -114,10 +116,25 @@ class DeviceInstance:
         if problem := why_unbound(self._signature, self._padding):
             self._unbound = "unbound"
             return Prepared(unbound_because=problem)
-        task = _Task(lambda: self._prepare(sizes, make_inputs))
+        return self.call(lambda: self._prepare(sizes, make_inputs))
+
+    @property
+    def binding(self) -> DeviceBinding | None:
+        """What batches are run with on buffers; None before there are any. For the worker, which ``call`` reaches."""
+        return self._binding
+
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """Have the worker do something, behind what it was given before, and wait for it; for measurements, too.
+
+        It is not inside the gate.
+
+        Raises:
+            Exception: What the work raised.
+        """
+        task = _Task(work)
         self._work.put(task)
-        prepared: Prepared = task.future.result()
-        return prepared
+        result: _Result = task.future.result()
+        return result
 
     def run(self, batch: Batch) -> BatchResult:
         """Run on the worker, and wait for it: for callers without a loop."""
@@ -139,7 +156,7 @@ class DeviceInstance:
 
     def _serve(self) -> None:
         with suppress(*DEVICE_ERRORS):  # of a lost device, as the first batch will be told
-            self._lane.device.use()
+            self.lane.device.use()
         while (item := self._work.get()) is not None:
             if isinstance(item, _Task):
                 item.run()
@@ -165,7 +182,7 @@ class DeviceInstance:
         done(outcome)
 
     def _begin(self, batch: Batch) -> Flight | BatchResult:
-        opened = self._lane.opened
+        opened = self.lane.opened
         if opened.lost:
             raise DeviceLostError(opened.lost)
         binding = self._binding
@@ -186,7 +203,7 @@ class DeviceInstance:
 
     def _land(self) -> None:
         with suppress(*DEVICE_ERRORS):
-            self._lane.device.use()
+            self.lane.device.use()
         while (item := self._flights.get()) is not None:
             flight, done = item
             binding = self._binding
@@ -213,7 +230,7 @@ class DeviceInstance:
         preparation = Preparation(self._signature, plainly, make_inputs, self._make_binding, self.counts, self._gate)
         try:
             with self._gate.shared():
-                self._lane.opened.reclaim()
+                self.lane.opened.reclaim()
             binding, prepared = preparation.prepare(sizes, captures=self._captures)
             with self._gate.shared():
                 self._account()
@@ -231,12 +248,12 @@ class DeviceInstance:
     def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
         assert self._session is not None
         nbytes = sets_nbytes(self._signature, outputs, rows)
-        ledger = self._lane.opened.ledger
+        ledger = self.lane.opened.ledger
         ledger.check_room(self._name, {"buffers": nbytes})
         binding = DeviceBinding(
             self._session,
             self._signature,
-            self._lane,
+            self.lane,
             outputs,
             rows,
             captures=self._captures,
@@ -247,7 +264,7 @@ class DeviceInstance:
 
     def _account(self) -> None:
         """Note what the session itself takes: what the device has less of than before it, buffers aside."""
-        lane, ledger = self._lane, self._lane.opened.ledger
+        lane, ledger = self.lane, self.lane.opened.ledger
         buffers = ledger.accounts().get(self._name, {}).get("buffers", 0)
         taken = lane.free_bytes - lane.device.memory().free_bytes - buffers
         ledger.enter(self._name, "session", max(0, taken))
@@ -255,9 +272,9 @@ class DeviceInstance:
     def _failure(self, error: Exception) -> Exception:
         """What callers are told; a lost device is lost from now on for all who use it."""
         if isinstance(error, DEVICE_ERRORS):
-            error = run_failure(error, self._lane.device.name)
+            error = run_failure(error, self.lane.device.name)
         if isinstance(error, DeviceLostError):
-            self._lane.opened.lost = self._lane.opened.lost or error.message
+            self.lane.opened.lost = self.lane.opened.lost or error.message
         return error
 
     def _free(self) -> None:
@@ -268,9 +285,9 @@ class DeviceInstance:
                 binding.close()
             del binding
             self._session = None  # before its stream
-            self._lane.opened.reclaim()
-            self._lane.close()
-        self._lane.opened.ledger.close(self._name)
+            self.lane.opened.reclaim()
+            self.lane.close()
+        self.lane.opened.ledger.close(self._name)
 
 
 class _Task:
