@@ -15,6 +15,7 @@ import onnxruntime as ort
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.errors import invalid_input
 
 _PACKAGE_PREFIX: Final = "onnxruntime_ep_"
@@ -38,6 +39,15 @@ class Offer:
     is_built_in: bool = False
     devices: tuple[ort.OrtEpDevice, ...] = ()
     problem: str = ""
+
+
+def preload_libraries(name: str) -> None:
+    """Load what a GPU's provider needs from NVIDIA's packages, where it is installed as such.
+
+    Else ONNX Runtime would find only what the system's loader finds, and say no more than a line in its log.
+    """
+    if name in GPU_PROVIDERS and name in ort.get_available_providers():
+        ort.preload_dlls()
 
 
 class Runtime:
@@ -78,6 +88,7 @@ class Runtime:
         if devices := _devices(name):  # first, because ONNX Runtime lists the names of plug-ins among its own
             return Offer(devices=devices)
         if name in ort.get_available_providers():
+            preload_libraries(name)
             return Offer(is_built_in=True)
         problem = "is not offered by this ONNX Runtime"
         for package in _packages():

@@ -53,21 +53,24 @@ class TrialOrder:
 
 
 class CaptureTrials:
-    """Tries each model once, as long as its file stays the same. Loader thread only."""
+    """Tries each model until it was captured once, as long as its file stays the same. Loader thread only."""
 
     def __init__(self, command: Sequence[str] = _COMMAND, timeout_s: float = TIMEOUT_S) -> None:
         """``command`` starts the child, ``timeout_s`` is how long it may take."""
         self._command = command
         self._timeout_s = timeout_s
-        self._reasons: dict[tuple[str, int, int], str] = {}
+        self._captured: set[tuple[str, int, int]] = set()
 
     def why_not(self, order: TrialOrder) -> str:
         """Why the model cannot be captured, in words; empty where it was. Blocks for as long as the child takes."""
         file = Path(order.path).stat()
         key = order.to_json(), file.st_mtime_ns, file.st_size
-        if key not in self._reasons:
-            self._reasons[key] = self._try(order)
-        return self._reasons[key]
+        if key in self._captured:
+            return ""
+        reason = self._try(order)  # again at the next load: it may have been for want of memory
+        if not reason:
+            self._captured.add(key)
+        return reason
 
     def _try(self, order: TrialOrder) -> str:
         try:

@@ -20,6 +20,7 @@ from ortserve.engine.device.replay import why_no_replay
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.runtime import preload_libraries
 from ortserve.engine.session import SessionOptions, open_session, run_options
 from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import VERDICT, TrialOrder
@@ -37,6 +38,7 @@ def try_capture(order: TrialOrder, tell: Callable[[str], None], make: Mapping[st
     """
     settings = SessionSettings.model_validate(order.settings)
     choice = ProviderChoice(order.provider, options=dict(order.options))
+    preload_libraries(choice.name)
     opened = Devices(make).open(choice.name, choice.device_id)
     if isinstance(opened, str):
         tell(opened)

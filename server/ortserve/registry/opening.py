@@ -43,10 +43,12 @@ class OpenedSession:
 
     def abandon(self) -> None:
         """Free it, where nothing came of it."""
-        del self.session
-        if self.lane is not None:
-            with self.lane.opened.gate.shared():
-                self.lane.close()
+        if self.lane is None:
+            del self.session
+            return
+        with self.lane.opened.gate.shared():
+            del self.session
+            self.lane.close()
 
     def forget(self) -> None:
         """Let go of the session, which is the instance's alone from now on, to be freed with it."""

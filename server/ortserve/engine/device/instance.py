@@ -155,7 +155,7 @@ class DeviceInstance:
         self._worker.join()
 
     def _serve(self) -> None:
-        with suppress(*DEVICE_ERRORS):  # of a lost device, as the first batch will be told
+        with self._gate.shared(), suppress(*DEVICE_ERRORS):  # of a lost device, as the first batch will be told
             self.lane.device.use()
         while (item := self._work.get()) is not None:
             if isinstance(item, _Task):
@@ -202,7 +202,7 @@ class DeviceInstance:
         return flight
 
     def _land(self) -> None:
-        with suppress(*DEVICE_ERRORS):
+        with self._gate.shared(), suppress(*DEVICE_ERRORS):
             self.lane.device.use()
         while (item := self._flights.get()) is not None:
             flight, done = item

@@ -22,8 +22,9 @@ from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout
 
-CAPTURING_RUNS: Final = 3
-"""ONNX Runtime before 1.26 runs twice, then captures; later ones do all of that in the first run."""
+CAPTURING_RUNS: Final = 4
+"""ONNX Runtime before 1.26 runs twice, then captures; later ones do all of that in the first run. One more than either
+needs: a capture must not be left to a run that does not have the gate for itself."""
 MAX_GRAPHS: Final = 32
 """Sizes of one instance that are captured, the smallest first: those gain most, and each graph keeps memory."""
 
