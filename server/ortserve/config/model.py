@@ -107,6 +107,11 @@ class ModelOptions(LoadOptions):
 
     instances: int = Field(default=1, ge=1, le=64)
     """Sessions of the model that may run at the same time, each with a worker thread of its own."""
+    gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
+        default=(), json_schema_extra={"expects": "list of integers, 0 to 1023"}
+    )
+    """Numbers of the GPUs that instances are placed on, in turns: ``[0, 1]`` with ``instances: 4`` has two on each.
+    Unset: all on the one that the execution provider's ``device_id`` names. Without effect on the CPU."""
     preferred_rows: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, at least 1"}
     )

@@ -44,6 +44,7 @@ class LoadedModel:
         intra_op_threads: Threads of a run inside an operator.
         run_threads: Threads that a run may keep busy in all.
         on_device: What runs on buffers of a device.
+        placed: On which device each instance was placed; empty where all are on the execution provider's.
     """
 
     instances: tuple[Instance | DeviceInstance, ...]
@@ -56,6 +57,7 @@ class LoadedModel:
     padding: Padding | None = None
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     on_device: OnDevice = field(default_factory=OnDevice)
+    placed: tuple[int, ...] = ()
 
     @property
     def signature(self) -> ModelSignature:
@@ -68,9 +70,9 @@ class LoadedModel:
         return self.providers.name
 
     @property
-    def device_id(self) -> int:
-        """Which of the devices of its kind the execution provider uses."""
-        return self.providers.device_id
+    def device_ids(self) -> tuple[int, ...]:
+        """For each instance, which of the devices of its kind the execution provider uses."""
+        return self.placed or (self.providers.device_id,) * len(self.instances)
 
 
 def load_model(
@@ -142,7 +144,9 @@ def load_model(
             if found.rows_depend:
                 interface = interface.unbatched(found.rows_depend)
                 padding = resolve_padding(options, interface.model)  # what runs alone is not padded
-            on_device = OnDevice(no_buffers_because=opened.no_buffers_because)
+            on_device = OnDevice(
+                no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
+            )
             if isinstance(instance, DeviceInstance):
                 on_device = prepare(instance, opened, options, interface.model, found, padding)
                 if on_device.sizes:
@@ -159,9 +163,18 @@ def load_model(
             (instance,), interface, found, choice, nodes, threads, run_threads, padding, labels, on_device
         )
 
+    def place(choice: ProviderChoice, number: int) -> ProviderChoice:
+        """The choice for the instance of this number."""
+        is_placed = options.gpus and (choice.name in GPU_PROVIDERS or runtime.devices.has(choice.name))
+        return choice.on_device(options.gpus[number % len(options.gpus)]) if is_placed else choice
+
     opened, choice = open_on_first(
-        choice, lambda choice: opening.open(choice, usual_threads(choice)), allow_fallback=options.allow_fallback
+        choice,
+        lambda choice: opening.open(place(choice, 0), usual_threads(choice)),
+        allow_fallback=options.allow_fallback,
     )
+    is_placed = place(choice, 0) is not choice
+    choice = place(choice, 0)
     for reason in choice.passed_over:
         log_event(logger, logging.WARNING, "execution provider passed over", model=name, reason=reason)
     if searches_each_shape(choice.name, choice.options) and not options.buckets:
@@ -175,9 +188,10 @@ def load_model(
         loaded = warm(opening.open(choice, 1), choice, 1)
     try:
         for number in range(1, options.instances):
-            opened = opening.open(choice, loaded.intra_op_threads)
+            placed = place(choice, number)
+            opened = opening.open(placed, loaded.intra_op_threads)
             instance = opening.make_instance(
-                opened, choice, loaded.signature, f"{name} {number}", loaded.intra_op_threads, loaded.padding
+                opened, placed, loaded.signature, f"{name} {number}", loaded.intra_op_threads, loaded.padding
             )
             opened.forget()
             loaded = replace(loaded, instances=(*loaded.instances, instance))
@@ -197,6 +211,8 @@ def load_model(
         for instance in loaded.instances:
             instance.close()
         raise
+    if is_placed:
+        loaded = replace(loaded, placed=tuple(place(choice, n).device_id for n in range(options.instances)))
     for reason in loaded.interface.without_effect:
         log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
     return loaded

@@ -31,6 +31,7 @@ class OpenedSession:
         session: Itself.
         lane: Its streams on a device; None where it has no buffers there.
         captures: Whether it was made to capture graphs.
+        is_whole: Whether all of it is on one execution provider.
         no_buffers_because: In words, where it has no lane.
         no_replay_because: In words, where it does not capture, although that was asked for.
     """
@@ -38,6 +39,7 @@ class OpenedSession:
     session: Session
     lane: Lane | None = None
     captures: bool = False
+    is_whole: bool = True
     no_buffers_because: str = ""
     no_replay_because: str = ""
 
@@ -90,7 +92,9 @@ class Opening:
         gate = self._runtime.devices.gate
         if isinstance(device, str):
             with gate.shared():
-                return OpenedSession(self._session(choice, threads), no_buffers_because=device)
+                no_replay = device if self._options.graph_replay else ""
+                session = self._session(choice, threads)
+                return OpenedSession(session, no_buffers_because=device, no_replay_because=no_replay)
         no_replay = self._why_no_replay(choice, threads)
         captures = self._options.graph_replay and not no_replay
         with gate.shared():
@@ -107,9 +111,11 @@ class Opening:
             except BaseException:
                 lane.close()
                 raise
-        if captures and (no_replay := why_no_replay(choice.name, read_operators(session), self._options.session)):
+        operators = read_operators(session)
+        if captures and (no_replay := why_no_replay(choice.name, operators, self._options.session)):
             captures = False  # as the trial should have said
-        return OpenedSession(session, lane, captures, no_replay_because=no_replay)
+        is_whole = operators.keys() <= {choice.name}
+        return OpenedSession(session, lane, captures, is_whole, no_replay_because=no_replay)
 
     def make_instance(
         self,
@@ -131,6 +137,7 @@ class Opening:
                 padding=padding,
                 run_options=run_options(self._options.session, graph_id=NEITHER if opened.captures else None),
                 captures=opened.captures,
+                is_whole=opened.is_whole,
             )
         return Instance(
             opened.session,

@@ -72,7 +72,8 @@ class ServedModel:
         self.declared: Final = configuration.declared
         """Its ``config.pbtxt`` as it stands; empty where it has none."""
         self.execution_provider: Final = loaded.execution_provider
-        self.device_id: Final = loaded.device_id
+        self.device_ids: Final = loaded.device_ids
+        """For each instance."""
         self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
         self._instances = loaded.instances

@@ -126,8 +126,8 @@ def test_what_cannot_have_buffers_is_served_without_and_says_why(
 
 
 def test_a_model_whose_buffers_were_switched_off_says_so(tmp_path: Path) -> None:
-    loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), device_buffers=False)
-    assert told(loaded)["device_buffers"] == "none: device_buffers is off"
+    loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), device_buffers=False, graph_replay=True)
+    assert told(loaded)["device_buffers"] == told(loaded)["graph_replay"] == "none: device_buffers is off"
     assert isinstance(loaded.instances[0], Instance)
     close(loaded)
 
@@ -174,3 +174,23 @@ def test_sizes_that_are_not_replayed_are_told_beside_those_that_are() -> None:
     assert OnDevice((1, 2), (1,), "", "2: it failed").properties()["graph_replay"] == (
         "batches of 1 rows; others are not: 2: it failed"
     )
+
+
+def test_instances_are_placed_on_their_devices_in_turns(tmp_path: Path) -> None:
+    made: dict[int, HostDevice] = {}
+
+    def make(number: int) -> HostDevice:
+        made[number] = HostDevice(number)
+        return made[number]
+
+    path = builders.mlp(tmp_path / "m.onnx")
+    options = ModelOptions(warmup_s=0.2, intra_op_threads=1, instances=3, gpus=(2, 0), buckets=(2,))
+    runtime = Runtime(devices=Devices({CPU: make}))
+    loaded = load_model(path, "m/1", options, time.monotonic_ns, lambda: None, None, runtime)
+    assert loaded.device_ids == (2, 0, 2)
+    assert sorted(made) == [0, 2]
+    assert made[2].allocated_bytes == 2 * made[0].allocated_bytes > 0
+    for instance in loaded.instances:
+        run(instance, np.zeros((2, 64), np.float32), bucket=2)
+    close(loaded)
+    assert not any(device.allocated_bytes or device.handles for device in made.values())

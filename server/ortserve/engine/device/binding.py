@@ -66,6 +66,7 @@ class DeviceBinding:
         rows: int,
         *,
         captures: bool,
+        is_whole: bool = True,
         clock: Clock,
     ) -> None:
         """Allocate room for ``rows`` rows, twice.
@@ -77,6 +78,8 @@ class DeviceBinding:
             outputs: A row of each output.
             rows: Most rows of a batch.
             captures: Whether the session was made to capture graphs.
+            is_whole: Whether all its nodes are on the device. If not, ONNX Runtime waits for the end of each run: what
+                it copies from the host for nodes there, it may use again as soon as the run has returned.
             clock: Monotonic nanoseconds.
         """
         self._session = session
@@ -85,6 +88,7 @@ class DeviceBinding:
         self._clock = clock
         self._counts = DeviceCounts()  # what is run to prepare it was nobody's
         self._captures = captures
+        self._is_whole = is_whole
         self._input_layouts = input_layouts(signature)
         self._output_layouts = list(outputs)
         self._inputs = [(spec.name, _element_type(spec.datatype)) for spec in signature.inputs]
@@ -145,7 +149,7 @@ class DeviceBinding:
             binding.bind_output(tensor, name, number, kind, (rows, *layout.item), address)
         graph = graph_id(rows, buffers.index) if is_graph else None
         options = ort.RunOptions()
-        if not is_waited_for:
+        if self._is_whole and not is_waited_for:
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         if self._captures:
             options.add_run_config_entry("gpu_graph_id", str(NEITHER if graph is None else graph))

@@ -51,6 +51,7 @@ class DeviceInstance:
         padding: Padding | None = None,
         run_options: ort.RunOptions | None = None,
         captures: bool = False,
+        is_whole: bool = True,
     ) -> None:
         """Start the threads; batches run plainly until ``prepare`` was called.
 
@@ -63,6 +64,7 @@ class DeviceInstance:
             padding: None where no batch is ever padded.
             run_options: Told to plain runs.
             captures: Whether the session was made to capture graphs.
+            is_whole: Whether all its nodes are on the device.
         """
         self.counts = DeviceCounts()
         self._name = name
@@ -73,6 +75,7 @@ class DeviceInstance:
         self._clock = clock
         self._padding = padding
         self._captures = captures
+        self._is_whole = is_whole
         self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
         self._staging = HostStaging(len(signature.inputs), padding)
         self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
@@ -257,6 +260,7 @@ class DeviceInstance:
             outputs,
             rows,
             captures=self._captures,
+            is_whole=self._is_whole,
             clock=self._clock,
         )
         ledger.enter(self._name, "buffers", nbytes)

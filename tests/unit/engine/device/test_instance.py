@@ -216,6 +216,30 @@ def test_no_more_sizes_are_captured_than_are_allowed(tmp_path: Path, monkeypatch
         assert made.prepared.not_replayed == dict.fromkeys((4, 8), "2 sizes are captured already")
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_runs_return_early_only_where_all_nodes_are_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    entries: list[tuple[str, str]] = []
+
+    class Noted(ort.RunOptions):  # type: ignore[misc]
+        def add_run_config_entry(self, key: str, value: str) -> None:
+            entries.append((key, value))
+            super().add_run_config_entry(key, value)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
+        binding = made.instance.binding
+        assert binding is not None
+        binding._is_whole = is_whole
+        monkeypatch.setattr(ort, "RunOptions", Noted)
+        binding.bind(4, binding.sets[1], is_graph=True)
+        binding.bind(4, binding.sets[1], is_graph=False)
+        binding.bind(4, binding.sets[1], is_graph=True, is_waited_for=True)
+    early = [("disable_synchronize_execution_providers", "1")] if is_whole else []
+    graph = ("gpu_graph_id", str(graph_id(4, 1)))
+    assert entries == [*early, graph, *early, ("gpu_graph_id", "-1"), graph]
+
+
 def test_captures_have_the_gate_for_themselves(tmp_path: Path) -> None:
     alone: list[bool] = []
     opened: list[OpenDevice] = []

@@ -14,6 +14,12 @@ CPU = "CPUExecutionProvider"
     [
         ({CUDA: {"MatMul", "Relu"}}, SessionSettings(), ""),
         ({CUDA: {"MatMul"}, CPU: {"Unique"}}, SessionSettings(), f"not all of it is on {CUDA}: {CPU} runs Unique"),
+        ({CUDA: {"MatMul", "Reshape"}, CPU: {"Shape", "Gather", "Concat"}}, SessionSettings(), ""),
+        (
+            {CUDA: {"MatMul"}, CPU: {"Shape"}, "Other": {"Relu"}},
+            SessionSettings(),
+            f"not all of it is on {CUDA}: {CPU} runs Shape; Other runs Relu",
+        ),
         ({CUDA: {"MatMul", "Loop"}}, SessionSettings(), "which nodes run is decided while it runs, by Loop"),
         (
             {CUDA: {"MatMul"}, CPU: {"If", "Scan"}},
