@@ -1,5 +1,6 @@
 """The instances of one model: which are free, and until when the others are busy."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -25,7 +26,8 @@ class Instances:
         self.lends_ahead: Final = depth > 1
         self._depth = depth
         self._busy_until_ns: dict[Runner, float] = {}
-        self._in_flight: dict[Runner, int] = {}
+        self._in_flight: dict[Runner, deque[float]] = {}
+        """How long each run was predicted to last, where instances take several."""
         self._ended_ns: dict[Runner, int] = {}
         self._lost: set[Runner] = set()
         self._staging_ns = 0.0
@@ -38,11 +40,12 @@ class Instances:
     def lend(self, predicted_ns: float | None, now_ns: int) -> Runner:
         """Take a free one for a run that is predicted to last so long from now on, or from the end of that before."""
         runner = self.free.pop()
+        lasts_ns = known_ns(predicted_ns)
         begins_ns: float = now_ns
         if self.lends_ahead:
-            self._in_flight[runner] = self._in_flight.get(runner, 0) + 1
+            self._in_flight.setdefault(runner, deque()).append(lasts_ns)
             begins_ns = max(now_ns, self._busy_until_ns.get(runner, 0))
-        self._busy_until_ns[runner] = begins_ns + known_ns(predicted_ns)
+        self._busy_until_ns[runner] = begins_ns + lasts_ns
         return runner
 
     def give_back(self, runner: Runner, taken_ns: int, now_ns: int) -> int:
@@ -54,9 +57,12 @@ class Instances:
             return taken_ns
         began_ns = max(taken_ns, self._ended_ns.get(runner, 0))
         self._ended_ns[runner] = now_ns
-        self._in_flight[runner] -= 1
-        if not self._in_flight[runner]:
-            del self._busy_until_ns[runner]
+        in_flight = self._in_flight[runner]
+        in_flight.popleft()
+        if in_flight:
+            self._busy_until_ns[runner] = now_ns + in_flight[0]
+            return began_ns  # not free yet: the next batch is as far from its turn as it was before
+        del self._busy_until_ns[runner]
         if runner not in self.free and runner not in self._lost:
             self.free.append(runner)
         return began_ns
@@ -94,6 +100,6 @@ class Instances:
     def _waiting_ahead(self) -> list[Runner]:
         return [
             runner
-            for runner, count in self._in_flight.items()
-            if 0 < count < self._depth and runner not in self.free and runner not in self._lost
+            for runner, in_flight in self._in_flight.items()
+            if 0 < len(in_flight) < self._depth and runner not in self.free and runner not in self._lost
         ]

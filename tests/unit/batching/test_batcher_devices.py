@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,24 @@ def test_a_second_batch_is_chosen_late_and_computed_without_a_gap() -> None:
         assert stage.batches == [[0], [1, 2]]
         first, second = stage.runners[0].runs
         assert second.began_ns == first.ended_ns, "it was staged by then"
+
+    play(main)
+
+
+def test_under_a_steady_load_every_batch_is_chosen_late_and_none_waits_for_another() -> None:
+    async def main(stage: Stage) -> None:
+        async def arrive() -> list["asyncio.Future[Arrays]"]:
+            futures = []
+            for number in range(60):
+                futures.append(stage.submit(rows_of(number)))
+                await asyncio.sleep(0.00205)
+            return futures
+
+        await asyncio.gather(*await arrive())
+        runs = stage.runners[0].runs
+        assert [later.began_ns - earlier.ended_ns for earlier, later in pairwise(runs)] == [0] * (len(runs) - 1)
+        # Who arrived in the ten milliseconds of a run rides in the next, but for those in its last moments.
+        assert all(4 <= len(batch) <= 6 for batch in stage.batches[2:-2])
 
     play(main)
 

@@ -74,9 +74,10 @@ def test_a_second_batch_is_measured_from_the_end_of_the_first() -> None:
     instances.lend(500, NOW)
     instances.free_ahead()
     instances.lend(500, NOW + 100)
-    assert instances.give_back(runner, NOW, NOW + 500) == NOW
-    assert (instances.free, instances.are_busy) == ([runner], True)
-    assert instances.give_back(runner, NOW + 100, NOW + 900) == NOW + 500
+    assert instances.give_back(runner, NOW, NOW + 550) == NOW
+    assert (instances.free, instances.are_busy) == ([], True), "it is not the next one's turn yet"
+    assert instances.ahead_due_ns() == NOW + 550 + 500 - 100_000
+    assert instances.give_back(runner, NOW + 100, NOW + 900) == NOW + 550
     assert (instances.free, instances.are_busy) == ([runner], False)
     assert instances.busy_ns(NOW) == 0
 
