@@ -7,6 +7,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.preparation import Prepared
 from ortserve.registry.opening import OpenedSession
 from ortserve.registry.synthetic import synthetic_inputs
 from ortserve.registry.warmup import WarmUp
@@ -58,15 +59,19 @@ def prepare(
     Raises:
         ServeError: Where the device has no room for them, or is lost.
     """
+    prepared = Prepared()
     if not found.latencies:
-        return OnDevice(no_buffers_because="the model was not warmed up", no_replay_because=opened.no_replay_because)
-    if not signature.is_batched:
+        because = "the model was not warmed up"
+    elif not signature.is_batched:
         because = f"requests run one at a time: {signature.unbatched_because}"
-        return OnDevice(no_buffers_because=because, no_replay_because=opened.no_replay_because)
-    sizes = sorted(set(options.buckets)) or doubling(found.max_rows)
-    prepared = instance.prepare(sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding))
-    because = "; ".join(f"{rows}: {reason}" for rows, reason in prepared.not_replayed.items())
-    return OnDevice(prepared.bound, prepared.replayed, prepared.unbound_because, opened.no_replay_because or because)
+    else:
+        sizes = sorted(set(options.buckets)) or doubling(found.max_rows)
+        prepared = instance.prepare(sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding))
+        because = prepared.unbound_because
+    no_replay = opened.no_replay_because
+    if options.graph_replay and not no_replay:
+        no_replay = because or "; ".join(f"{rows}: {reason}" for rows, reason in prepared.not_replayed.items())
+    return OnDevice(prepared.bound, prepared.replayed, because, no_replay)
 
 
 def doubling(max_rows: int) -> list[int]:

@@ -20,6 +20,7 @@ from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session, run_options
+from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 
 
@@ -106,15 +107,19 @@ class Opening:
             except DEVICE_ERRORS as error:
                 raise run_failure(error, device.device.name) from error
             try:
-                told = replace(choice, options={**choice.options, **lane.provider_options(captures=captures)})
-                session = self._session(told, threads)
+                if captures:
+                    try:
+                        session = self._on_lane(lane, choice, threads, captures=True)
+                        no_replay = why_no_replay(choice.name, read_operators(session), self._options.session)
+                    except ServeError as error:
+                        no_replay = error.message
+                if not captures or no_replay:  # the second as the trial should have said
+                    captures = False
+                    session = self._on_lane(lane, choice, threads, captures=False)
             except BaseException:
                 lane.close()
                 raise
-        operators = read_operators(session)
-        if captures and (no_replay := why_no_replay(choice.name, operators, self._options.session)):
-            captures = False  # as the trial should have said
-        is_whole = operators.keys() <= {choice.name}
+        is_whole = read_operators(session).keys() <= {choice.name}
         return OpenedSession(session, lane, captures, is_whole, no_replay_because=no_replay)
 
     def make_instance(
@@ -149,6 +154,10 @@ class Opening:
             run_options=run_options(self._options.session),
             gate=self._runtime.devices.gate if choice.name in GPU_PROVIDERS else None,
         )
+
+    def _on_lane(self, lane: Lane, choice: ProviderChoice, threads: int, *, captures: bool) -> Session:
+        told = {**choice.options, **lane.provider_options(captures=captures)}
+        return self._session(replace(choice, options=told), threads)
 
     def _session(self, choice: ProviderChoice, threads: int) -> Session:
         has_global_threads = self._runtime.has_global_threads

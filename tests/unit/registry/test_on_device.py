@@ -1,7 +1,7 @@
 """From a file to instances on a device of host memory: which sizes get buffers, and what operators read of it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,22 @@ def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> 
     close(loaded)
 
 
+def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> None:
+    """And opened anew: a session that was made to capture would capture in every run that is not told otherwise."""
+    opened: list[bool] = []
+
+    class Noted(HostDevice):
+        def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
+            opened.append(captures)
+            return super().provider_options(stream, captures=captures)
+
+    loaded = load(builders.slow(tmp_path / "m.onnx", steps=3), Noted(), Trials(), max_rows=2, graph_replay=True)
+    assert told(loaded)["graph_replay"] == "none: which nodes run is decided while it runs, by Loop"
+    assert loaded.on_device.sizes == (1, 2)
+    assert opened == [True, False]
+    close(loaded)
+
+
 @pytest.mark.parametrize(
     ("build", "options", "because"),
     [
@@ -117,8 +133,9 @@ def test_what_cannot_have_buffers_is_served_without_and_says_why(
     tmp_path: Path, build: Any, options: dict[str, Any], because: str
 ) -> None:
     device = HostDevice()
-    loaded = load(build(tmp_path / "m.onnx"), device, **options)
+    loaded = load(build(tmp_path / "m.onnx"), device, graph_replay=True, **options)
     assert told(loaded)["device_buffers"].startswith(because)
+    assert told(loaded)["graph_replay"] == told(loaded)["device_buffers"]
     assert device.allocated_bytes == 0
     assert loaded.instances[0].depth == 1
     close(loaded)
