@@ -43,7 +43,7 @@ BOUNDED_LABELS: Final = {
     "device": "those of the machine",
     "kind": 2,
     "owner": "instances that are loaded",
-    "purpose": 2,
+    "purpose": 3,
     "way": 6,
     "result": 3,
     "direction": 2,

@@ -127,8 +127,8 @@ DEVICE_LEDGER: Final = Declaration(
     "ortserve_device_ledger_bytes",
     "gauge",
     ("device", "owner", "purpose"),
-    "Memory of a device by the instance that has it: its buffers, to the byte, and what the device had less of with "
-    "its session, which is weights, workspace and graphs.",
+    "Memory of a device by the instance that has it and the purpose: buffers, to the byte; graphs, what the device had "
+    "less of after they were captured; session, what it had less of besides, which is weights and workspace.",
 )
 DEVICE_UTILIZATION: Final = Declaration(
     "ortserve_device_utilization",

@@ -230,13 +230,21 @@ class DeviceInstance:
             assert self._plain_run is not None
             return self._plain_run(inputs)
 
-        preparation = Preparation(self._signature, plainly, make_inputs, self._make_binding, self.counts, self._gate)
+        preparation = Preparation(
+            self._signature,
+            plainly,
+            make_inputs,
+            self._make_binding,
+            self.counts,
+            self._gate,
+            lambda: self.lane.device.memory().free_bytes,
+        )
         try:
             with self._gate.shared():
                 self.lane.opened.reclaim()
             binding, prepared = preparation.prepare(sizes, captures=self._captures)
             with self._gate.shared():
-                self._account()
+                self._account(prepared.graph_bytes)
         except DEVICE_ERRORS as error:
             raise self._failure(error) from error
         if binding is None:
@@ -266,12 +274,13 @@ class DeviceInstance:
         ledger.enter(self._name, "buffers", nbytes)
         return binding
 
-    def _account(self) -> None:
-        """Note what the session itself takes: what the device has less of than before it, buffers aside."""
+    def _account(self, graph_bytes: int) -> None:
+        """Note what graphs and the session itself take: what the device has less of than before, buffers aside."""
         lane, ledger = self.lane, self.lane.opened.ledger
         buffers = ledger.accounts().get(self._name, {}).get("buffers", 0)
-        taken = lane.free_bytes - lane.device.memory().free_bytes - buffers
+        taken = lane.free_bytes - lane.device.memory().free_bytes - buffers - graph_bytes
         ledger.enter(self._name, "session", max(0, taken))
+        ledger.enter(self._name, "graphs", graph_bytes)
 
     def _failure(self, error: Exception) -> Exception:
         """What callers are told; a lost device is lost from now on for all who use it."""

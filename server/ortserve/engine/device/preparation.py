@@ -43,12 +43,14 @@ class Prepared:
         replayed: Of these, the ones whose graphs are replayed.
         unbound_because: In words, where no size is bound.
         not_replayed: For sizes that were to be captured and are not, why, in words.
+        graph_bytes: By how much the captures, failed ones too, made the device's free memory less.
     """
 
     bound: tuple[int, ...] = ()
     replayed: tuple[int, ...] = ()
     unbound_because: str = ""
     not_replayed: Mapping[int, str] = field(default_factory=dict)
+    graph_bytes: int = 0
 
 
 class Preparation:
@@ -62,14 +64,20 @@ class Preparation:
         make_binding: MakeBinding,
         counts: DeviceCounts,
         gate: CaptureGate,
+        free_bytes: Callable[[], int],
     ) -> None:
-        """``make_binding`` makes the buffers, for outputs of these rows and so many of them."""
+        """``make_binding`` makes the buffers, for outputs of these rows and so many of them.
+
+        ``free_bytes`` asks the device how much memory nobody has.
+        """
         self._signature = signature
         self._run_plainly = run_plainly
         self._make_inputs = make_inputs
         self._make_binding = make_binding
         self._counts = counts
         self._gate = gate
+        self._free_bytes = free_bytes
+        self._graph_bytes = 0
 
     def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, Prepared]:
         """Make buffers and try all sizes on them.
@@ -110,7 +118,10 @@ class Preparation:
             with self._gate.shared():
                 binding.close()
             raise
-        return binding, Prepared(tuple(sorted(set(sizes))), tuple(replayed), not_replayed=not_replayed)
+        prepared = Prepared(
+            tuple(sorted(set(sizes))), tuple(replayed), not_replayed=not_replayed, graph_bytes=self._graph_bytes
+        )
+        return binding, prepared
 
     def _why_not_by_rows(self, outputs: Sequence[np.ndarray], rows: int) -> str:
         for spec, output in zip(self._signature.outputs, outputs, strict=True):
@@ -140,7 +151,9 @@ class Preparation:
         for buffers in binding.sets:
             try:
                 with self._gate.alone():
+                    before = self._free_bytes()
                     binding.capture(binding.bind(rows, buffers, is_graph=True, is_waited_for=True), CAPTURING_RUNS)
+                    self._graph_bytes += max(0, before - self._free_bytes())
                 with self._gate.shared():
                     bound = binding.bind(rows, buffers, is_graph=True)
                     for seed in seeds:

@@ -358,6 +358,25 @@ def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
     assert threading.active_count() == threads
 
 
+def test_what_a_capture_takes_is_in_the_accounts(tmp_path: Path) -> None:
+    class Keeping(HostDevice):
+        """A device whose graphs keep memory."""
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            before = len(self.captured)
+            super().run(bound, stream)
+            if len(self.captured) > before:
+                self.kept.append(self.allocate(1000))
+
+        kept: list[int]
+
+    device = Keeping()
+    device.kept = []
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, sizes=(1, 2), captures=True) as made:
+        assert made.prepared.graph_bytes == 4000
+        assert made.opened.ledger.accounts() == {"m/1": {"buffers": 1024, "graphs": 4000}}
+
+
 def test_answers_outlive_their_instance_and_their_memory_is_freed_by_the_next(tmp_path: Path) -> None:
     device = HostDevice()
     with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
