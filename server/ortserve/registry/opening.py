@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
+from ortserve.config.session import SessionSettings
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.devices import OpenDevice
@@ -15,11 +16,13 @@ from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.replay import why_no_replay
 from ortserve.engine.instance import Instance
+from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
-from ortserve.engine.provider_options import GPU_PROVIDERS
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session, run_options
+from ortserve.engine.tensorrt_profiles import profile_shapes
 from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 
@@ -85,6 +88,8 @@ class Opening:
         Raises:
             ServeError: As ``open_session``; overloaded where its weights alone do not fit on the device.
         """
+        if choice.name == TENSORRT:
+            choice = self.with_profile(choice)
         if choice.name not in GPU_PROVIDERS and not self._runtime.devices.has(choice.name):
             return OpenedSession(self._session(choice, threads))
         device: OpenDevice | str = "device_buffers is off"
@@ -121,6 +126,18 @@ class Opening:
                 raise
         is_whole = read_operators(session).keys() <= {choice.name}
         return OpenedSession(session, lane, captures, is_whole, no_replay_because=no_replay)
+
+    def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
+        """The choice of TensorRT, told of the configured buckets before it builds its engine for any of them."""
+        if not self._options.buckets:
+            return choice
+        as_it_stands = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
+        try:
+            signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
+        except ServeError:  # the CPU cannot open every model that TensorRT can; it then learns the shapes as they come
+            return choice
+        told = profile_shapes(signature, self._options.buckets, choice.options)
+        return replace(choice, options={**choice.options, **told})
 
     def make_instance(
         self,
