@@ -30,7 +30,10 @@ from pathlib import Path
 from typing import Final, TypedDict
 
 HERE: Final = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "server")]
+SOURCES: Final = [str(HERE), str(HERE.parent / "server"), str(HERE.parent / "tests")]
+sys.path[:0] = SOURCES
+# For processes that are started from here, trials of captures among them: the package need not be installed.
+os.environ["PYTHONPATH"] = os.pathsep.join([*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import ortserve  # noqa: E402, I001 - silences ONNX Runtime before it is imported
 import numpy as np  # noqa: E402
@@ -347,14 +350,12 @@ def checks(bench: Bench) -> Iterator[str]:
     which = ["-m", "gpu"] if bench.device == "cuda" else ["-k", "host and not every_type"]
     # The repository's own settings ask for plugins that a GPU machine may not have, and these tests need none.
     settings = ["-c", os.devnull, "--rootdir", str(root), "--import-mode=importlib", "-p", "no:cacheprovider"]
-    paths = [str(root / folder) for folder in ("server", "tests", "loadtests")]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rfEs", "--tb=short", *settings, *which, str(root / "tests" / "gpu")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])},
     )
     yield "```text"
     yield run.stdout.strip()

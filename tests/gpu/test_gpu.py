@@ -13,7 +13,7 @@ import gpu_models
 from device_models import SIZES, OnDevice, Place, batch_of, bucket_for, landed, on_device
 from models import builders
 from ortserve.core.batch import BatchResult
-from ortserve.core.closeness import agree
+from ortserve.core.closeness import TOLERANCES, as_float64
 from ortserve.core.dtypes import DataType
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.placement import read_placement
@@ -33,13 +33,22 @@ def options_of(place: Place) -> dict[str, str]:
     return EXACT if place.is_gpu else {}
 
 
+def is_near(output: np.ndarray, right: np.ndarray, datatype: DataType) -> bool:
+    """As the CPU's, within what other kernels make of it: convolutions by other algorithms, sums in other orders."""
+    if datatype not in TOLERANCES:
+        return bool(np.array_equal(output, right))
+    relative, absolute = TOLERANCES[datatype]
+    values, wanted = as_float64(output, datatype), as_float64(right, datatype)
+    return bool(np.allclose(values, wanted, rtol=relative, atol=max(1e-3, 10 * absolute)))
+
+
 def all_sizes_are_right(made: OnDevice) -> None:
     for rows in range(1, SIZES[-1] + 1):
         inputs = synthetic_inputs(made.signature, rows, 100 + rows)
         outputs = landed(made.start(batch_of(inputs, bucket=bucket_for(rows))))
         for spec, output, right in zip(made.signature.outputs, outputs, made.plainly(inputs), strict=True):
             assert output.shape == right.shape
-            assert agree(output, right, spec.datatype), f"{spec.name} of {rows} rows"
+            assert is_near(output, right, spec.datatype), f"{spec.name} of {rows} rows"
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ DEVICE_ERRORS: Final = ORT_ERRORS
 """What ONNX Runtime raises and what cupy does, whose ``CUDARuntimeError`` is a ``RuntimeError``."""
 
 _OUT_OF_MEMORY: Final = re.compile(
-    r"out of memory|cudaErrorMemoryAllocation|Failed to allocate memory for requested buffer|bad_alloc|"
+    r"out of memory|cudaErrorMemoryAllocation|Failed to allocate memory for requested buffer|"
+    r"smaller than requested bytes|bad_alloc|"
     r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )

@@ -124,6 +124,19 @@ def test_batches_go_through_the_door_and_all_is_given_back(tmp_path: Path) -> No
     assert runtime.calls.count("setDevice 0") >= 3, "each thread has a device of its own"
 
 
+def test_answers_in_pinned_memory_stay_as_they_are_while_they_are_read(tmp_path: Path) -> None:
+    runtime = HostRuntime()
+    with on_device(builders.identity(tmp_path / "m.onnx"), CpuComputes(0, runtime)) as made:
+        kept = [landed(made.start(batch_of((np.full((2, 4), number, np.float32),))))[0][1:] for number in range(20)]
+        assert [float(y[0, 0]) for y in kept] == list(range(20))
+        opened = made.opened
+    assert runtime.memory, "closed, but read"
+    assert [float(y[0, 3]) for y in kept] == list(range(20))
+    del kept
+    opened.reclaim()
+    assert not runtime.memory
+
+
 def test_the_session_is_told_of_the_stream_and_whether_to_capture() -> None:
     device = CudaDevice(1, HostRuntime())
     assert device.provider_options(4711, captures=True) == {
