@@ -12,12 +12,14 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.binding import HostBinding, can_bind
+from ortserve.engine.device.failures import run_failure
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.session import ORT_ERRORS, run_error
 from ortserve.engine.staging import HostStaging
+from ortserve.errors import ServeError
 
 
 class Instance:
@@ -126,10 +128,13 @@ class Instance:
         try:
             result, outputs = run_plainly(self._plain_run, self._staging, batch, self._clock)
         except ORT_ERRORS as error:
-            raise run_error(error) from error
+            raise self._failure(error) from error
         if self._binding is not None:
             self._binding.observe(batch, outputs)
         return result
+
+    def _failure(self, error: Exception) -> ServeError:
+        return run_error(error) if self._gate is None else run_failure(error, "the GPU")
 
     def _run_timed(self, batch: Batch) -> BatchResult:
         if self._gate is not None:

@@ -23,6 +23,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.buffers import BufferSet, device_nbytes, inverted
+from ortserve.engine.device.copy_timing import CopyTiming
 from ortserve.engine.device.counts import DeviceCounts
 from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id
 from ortserve.engine.device.lane import Lane
@@ -48,7 +49,7 @@ class Flight:
     buffers: BufferSet
     outputs: Arrays
     staged_ns: int
-    timing: "CopyTiming | None" = None
+    timing: CopyTiming | None = None
 
 
 class DeviceBinding:
@@ -217,7 +218,8 @@ class DeviceBinding:
         self._device.wait(flight.buffers.copied_out)
         computed_ns = self._clock()
         if flight.timing is not None:
-            flight.timing.count(self._counts, flight)
+            staged = sum([staging[: flight.batch.bucket].nbytes for staging in flight.buffers.staging])
+            flight.timing.count(self._counts, staged, sum([output.nbytes for output in flight.outputs]))
         return BatchResult(flight.outputs, flight.staged_ns, computed_ns, computed_ns - flight.staged_ns)
 
     def capture(self, bound: BoundRun, runs: int) -> None:
@@ -259,40 +261,6 @@ class DeviceBinding:
         ):
             self._device.record(event, stream)
             self._device.wait(event)
-
-
-class CopyTiming:
-    """Events around the copies of one buffer set."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._device = lane.device
-        self._events: list[int] = []
-        for _ in range(4):
-            self._events.append(self._device.make_event(is_timed=True))
-
-    def begin_inward(self) -> None:
-        self._device.record(self._events[0], self._lane.inward)
-
-    def end_inward(self) -> None:
-        self._device.record(self._events[1], self._lane.inward)
-
-    def begin_outward(self) -> None:
-        self._device.record(self._events[2], self._lane.outward)
-
-    def end_outward(self) -> None:
-        self._device.record(self._events[3], self._lane.outward)
-
-    def count(self, counts: DeviceCounts, flight: Flight) -> None:
-        """Add what a landed flight's copies took."""
-        counts.timed_in_ns += self._device.elapsed_ns(self._events[0], self._events[1])
-        counts.timed_in_bytes += sum([staging[: flight.batch.bucket].nbytes for staging in flight.buffers.staging])
-        counts.timed_out_ns += self._device.elapsed_ns(self._events[2], self._events[3])
-        counts.timed_out_bytes += sum([output.nbytes for output in flight.outputs])
-
-    def close(self) -> None:
-        for event in self._events:
-            self._device.destroy_event(event)
 
 
 def why_unbound(signature: ModelSignature, padding: Padding | None) -> str:

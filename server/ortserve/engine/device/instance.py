@@ -183,6 +183,7 @@ class DeviceInstance:
             return
         self._gate.leave()
         done(outcome)
+        del batch, done, outcome  # an error knows this frame, and would be kept by it
 
     def _begin(self, batch: Batch) -> Flight | BatchResult:
         opened = self.lane.opened

@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import weakref
 from collections import deque
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -314,6 +315,24 @@ def test_a_run_that_finds_no_memory_says_so_and_the_next_is_right(tmp_path: Path
             sessions[0].error = ""
             assert stream_of_requests(made, 10) == 0
         assert not made.instance.lost
+
+
+def test_nothing_of_a_batch_that_failed_is_kept(tmp_path: Path) -> None:
+    opening, sessions = failing_on_device(builders.identity(tmp_path / "m.onnx"), HostDevice())
+    with opening as made:
+        gc.disable()
+        try:
+            for error in ("bad", "CUDA failure 700", ""):  # the last fails because the device is lost by then
+                sessions[0].error = error
+                sent = numbered(2, 1)
+                freed = weakref.ref(sent)
+                future = made.start(batch_of((sent,)))
+                assert isinstance(future.result(30), ServeError)
+                del sent, future
+                made.instance.call(lambda: None)  # the worker is done with it
+                assert freed() is None, error
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("pace", Pace)
