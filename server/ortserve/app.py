@@ -18,6 +18,7 @@ from ortserve import __version__
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.device.readings import devices_reader
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
@@ -221,6 +222,7 @@ class Server:
             meter = LoadMeter(metrics, processors=cpu_budget(), clock=monotonic_ns)
             self._load_reports = LoadReports(meter, is_always=options.load_reports == "always")
         runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
+        metrics.set_devices_source(devices_reader(runtime.devices))
         self._registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
         self._shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
         files = TraceFiles(options.trace_file, max_bytes=options.trace_max_bytes) if options.trace_file else None

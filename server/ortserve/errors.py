@@ -54,3 +54,17 @@ class ServeError(Exception):
 def invalid_input(message: str) -> ServeError:
     """The most frequent failure, spelled short."""
     return ServeError(ErrorKind.INVALID_INPUT, message)
+
+
+class OutOfMemoryError(ServeError):
+    """A run found too little memory: smaller batches may do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.INTERNAL, message)
+
+
+class DeviceLostError(ServeError):
+    """A device will run nothing more for this process; running again cannot help."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.NOT_READY, message, retry_after_s=1)

@@ -45,6 +45,8 @@ class FakeRun:
 class FakeRunner:
     """Runs batches of one INT64 input of two axes, in a time that is a function of the rows they are padded to.
 
+    It takes ``depth`` batches at a time and computes one after the other.
+
     ``runs`` says what ran, in order; ``violations`` how the caller broke the promises that a batch and a ``Runner``
     rest on. Those are kept rather than raised: the batcher takes whatever a run raises for the run's failure.
     """
@@ -55,12 +57,15 @@ class FakeRunner:
         clock: FakeClock,
         latency_ns: Callable[[int], int] = lambda rows: 1_000_000,
         compute: Callable[[np.ndarray], Arrays] = answer,
+        depth: int = 1,
     ) -> None:
         self._loop = loop
         self._clock = clock
         self._latency_ns = latency_ns
         self._compute = compute
-        self._is_busy = False
+        self._depth = depth
+        self._in_flight = 0
+        self._free_at_ns = 0
         self.runs: list[FakeRun] = []
         self.violations: list[str] = []
 
@@ -76,13 +81,15 @@ class FakeRunner:
     def start(self, batch: Batch, done: BatchDone) -> None:
         """Call ``done`` when the time is over."""
         began_ns = self._begin(batch)
-        seconds = self._latency_ns(batch.bucket) / 1e9
-        self._loop.call_later(seconds, lambda: done(self._end(batch, began_ns, is_inline=False)))
+        computes_ns = max(began_ns, self._free_at_ns)
+        self._free_at_ns = computes_ns + self._latency_ns(batch.bucket)
+        seconds = (self._free_at_ns - began_ns) / 1e9
+        self._loop.call_later(seconds, lambda: done(self._end(batch, computes_ns, is_inline=False)))
 
     def _begin(self, batch: Batch) -> int:
-        if self._is_busy:
-            self.violations.append("two runs at once")
-        self._is_busy = True
+        if self._in_flight == self._depth:
+            self.violations.append(f"more than {self._depth} runs at once")
+        self._in_flight += 1
         (parts,) = batch.parts
         if len({part.shape[1:] for part in parts}) != 1:
             self.violations.append(f"shapes mixed: {[part.shape for part in parts]}")
@@ -93,7 +100,7 @@ class FakeRunner:
         return self._clock()
 
     def _end(self, batch: Batch, began_ns: int, *, is_inline: bool) -> BatchResult | Exception:
-        self._is_busy = False
+        self._in_flight -= 1
         (parts,) = batch.parts
         run = FakeRun(parts, batch.rows, batch.bucket, is_inline, began_ns, self._clock())
         self.runs.append(run)

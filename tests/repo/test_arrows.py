@@ -27,6 +27,8 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # Library: the rooms that may import it. The scripts that make the example models run offline, never in the server.
 DOORS = {
     "onnxruntime": {"engine", "app", "example"},
+    "cupy": {"engine"},
+    "pynvml": {"engine"},
     "prometheus_client": {"telemetry", "app"},
     "opentelemetry": {"telemetry"},
     "grpc": {"frontends"},
@@ -84,6 +86,15 @@ def test_imports_point_downwards(module: Path) -> None:
                 assert LEVEL[other] < LEVEL[room], f"{room} imports {name}"
         elif library in DOORS:
             assert room in DOORS[library], f"{room} imports {name}, whose door is {DOORS[library]}"
+
+
+def test_one_module_alone_knows_cupy() -> None:
+    importing = {
+        str(module.relative_to(PACKAGE))
+        for module in modules()
+        if any(name.split(".")[0] == "cupy" for name in imports(module))
+    }
+    assert importing == {"engine/device/cuda.py"}
 
 
 def test_core_needs_numpy_and_the_standard_library_only() -> None:

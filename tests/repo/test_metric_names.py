@@ -11,10 +11,24 @@ from ortserve.service.access import Group
 from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.families import Declaration
 
-UNITS: Final = ("seconds", "bytes", "rows", "elements", "requests", "loads", "decisions", "streams", "reloads", "spans")
+UNITS: Final = (
+    "seconds",
+    "bytes",
+    "rows",
+    "elements",
+    "requests",
+    "loads",
+    "decisions",
+    "streams",
+    "batches",
+    "captures",
+    "reloads",
+    "spans",
+)
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
 UNITLESS: Final = {
     "ortserve_saturation": "a ratio, which has no unit; 1 is all",
+    "ortserve_device_utilization": "likewise",
     "ortserve_model_state": "1 or 0 by a label, as kube-state-metrics' phases are",
     "ortserve_build_info": "1, for its labels",
 }
@@ -32,7 +46,14 @@ BOUNDED_LABELS: Final = {
     "group": len(Group),
     "phase": len(PHASES),
     "state": len(MODEL_STATES),
-    "decision": 11,
+    "decision": 12,
+    "device": "those of the machine",
+    "kind": 2,
+    "owner": "instances that are loaded",
+    "purpose": 3,
+    "way": 6,
+    "result": 3,
+    "direction": 2,
     "rows": "powers of two up to the largest batch",
     "python": 1,
     "onnxruntime": 1,

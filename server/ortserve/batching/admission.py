@@ -36,6 +36,7 @@ class Backlog:
         own_ns: Its own batch.
         solo_ns: Its own rows, were they alone.
         error_ns: By how much predictions fall short in all but one of twenty batches.
+        answer_ns: Encoding and writing its answer.
     """
 
     busy_ns: float
@@ -43,6 +44,7 @@ class Backlog:
     own_ns: float
     solo_ns: float
     error_ns: float
+    answer_ns: float = 0.0
 
     @property
     def wait_ns(self) -> float:
@@ -51,7 +53,7 @@ class Backlog:
     @property
     def finish_ns(self) -> float:
         """From now to its answer."""
-        return self.wait_ns + self.own_ns + self.error_ns
+        return self.wait_ns + self.own_ns + self.error_ns + self.answer_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class Admission:
         self, policy: BatchPolicy, queue: RiderQueue, limits: QueueLimits, decisions: Decisions, *, instances: int
     ) -> None:
         """``queue`` is the batcher's own; refusals are counted in ``decisions``."""
-        self._policy = policy
+        self.policy = policy
         self._queue = queue
         self._limits = limits
         self._decisions = decisions
@@ -150,14 +152,22 @@ class Admission:
             )
 
     def check_deadline(
-        self, rows: int, shape_class: ShapeClass, terms: Terms, busy_ns: float, slowdown: float, now_ns: int
+        self,
+        rows: int,
+        shape_class: ShapeClass,
+        terms: Terms,
+        answer_ns: float,
+        busy_ns: float,
+        slowdown: float,
+        now_ns: int,
     ) -> None:
         """Let a newcomer in who can be answered in time, or say that it cannot.
 
         Args:
             rows: Of the request.
             shape_class: Its own.
-            terms: Its level and deadline; there is one.
+            terms: Its level and deadline for the outputs; there is one.
+            answer_ns: Between that and the deadline for its answer.
             busy_ns: Until an instance is free, predicted.
             slowdown: How many times longer the work ahead takes, because other models share the device.
             now_ns: Monotonic.
@@ -166,9 +176,10 @@ class Admission:
             ServeError: overloaded when it could be in time later, deadline when it could not even by itself.
         """
         assert terms.finish_by_ns is not None
-        left_ns = terms.finish_by_ns - now_ns
+        settle_ns = terms.finish_by_ns - now_ns
         order = (terms.level or 1, terms.finish_by_ns)
-        backlog = self._backlog(rows, shape_class, order, left_ns, busy_ns, slowdown, now_ns)
+        backlog = self._backlog(rows, shape_class, order, settle_ns, answer_ns, busy_ns, slowdown, now_ns)
+        left_ns = settle_ns + answer_ns
         verdict = judge(left_ns, backlog, shape_class.batch_latency.observations)
         if verdict is not None:
             self._decisions.refused_late += 1
@@ -179,19 +190,20 @@ class Admission:
         rows: int,
         shape_class: ShapeClass,
         order: tuple[int, float],
-        left_ns: float,
+        settle_ns: float,
+        answer_ns: float,
         busy_ns: float,
         slowdown: float,
         now_ns: int,
     ) -> Backlog:
         latency = shape_class.batch_latency
-        max_rows = self._policy.max_rows
-        first_ns = left_ns
+        max_rows = self.policy.max_rows
+        first_ns = settle_ns
         if shape_class.riders and shape_class.riders[0].finish_by_ns is not None:
-            first_ns = min(left_ns, shape_class.riders[0].finish_by_ns - now_ns)
+            first_ns = min(settle_ns, shape_class.riders[0].finish_by_ns - now_ns)
         # Under a steady load somebody comes just when a batch has begun, waits for it and rides in the next one, so
         # that each may take half of what there is; more where the first who waits has more left by then.
-        fits = max(min(rows, max_rows), self._most_rows(latency, max(left_ns / 2, first_ns - busy_ns)))
+        fits = max(min(rows, max_rows), self._most_rows(latency, max(settle_ns / 2, first_ns - busy_ns)))
         strangers = self._strangers(shape_class, order)
         ahead = shape_class.rows_ahead(order) + strangers.unpriced_rows
         batches_ahead = (ahead + min(rows, fits) - 1) // fits
@@ -214,6 +226,7 @@ class Admission:
             error_ns=math.hypot(
                 latency.residual_ns * math.sqrt(own_batches + batches_ahead + (busy_ns > 0)), strangers.error_ns
             ),
+            answer_ns=answer_ns,
         )
 
     def _strangers(self, shape_class: ShapeClass, order: tuple[int, float]) -> "_Strangers":
@@ -221,7 +234,7 @@ class Admission:
         if self._queue.rows == shape_class.rows:
             return _NO_STRANGERS
         others = iter(self._queue.strangers(shape_class))
-        max_rows = self._policy.max_rows
+        max_rows = self.policy.max_rows
         work_ns = error_ns = 0.0
         for other in islice(others, _PRICED_CLASSES):
             full, rest = divmod(other.rows_ahead(order), max_rows)
@@ -235,17 +248,17 @@ class Admission:
 
     def _most_rows(self, latency: LatencyModel, ns: float) -> int:
         """The most rows of a batch that takes no longer than ``ns``; 0 where not even one does."""
-        sizes = range(1, self._policy.max_rows + 1)
+        sizes = range(1, self.policy.max_rows + 1)
         if known_ns(self._predict_ns(latency, sizes[-1])) <= ns:
             return sizes[-1]
         return bisect_right(sizes, ns, key=lambda rows: known_ns(self._predict_ns(latency, rows)))
 
     def _predict_ns(self, latency: LatencyModel, rows: int) -> float | None:
-        return latency.predict_ns(self._policy.bucket_for(rows))
+        return latency.predict_ns(self.policy.bucket_for(rows))
 
     def _queued_ns(self, rows: int, shape_class: ShapeClass) -> float:
-        full_ns = known_ns(shape_class.batch_latency.predict_ns(self._policy.max_rows))
-        return rows / self._policy.max_rows * full_ns / self._instances
+        full_ns = known_ns(shape_class.batch_latency.predict_ns(self.policy.max_rows))
+        return rows / self.policy.max_rows * full_ns / self._instances
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,10 @@ class AnswerTime:
         self._mean_ns += _MEAN_GAIN * off_ns
         self._deviation_ns += _DEVIATION_GAIN * (abs(off_ns) - self._deviation_ns)
 
-    def settle_by_ns(self, finish_by_ns: int, now_ns: int) -> int:
-        """When outputs must be there for an answer by ``finish_by_ns``.
+    def share_ns(self, left_ns: int) -> int:
+        """How much of the time until a deadline is for the answer.
 
-        At least half of the time that is left stays for the queue and the run: a measure gone wrong costs some, and
-        never refuses everybody.
+        At least half of it stays for the queue and the run: a measure gone wrong costs some, and never refuses
+        everybody.
         """
-        left_ns = max(0, finish_by_ns - now_ns)
-        return finish_by_ns - int(min(self.high_ns, left_ns / 2))
+        return int(min(self.high_ns, max(0, left_ns) / 2))

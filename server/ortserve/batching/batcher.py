@@ -20,7 +20,7 @@ from ortserve.batching.instances import Instances
 from ortserve.batching.isolation import Group, halve
 from ortserve.batching.latency import known_ns
 from ortserve.batching.learned import Decisions, Learned, describe
-from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, may_wait, plan_batch
+from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, lower_cap, may_wait, plan_batch
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider, join_pieces, make_batch, settle, settle_all, split_rows
 from ortserve.batching.saturation import saturation
@@ -28,7 +28,7 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, BatchResult, Runner
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
 logger: Final = logging.getLogger(__name__)
 
@@ -51,11 +51,13 @@ class Batcher:
         limits: QueueLimits,
         device: Device,
         threads: int,
-        inline: InlineBudget,
+        inline: InlineBudget | None,
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         observe_batch: ObserveBatch,
         make_alarm: MakeAlarm | None = None,
+        depth: int = 1,
+        on_lost: Callable[[str], object] | None = None,
     ) -> None:
         """Open for requests.
 
@@ -66,14 +68,16 @@ class Batcher:
             limits: What may wait.
             device: Shared with the other models that run there.
             threads: Of the device that a run holds.
-            inline: Shared by all models of the loop.
+            inline: Shared by all models of the loop; None where no run may happen on it.
             loop: Of the thread that everything but the runs happens on.
             clock: Monotonic nanoseconds.
             observe_batch: Told of each batch that ran: its rows, when it was chosen, what came of it, when its riders
                 were settled.
             make_alarm: What to be woken by; None for the loop's own timers.
+            depth: How many batches an instance takes at a time.
+            on_lost: Told why, once no instance is left whose device is not lost; everybody was refused by then.
         """
-        self._instances = Instances(runners)
+        self._instances = Instances(runners, depth)
         self._policy = policy
         self._queue = queue
         self._share = device.share(threads, self._wake)
@@ -85,7 +89,8 @@ class Batcher:
         self._is_woken = False
         self._alarm = make_alarm(self._wake) if make_alarm else LoopAlarm(loop, self._wake)
         self._expiry = ExpiryAlarm(loop, self._drop_expired)
-        self._is_closed = False
+        self._closed_because = ""
+        self._on_lost = on_lost
         self._idle: asyncio.Event | None = None
         self._arrivals = ArrivalRate()
         self._answer_time = AnswerTime()
@@ -122,10 +127,9 @@ class Batcher:
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
-        terms = self._without_answering(terms, now_ns)
         nbytes = tensor_bytes(inputs)
         self._arrivals.count(rows, now_ns)
-        self._admit(nbytes, rows, known, terms, now_ns)
+        terms = self._admit(nbytes, rows, known, terms, now_ns)
         return self._enqueue(inputs, nbytes, rows, known, timing, terms, now_ns)
 
     async def submit_in_pieces(
@@ -141,9 +145,8 @@ class Batcher:
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
-        terms = self._without_answering(terms, now_ns)
         self._arrivals.count(rows, now_ns)
-        self._admit(tensor_bytes(inputs), rows, known, terms, now_ns)
+        terms = self._admit(tensor_bytes(inputs), rows, known, terms, now_ns)
         riders = [
             self._enqueue(piece, tensor_bytes(piece), len(piece[0]), known, timing, terms, now_ns)
             for piece in split_rows(inputs, rows, self._policy.max_rows)
@@ -163,7 +166,10 @@ class Batcher:
 
     async def close(self) -> None:
         """Refuse newcomers and return when everyone who was admitted is answered."""
-        self._is_closed = True
+        self._closed_because = (
+            self._closed_because
+            or "Server is stopping, scheduler for model has stopped accepting new inference requests"
+        )
         # Nobody comes any more who would be worth waiting for.
         self._policy = replace(self._policy, queue_delay_ns=0, waits_for_echo=False)
         if self._instances.are_busy or self._queue or self._retries:
@@ -195,25 +201,19 @@ class Batcher:
             parallel_batches=min(self._instances.count, self._share.parallel_runs),
         )
 
-    def _without_answering(self, terms: Terms, now_ns: int) -> Terms:
-        """The same with a deadline for the outputs in the place of that for the answer."""
-        if terms.finish_by_ns is None or not self._answer_time.high_ns:
-            return terms
-        settle_by_ns = self._answer_time.settle_by_ns(terms.finish_by_ns, now_ns)
-        return Terms(terms.level, settle_by_ns, terms.start_by_ns, terms.yields_when_late)
-
-    def _admit(self, nbytes: int, rows: int, shape_class: ShapeClass, terms: Terms, now_ns: int) -> None:
-        if self._is_closed:
-            raise ServeError(
-                ErrorKind.NOT_READY,
-                "Server is stopping, scheduler for model has stopped accepting new inference requests",
-                retry_after_s=1,
-            )
+    def _admit(self, nbytes: int, rows: int, shape_class: ShapeClass, terms: Terms, now_ns: int) -> Terms:
+        """Let a newcomer in; returns its terms in the queue, with a deadline for its outputs instead of its answer."""
+        if self._closed_because:
+            raise ServeError(ErrorKind.NOT_READY, self._closed_because, retry_after_s=1)
         self._admission.check_room(nbytes, rows, shape_class)
         self._admission.check_level(terms)
-        if terms.finish_by_ns is not None:
-            busy_ns, slowdown = self._instances.busy_ns(now_ns), self._share.slowdown()
-            self._admission.check_deadline(rows, shape_class, terms, busy_ns, slowdown, now_ns)
+        if terms.finish_by_ns is None:
+            return terms
+        answer_ns = self._answer_time.share_ns(terms.finish_by_ns - now_ns)
+        settled = Terms(terms.level, terms.finish_by_ns - answer_ns, terms.start_by_ns, terms.yields_when_late)
+        busy_ns, slowdown = self._instances.busy_ns(now_ns), self._share.slowdown()
+        self._admission.check_deadline(rows, shape_class, settled, answer_ns, busy_ns, slowdown, now_ns)
+        return settled
 
     def _enqueue(
         self,
@@ -242,7 +242,7 @@ class Batcher:
             self._expiry.expect(rider, now_ns)
         self._queue.push(shape_class, rider, self._policy.max_rows)
         shape_class.echo.on_arrival(rows, now_ns)
-        if self._instances.free:
+        if self._instances.free or self._instances.lends_ahead:
             self._wake()
         return rider
 
@@ -263,7 +263,7 @@ class Batcher:
     def _pump(self) -> None:
         """Start a run on a free instance, if there is somebody to run; called again while there may be more."""
         self._is_woken = False
-        if not self._instances.free:
+        if not self._instances.free and not (self._instances.lends_ahead and self._free_ahead()):
             return
         now_ns = self._clock()
         if not self._share.may_start():
@@ -282,7 +282,7 @@ class Batcher:
         self.decisions.padding_rows += bucket - group.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self._inline.take(shape_class.run_latency.predict_ns(bucket)):
+        elif self._inline is not None and self._inline.take(shape_class.run_latency.predict_ns(bucket)):
             self.decisions.inline += 1
             self._share.charge(shape_class.batch_latency.predict_ns(bucket), wants_more=self._has_work)
             try:
@@ -302,8 +302,21 @@ class Batcher:
             self._loop.call_soon_threadsafe(self._on_done, runner, group, bucket, now_ns, outcome)
 
         runner.start(batch, done)
-        if self._instances.free:
+        if self._instances.free or self._instances.lends_ahead:
             self._wake_if_needed()
+
+    def _free_ahead(self) -> bool:
+        """Whether an instance is free for a second batch, now that none is for a first; if not yet, wake up then."""
+        due_ns = self._instances.ahead_due_ns()
+        if due_ns is None:
+            return False
+        now_ns = self._clock()
+        if due_ns > now_ns:
+            if self._has_work:
+                self._alarm.set(due_ns, now_ns)
+            return False
+        self._instances.free_ahead()
+        return True
 
     def _next_group(self, now_ns: int) -> Group | None:
         while self._retries:
@@ -387,12 +400,18 @@ class Batcher:
     def _on_done(
         self, runner: Runner, group: Group, bucket: int, taken_ns: int, outcome: BatchResult | Exception
     ) -> None:
-        self._instances.give_back(runner)
+        now_ns = self._clock()
+        began_ns = self._instances.give_back(runner, taken_ns, now_ns)
         self._share.end()
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, DeviceLostError):
+            _fail(group, taken_ns, outcome)
+            self._on_device_lost(runner, outcome)
+        elif isinstance(outcome, Exception):
             self._on_failed(group, taken_ns, outcome)
         else:
-            group.shape_class.batch_latency.observe(bucket, self._clock() - taken_ns)
+            if self._instances.lends_ahead:
+                self._instances.observe_staging(outcome.staged_ns - taken_ns)
+            group.shape_class.batch_latency.observe(bucket, now_ns - began_ns)
             group.shape_class.echo.on_answer(self._clock(), group.shape_class.batch_latency.predict_ns(1) or 0.0)
             if self._queue.rows >= self._policy.max_rows:
                 # A full batch waits: no newcomer could change it, so the instance need not wait for the answers.
@@ -417,12 +436,33 @@ class Batcher:
         self._answer_time.observe(self._clock() - settled_ns)
 
     def _on_failed(self, group: Group, taken_ns: int, error: Exception) -> None:
+        if isinstance(error, OutOfMemoryError):
+            self.decisions.out_of_memory += 1
+            self._policy = lower_cap(self._policy, self._policy.bucket_for(group.rows))
+            self._admission.policy = self._policy
         if len(group.riders) > 1:
             halves = halve(group)
             if halves:
                 self._retries.extend(halves)
                 return
         _fail(group, taken_ns, error if isinstance(error, ServeError) else _unexpected(error))
+
+    def _on_device_lost(self, runner: Runner, error: DeviceLostError) -> None:
+        """Run nothing there again; where there is nothing else, refuse all who wait and all who will come."""
+        self._instances.retire(runner)
+        if self._instances.count or self._closed_because == error.message:
+            return
+        self._closed_because = error.message
+        for shape_class in self._queue.waiting():
+            riders = list(shape_class.riders)
+            self._queue.remove(shape_class, riders)
+            for rider in riders:
+                settle(rider.future, error=error)
+        while self._retries:
+            for rider in self._retries.popleft().riders:
+                settle(rider.future, error=error)
+        if self._on_lost is not None:
+            self._on_lost(error.message)
 
 
 def _fail(group: Group, taken_ns: int, error: ServeError) -> None:

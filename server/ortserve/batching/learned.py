@@ -32,6 +32,8 @@ class Decisions:
     """Times that a batch waited for callers to come back."""
     padding_rows: int = 0
     """Rows computed for nobody, to fill a bucket."""
+    out_of_memory: int = 0
+    """Batches that found too little memory, after each of which batches are smaller."""
 
 
 @dataclass(frozen=True, slots=True)

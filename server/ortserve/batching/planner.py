@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
@@ -29,8 +29,22 @@ class BatchPolicy:
     waits_for_echo: bool = False
 
     def bucket_for(self, rows: int) -> int:
-        """The size that a batch of ``rows`` rows is padded to."""
-        return self.buckets[bisect_left(self.buckets, rows)] if self.buckets else rows
+        """The size that a batch of ``rows`` rows is padded to; its own beyond the largest bucket."""
+        index = bisect_left(self.buckets, rows)
+        return self.buckets[index] if index < len(self.buckets) else rows
+
+
+def lower_cap(policy: BatchPolicy, failed_rows: int) -> BatchPolicy:
+    """The policy once a batch that was padded to ``failed_rows`` rows found too little memory.
+
+    Half as many rows at most, in smaller buckets where there are any. The same for a second failure of that size, and
+    never less than the smallest bucket, or a row.
+    """
+    max_rows = max(1, min(policy.max_rows, failed_rows // 2))
+    if not policy.buckets:
+        return replace(policy, max_rows=max_rows)
+    buckets = tuple(bucket for bucket in policy.buckets if bucket < failed_rows) or policy.buckets[:1]
+    return replace(policy, max_rows=min(max_rows, buckets[-1]), buckets=buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,8 @@ def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyMo
     it than are saved. A set delay does not hold back whom it would make late.
 
     Args:
-        waiting: Riders of one shape class in the order of going, at least one, none with more rows than ``max_rows``.
+        waiting: Riders of one shape class in the order of going, at least one. Those with more rows than ``max_rows``,
+            who came before that was lowered, ride alone.
         policy: See there.
         latency: Of batches of this class.
         now_ns: Monotonic time.
@@ -67,7 +82,7 @@ def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyMo
     count = rows = 0
     is_full = has_deadline = False
     for rider in waiting:
-        if rows + rider.rows > policy.max_rows:
+        if count and rows + rider.rows > policy.max_rows:
             is_full = True
             break
         count += 1

@@ -37,6 +37,14 @@ class LoadOptions(BaseModel):
     allow_fallback: bool = False
     """Go on to the next execution provider where the first that is there does not work for a model. Off: the load
     fails, because a model that was meant for a GPU is better missed than found on the CPU."""
+    device_buffers: bool = True
+    """On CUDA, keep inputs and outputs of batches in buffers on the device, so that one batch is copied while another
+    is computed, where the number of rows fixes the shapes of all of them and cupy is installed. Batches are then padded
+    to sizes that double up to the largest, unless ``buckets`` says otherwise. Its metadata says what became of it."""
+    graph_replay: bool = False
+    """On CUDA, capture the graph of each of these sizes while the model is loaded and replay it afterwards, which saves
+    small models most of their time. What cannot be captured runs without, after a trial in a process of its own; the
+    model's metadata says why. Off, as it has not been tried on enough GPUs."""
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
@@ -99,6 +107,11 @@ class ModelOptions(LoadOptions):
 
     instances: int = Field(default=1, ge=1, le=64)
     """Sessions of the model that may run at the same time, each with a worker thread of its own."""
+    gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
+        default=(), json_schema_extra={"expects": "list of integers, 0 to 1023"}
+    )
+    """Numbers of the GPUs that instances are placed on, in turns: ``[0, 1]`` with ``instances: 4`` has two on each.
+    Unset: all on the one that the execution provider's ``device_id`` names. Without effect on the CPU."""
     preferred_rows: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, at least 1"}
     )

@@ -2,9 +2,9 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from queue import SimpleQueue
 
-import numpy as np
 import onnxruntime as ort
 
 from ortserve.clock import Clock
@@ -12,10 +12,14 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.binding import HostBinding, can_bind
+from ortserve.engine.device.failures import run_failure
+from ortserve.engine.device.gate import CaptureGate
+from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.session import ORT_ERRORS, run_error
 from ortserve.engine.staging import HostStaging
+from ortserve.errors import ServeError
 
 
 class Instance:
@@ -35,8 +39,21 @@ class Instance:
         clock: Clock,
         padding: Padding | None = None,
         run_options: ort.RunOptions | None = None,
+        gate: CaptureGate | None = None,
     ) -> None:
-        """``padding`` is None where no batch is ever padded; ``run_options`` are told to every run."""
+        """Start the worker.
+
+        Args:
+            session: Nobody else's.
+            signature: Of what is served of it.
+            name: What the worker is called.
+            intra_op_threads: Of the session.
+            clock: Monotonic nanoseconds.
+            padding: None where no batch is ever padded.
+            run_options: Told to every run.
+            gate: That all work on GPUs goes through; None for a session that does none. Where there is one, ``run`` is
+                not for the event loop, since it may wait there.
+        """
         self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
         self._is_single_threaded = runs_on_its_thread(session, intra_op_threads)
         self._clock = clock
@@ -45,6 +62,7 @@ class Instance:
         if can_bind(session, signature, padding):
             self._binding = HostBinding(session, signature, clock, run_options)
         self._counts_padding = padding is not None
+        self._gate = gate
         self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
         self._worker.start()
@@ -80,6 +98,16 @@ class Instance:
         self._work.put(None)
         self._worker.join()
 
+    @property
+    def depth(self) -> int:
+        """How many batches it takes at a time."""
+        return 1
+
+    @property
+    def may_run_inline(self) -> bool:
+        """Whether ``run`` is fit for the event loop."""
+        return self._gate is None
+
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:
             batch, done = item
@@ -90,26 +118,28 @@ class Instance:
                 outcome = error
             done(outcome)
             del item, batch, done, outcome  # the next wait may be long: hold nobody's arrays meanwhile
-        self._binding = None
-        self._plain_run = None
+        with nullcontext() if self._gate is None else self._gate.shared():
+            self._binding = None
+            self._plain_run = None
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
         """Run on arrays, with outputs that ONNX Runtime allocates."""
         assert self._plain_run is not None, "the instance was closed"
         try:
-            staged = self._staging.stage(batch.parts, batch.bucket)
-            staged_ns = self._clock()
-            outputs = self._plain_run(staged)
-            computed_ns = self._clock()
+            result, outputs = run_plainly(self._plain_run, self._staging, batch, self._clock)
         except ORT_ERRORS as error:
-            raise run_error(error) from error
+            raise self._failure(error) from error
         if self._binding is not None:
             self._binding.observe(batch, outputs)
-        if batch.bucket > batch.rows:
-            outputs = [_without_padding(output, batch) for output in outputs]
-        return BatchResult(tuple(outputs), staged_ns, computed_ns, computed_ns - staged_ns)
+        return result
+
+    def _failure(self, error: Exception) -> ServeError:
+        return run_error(error) if self._gate is None else run_failure(error, "the GPU")
 
     def _run_timed(self, batch: Batch) -> BatchResult:
+        if self._gate is not None:
+            with self._gate.shared():
+                return self.run(batch)
         if not self._is_single_threaded:
             return self.run(batch)
         # Behind a busy event loop a worker waits for the interpreter lock up to the switch interval after its run. With
@@ -127,8 +157,3 @@ def runs_on_its_thread(session: ort.InferenceSession, intra_op_threads: int) -> 
     """
     is_sequential = session.get_session_options().execution_mode == ort.ExecutionMode.ORT_SEQUENTIAL
     return intra_op_threads == 1 and is_sequential and list(session.get_providers()) == [CPU]
-
-
-def _without_padding(output: np.ndarray, batch: Batch) -> np.ndarray:
-    # An output of another length is left as it is: the batcher refuses to hand out slices of it.
-    return output[: batch.rows] if output.ndim and len(output) == batch.bucket else output

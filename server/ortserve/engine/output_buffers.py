@@ -7,10 +7,10 @@ callers, cancelled, failed or slow, the memory they can still see is not written
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,13 @@ MAX_SETS: Final = 8
 MAX_SET_BYTES: Final = 8 * 2**20
 """A larger set is not worth having: what binding saves a run, about 1 µs, is less than 1 % of writing so much."""
 _ALIGNMENT: Final = 64  # a cache line, and the widest vector register
+
+Allocate: TypeAlias = Callable[[int], np.ndarray]
+"""Makes so many bytes of memory that nobody else has."""
+
+
+def _allocate(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +45,10 @@ class RowLayout:
 class OutputBuffers:
     """One set: for each output room for ``rows`` rows. Not for two runs at once."""
 
-    def __init__(self, layouts: Sequence[RowLayout], rows: int) -> None:
+    def __init__(self, layouts: Sequence[RowLayout], rows: int, allocate: Allocate = _allocate) -> None:
         # One block for all outputs, so that one look at its references tells about them all. numpy makes it the base
         # of every view, and of views on those. No local variable may refer to it: it would be counted.
-        self._block = np.empty(_ALIGNMENT + set_nbytes(layouts, rows), np.uint8)
+        self._block = allocate(_ALIGNMENT + set_nbytes(layouts, rows))
         offset = -int(self._block.__array_interface__["data"][0]) % _ALIGNMENT
         slabs: list[np.ndarray] = []
         for layout in layouts:
@@ -64,13 +71,23 @@ class OutputBuffers:
         """Of an output's first row."""
         return int(self._slabs[output].__array_interface__["data"][0])
 
+    def release(self, free: Callable[[np.ndarray], None]) -> None:
+        """Hand the memory of a free set back to whom it was allocated from; the set is of no use afterwards."""
+        self._slabs = ()
+        free(self._block)
+        self._block = np.empty(0, np.uint8)
+
 
 class OutputPool:
     """Sets of one instance, made as they are needed, up to a bound."""
 
-    def __init__(self, layouts: Sequence[RowLayout], rows: int) -> None:
+    def __init__(
+        self, layouts: Sequence[RowLayout], rows: int, allocate: Allocate = _allocate, *, max_sets: int = MAX_SETS
+    ) -> None:
         """``rows`` is the most that a batch may have."""
         self.rows = rows
+        self._allocate = allocate
+        self._max_sets = max_sets
         self._layouts = tuple(layouts)
         self._sets: list[OutputBuffers] = []
 
@@ -84,9 +101,9 @@ class OutputPool:
         for buffers in self._sets:
             if buffers.is_free:
                 return buffers
-        if len(self._sets) == MAX_SETS:
+        if len(self._sets) == self._max_sets:
             return None
-        self._sets.append(OutputBuffers(self._layouts, self.rows))
+        self._sets.append(OutputBuffers(self._layouts, self.rows, self._allocate))
         return self._sets[-1]
 
 

@@ -25,6 +25,14 @@ def read_placement(session: ort.InferenceSession) -> dict[str, int]:
     return dict(nodes.most_common())
 
 
+def read_operators(session: ort.InferenceSession) -> dict[str, frozenset[str]]:
+    """Which operators each execution provider runs; the session has ``RECORD_ENTRY``."""
+    operators: dict[str, set[str]] = {}
+    for part in session.get_provider_graph_assignment_info():
+        operators.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
+    return {name: frozenset(kinds) for name, kinds in operators.items()}
+
+
 def check_placement(name: str, nodes: Mapping[str, int]) -> None:
     """A provider that starts and then takes no node leaves the model to others without a word; here that is an error.
 

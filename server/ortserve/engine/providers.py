@@ -11,7 +11,14 @@ import onnxruntime as ort
 
 from ortserve.config.session import ProviderWish, provider_parts
 from ortserve.engine.provider_options import CPU as CPU
-from ortserve.engine.provider_options import CUDA, OPENVINO, TENSORRT, make_provider_options, with_threads
+from ortserve.engine.provider_options import (
+    CUDA,
+    GPU_PROVIDERS,
+    OPENVINO,
+    TENSORRT,
+    make_provider_options,
+    with_threads,
+)
 from ortserve.engine.runtime import Offer, Runtime
 from ortserve.errors import ServeError, invalid_input
 
@@ -57,6 +64,15 @@ class ProviderChoice:
     def device_id(self) -> int:
         """Which of the devices of its kind it runs on."""
         return _device_number(self.options)
+
+    def on_device(self, number: int) -> "ProviderChoice":
+        """The same EP on the device of this number among those of its kind, and those of GPUs behind it there, too."""
+        told = {"device_id": str(number)}
+        behind = (
+            replace(other, options={**other.options, **told}) if other.name in GPU_PROVIDERS else other
+            for other in self.behind
+        )
+        return replace(self, options={**self.options, **told}, behind=tuple(behind))
 
     def without_first(self, reason: str) -> "ProviderChoice":
         """The choice once its EP has turned out not to work, for a reason in words. There must be one behind it."""

@@ -13,7 +13,9 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.device.devices import Devices
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.errors import invalid_input
 
 _PACKAGE_PREFIX: Final = "onnxruntime_ep_"
@@ -39,11 +41,27 @@ class Offer:
     problem: str = ""
 
 
+def preload_libraries(name: str) -> None:
+    """Load what a GPU's provider needs from NVIDIA's packages, where it is installed as such.
+
+    Else ONNX Runtime would find only what the system's loader finds, and say no more than a line in its log.
+    """
+    if name in GPU_PROVIDERS and name in ort.get_available_providers():
+        ort.preload_dlls()
+
+
 class Runtime:
     """The process's ONNX Runtime. Make one; all but the constructor is for the thread that loads models."""
 
-    def __init__(self, libraries: Sequence[Path] = (), *, global_threads: bool = False) -> None:
+    def __init__(
+        self, libraries: Sequence[Path] = (), *, global_threads: bool = False, devices: Devices | None = None
+    ) -> None:
         """Register plug-in libraries, and make the thread pool of all sessions where there shall be one.
+
+        Args:
+            libraries: Of plug-ins.
+            global_threads: Whether there shall be one.
+            devices: That sessions may have buffers on; None for those that there are.
 
         Raises:
             ServeError: invalid_input, naming the library that cannot be used, and why.
@@ -59,6 +77,8 @@ class Runtime:
         if global_threads:
             ort.set_global_thread_pool_sizes(cpu_budget(), 1)
         self._has_shared_arena = False
+        self.devices: Final = devices or Devices()
+        """Where sessions may have buffers."""
 
     def offer(self, name: str) -> Offer:
         """What there is of a provider, by its full name; a plug-in package that has it is registered for it.
@@ -68,6 +88,7 @@ class Runtime:
         if devices := _devices(name):  # first, because ONNX Runtime lists the names of plug-ins among its own
             return Offer(devices=devices)
         if name in ort.get_available_providers():
+            preload_libraries(name)
             return Offer(is_built_in=True)
         problem = "is not offered by this ONNX Runtime"
         for package in _packages():

@@ -83,12 +83,15 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
     return session
 
 
-def run_options(settings: SessionSettings) -> ort.RunOptions | None:
-    """What each run is told; None for nothing."""
-    if not settings.shrink_arenas:
+def run_options(settings: SessionSettings, *, graph_id: int | None = None) -> ort.RunOptions | None:
+    """What each run is told; None for nothing. ``graph_id`` is for sessions that capture CUDA graphs."""
+    if not settings.shrink_arenas and graph_id is None:
         return None
     told = ort.RunOptions()
-    told.add_run_config_entry("memory.enable_memory_arena_shrinkage", ";".join(settings.shrink_arenas))
+    if settings.shrink_arenas:
+        told.add_run_config_entry("memory.enable_memory_arena_shrinkage", ";".join(settings.shrink_arenas))
+    if graph_id is not None:
+        told.add_run_config_entry("gpu_graph_id", str(graph_id))
     return told
 
 

@@ -1,7 +1,7 @@
 """From a loaded model to one that answers: its instances behind a queue and a batcher, its numbers in the metrics."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -17,6 +17,8 @@ from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.padding import StagedElements
 from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.readings import read_runs
 from ortserve.engine.instance import Instance
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.lateness import requests_limits
@@ -35,8 +37,21 @@ class Assembly:
         self._inline = InlineBudget(loop)
         self._device = Device(cpu_budget(), loop)
 
-    def serve(self, loaded: LoadedModel, configuration: Configuration, metrics: ModelMetrics) -> ServedModel:
-        """Open a loaded model for requests; ``metrics`` are the series of its version, and name it."""
+    def serve(
+        self,
+        loaded: LoadedModel,
+        configuration: Configuration,
+        metrics: ModelMetrics,
+        on_lost: Callable[[str], object] | None = None,
+    ) -> ServedModel:
+        """Open a loaded model for requests.
+
+        Args:
+            loaded: What the loader made.
+            configuration: It was loaded with.
+            metrics: The series of its version, which name it.
+            on_lost: Told why, once the devices of all its instances are lost, so that it answers nobody any more.
+        """
         found = loaded.warm_up
         options = configuration.options
         # What was measured at one shape says nothing of another: then each shape class learns from its own batches.
@@ -52,16 +67,21 @@ class Assembly:
             limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
             device=self._device,
             threads=loaded.run_threads,
-            inline=self._inline,
+            # A GPU's session is its worker's alone.
+            inline=self._inline if all(instance.may_run_inline for instance in loaded.instances) else None,
             loop=self._loop,
             clock=self._clock,
             observe_batch=metrics.observe_batch,
             make_alarm=partial(best_alarm, self._loop),
+            depth=min(instance.depth for instance in loaded.instances),
+            on_lost=on_lost,
         )
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue))
         metrics.set_saturation_source(batcher.saturation)
         # What warm-up staged was nobody's.
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
+        if any(isinstance(instance, DeviceInstance) for instance in loaded.instances):
+            metrics.set_device_source(partial(read_runs, loaded.instances))
         return ServedModel(
             metrics.name,
             metrics.version,
@@ -80,7 +100,7 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
         loaded.warm_up.max_rows,
         int(options.queue_delay_s * 1e9),
         tuple(sorted(options.preferred_rows)),
-        tuple(sorted(set(options.buckets))),
+        tuple(sorted(set(options.buckets))) or loaded.on_device.sizes,
         options.echo_wait,
     )
 
@@ -97,11 +117,11 @@ def _numbers(learned: Learned, queue: RiderQueue) -> BatchingNumbers:
     )
 
 
-def _staged(instances: Sequence[Instance]) -> StagedElements:
+def _staged(instances: Sequence[Instance | DeviceInstance]) -> StagedElements:
     counts = [instance.staged_elements for instance in instances]
     return StagedElements(sum(count.staged for count in counts), sum(count.padded for count in counts))
 
 
-def _staged_since(before: StagedElements, instances: Sequence[Instance]) -> StagedElements:
+def _staged_since(before: StagedElements, instances: Sequence[Instance | DeviceInstance]) -> StagedElements:
     now = _staged(instances)
     return StagedElements(now.staged - before.staged, now.padded - before.padded)

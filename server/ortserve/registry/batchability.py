@@ -1,22 +1,12 @@
 """Whether rows of several requests may run together: tried, not believed."""
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
 from ortserve.core.batch import Arrays
-from ortserve.core.bfloat16 import widen
-from ortserve.core.dtypes import DataType
+from ortserve.core.closeness import TOLERANCES, agree, as_float64
 from ortserve.core.signature import ModelSignature
-
-# Kernels choose another order of summation for another batch size, so floats differ in their last bits.
-_TOLERANCES: Final = {
-    DataType.BF16: (5e-2, 1e-2),
-    DataType.FP16: (1e-2, 1e-3),
-    DataType.FP32: (1e-3, 1e-5),
-    DataType.FP64: (1e-6, 1e-9),
-}
 
 
 def why_rows_depend(signature: ModelSignature, together: Arrays, alone: Sequence[Arrays]) -> str:
@@ -38,7 +28,7 @@ def why_rows_depend(signature: ModelSignature, together: Arrays, alone: Sequence
         for row, outputs in enumerate(alone):
             if outputs[index].shape != (1, *output.shape[1:]):
                 return f"the shape of output '{spec.name}' for a row depends on the rows beside it"
-            if not _agree(output[row], outputs[index][0], spec.datatype):
+            if not agree(output[row], outputs[index][0], spec.datatype):
                 return f"output '{spec.name}' of a row depends on the rows beside it"
     return ""
 
@@ -61,24 +51,10 @@ def row_drift(signature: ModelSignature, together: Arrays, alone: Sequence[Array
     """
     drift = 0.0
     for index, (spec, output) in enumerate(zip(signature.outputs, together, strict=True)):
-        if spec.datatype not in _TOLERANCES or not output.size:
+        if spec.datatype not in TOLERANCES or not output.size:
             continue
         solo = np.concatenate([outputs[index] for outputs in alone])
         with np.errstate(invalid="ignore"):  # the difference of two infinities, which is left out
-            difference = np.abs(_values(output, spec.datatype) - _values(solo, spec.datatype))
+            difference = np.abs(as_float64(output, spec.datatype) - as_float64(solo, spec.datatype))
         drift = max(drift, float(np.nanmax(difference, initial=0.0, where=np.isfinite(difference))))
     return drift
-
-
-def _agree(one: np.ndarray, other: np.ndarray, datatype: DataType) -> bool:
-    tolerance = _TOLERANCES.get(datatype)
-    if tolerance is None:
-        return bool(np.array_equal(one, other))
-    relative, absolute = tolerance
-    return bool(
-        np.allclose(_values(one, datatype), _values(other, datatype), rtol=relative, atol=absolute, equal_nan=True)
-    )
-
-
-def _values(array: np.ndarray, datatype: DataType) -> np.ndarray:
-    return (widen(array) if datatype is DataType.BF16 else array).astype(np.float64)

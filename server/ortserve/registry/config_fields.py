@@ -68,7 +68,7 @@ FIELDS: Final[Mapping[str, tuple[Fate, str]]] = {
     "ensemble_scheduling": (Fate.REFUSED, "ensembles are not served"),
     "instance_group.name": (Fate.HONOURED, "shown to clients"),
     "instance_group.count": (Fate.HONOURED, "instances"),
-    "instance_group.gpus": (Fate.HONOURED, "one device; several are refused"),
+    "instance_group.gpus": (Fate.HONOURED, "gpus"),
     "instance_group.kind": (Fate.HONOURED, "execution_providers; KIND_MODEL is refused"),
     "instance_group.profile": (Fate.REFUSED, "it is TensorRT's"),
     "instance_group.rate_limiter": (Fate.REPORTED, "it is off in Triton, too, unless switched on for the server"),

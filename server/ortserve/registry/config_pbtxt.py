@@ -89,6 +89,8 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
     parameters = read_parameters({key: value.string_value for key, value in config.parameters.items()})
     wishes = choose_wishes(groups, config.optimization.execution_accelerators, parameters.cuda, defaults)
     given["execution_providers"] = wishes.providers
+    if wishes.gpus:
+        given |= {"gpus": list(wishes.gpus), "instances": len(wishes.gpus)}
     if config.cc_model_filenames and wishes.wants_gpu:
         raise ServeError(
             ErrorKind.UNSUPPORTED,

@@ -27,10 +27,14 @@ _PRECISIONS: Final[Mapping[str, Mapping[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Execution providers best first, as ``model.yaml`` would list them, and what was said in vain."""
+    """Execution providers best first, as ``model.yaml`` would list them, and what was said in vain.
+
+    ``gpus`` are those of the instances, one each, where there are several.
+    """
 
     providers: list[Any]
     wants_gpu: bool
+    gpus: tuple[int, ...] = ()
     without_effect: tuple[str, ...] = ()
 
 
@@ -51,7 +55,8 @@ def choose_wishes(
     Raises:
         ServeError: unsupported or invalid_input, naming the field.
     """
-    kind, device = _placement(groups)
+    kind, gpus = _placement(groups)
+    device = gpus[0] if gpus else None
     for_gpu = [_gpu_accelerator(one) for one in accelerators.gpu_execution_accelerator]
     for_cpu = [_cpu_accelerator(one) for one in accelerators.cpu_execution_accelerator]
     usual: list[tuple[str, dict[str, str]]]
@@ -81,33 +86,36 @@ def choose_wishes(
     return Wishes(
         [{name: options} if options else name for name, options in wished.items()],
         any(name in _GPU_NAMES for name in wished),
+        gpus if len(set(gpus)) > 1 else (),
         tuple(without_effect),
     )
 
 
-def _placement(groups: Sequence[pb.ModelInstanceGroup]) -> tuple[str, int | None]:
-    """The one kind of all groups, and the device where they name one."""
+def _placement(groups: Sequence[pb.ModelInstanceGroup]) -> tuple[str, tuple[int, ...]]:
+    """The one kind of all groups, and the device of each instance where they name some.
+
+    The count of a group is of each GPU that it names, as it is in Triton.
+    """
     for group in groups:
         if group.count < 0:
             raise invalid_input(f"instance_group.count: expected 0 or more, got {group.count}")
     kinds = {
         "KIND_GPU" if group.gpus and not group.kind else pb.ModelInstanceGroup.Kind.Name(group.kind) for group in groups
     }
-    devices = {device for group in groups for device in group.gpus}
+    devices = tuple(device for group in groups for _ in range(group.count or 1) for device in group.gpus)
+    if any(device < 0 for device in devices):
+        raise invalid_input(f"instance_group.gpus: expected 0 or more, got {min(devices)}")
     if "KIND_MODEL" in kinds:
         raise ServeError(ErrorKind.UNSUPPORTED, "instance_group.kind: KIND_MODEL is not supported")
     if len(kinds) > 1:
         raise ServeError(
             ErrorKind.UNSUPPORTED, f"instance_group: instances of one kind are served, got {', '.join(sorted(kinds))}"
         )
-    if len(devices) > 1:
-        raise ServeError(
-            ErrorKind.UNSUPPORTED,
-            f"instance_group.gpus: instances on one GPU are served, got {', '.join(map(str, sorted(devices)))}",
-        )
+    if len(set(devices)) > 1 and not all(group.gpus for group in groups):
+        raise invalid_input("instance_group.gpus: expected some in every group, as others name several")
     if devices and kinds == {"KIND_CPU"}:
         raise invalid_input("instance_group.gpus: KIND_CPU has none")
-    return next(iter(kinds), "KIND_AUTO"), next(iter(devices), None)
+    return next(iter(kinds), "KIND_AUTO"), devices
 
 
 def _gpu_accelerator(

@@ -47,7 +47,7 @@ class VersionRecord:
         self.metrics = ModelMetrics(model, str(version))
         self.metrics.set_state(self.state.name.lower())
         self.served: ServedModel | None = None
-        """What answers its requests; there exactly while READY or DRAINING."""
+        """What answers its requests; there while READY or DRAINING, and for a moment once its device is lost."""
 
     @property
     def is_unloaded(self) -> bool:

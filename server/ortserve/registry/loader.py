@@ -11,18 +11,21 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
+from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_placement
 from ortserve.engine.provider_options import GPU_PROVIDERS, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.session import Session, SessionOptions, open_session, run_options
+from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.interface import Interface, resolve_interface
 from ortserve.registry.model_folder import operator_libraries, read_labels
+from ortserve.registry.on_device import OnDevice, prepare
+from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.samples import make_samples
-from ortserve.registry.warmup import WarmUp, run_once, run_samples, warm_up
+from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -40,9 +43,11 @@ class LoadedModel:
         nodes: Of the graph, by the execution provider that runs them.
         intra_op_threads: Threads of a run inside an operator.
         run_threads: Threads that a run may keep busy in all.
+        on_device: What runs on buffers of a device.
+        placed: On which device each instance was placed; empty where all are on the execution provider's.
     """
 
-    instances: tuple[Instance, ...]
+    instances: tuple[Instance | DeviceInstance, ...]
     interface: Interface
     warm_up: WarmUp
     providers: ProviderChoice
@@ -51,6 +56,8 @@ class LoadedModel:
     run_threads: int
     padding: Padding | None = None
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    on_device: OnDevice = field(default_factory=OnDevice)
+    placed: tuple[int, ...] = ()
 
     @property
     def signature(self) -> ModelSignature:
@@ -63,9 +70,9 @@ class LoadedModel:
         return self.providers.name
 
     @property
-    def device_id(self) -> int:
-        """Which of the devices of its kind the execution provider uses."""
-        return self.providers.device_id
+    def device_ids(self) -> tuple[int, ...]:
+        """For each instance, which of the devices of its kind the execution provider uses."""
+        return self.placed or (self.providers.device_id,) * len(self.instances)
 
 
 def load_model(
@@ -76,6 +83,7 @@ def load_model(
     on_warming: Callable[[], None],
     folder: Path | None = None,
     runtime: Runtime | None = None,
+    trials: CaptureTrials | None = None,
 ) -> LoadedModel:
     """Open a model and warm it up.
 
@@ -87,6 +95,7 @@ def load_model(
         on_warming: Called on this thread when the model is open and warm-up begins.
         folder: Of the model, with the files that its options name; None where it is a file by itself.
         runtime: The process's; None for a plain one.
+        trials: Of captures, the process's; None for those of this load.
 
     Raises:
         ServeError: In words, why it cannot be served.
@@ -103,9 +112,6 @@ def load_model(
     libraries = operator_libraries(options, folder)
     branches = options.session.inter_op_threads if options.session.execution_mode == "parallel" else 1
 
-    def session_options(choice: ProviderChoice, threads: int) -> SessionOptions:
-        return SessionOptions(choice, threads, options.session, libraries, runtime.has_global_threads)
-
     def usual_threads(choice: ProviderChoice) -> int:
         if runtime.has_global_threads:
             return cpu_budget()
@@ -113,26 +119,23 @@ def load_model(
             return options.intra_op_threads
         return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=branches)
 
-    def open_usual(choice: ProviderChoice) -> Session:
-        return open_session(path, name, session_options(choice, usual_threads(choice)))
+    opening = Opening(path, name, options, runtime, trials or CaptureTrials(), libraries, clock)
 
-    def warm(session: Session, threads: int) -> LoadedModel:
-        own = read_signature(session, path)
-        if options.pad or options.buckets:
-            own = own.without_whole_inputs("it is the same for all rows, and batches of the model are padded")
-        interface = resolve_interface(options, own)
-        signature = interface.model
-        padding = resolve_padding(options, signature)
-        samples = make_samples(options, interface, folder, max_rows=most_rows)
-        instance = Instance(
-            session,
-            signature,
-            name=name,
-            intra_op_threads=threads,
-            clock=clock,
-            padding=padding,
-            run_options=run_options(options.session),
-        )
+    def warm(opened: OpenedSession, choice: ProviderChoice, threads: int) -> LoadedModel:
+        try:
+            own = read_signature(opened.session, path)
+            if options.pad or options.buckets:
+                own = own.without_whole_inputs("it is the same for all rows, and batches of the model are padded")
+            interface = resolve_interface(options, own)
+            signature = interface.model
+            padding = resolve_padding(options, signature)
+            samples = make_samples(options, interface, folder, max_rows=most_rows)
+            nodes = read_placement(opened.session)
+        except BaseException:
+            opened.abandon()
+            raise
+        instance = opening.make_instance(opened, choice, signature, name, threads, padding)
+        opened.forget()
         try:
             on_warming()
             found = warm_up(
@@ -141,38 +144,56 @@ def load_model(
             if found.rows_depend:
                 interface = interface.unbatched(found.rows_depend)
                 padding = resolve_padding(options, interface.model)  # what runs alone is not padded
+            on_device = OnDevice(
+                no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
+            )
+            if isinstance(instance, DeviceInstance):
+                on_device = prepare(instance, opened, options, interface.model, found, padding)
+                if on_device.sizes:
+                    sizes = time_sizes(
+                        instance, signature, on_device.sizes, budget_s=options.warmup_s, clock=clock, padding=padding
+                    )
+                    found = replace(found, latencies=sizes)
             run_samples(instance, samples)
         except BaseException:
             instance.close()  # else its worker and session would stay for as long as the process
             raise
-        nodes = read_placement(session)
         run_threads = threads + branches - 1
-        return LoadedModel((instance,), interface, found, choice, nodes, threads, run_threads, padding, labels)
+        return LoadedModel(
+            (instance,), interface, found, choice, nodes, threads, run_threads, padding, labels, on_device
+        )
 
-    session, choice = open_on_first(choice, open_usual, allow_fallback=options.allow_fallback)
+    def place(choice: ProviderChoice, number: int) -> ProviderChoice:
+        """The choice for the instance of this number."""
+        is_placed = options.gpus and (choice.name in GPU_PROVIDERS or runtime.devices.has(choice.name))
+        return choice.on_device(options.gpus[number % len(options.gpus)]) if is_placed else choice
+
+    opened, choice = open_on_first(
+        choice,
+        lambda choice: opening.open(place(choice, 0), usual_threads(choice)),
+        allow_fallback=options.allow_fallback,
+    )
+    is_placed = place(choice, 0) is not choice
+    choice = place(choice, 0)
     for reason in choice.passed_over:
         log_event(logger, logging.WARNING, "execution provider passed over", model=name, reason=reason)
     if searches_each_shape(choice.name, choice.options) and not options.buckets:
         reason = "cudnn_conv_algo_search is EXHAUSTIVE, and without buckets every size of a batch is searched for"
         log_event(logger, logging.WARNING, "new batch sizes are slow", model=name, reason=reason)
     threads = usual_threads(choice)
-    loaded = warm(session, threads)
-    del session  # the instance's alone, to be freed with it
+    loaded = warm(opened, choice, threads)
     is_chosen_here = options.intra_op_threads is None and not runtime.has_global_threads
     if is_chosen_here and threads > 1 and _is_short(loaded.warm_up):
         loaded.instances[0].close()
-        loaded = warm(open_session(path, name, session_options(choice, 1)), 1)
+        loaded = warm(opening.open(choice, 1), choice, 1)
     try:
         for number in range(1, options.instances):
-            instance = Instance(
-                open_session(path, name, session_options(choice, loaded.intra_op_threads)),
-                loaded.signature,
-                name=f"{name} {number}",
-                intra_op_threads=loaded.intra_op_threads,
-                clock=clock,
-                padding=loaded.padding,
-                run_options=run_options(options.session),
+            placed = place(choice, number)
+            opened = opening.open(placed, loaded.intra_op_threads)
+            instance = opening.make_instance(
+                opened, placed, loaded.signature, f"{name} {number}", loaded.intra_op_threads, loaded.padding
             )
+            opened.forget()
             loaded = replace(loaded, instances=(*loaded.instances, instance))
             if loaded.warm_up.latencies:
                 rows = loaded.warm_up.max_rows if loaded.signature.is_batched else 1
@@ -183,11 +204,15 @@ def load_model(
                     loaded.padding,
                     brings_optional=loaded.warm_up.brings_optional,
                 )
+            if isinstance(instance, DeviceInstance):
+                prepare(instance, opened, options, loaded.signature, loaded.warm_up, loaded.padding)
             run_samples(instance, make_samples(options, loaded.interface, folder, max_rows=most_rows))
     except BaseException:
         for instance in loaded.instances:
             instance.close()
         raise
+    if is_placed:
+        loaded = replace(loaded, placed=tuple(place(choice, n).device_id for n in range(options.instances)))
     for reason in loaded.interface.without_effect:
         log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
     return loaded

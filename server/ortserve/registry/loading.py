@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.assembly import Assembly
+from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.lifecycle import State, VersionRecord
 from ortserve.registry.loader import LoadedModel, load_model
 from ortserve.registry.source import VersionSource
@@ -25,13 +28,21 @@ class VersionLoader:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, metrics: Metrics, clock: Clock, runtime: Runtime | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        metrics: Metrics,
+        clock: Clock,
+        runtime: Runtime | None = None,
+        on_lost: Callable[[VersionRecord, str], object] | None = None,
     ) -> None:
+        """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more."""
         self._loop = loop
         self._runtime = runtime or Runtime()
         self._metrics = metrics
         self._clock = clock
         self._assembly = Assembly(loop, clock)
+        self._trials = CaptureTrials()
+        self._on_lost = on_lost
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
 
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
@@ -54,7 +65,9 @@ class VersionLoader:
             if source.problem:
                 raise invalid_input(source.problem)
             options = source.configuration.options
-            return load_model(source.path, name, options, self._clock, on_warming, source.folder, self._runtime)
+            return load_model(
+                source.path, name, options, self._clock, on_warming, source.folder, self._runtime, self._trials
+            )
 
         try:
             loaded = await self._loop.run_in_executor(self._thread, load)
@@ -64,7 +77,8 @@ class VersionLoader:
             record.advance(State.FAILED, error.message if isinstance(error, ServeError) else "unexpected error")
             self._metrics.loaded(record.model, is_ok=False)
             return record.reason
-        record.served = self._assembly.serve(loaded, source.configuration, record.metrics)
+        on_lost = partial(self._on_lost, record) if self._on_lost is not None else None
+        record.served = self._assembly.serve(loaded, source.configuration, record.metrics, on_lost)
         record.metrics.load_ns = self._clock() - began_ns
         record.advance(State.READY)
         self._metrics.loaded(record.model, is_ok=True)

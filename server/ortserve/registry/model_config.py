@@ -1,5 +1,6 @@
 """The configuration that a served version really has, as clients of Triton read it."""
 
+from collections import Counter
 from typing import Final
 
 from ortserve._pb import model_config_pb2 as pb
@@ -109,14 +110,13 @@ def _policy(policy: QueuePolicy) -> pb.ModelQueuePolicy:
 def _describe_instances(config: pb.ModelConfig, served: ServedModel) -> None:
     declared = served.declared.instance_group
     del config.instance_group[:]
-    group = config.instance_group.add(
-        name=(declared[0].name if declared else "") or served.name, count=served.options.instances
-    )
+    name = (declared[0].name if declared else "") or served.name
     if served.execution_provider in (_CPU, "OpenVINOExecutionProvider"):
-        group.kind = pb.ModelInstanceGroup.KIND_CPU
-    else:
-        group.kind = pb.ModelInstanceGroup.KIND_GPU
-        group.gpus.append(served.device_id)
+        config.instance_group.add(name=name, count=served.options.instances, kind="KIND_CPU")
+        return
+    # A group a device: the count of one that names several is of each of them.
+    for number, count in Counter(served.device_ids).items():
+        config.instance_group.add(name=name, count=count, kind="KIND_GPU", gpus=[number])
 
 
 def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:

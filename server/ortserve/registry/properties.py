@@ -29,7 +29,7 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
     }
     if loaded.providers.passed_over:
         properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
-    return properties | _interface(loaded.signature)
+    return properties | loaded.on_device.properties() | _interface(loaded.signature)
 
 
 def _interface(signature: ModelSignature) -> dict[str, str]:

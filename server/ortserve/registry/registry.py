@@ -48,7 +48,9 @@ class Registry:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
-        self._loader = VersionLoader(self._loop, metrics, clock, runtime)
+        self._loader = VersionLoader(self._loop, metrics, clock, runtime, self._on_lost)
+        self.lost = ""
+        """Which device is lost, and why; empty while none is. Only a new process can use it again."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}
         """What each model was last loaded from, or should have been."""
@@ -311,6 +313,23 @@ class Registry:
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)
         return task
+
+    def _on_lost(self, record: VersionRecord, reason: str) -> None:
+        """Take a version out of service that can run nothing any more."""
+        self.lost = self.lost or reason
+        if record.state is not State.READY:
+            return
+        _log_failure("device is lost", record, reason)
+        record.advance(State.FAILED, reason)
+        self._catalog.route(record.model)
+        task = self._loop.create_task(self._free(record))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
+    async def _free(self, record: VersionRecord) -> None:
+        assert record.served is not None
+        await record.served.close()
+        record.served = None
 
     async def _retire(self, record: VersionRecord) -> None:
         assert record.served is not None

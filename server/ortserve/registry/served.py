@@ -72,7 +72,8 @@ class ServedModel:
         self.declared: Final = configuration.declared
         """Its ``config.pbtxt`` as it stands; empty where it has none."""
         self.execution_provider: Final = loaded.execution_provider
-        self.device_id: Final = loaded.device_id
+        self.device_ids: Final = loaded.device_ids
+        """For each instance."""
         self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
         self._instances = loaded.instances
@@ -87,6 +88,8 @@ class ServedModel:
             index for index, spec in enumerate(self.signature.inputs) if spec.is_whole and self.signature.is_batched
         ]
         self._most_rows_alone = options.max_rows or math.inf
+        # As configured: where batches have become smaller for want of memory, requests run in pieces.
+        self._most_rows = math.inf if options.max_rows is None else batcher.max_rows
         padding = loaded.padding
         self._padding = padding if padding is not None and padding.pads_requests else None
 
@@ -148,9 +151,9 @@ class ServedModel:
             shape_class = shape_class, tuple(map(is_absent, inputs))
             if rows <= self._most_rows_alone and any(not is_absent(inputs[index]) for index in self._whole_inputs):
                 shape_class, rows = _Alone(), 1  # a batch of one, of which the batcher makes neither more nor less
-        if rows > batcher.max_rows and self.options.max_rows is not None:
+        if rows > self._most_rows:
             raise invalid_input(
-                f"inference request batch-size must be <= {batcher.max_rows} for '{self.name}', got {rows}"
+                f"inference request batch-size must be <= {self._most_rows} for '{self.name}', got {rows}"
             )
         if terms.yields_when_late:
             task = asyncio.create_task(self._run_yielding(inputs, rows, shape_class, timing, terms))

@@ -102,6 +102,25 @@ def warm_up(
     return WarmUp(max_rows or best.rows, tuple(sizes), rows_depend, drift, brings_optional=make_up.brings_optional)
 
 
+def time_sizes(
+    runner: Runner,
+    signature: ModelSignature,
+    sizes: Sequence[int],
+    *,
+    budget_s: float,
+    clock: Clock,
+    padding: Padding | None = None,
+) -> tuple[SizeLatency, ...]:
+    """Time batches of these sizes, once an instance runs them in another way than when it was warmed up.
+
+    Raises:
+        ServeError: internal, when a run fails.
+    """
+    stop_ns = clock() + int(budget_s * 1e9)
+    make_up = _MakeUp(signature, padding)
+    return tuple(_time_runs(runner, make_up, rows, stop_ns, clock) for rows in sorted(sizes))
+
+
 def run_once(
     runner: Runner,
     signature: ModelSignature,

@@ -86,11 +86,15 @@ class ModelService:
         self._news = asyncio.Event()
 
     def is_live(self) -> bool:
-        return not self._is_exiting
+        """Whether the process is of use: not once it was told to stop, nor once a device is lost, until a new one."""
+        return not self._is_exiting and not self._registry.lost
 
     def is_ready(self) -> bool:
-        """Whether initial loading is over, the server is not stopping, and no model that must serve has failed to."""
-        if self._is_exiting or not self._registry.is_loaded:
+        """Whether initial loading is over, the server is not stopping, and no model that must serve has failed to.
+
+        Never again once a device is lost.
+        """
+        if self._is_exiting or not self._registry.is_loaded or self._registry.lost:
             return False
         return all(self._may_be_ready_with(records) for records in self._registry.models().values())
 

@@ -65,7 +65,8 @@ BATCHING_DECISIONS: Final = Declaration(
     ("model", "version", "decision"),
     "What the batcher decided, in numbers of batches, requests or rows: batches, inline and retries (batches that ran, "
     "on the event loop, or again in part); refused_full, refused_late, dropped_late and left (requests); delayed "
-    "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody).",
+    "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody); out_of_memory (batches after "
+    "which the most rows of a batch were halved).",
 )
 BATCH_LATENCY: Final = Declaration(
     "ortserve_batch_latency_seconds",
@@ -123,6 +124,59 @@ MODEL_STATE: Final = Declaration(
     ("model", "version", "state"),
     "1 for the state that a model version is in, 0 for the others.",
 )
+DEVICE_MEMORY: Final = Declaration(
+    "ortserve_device_memory_bytes",
+    "gauge",
+    ("device", "kind"),
+    "Memory of a device on which models have buffers: free, which nobody has, this process or another, and total.",
+)
+DEVICE_LEDGER: Final = Declaration(
+    "ortserve_device_ledger_bytes",
+    "gauge",
+    ("device", "owner", "purpose"),
+    "Memory of a device by the instance that has it and the purpose: buffers, to the byte; graphs, what the device had "
+    "less of after they were captured; session, what it had less of besides, which is weights and workspace.",
+)
+DEVICE_UTILIZATION: Final = Declaration(
+    "ortserve_device_utilization",
+    "gauge",
+    ("device",),
+    "Share of the last moments in which the device computed, of whatever process, from 0 to 1. Where the package "
+    "nvidia-ml-py is installed.",
+)
+DEVICE_BATCHES: Final = Declaration(
+    "ortserve_device_batches_total",
+    "counter",
+    ("model", "version", "way"),
+    "Batches of a model on a device by the way they ran: replayed (a captured graph), bound (on buffers of the "
+    "device), or plain, without either, by why: plain_no_bucket (a size that was not prepared), plain_other_shape, "
+    "plain_unbound (the model has no buffers, its metadata says why), plain_not_prepared (in warm-up).",
+)
+DEVICE_CAPTURES: Final = Declaration(
+    "ortserve_device_captures_total",
+    "counter",
+    ("model", "version", "result"),
+    "Graphs that were to be captured, one for each batch size and buffer set: captured, failed, or wrong_answer (its "
+    "replay did not give what a plain run gives).",
+)
+DEVICE_COPIED: Final = Declaration(
+    "ortserve_device_copied_bytes_total",
+    "counter",
+    ("model", "version", "direction"),
+    "Bytes of inputs and outputs copied in, to the device, and out, from it.",
+)
+DEVICE_TIMED_COPY: Final = Declaration(
+    "ortserve_device_timed_copy_seconds_total",
+    "counter",
+    ("model", "version", "direction"),
+    "Time that copies in and out took, of every 64th batch.",
+)
+DEVICE_TIMED_COPY_BYTES: Final = Declaration(
+    "ortserve_device_timed_copy_bytes_total",
+    "counter",
+    ("model", "version", "direction"),
+    "Bytes of the copies that were timed.",
+)
 GRPC_STREAMS: Final = Declaration(
     "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
 )
@@ -170,6 +224,14 @@ DECLARATIONS: Final = (
     LOADS,
     LOAD_DURATION,
     MODEL_STATE,
+    DEVICE_MEMORY,
+    DEVICE_LEDGER,
+    DEVICE_UTILIZATION,
+    DEVICE_BATCHES,
+    DEVICE_CAPTURES,
+    DEVICE_COPIED,
+    DEVICE_TIMED_COPY,
+    DEVICE_TIMED_COPY_BYTES,
     GRPC_STREAMS,
     CERTIFICATE_EXPIRATION,
     CERTIFICATE_RELOADS,

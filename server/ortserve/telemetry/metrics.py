@@ -51,6 +51,7 @@ from ortserve.telemetry.declarations import (
     STAGED_ELEMENTS,
     UNAUTHORIZED,
 )
+from ortserve.telemetry.devices import DeviceReading, DeviceRuns, device_families
 from ortserve.telemetry.families import Family, HistogramSeries, Labels
 from ortserve.telemetry.tracing import Tracing
 
@@ -110,6 +111,7 @@ class ModelMetrics:
         self.batching: Callable[[], BatchingNumbers] = BatchingNumbers
         self.staging: Callable[[], StagedElements] = StagedElements
         self.saturation: Callable[[], float | None] = lambda: None
+        self.device_runs: Callable[[], DeviceRuns] | None = None
 
     def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
         """Count an answered request. ``timing`` has all its points, ``protocol`` is one of the server's own names."""
@@ -155,6 +157,10 @@ class ModelMetrics:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
         self.staging = source
 
+    def set_device_source(self, source: Callable[[], DeviceRuns]) -> None:
+        """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
+        self.device_runs = source
+
     def set_state(self, state: str) -> None:
         """Say which of ``MODEL_STATES`` the version is in now.
 
@@ -189,6 +195,7 @@ class Metrics(Collector):
         self._certificate_expires_s: float | None = None
         self._certificate_reloads: dict[Labels, int] = {}
         self._tracing: Tracing | None = None
+        self._devices: Callable[[], Sequence[DeviceReading]] = tuple
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -240,6 +247,10 @@ class Metrics(Collector):
     def set_tracing(self, tracing: Tracing) -> None:
         """Show the numbers of what exports traces."""
         self._tracing = tracing
+
+    def set_devices_source(self, source: Callable[[], Sequence[DeviceReading]]) -> None:
+        """Have ``source`` asked at each scrape, on the scraping thread."""
+        self._devices = source
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before a model was found for it."""
@@ -315,6 +326,8 @@ class Metrics(Collector):
             for state in MODEL_STATES
         }
         yield Family(MODEL_STATE, states)
+        runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
+        yield from device_families(self._devices(), runs)
         yield Family(GRPC_STREAMS, {(): self._streams()})
         if self._certificate_expires_s is not None:
             yield Family(CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})

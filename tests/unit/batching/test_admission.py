@@ -95,7 +95,7 @@ class Stage:
 
     def check(self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 0, slowdown: float = 1) -> None:
         terms = Terms(level, finish_by_ns=NOW + int(left_ms * MS))
-        self.admission.check_deadline(rows, self.shape_class, terms, busy_ms * MS, slowdown, NOW)
+        self.admission.check_deadline(rows, self.shape_class, terms, 0, busy_ms * MS, slowdown, NOW)
 
     def refusal(
         self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 0, slowdown: float = 1

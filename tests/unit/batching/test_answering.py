@@ -14,20 +14,20 @@ def taught(*times_ns: int) -> AnswerTime:
     return answers
 
 
-def test_deadline_is_as_it_was_before_anything_is_known() -> None:
-    assert taught().settle_by_ns(10 * MS, 0) == 10 * MS
+def test_nothing_is_set_aside_before_anything_is_known() -> None:
+    assert taught().share_ns(10 * MS) == 0
 
 
-def test_outputs_must_be_there_before_the_deadline_by_the_time_that_answers_take() -> None:
-    assert taught(2 * MS).settle_by_ns(10 * MS, 0) == 8 * MS
+def test_what_answers_take_is_set_aside() -> None:
+    assert taught(2 * MS).share_ns(10 * MS) == 2 * MS
 
 
 def test_half_of_what_is_left_stays_for_the_run() -> None:
-    assert taught(500 * MS).settle_by_ns(10 * MS, 4 * MS) == 7 * MS
+    assert taught(500 * MS).share_ns(6 * MS) == 3 * MS
 
 
-def test_deadline_that_has_passed_is_left_as_it_is() -> None:
-    assert taught(2 * MS).settle_by_ns(10 * MS, 11 * MS) == 10 * MS
+def test_of_a_deadline_that_has_passed_nothing_is_set_aside() -> None:
+    assert taught(2 * MS).share_ns(-MS) == 0
 
 
 def test_few_times_are_longer() -> None:

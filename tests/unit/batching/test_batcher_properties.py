@@ -9,7 +9,7 @@ import math
 import os
 import random
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ class Model:
     belief: Belief
     is_practised: bool
     close_ns: int | None
+    depth: int = 1
 
     def latency_ns(self, rows: int) -> int:
         return self.base_ns + rows * self.row_ns
@@ -284,7 +285,7 @@ class Theatre:
                 self.violations.append(f"{self.device.free_threads} threads are free")
             return model.latency_ns(rows)
 
-        return FakeRunner(self.loop, self.clock, latency_ns)
+        return FakeRunner(self.loop, self.clock, latency_ns, depth=model.depth)
 
     def _make_batcher(self, index: int, model: Model) -> Batcher:
         return Batcher(
@@ -294,10 +295,11 @@ class Theatre:
             limits=model.limits,
             device=self.device,
             threads=model.threads,
-            inline=self.inline,
+            inline=self.inline if model.depth == 1 else None,
             loop=self.loop,
             clock=self.clock,
             observe_batch=lambda rows, *_: self.observed[index].append(rows),
+            depth=model.depth,
         )
 
     def _arrive(self, caller: Caller) -> None:
@@ -388,6 +390,19 @@ def test_promises_hold_in_every_schedule(block: int) -> None:
                     check(one)
         except BaseException as error:
             error.add_note(f"ORTSERVE_TEST_SEED={seed} ORTSERVE_TEST_SCHEDULES=1")
+            raise
+
+
+def test_promises_hold_where_instances_take_two_batches_at_a_time() -> None:
+    for seed in range(FIRST_SEED, FIRST_SEED + SCHEDULES // 20):
+        schedule = draw_schedule(seed)
+        models = [replace(model, depth=2) for model in schedule.models]
+        try:
+            for one in play(replace(schedule, models=models)):
+                for check in CHECKS_OF_ANSWERS:
+                    check(one)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
             raise
 
 
@@ -600,3 +615,14 @@ CHECKS = (
     check_close,
     check_decisions_are_counted,
 )
+
+
+CHECKS_OF_ANSWERS = (
+    check_everyone_is_told_once,
+    check_answers_are_ones_own,
+    check_failures_are_deserved,
+    check_batches,
+    check_searches_are_short,
+    check_close,
+)
+"""The others are of when batches leave, which is another matter where one is chosen before the one before it ends."""

@@ -27,7 +27,7 @@ def test_instance_is_lent_to_one_run_at_a_time() -> None:
     lent = [instances.lend(10, NOW), instances.lend(10, NOW)]
     assert {*lent} == {*runners}
     assert (instances.free, instances.are_busy) == ([], True)
-    instances.give_back(lent[0])
+    instances.give_back(lent[0], NOW, NOW)
     assert (instances.free, instances.are_busy) == ([lent[0]], True)
     assert instances.lend(10, NOW) is lent[0]
 
@@ -39,7 +39,7 @@ def test_nobody_waits_where_one_is_free_and_else_for_the_first_that_ends() -> No
     assert instances.busy_ns(NOW) == 0
     later = instances.lend(900, NOW)
     assert instances.busy_ns(NOW + 100) == 400
-    instances.give_back(later)
+    instances.give_back(later, NOW, NOW)
     assert instances.busy_ns(NOW + 100) == 0
 
 
@@ -49,3 +49,45 @@ def test_overdue_run_is_not_taken_for_an_idle_instance(predicted_ns: float | Non
     instances = Instances([Idler()])
     instances.lend(predicted_ns, NOW)
     assert instances.busy_ns(NOW + after_ns) == 1
+
+
+def test_a_second_batch_is_due_when_its_rows_will_just_be_staged_by_the_end_of_the_first() -> None:
+    (runner,) = runners = [Idler()]
+    instances = Instances(runners, depth=2)
+    assert instances.ahead_due_ns() is None
+    instances.lend(10_000_000, NOW)
+    assert not instances.free
+    assert instances.ahead_due_ns() == NOW + 10_000_000 - 100_000
+    for _ in range(100):
+        instances.observe_staging(2_000_000)
+    assert instances.ahead_due_ns() == pytest.approx(NOW + 10_000_000 - 3_100_000, abs=1000)
+    instances.free_ahead()
+    assert instances.free == [runner]
+    assert instances.busy_ns(NOW) == 10_000_000, "it is free for a second batch, and not idle"
+    instances.lend(10_000_000, NOW)
+    assert instances.ahead_due_ns() is None, "it takes no third"
+
+
+def test_a_second_batch_is_measured_from_the_end_of_the_first() -> None:
+    (runner,) = runners = [Idler()]
+    instances = Instances(runners, depth=2)
+    instances.lend(500, NOW)
+    instances.free_ahead()
+    instances.lend(500, NOW + 100)
+    assert instances.give_back(runner, NOW, NOW + 550) == NOW
+    assert (instances.free, instances.are_busy) == ([], True), "it is not the next one's turn yet"
+    assert instances.ahead_due_ns() == NOW + 550 + 500 - 100_000
+    assert instances.give_back(runner, NOW + 100, NOW + 900) == NOW + 550
+    assert (instances.free, instances.are_busy) == ([runner], False)
+    assert instances.busy_ns(NOW) == 0
+
+
+def test_an_instance_that_is_lost_is_lent_no_more() -> None:
+    kept, lost = runners = [Idler(), Idler()]
+    instances = Instances(runners, depth=2)
+    assert instances.lend(10, NOW) is lost
+    instances.retire(lost)
+    instances.retire(lost)
+    instances.give_back(lost, NOW, NOW + 10)
+    assert (instances.count, instances.free) == (1, [kept])
+    assert instances.ahead_due_ns() is None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
-from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, plan_batch
+from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, lower_cap, plan_batch
 from ortserve.batching.riders import Rider
 from ortserve.core.timing import Timing
 
@@ -232,3 +232,24 @@ def test_nobody_is_given_up_for_lower_levels_or_by_an_unsure_prediction(loop: as
     assert plan(loop, waiting, BatchPolicy(8), LINEAR) == Take(2, 2)
     lower = [waiting[0], *[replace(one, level=2) for one in waiting[1:]]]
     assert plan(loop, lower, BatchPolicy(8), practised()) == Take(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "buckets", "failed", "expected"),
+    [
+        (64, (), 64, (32, ())),
+        (64, (), 10, (5, ())),
+        (4, (), 64, (4, ())),
+        (1, (), 1, (1, ())),
+        (8, (1, 2, 4, 8), 8, (4, (1, 2, 4))),
+        (4, (1, 2, 4), 8, (4, (1, 2, 4))),
+        (8, (1, 8), 8, (1, (1,))),
+        (8, (4, 8), 4, (2, (4,))),
+    ],
+)
+def test_a_batch_that_found_no_memory_halves_the_most_rows(
+    max_rows: int, buckets: tuple[int, ...], failed: int, expected: tuple[int, tuple[int, ...]]
+) -> None:
+    lowered = lower_cap(BatchPolicy(max_rows, buckets=buckets), failed)
+    assert (lowered.max_rows, lowered.buckets) == expected
+    assert lower_cap(lowered, failed) == lowered, "a second batch of that size was on its way already"

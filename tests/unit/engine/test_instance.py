@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -15,11 +16,12 @@ import pytest
 from models import builders
 from ortserve.core.batch import Batch, BatchResult
 from ortserve.core.dtypes import DataType
+from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.instance import Instance, runs_on_its_thread
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import DeviceLostError, ErrorKind, ServeError
 
 Open = Callable[[Path], Instance]
 
@@ -260,3 +262,39 @@ def test_run_is_timed_by_the_work_of_its_thread_only_where_all_of_it_happens_the
     native.inter_op_num_threads = 2
     session = ort.InferenceSession(str(builders.mlp(tmp_path / "model.onnx")), native, providers=providers)
     assert runs_on_its_thread(session, threads) is expected
+
+
+class Broken:
+    """A session whose GPU is lost."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, *args: Any) -> Any:
+        raise RuntimeError("CUDA failure 700: an illegal memory access was encountered")
+
+
+def test_a_run_on_a_gpu_without_buffers_tells_a_lost_one_too(tmp_path: Path) -> None:
+    path = builders.unnamed_dims(tmp_path / "model.onnx")
+    session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
+    gate = CaptureGate()
+    instance = Instance(
+        Broken(session),
+        read_signature(session),
+        name="m/1",
+        intra_op_threads=1,
+        clock=time.monotonic_ns,
+        gate=gate,
+    )
+    try:
+        with gate.alone():
+            assert not instance.may_run_inline
+        outcome, _ = run_on_worker(instance, batch_of(np.zeros((1, 4), np.float32)))
+        assert isinstance(outcome, DeviceLostError)
+        with gate.alone():
+            pass  # the run has left it
+    finally:
+        instance.close()

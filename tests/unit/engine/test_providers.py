@@ -148,3 +148,13 @@ def test_error_names_all_that_were_tried_where_none_opens() -> None:
     with pytest.raises(ServeError) as caught:
         open_on_first(BOTH, failing_on(TENSORRT, CUDA, CPU), allow_fallback=True)
     assert caught.value.message == f"{TENSORRT} fails; {CUDA} fails; {CPU} fails"
+
+
+def test_a_choice_is_moved_to_a_device_with_those_behind_it() -> None:
+    choice = ProviderChoice(
+        TENSORRT, options={"device_id": "0"}, behind=(Provider(CUDA, {"use_tf32": "0"}), Provider(CPU))
+    )
+    moved = choice.on_device(3)
+    assert (moved.name, moved.device_id) == (TENSORRT, 3)
+    assert [other.options for other in moved.behind] == [{"use_tf32": "0", "device_id": "3"}, {}]
+    assert choice.device_id == 0

@@ -71,6 +71,10 @@ def refusal(folder: Path, text: str) -> ServeError:
         ("instance_group [{ count: 3 kind: KIND_CPU }]", "instances: 3\nexecution_providers: [cpu]"),
         ("instance_group [{ count: 1 }, { count: 2 }]", "instances: 3"),
         ("instance_group [{ }]", "instances: 1"),
+        (
+            "instance_group [{ count: 2 gpus: [0, 1] }]",
+            "instances: 4\ngpus: [0, 1, 0, 1]\nexecution_providers: [{cuda: {device_id: '0'}}]",
+        ),
         ("optimization { graph { level: 1 } }", "session: {graph_optimization: extended}"),
         ("optimization { graph { level: -1 } }", "session: {graph_optimization: basic}"),
         ("optimization { graph { level: 2 } }", "session: {graph_optimization: none}"),

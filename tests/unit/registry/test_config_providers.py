@@ -49,6 +49,20 @@ def test_execution_providers_are_those_asked_for(text: str, usual: tuple[str, ..
     assert wishes(text, usual=usual).providers == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("instance_group { gpus: [0, 1] }", (0, 1)),
+        ("instance_group { count: 2 gpus: [0, 3] }", (0, 3, 0, 3)),
+        ("instance_group { gpus: 2 } instance_group { count: 2 gpus: 1 }", (2, 1, 1)),
+        ("instance_group { count: 3 gpus: 1 }", ()),
+        ("instance_group { kind: KIND_GPU }", ()),
+    ],
+)
+def test_instances_are_placed_on_the_gpus_that_groups_name(text: str, gpus: tuple[int, ...]) -> None:
+    assert wishes(text).gpus == gpus
+
+
 def test_parameters_of_tensorrt_become_its_options() -> None:
     parameters = {
         "precision_mode": "FP16",
@@ -90,7 +104,16 @@ def test_accelerator_for_another_kind_than_the_instances_is_reported() -> None:
             ErrorKind.UNSUPPORTED,
             "instances of one kind are served, got KIND_CPU, KIND_GPU",
         ),
-        ("instance_group { gpus: [0, 1] }", ErrorKind.UNSUPPORTED, "instances on one GPU are served, got 0, 1"),
+        (
+            "instance_group { gpus: [0, -1] }",
+            ErrorKind.INVALID_INPUT,
+            "instance_group.gpus: expected 0 or more, got -1",
+        ),
+        (
+            "instance_group { kind: KIND_GPU gpus: [0, 1] } instance_group { kind: KIND_GPU }",
+            ErrorKind.INVALID_INPUT,
+            "instance_group.gpus: expected some in every group, as others name several",
+        ),
         ("instance_group { kind: KIND_CPU gpus: 0 }", ErrorKind.INVALID_INPUT, "KIND_CPU has none"),
         ("instance_group { count: -1 }", ErrorKind.INVALID_INPUT, "expected 0 or more, got -1"),
         (

@@ -100,7 +100,7 @@ def test_all_instances_are_closed_when_one_cannot_be_opened(tmp_path: Path, monk
             raise ServeError(ErrorKind.INTERNAL, "no memory")
         return open_session(*args)
 
-    monkeypatch.setattr("ortserve.registry.loader.open_session", open_some)
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_some)
     options = QUICK.model_copy(update={"instances": 4, "intra_op_threads": 1})
     with pytest.raises(ServeError, match="no memory"):
         load_model(path, "m/1", options, time.monotonic_ns, lambda: None)
@@ -156,7 +156,7 @@ def test_settings_of_the_session_hold_for_every_instance(tmp_path: Path, monkeyp
         opened.append(open_session(*args))
         return opened[-1]
 
-    monkeypatch.setattr("ortserve.registry.loader.open_session", open_noted)
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_noted)
     options = ModelOptions.model_validate(
         {"warmup_s": 0, "instances": 2, "intra_op_threads": 1, "session": {"graph_optimization": "basic"}}
     )

@@ -9,6 +9,7 @@ from ortserve.core.padding import StagedElements
 from ortserve.core.timing import PHASES, Timing
 from ortserve.errors import ErrorKind
 from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
+from ortserve.telemetry.devices import DeviceReading, DeviceRuns
 from ortserve.telemetry.metrics import BatchingNumbers, Metrics
 
 # Phases of 0.1 ms, 0.2 ms, 0.3 ms, 0.4 ms and 0.5 ms.
@@ -164,6 +165,9 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     metrics.loaded("m", is_ok=True)
     metrics.certificate_serves(1.5e9)
     model.load_ns = 1
+    by_direction = {"in": 1, "out": 2}
+    model.set_device_source(lambda: DeviceRuns({"bound": 1}, {"failed": 1}, by_direction, by_direction, by_direction))
+    metrics.set_devices_source(lambda: [DeviceReading("cuda:0", {"free": 1}, {"m/1": {"buffers": 1}}, 0.5)])
 
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
 

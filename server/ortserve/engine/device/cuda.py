@@ -1,0 +1,122 @@
+"""A CUDA device, through cupy's plain wrappers of the CUDA runtime: the only module that imports cupy.
+
+Raw handles and memory without cupy's pools, so that nothing is freed by a garbage collector: a call of CUDA at an
+unlucky moment would break a capture that is going on in another thread (``gate``).
+
+cupy 14.2 gives up the interpreter lock in ``eventSynchronize``. Streams do not synchronize with the null stream, which
+nothing here uses. None of this has run on a GPU yet; ``tests/gpu`` is what will show it.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from ortserve.engine.device.protocol import BoundRun, MemoryInfo
+
+_NON_BLOCKING: Final = 1  # cudaStreamNonBlocking
+_PORTABLE: Final = 1  # cudaHostAllocPortable: pinned for all devices of the process
+
+
+def load_runtime() -> Any:
+    """The CUDA runtime, as cupy wraps it.
+
+    Raises:
+        ImportError: There is no cupy, or none that can be loaded.
+    """
+    from cupy.cuda import runtime
+
+    return runtime
+
+
+class CudaDevice:
+    """One CUDA device."""
+
+    ort_name = "cuda"
+
+    def __init__(self, device_id: int, runtime: Any = None) -> None:
+        """``runtime`` is None for cupy's.
+
+        Raises:
+            ImportError: There is no cupy.
+            RuntimeError: There is no such device, or no driver.
+        """
+        self.name = f"cuda:{device_id}"
+        self.device_id = device_id
+        self._runtime = load_runtime() if runtime is None else runtime
+        count = self._runtime.getDeviceCount()
+        if device_id >= count:
+            raise RuntimeError(f"there is no CUDA device {device_id}: there are {count}")
+        self.pci_bus_id = str(self._runtime.deviceGetPCIBusId(device_id))
+
+    def use(self) -> None:
+        self._runtime.setDevice(self.device_id)
+
+    def memory(self) -> MemoryInfo:
+        free_bytes, total_bytes = self._runtime.memGetInfo()
+        return MemoryInfo(free_bytes, total_bytes)
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self._runtime.malloc(nbytes))
+
+    def free(self, address: int) -> None:
+        self._runtime.free(address)
+
+    def allocate_host(self, nbytes: int) -> np.ndarray:
+        address = self._runtime.hostAlloc(nbytes, _PORTABLE)
+        return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
+
+    def free_host(self, block: np.ndarray) -> None:
+        self._runtime.freeHost(_address(block))
+
+    def make_stream(self) -> int:
+        return int(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
+
+    def destroy_stream(self, stream: int) -> None:
+        self._runtime.streamDestroy(stream)
+
+    def make_event(self, *, is_timed: bool = False) -> int:
+        runtime = self._runtime
+        # Blocking: who waits sleeps, instead of keeping a processor and the interpreter busy.
+        flags = runtime.eventBlockingSync | (0 if is_timed else runtime.eventDisableTiming)
+        return int(runtime.eventCreateWithFlags(flags))
+
+    def destroy_event(self, event: int) -> None:
+        self._runtime.eventDestroy(event)
+
+    def copy_in(self, address: int, source: np.ndarray, stream: int) -> None:
+        runtime = self._runtime
+        runtime.memcpyAsync(address, _address(source), source.nbytes, runtime.memcpyHostToDevice, stream)
+
+    def copy_out(self, target: np.ndarray, address: int, stream: int) -> None:
+        runtime = self._runtime
+        runtime.memcpyAsync(_address(target), address, target.nbytes, runtime.memcpyDeviceToHost, stream)
+
+    def record(self, event: int, stream: int) -> None:
+        self._runtime.eventRecord(event, stream)
+
+    def make_wait(self, stream: int, event: int) -> None:
+        self._runtime.streamWaitEvent(stream, event)
+
+    def wait(self, event: int) -> None:
+        self._runtime.eventSynchronize(event)
+
+    def elapsed_ns(self, first: int, second: int) -> int:
+        milliseconds: float = self._runtime.eventElapsedTime(first, second)
+        return round(milliseconds * 1e6)
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        # The session computes on this stream, and its options keep the call from waiting for it.
+        bound.session.run_with_iobinding(bound.binding, bound.options)
+
+    def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
+        return {
+            "user_compute_stream": str(stream),
+            "enable_cuda_graph": "1" if captures else "0",
+            "do_copy_in_default_stream": "1",  # 0 can race (microsoft/onnxruntime#4829), and has nothing to copy here
+        }
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])

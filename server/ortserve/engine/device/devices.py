@@ -1,0 +1,87 @@
+"""The devices of this process: one of each, with its accounts, and the gate that all work on GPUs goes through."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from ortserve.engine.device.cuda import CudaDevice
+from ortserve.engine.device.failures import DEVICE_ERRORS
+from ortserve.engine.device.gate import CaptureGate
+from ortserve.engine.device.ledger import Ledger
+from ortserve.engine.device.protocol import Device
+from ortserve.engine.output_buffers import OutputBuffers
+from ortserve.engine.provider_options import CUDA
+
+MakeDevice: TypeAlias = Callable[[int], Device]
+
+
+@dataclass(slots=True, eq=False)
+class OpenDevice:
+    """A device with what belongs to it.
+
+    Attributes:
+        device: Itself.
+        ledger: What of its memory is whose.
+        gate: All work of the process on any GPU goes through it.
+        lost: Why it is lost, empty while it is not. Once set it stays.
+    """
+
+    device: Device
+    ledger: Ledger
+    gate: CaptureGate
+    lost: str = ""
+    _retired: list[OutputBuffers] = field(default_factory=list)
+
+    def retire(self, buffers: OutputBuffers) -> None:
+        """Take over memory of answers that may still be read; it is freed once they are not."""
+        self._retired.append(buffers)
+
+    def reclaim(self) -> None:
+        """Free what was retired and is read by nobody any more. Inside the gate, on a thread that uses the device."""
+        kept = []
+        for buffers in self._retired:
+            if buffers.is_free:  # and stays so: nobody asks it for rows any more
+                buffers.release(self.device.free_host)
+            else:
+                kept.append(buffers)
+        self._retired = kept
+
+
+class Devices:
+    """Finds the device of a model's execution provider. Loader thread only, but for ``opened``."""
+
+    def __init__(self, make: Mapping[str, MakeDevice] | None = None) -> None:
+        """``make`` has for each execution provider by its full name what makes its devices; None for real ones."""
+        self._make: Final[Mapping[str, MakeDevice]] = {CUDA: CudaDevice} if make is None else make
+        self._opened: dict[tuple[str, int], OpenDevice] = {}
+        self.gate: Final = CaptureGate()
+
+    def has(self, provider: str) -> bool:
+        """Whether sessions of an execution provider may have buffers on a device, as far as its name tells."""
+        return provider in self._make
+
+    def open(self, provider: str, device_id: int) -> OpenDevice | str:
+        """The device that an execution provider's sessions with this number run on, or why there are no buffers on it.
+
+        Args:
+            provider: In full.
+            device_id: Among the devices of its kind.
+        """
+        make = self._make.get(provider)
+        if make is None:
+            return f"{provider} has none"
+        opened = self._opened.get((provider, device_id))
+        if opened is None:
+            try:
+                device = make(device_id)
+            except ImportError as error:
+                return f"cupy cannot be used: {error}"
+            except DEVICE_ERRORS as error:
+                return f"{provider} has no device {device_id}: {error}"
+            opened = OpenDevice(device, Ledger(device.name, device.memory), self.gate)
+            self._opened[provider, device_id] = opened
+        return opened
+
+    def opened(self) -> list[OpenDevice]:
+        """All that were opened, from any thread."""
+        return list(self._opened.values())

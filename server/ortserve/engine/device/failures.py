@@ -1,0 +1,39 @@
+"""What a failed run or call of a device means: a bad batch, too little memory, or a device that is lost."""
+
+import re
+from typing import Final
+
+from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+
+DEVICE_ERRORS: Final = ORT_ERRORS
+"""What ONNX Runtime raises and what cupy does, whose ``CUDARuntimeError`` is a ``RuntimeError``."""
+
+_OUT_OF_MEMORY: Final = re.compile(
+    r"out of memory|cudaErrorMemoryAllocation|Failed to allocate memory for requested buffer|"
+    r"smaller than requested bytes|bad_alloc|"
+    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+
+# Errors after which every call of the process on the device fails (CUDA runtime, cudaError: "the process must be
+# terminated and relaunched"), by number and by name; 900 and more are of captures that were broken off, 46 of a device
+# that others have taken.
+_LOST_NUMBERS: Final = (214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999)
+_LOST: Final = re.compile(
+    r"CUDA (?:failure|error)[ :]+(?:" + "|".join(map(str, _LOST_NUMBERS)) + r")\b|"
+    r"cudaError(?:IllegalAddress|LaunchTimeout|ContextIsDestroyed|Assert|HardwareStackError|IllegalInstruction|"
+    r"MisalignedAddress|InvalidAddressSpace|InvalidPc|LaunchFailure|ECCUncorrectable|NvlinkUncorrectable|Unknown\b)|"
+    r"an illegal memory access|unspecified launch failure|device-side assert|uncorrectable ECC error|"
+    r"CUBLAS_STATUS_EXECUTION_FAILED.*700"
+)
+
+
+def run_failure(error: Exception, device: str) -> ServeError:
+    """What became of a run on a device that raised one of ``DEVICE_ERRORS``."""
+    text = without_paths(str(error))
+    if _LOST.search(text):
+        return DeviceLostError(f"{device} is lost: {text}")
+    if _OUT_OF_MEMORY.search(text):
+        return OutOfMemoryError(f"{device} has too little memory for the batch: {text}")
+    return ServeError(ErrorKind.INTERNAL, f"ONNX Runtime failed to run the model: {text}")

@@ -1,0 +1,228 @@
+"""A device made of host memory, for models on the CPU: what tests and dry runs of benchmarks use for a GPU.
+
+Copies and runs are enqueued like a GPU's, and are done when ``pace`` says. All that a real device promises is kept, and
+nothing more: where an event was forgotten, a pace that dawdles or hurries shows wrong rows. A replay runs the binding
+that was captured, and not the one given, as ONNX Runtime's does on CUDA.
+"""
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import onnxruntime as ort
+
+from ortserve.engine.device.protocol import BoundRun, MemoryInfo
+
+CAPTURING_RUNS: Final = 3
+"""With an id, as ONNX Runtime before 1.26 needed them: two regular runs, and one that captures."""
+
+
+class Pace(Enum):
+    """When enqueued work happens."""
+
+    AT_ONCE = "at once"
+    LATE = "late"
+    """Not before somebody waits for it, and then no more than he waits for."""
+    ANY = "any"
+    """At any time that the events allow, drawn from a seeded generator."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Work that was enqueued, and how much of it is done, both counted from the beginning."""
+
+    queue: deque[Callable[[], None]] = field(default_factory=deque)
+    enqueued: int = 0
+    done: int = 0
+
+
+@dataclass(slots=True)
+class _Event:
+    stream: int = 0
+    position: int = 0
+    happened_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Graph:
+    runs: int = 0
+    captured: ort.IOBinding | None = None
+
+
+class HostDevice:
+    """Host memory in the place of a device's. From any thread."""
+
+    ort_name = "cpu"
+    pci_bus_id = ""
+
+    def __init__(
+        self, device_id: int = 0, *, total_bytes: int = 2**40, pace: Pace = Pace.AT_ONCE, seed: int = 0
+    ) -> None:
+        """``total_bytes`` is how much may be allocated; ``seed`` is of the pace ``ANY``."""
+        self.name = f"host:{device_id}"
+        self.device_id = device_id
+        self._total_bytes = total_bytes
+        self._pace = pace
+        self._random = random.Random(seed)  # noqa: S311 - it schedules, and keeps no secret
+        self._lock = threading.RLock()
+        self._memory: dict[int, np.ndarray] = {}
+        self._host: dict[int, int] = {}
+        self._streams: dict[int, _Stream] = {}
+        self._events: dict[int, _Event] = {}
+        self._graphs: WeakKeyDictionary[ort.InferenceSession, dict[int, _Graph]] = WeakKeyDictionary()
+        self._handles = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of the device; host memory not counted."""
+        return sum(block.nbytes for block in self._memory.values())
+
+    @property
+    def handles(self) -> int:
+        """Streams, events and host blocks that were made and not given back."""
+        return len(self._streams) + len(self._events) + len(self._host)
+
+    @property
+    def captured(self) -> set[int]:
+        """Ids of the graphs, of any session, that would be replayed."""
+        return {
+            number for graphs in self._graphs.values() for number, graph in graphs.items() if graph.captured is not None
+        }
+
+    def use(self) -> None: ...
+
+    def memory(self) -> MemoryInfo:
+        return MemoryInfo(self._total_bytes - self.allocated_bytes, self._total_bytes)
+
+    def allocate(self, nbytes: int) -> int:
+        with self._lock:
+            if nbytes > self.memory().free_bytes:
+                raise RuntimeError(f"out of memory: {nbytes} bytes of {self.memory().free_bytes} free")
+            block = np.zeros(nbytes, np.uint8)
+            address = _address(block)
+            self._memory[address] = block
+            return address
+
+    def free(self, address: int) -> None:
+        with self._lock:
+            del self._memory[address]
+
+    def allocate_host(self, nbytes: int) -> np.ndarray:
+        block = np.empty(nbytes, np.uint8)
+        with self._lock:
+            self._host[_address(block)] = nbytes
+        return block
+
+    def free_host(self, block: np.ndarray) -> None:
+        with self._lock:
+            del self._host[_address(block)]
+
+    def make_stream(self) -> int:
+        with self._lock:
+            self._handles += 1
+            self._streams[self._handles] = _Stream()
+            return self._handles
+
+    def destroy_stream(self, stream: int) -> None:
+        with self._lock:
+            del self._streams[stream]
+
+    def make_event(self, *, is_timed: bool = False) -> int:
+        with self._lock:
+            self._handles += 1
+            self._events[self._handles] = _Event()
+            return self._handles
+
+    def destroy_event(self, event: int) -> None:
+        with self._lock:
+            del self._events[event]
+
+    def copy_in(self, address: int, source: np.ndarray, stream: int) -> None:
+        target = self._bytes_at(address, source.nbytes)
+        self._enqueue(stream, lambda: np.copyto(target, source.reshape(-1).view(np.uint8)))
+
+    def copy_out(self, target: np.ndarray, address: int, stream: int) -> None:
+        source = self._bytes_at(address, target.nbytes)
+        self._enqueue(stream, lambda: np.copyto(target.reshape(-1).view(np.uint8), source))
+
+    def record(self, event: int, stream: int) -> None:
+        with self._lock:
+            marked = self._events[event]
+
+            def happen() -> None:
+                marked.happened_ns = time.monotonic_ns()
+
+            marked.stream, marked.position = stream, self._streams[stream].enqueued + 1
+            self._enqueue(stream, happen)
+
+    def make_wait(self, stream: int, event: int) -> None:
+        with self._lock:
+            marked = self._events[event]
+            if marked.position:  # one that was never recorded holds nobody up
+                other, position = marked.stream, marked.position
+                self._enqueue(stream, lambda: self._advance(other, position))
+
+    def wait(self, event: int) -> None:
+        with self._lock:
+            marked = self._events[event]
+            if marked.position:
+                self._advance(marked.stream, marked.position)
+
+    def elapsed_ns(self, first: int, second: int) -> int:
+        return self._events[second].happened_ns - self._events[first].happened_ns
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        binding = self._choose_binding(bound)
+        self._enqueue(stream, lambda: bound.session.run_with_iobinding(binding, bound.options))
+
+    def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
+        return {}
+
+    def _choose_binding(self, bound: BoundRun) -> ort.IOBinding:
+        if bound.graph_id is None:
+            return bound.binding
+        graph = self._graphs.setdefault(bound.session, {}).setdefault(bound.graph_id, _Graph())
+        if graph.captured is not None:
+            return graph.captured
+        graph.runs += 1
+        if graph.runs == CAPTURING_RUNS:
+            graph.captured = bound.binding
+        return bound.binding
+
+    def _bytes_at(self, address: int, nbytes: int) -> np.ndarray:
+        with self._lock:
+            for start, block in self._memory.items():
+                if start <= address and address + nbytes <= start + block.nbytes:
+                    return block[address - start : address - start + nbytes]
+        raise RuntimeError(f"an illegal memory access: {nbytes} bytes at {address:#x}")
+
+    def _enqueue(self, stream: int, work: Callable[[], None]) -> None:
+        with self._lock:
+            own = self._streams[stream]
+            own.queue.append(work)
+            own.enqueued += 1
+            if self._pace is Pace.AT_ONCE:
+                self._advance(stream, own.enqueued)
+            elif self._pace is Pace.ANY:
+                number = self._random.choice(list(self._streams))
+                chosen = self._streams[number]
+                self._advance(number, self._random.randint(chosen.done, chosen.enqueued))
+
+    def _advance(self, stream: int, position: int) -> None:
+        """Do what is enqueued in a stream up to a position, and what that waits for."""
+        own = self._streams[stream]
+        while own.done < position:
+            work = own.queue.popleft()
+            own.done += 1  # before: what fails has been tried
+            work()
+
+
+def _address(block: np.ndarray) -> int:
+    return int(block.__array_interface__["data"][0])

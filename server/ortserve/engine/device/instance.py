@@ -1,0 +1,318 @@
+"""An instance on a device: one session, a worker that hands it batches, and a thread that waits for them to land."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import numpy as np
+import onnxruntime as ort
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
+from ortserve.core.padding import Padding, StagedElements
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.device.binding import DeviceBinding, Flight, input_layouts, sets_nbytes, why_unbound
+from ortserve.engine.device.buffers import BufferSet
+from ortserve.engine.device.counts import DeviceCounts
+from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
+from ortserve.engine.device.graph_ids import SETS
+from ortserve.engine.device.lane import Lane
+from ortserve.engine.device.preparation import MakeInputs, Preparation, Prepared
+from ortserve.engine.output_buffers import RowLayout
+from ortserve.engine.plain_batch import run_plainly
+from ortserve.engine.plain_run import PlainRun, make_plain_run
+from ortserve.engine.staging import HostStaging
+from ortserve.errors import DeviceLostError
+
+_Result = TypeVar("_Result")
+
+
+class DeviceInstance:
+    """Runs batches of one model on a device (a ``Runner``), two at a time once its buffers are there.
+
+    The worker does all that ONNX Runtime is called for, captures included, because to it a captured graph belongs to
+    the thread that captured it. What was handed to the device is waited for by another thread, so that the next batch
+    can be staged and copied meanwhile. Both are inside the gate for as long as a batch of theirs is on its way.
+    """
+
+    may_run_inline = False
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        signature: ModelSignature,
+        lane: Lane,
+        *,
+        name: str,
+        clock: Clock,
+        padding: Padding | None = None,
+        run_options: ort.RunOptions | None = None,
+        captures: bool = False,
+        is_whole: bool = True,
+    ) -> None:
+        """Start the threads; batches run plainly until ``prepare`` was called.
+
+        Args:
+            session: Nobody else's; it was told what ``lane.provider_options`` says.
+            signature: Of what is served of it.
+            lane: Closed with the instance.
+            name: What threads and accounts are called.
+            clock: Monotonic nanoseconds.
+            padding: None where no batch is ever padded.
+            run_options: Told to plain runs.
+            captures: Whether the session was made to capture graphs.
+            is_whole: Whether all its nodes are on the device.
+        """
+        self.counts = DeviceCounts()
+        self._name = name
+        self._session: ort.InferenceSession | None = session
+        self._signature = signature
+        self.lane = lane
+        self._gate = lane.opened.gate
+        self._clock = clock
+        self._padding = padding
+        self._captures = captures
+        self._is_whole = is_whole
+        self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
+        self._staging = HostStaging(len(signature.inputs), padding)
+        self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
+        self._binding: DeviceBinding | None = None
+        self._unbound = "not_prepared"
+        self._free_sets: SimpleQueue[BufferSet] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Batch, BatchDone] | _Task | None] = SimpleQueue()
+        self._flights: SimpleQueue[tuple[Flight, BatchDone] | None] = SimpleQueue()
+        self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
+        self._landing = threading.Thread(target=self._land, name=f"land {name}", daemon=True)
+        self._worker.start()
+        self._landing.start()
+
+    @property
+    def depth(self) -> int:
+        """How many batches it takes at a time."""
+        return 1 if self._binding is None else SETS
+
+    @property
+    def staged_elements(self) -> StagedElements:
+        """What was staged so far, counted where batches are padded. From any thread."""
+        return self._staging.elements
+
+    @property
+    def lost(self) -> str:
+        """Why its device is lost; empty while it is not."""
+        return self.lane.opened.lost
+
+    def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs) -> Prepared:
+        """Make buffers for batches of these sizes, and capture their graphs if the session is to. Blocks.
+
+        Nothing else may be given to the instance meanwhile.
+
+        Args:
+            sizes: Rows of batches, at least one; padding included.
+            make_inputs: By rows and seed; on the worker.
+
+        Raises:
+            ServeError: Where the device has no room or is lost.
+        """
+        if problem := why_unbound(self._signature, self._padding):
+            self._unbound = "unbound"
+            return Prepared(unbound_because=problem)
+        return self.call(lambda: self._prepare(sizes, make_inputs))
+
+    @property
+    def binding(self) -> DeviceBinding | None:
+        """What batches are run with on buffers; None before there are any. For the worker, which ``call`` reaches."""
+        return self._binding
+
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """Have the worker do something, behind what it was given before, and wait for it; for measurements, too.
+
+        It is not inside the gate.
+
+        Raises:
+            Exception: What the work raised.
+        """
+        task = _Task(work)
+        self._work.put(task)
+        result: _Result = task.future.result()
+        return result
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Run on the worker, and wait for it: for callers without a loop."""
+        landed: Future[BatchResult | Exception] = Future()
+        self.start(batch, landed.set_result)
+        outcome = landed.result()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        """Run on the worker; ``done`` is called with the result or a ``ServeError``, on one of the two threads."""
+        self._work.put((batch, done))
+
+    def close(self) -> None:
+        """Finish what was started, then free session and memory on the thread that used them. Blocks."""
+        self._work.put(None)
+        self._worker.join()
+
+    def _serve(self) -> None:
+        with self._gate.shared(), suppress(*DEVICE_ERRORS):  # of a lost device, as the first batch will be told
+            self.lane.device.use()
+        while (item := self._work.get()) is not None:
+            if isinstance(item, _Task):
+                item.run()
+            else:
+                self._take_off(*item)
+            del item  # the next wait may be long: hold nobody's arrays meanwhile
+        self._flights.put(None)
+        self._landing.join()
+        with self._gate.shared():
+            self._free()
+
+    def _take_off(self, batch: Batch, done: BatchDone) -> None:
+        self._gate.enter()
+        outcome: Flight | BatchResult | Exception
+        try:
+            outcome = self._begin(batch)
+        except Exception as error:  # noqa: BLE001 - it belongs to the batch's callers, the worker goes on
+            outcome = self._failure(error)
+        if isinstance(outcome, Flight):
+            self._flights.put((outcome, done))
+            return
+        self._gate.leave()
+        done(outcome)
+        del batch, done, outcome  # an error knows this frame, and would be kept by it
+
+    def _begin(self, batch: Batch) -> Flight | BatchResult:
+        opened = self.lane.opened
+        if opened.lost:
+            raise DeviceLostError(opened.lost)
+        binding = self._binding
+        reason = self._unbound if binding is None else binding.why_not(batch)
+        if binding is None or reason:
+            self.counts.count_plain(reason)
+            return self._run_plainly(batch)
+        buffers = self._free_sets.get()
+        try:
+            flight = binding.begin(batch, buffers)
+        except BaseException:
+            self._free_sets.put(buffers)
+            raise
+        if self._padding is not None:
+            elements = self._row_elements
+            self._staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
+        return flight
+
+    def _land(self) -> None:
+        with self._gate.shared(), suppress(*DEVICE_ERRORS):
+            self.lane.device.use()
+        while (item := self._flights.get()) is not None:
+            flight, done = item
+            binding = self._binding
+            assert binding is not None
+            outcome: BatchResult | Exception
+            try:
+                outcome = binding.finish(flight)
+            except Exception as error:  # noqa: BLE001 - as above
+                outcome = self._failure(error)
+            self._free_sets.put(flight.buffers)
+            self._gate.leave()
+            done(outcome)
+            del item, flight, done, outcome
+
+    def _run_plainly(self, batch: Batch) -> BatchResult:
+        assert self._plain_run is not None, "the instance was closed"
+        return run_plainly(self._plain_run, self._staging, batch, self._clock)[0]
+
+    def _prepare(self, sizes: Sequence[int], make_inputs: MakeInputs) -> Prepared:
+        def plainly(inputs: Arrays) -> Sequence[np.ndarray]:
+            assert self._plain_run is not None
+            return self._plain_run(inputs)
+
+        preparation = Preparation(
+            self._signature,
+            plainly,
+            make_inputs,
+            self._make_binding,
+            self.counts,
+            self._gate,
+            lambda: self.lane.device.memory().free_bytes,
+        )
+        try:
+            with self._gate.shared():
+                self.lane.opened.reclaim()
+            binding, prepared = preparation.prepare(sizes, captures=self._captures)
+            with self._gate.shared():
+                self._account(prepared.graph_bytes)
+        except DEVICE_ERRORS as error:
+            raise self._failure(error) from error
+        if binding is None:
+            self._unbound = "unbound"
+            return prepared
+        for buffers in binding.sets:
+            self._free_sets.put(buffers)
+        binding.count_into(self.counts)
+        self._binding = binding
+        return prepared
+
+    def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
+        assert self._session is not None
+        nbytes = sets_nbytes(self._signature, outputs, rows)
+        ledger = self.lane.opened.ledger
+        ledger.check_room(self._name, {"buffers": nbytes})
+        binding = DeviceBinding(
+            self._session,
+            self._signature,
+            self.lane,
+            outputs,
+            rows,
+            captures=self._captures,
+            is_whole=self._is_whole,
+            clock=self._clock,
+        )
+        ledger.enter(self._name, "buffers", nbytes)
+        return binding
+
+    def _account(self, graph_bytes: int) -> None:
+        """Note what graphs and the session itself take: what the device has less of than before, buffers aside."""
+        lane, ledger = self.lane, self.lane.opened.ledger
+        buffers = ledger.accounts().get(self._name, {}).get("buffers", 0)
+        taken = lane.free_bytes - lane.device.memory().free_bytes - buffers - graph_bytes
+        ledger.enter(self._name, "session", max(0, taken))
+        ledger.enter(self._name, "graphs", graph_bytes)
+
+    def _failure(self, error: Exception) -> Exception:
+        """What callers are told; a lost device is lost from now on for all who use it."""
+        if isinstance(error, DEVICE_ERRORS):
+            error = run_failure(error, self.lane.device.name)
+        if isinstance(error, DeviceLostError):
+            self.lane.opened.lost = self.lane.opened.lost or error.message
+        return error
+
+    def _free(self) -> None:
+        binding, self._binding = self._binding, None
+        self._plain_run = None
+        with suppress(*DEVICE_ERRORS):  # a lost device has nothing left to give back
+            if binding is not None:
+                binding.close()
+            del binding
+            self._session = None  # before its stream
+            self.lane.opened.reclaim()
+            self.lane.close()
+        self.lane.opened.ledger.close(self._name)
+
+
+class _Task:
+    """Something to be done by the worker, for which somebody waits."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self.future: Future[Any] = Future()
+
+    def run(self) -> None:
+        try:
+            self.future.set_result(self._work())
+        except Exception as error:  # noqa: BLE001 - it is for who waits
+            self.future.set_exception(error)

@@ -1,0 +1,29 @@
+"""What a session on a device has to itself: its compute stream, and a stream for copies each way."""
+
+from collections.abc import Mapping
+
+from ortserve.engine.device.devices import OpenDevice
+
+
+class Lane:
+    """The streams of one session. Made before the session, which is told of them, and closed after it."""
+
+    def __init__(self, opened: OpenDevice) -> None:
+        """On the calling thread, inside the gate."""
+        self.opened = opened
+        self.device = opened.device
+        self.device.use()
+        self.free_bytes = self.device.memory().free_bytes
+        """What nobody had when it was made, and its session was not."""
+        self.compute = self.device.make_stream()
+        self.inward = self.device.make_stream()
+        self.outward = self.device.make_stream()
+
+    def provider_options(self, *, captures: bool) -> Mapping[str, str]:
+        """What the session's execution provider is to be told."""
+        return self.device.provider_options(self.compute, captures=captures)
+
+    def close(self) -> None:
+        """Give the streams back. Their session must be gone."""
+        for stream in (self.compute, self.inward, self.outward):
+            self.device.destroy_stream(stream)

@@ -1,0 +1,195 @@
+"""Making a model's buffers before it serves: each batch size is tried on them, captured if it is to be, tried again.
+
+Nothing is believed: a size is run on bound buffers only if that gave what a plain run gives, and replayed only if the
+replay did, out of buffers that held wrong values before, with wrong values in the other set.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ortserve.core.batch import Arrays, Batch
+from ortserve.core.closeness import agree
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.device.binding import DeviceBinding
+from ortserve.engine.device.buffers import BufferSet
+from ortserve.engine.device.counts import DeviceCounts
+from ortserve.engine.device.failures import DEVICE_ERRORS
+from ortserve.engine.device.gate import CaptureGate
+from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.ort_errors import without_paths
+from ortserve.engine.output_buffers import RowLayout
+
+CAPTURING_RUNS: Final = 4
+"""ONNX Runtime before 1.26 runs twice, then captures; later ones do all of that in the first run. One more than either
+needs: a capture must not be left to a run that does not have the gate for itself."""
+MAX_GRAPHS: Final = 32
+"""Sizes of one instance that are captured, the smallest first: those gain most, and each graph keeps memory."""
+
+RunPlainly: TypeAlias = Callable[[Arrays], Sequence[np.ndarray]]
+MakeInputs: TypeAlias = Callable[[int, int], Arrays]
+"""Inputs by rows and seed."""
+MakeBinding: TypeAlias = Callable[[Sequence[RowLayout], int], DeviceBinding]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What became of a model's batch sizes.
+
+    Attributes:
+        bound: Sizes that are run on buffers of the device.
+        replayed: Of these, the ones whose graphs are replayed.
+        unbound_because: In words, where no size is bound.
+        not_replayed: For sizes that were to be captured and are not, why, in words.
+        graph_bytes: By how much the captures, failed ones too, made the device's free memory less.
+    """
+
+    bound: tuple[int, ...] = ()
+    replayed: tuple[int, ...] = ()
+    unbound_because: str = ""
+    not_replayed: Mapping[int, str] = field(default_factory=dict)
+    graph_bytes: int = 0
+
+
+class Preparation:
+    """Tries the batch sizes of one instance, on its worker. Others may use their GPUs but while a graph is captured."""
+
+    def __init__(
+        self,
+        signature: ModelSignature,
+        run_plainly: RunPlainly,
+        make_inputs: MakeInputs,
+        make_binding: MakeBinding,
+        counts: DeviceCounts,
+        gate: CaptureGate,
+        free_bytes: Callable[[], int],
+    ) -> None:
+        """``make_binding`` makes the buffers, for outputs of these rows and so many of them.
+
+        ``free_bytes`` asks the device how much memory nobody has.
+        """
+        self._signature = signature
+        self._run_plainly = run_plainly
+        self._make_inputs = make_inputs
+        self._make_binding = make_binding
+        self._counts = counts
+        self._gate = gate
+        self._free_bytes = free_bytes
+        self._graph_bytes = 0
+
+    def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, Prepared]:
+        """Make buffers and try all sizes on them.
+
+        Returns:
+            The binding, which takes the sizes that it was seen to compute, and what became of them; None and why.
+
+        Raises:
+            Exception: One of ``DEVICE_ERRORS``, where a plain run fails, or there is no memory for the buffers.
+        """
+        most = max(sizes)
+        with self._gate.shared():
+            outputs = self._run_plainly(self._make_inputs(most, 0))
+            if problem := self._why_not_by_rows(outputs, most):
+                return None, Prepared(unbound_because=problem)
+            layouts = [RowLayout(output.dtype, output.shape[1:]) for output in outputs]
+            binding = self._make_binding(layouts, most)
+        try:
+            replayed: list[int] = []
+            not_replayed: dict[int, str] = {}
+            for rows in sorted(set(sizes)):
+                with self._gate.shared():
+                    if problem := self._try_size(binding, rows):
+                        binding.close()
+                        return None, Prepared(unbound_because=problem)
+                graphs = {buffers.index: False for buffers in binding.sets}
+                if captures:
+                    problem = f"{MAX_GRAPHS} sizes are captured already"
+                    if len(replayed) < MAX_GRAPHS:
+                        problem = self._capture(binding, rows)
+                    if problem:
+                        not_replayed[rows] = problem
+                    else:
+                        replayed.append(rows)
+                        graphs = dict.fromkeys(graphs, True)
+                binding.admit(rows, graphs)
+        except BaseException:
+            with self._gate.shared():
+                binding.close()
+            raise
+        prepared = Prepared(
+            tuple(sorted(set(sizes))), tuple(replayed), not_replayed=not_replayed, graph_bytes=self._graph_bytes
+        )
+        return binding, prepared
+
+    def _why_not_by_rows(self, outputs: Sequence[np.ndarray], rows: int) -> str:
+        for spec, output in zip(self._signature.outputs, outputs, strict=True):
+            if output.ndim == 0 or len(output) != rows or not output.size:
+                return f"output '{spec.name}' has shape {list(output.shape)} for {rows} rows"
+        return ""
+
+    def _try_size(self, binding: DeviceBinding, rows: int) -> str:
+        """Why a size cannot be run on bound buffers; empty where it was seen to."""
+        inputs = self._make_inputs(rows, rows)
+        expected = self._run_plainly(inputs)
+        for buffers in binding.sets:
+            try:
+                bound = binding.bind(rows, buffers, is_graph=False)
+                problem = self._compare(binding, bound, buffers, inputs, expected)
+            except DEVICE_ERRORS as error:
+                # The plain run went well: its shapes depend on more than the rows. One that fails, too, is raised.
+                self._run_plainly(inputs)
+                problem = f"it fails on bound buffers: {without_paths(str(error))}"
+            if problem:
+                return problem
+        return ""
+
+    def _capture(self, binding: DeviceBinding, rows: int) -> str:
+        """Capture a size in all sets. Returns why it is not replayed; empty where it was seen to be right."""
+        seeds = (rows, rows + 1)  # in turns, so that no answer of a set is the one before
+        for buffers in binding.sets:
+            try:
+                with self._gate.alone():
+                    before = self._free_bytes()
+                    binding.capture(binding.bind(rows, buffers, is_graph=True, is_waited_for=True), CAPTURING_RUNS)
+                    self._graph_bytes += max(0, before - self._free_bytes())
+                with self._gate.shared():
+                    bound = binding.bind(rows, buffers, is_graph=True)
+                    for seed in seeds:
+                        inputs = self._make_inputs(rows, seed)
+                        expected = self._run_plainly(inputs)
+                        problem = self._compare(binding, bound, buffers, inputs, expected)
+                        if problem:
+                            self._counts.count_not_captured("wrong_answer")
+                            return problem
+            except DEVICE_ERRORS as error:
+                self._counts.count_not_captured("failed")
+                # A capture that failed may have spoilt the device: then this raises, and the model is not served.
+                with self._gate.shared():
+                    self._run_plainly(self._make_inputs(rows, rows))
+                return f"its capture failed: {without_paths(str(error))}"
+            self._counts.captured += 1
+        return ""
+
+    def _compare(
+        self,
+        binding: DeviceBinding,
+        bound: BoundRun,
+        buffers: BufferSet,
+        inputs: Arrays,
+        expected: Sequence[np.ndarray],
+    ) -> str:
+        """Run with nothing right anywhere beforehand, and say what came out wrong."""
+        for poisoned in binding.sets:
+            binding.poison(poisoned, expected)
+        rows = len(inputs[0])
+        batch = Batch(tuple((array,) for array in inputs), rows, rows)
+        outputs = binding.finish(binding.begin(batch, buffers, bound)).outputs
+        for spec, output, right in zip(self._signature.outputs, outputs, expected, strict=True):
+            if right.shape != output.shape or right.dtype != output.dtype:
+                return f"output '{spec.name}' has shape {list(right.shape)} for {rows} rows"
+            if not agree(output, right, spec.datatype):
+                how = "replayed" if bound.graph_id is not None else "on bound buffers"
+                return f"output '{spec.name}' of {rows} rows is another one {how}"
+        return ""

@@ -1,0 +1,38 @@
+"""Whether a model's graph can be captured and replayed, in words, by what is known before it is tried."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from ortserve.config.session import SessionSettings
+from ortserve.engine.provider_options import CPU
+
+_CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
+_OF_SHAPES: Final = frozenset(
+    {
+        *("Shape", "Size", "Gather", "Slice", "Concat", "Split", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity"),
+        *("Add", "Sub", "Mul", "Div", "Mod", "Neg", "Abs", "Floor", "Ceil", "Min", "Max", "ReduceProd", "ReduceSum"),
+        *("Equal", "Less", "Greater", "Not", "And", "Or", "Where", "Range", "ConstantOfShape", "Constant", "Expand"),
+    }
+)
+"""What shapes are computed with. ONNX Runtime leaves such nodes to the CPU, and captures a graph beside them as long
+as nothing but shapes goes in: what they gave then is right for every replay, since the rows are the same."""
+
+
+def why_no_replay(provider: str, operators: Mapping[str, frozenset[str]], settings: SessionSettings) -> str:
+    """Why the graph of a model is not to be captured; empty where it may be tried.
+
+    Args:
+        provider: The execution provider that captures, in full.
+        operators: That each execution provider runs of the model.
+        settings: Of the session.
+    """
+    everything = frozenset().union(*operators.values())
+    if control := sorted(everything & _CONTROL_FLOW):
+        return f"which nodes run is decided while it runs, by {', '.join(control)}"
+    elsewhere = {name: kinds for name, kinds in operators.items() if name != provider}
+    if elsewhere and not (elsewhere.keys() == {CPU} and elsewhere[CPU] <= _OF_SHAPES):
+        told = "; ".join(f"{name} runs {', '.join(sorted(kinds))}" for name, kinds in sorted(elsewhere.items()))
+        return f"not all of it is on {provider}: {told}"
+    if any(arena.startswith("gpu:") for arena in settings.shrink_arenas):
+        return "session.shrink_arenas gives back memory that captured graphs go on using"
+    return ""

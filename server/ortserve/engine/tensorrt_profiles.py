@@ -1,0 +1,33 @@
+"""Shapes that TensorRT is told to build its engine for: those of the batches that will come.
+
+Without them it builds for the first shape it sees, and anew, for minutes, at each one beyond.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ortserve.core.signature import ModelSignature
+
+_KEYS: Final = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
+
+
+def profile_shapes(signature: ModelSignature, sizes: Sequence[int], given: Mapping[str, str]) -> dict[str, str]:
+    """The options of one profile, from the smallest to the largest of the sizes and at its best at the largest.
+
+    Args:
+        signature: Of the model.
+        sizes: Rows of batches.
+        given: Options that were configured.
+
+    Returns:
+        None where some were configured, where rows do not fix the shapes of all inputs, and for names that an option
+        cannot hold.
+    """
+    if not sizes or not signature.is_batched or not signature.has_one_shape_class or any(key in given for key in _KEYS):
+        return {}
+    if any(mark in spec.name for spec in signature.inputs for mark in ":,"):
+        return {}
+    return {
+        key: ",".join(f"{spec.name}:{'x'.join(map(str, (rows, *spec.shape[1:])))}" for spec in signature.inputs)
+        for key, rows in zip(_KEYS, (min(sizes), max(sizes), max(sizes)), strict=True)
+    }

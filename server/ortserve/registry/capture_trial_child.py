@@ -1,0 +1,89 @@
+"""The process in which captures are tried: an order on standard input, a verdict on standard output.
+
+``python -m ortserve.registry.capture_trial_child``; ``capture_trial`` starts it. It says nothing where it dies of what
+it tries, which its parent takes for a verdict, too.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ortserve.clock import monotonic_ns
+from ortserve.config.session import SessionSettings
+from ortserve.engine.device.devices import Devices, MakeDevice
+from ortserve.engine.device.graph_ids import NEITHER
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.lane import Lane
+from ortserve.engine.device.replay import why_no_replay
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.placement import read_operators
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.runtime import preload_libraries
+from ortserve.engine.session import SessionOptions, open_session, run_options
+from ortserve.errors import ServeError
+from ortserve.registry.capture_trial import VERDICT, TrialOrder
+from ortserve.registry.synthetic import synthetic_inputs
+
+
+def try_capture(order: TrialOrder, tell: Callable[[str], None], make: Mapping[str, MakeDevice] | None = None) -> None:
+    """Open the model, and capture and replay each of the sizes.
+
+    Args:
+        order: What is to be tried.
+        tell: Told why it cannot be captured, empty where it was and the replays were right, before all is freed: what a
+            failed capture left behind may hang that, so it need not return.
+        make: Devices by execution provider; None for real ones.
+    """
+    settings = SessionSettings.model_validate(order.settings)
+    choice = ProviderChoice(order.provider, options=dict(order.options))
+    preload_libraries(choice.name)
+    opened = Devices(make).open(choice.name, choice.device_id)
+    if isinstance(opened, str):
+        tell(opened)
+        return
+    lane = Lane(opened)
+    told = ProviderChoice(choice.name, options={**choice.options, **lane.provider_options(captures=True)})
+    path = Path(order.path)
+    try:
+        libraries = tuple(map(Path, order.libraries))
+        session = open_session(path, order.name, SessionOptions(told, order.threads, settings, libraries))
+    except ServeError as error:
+        tell(error.message)
+        return
+    if reason := why_no_replay(choice.name, read_operators(session), settings):
+        tell(reason)
+        return
+    signature = read_signature(session, path)
+    instance = DeviceInstance(
+        session,
+        signature,
+        lane,
+        name=order.name,
+        clock=monotonic_ns,
+        run_options=run_options(settings, graph_id=NEITHER),
+        captures=True,
+    )
+    try:
+        prepared = instance.prepare(order.sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed))
+        tell(prepared.unbound_because or "; ".join(dict.fromkeys(prepared.not_replayed.values())))
+    except ServeError as error:
+        tell(error.message)
+    finally:
+        instance.close()
+
+
+def main(make: Mapping[str, MakeDevice] | None = None) -> None:
+    """Read the order, try it, tell the verdict, and leave at once."""
+
+    def tell(reason: str) -> None:
+        sys.stdout.write(f"{VERDICT}{json.dumps(reason)}\n")
+        sys.stdout.flush()
+        os._exit(0)
+
+    try_capture(TrialOrder.from_json(sys.stdin.read()), tell, make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Which batch sizes of a model get buffers on its device, and what operators are told of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ortserve.config.model import ModelOptions
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.preparation import Prepared
+from ortserve.registry.opening import OpenedSession
+from ortserve.registry.synthetic import synthetic_inputs
+from ortserve.registry.warmup import WarmUp
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What of a model runs on buffers of a device.
+
+    Attributes:
+        sizes: Rows of the batches that do, ascending; others are padded to the next of them.
+        replayed: Of these, the ones whose graphs are replayed.
+        no_buffers_because: In words, where there are none; empty for a model that no device with buffers was meant for.
+        no_replay_because: In words, for what is not replayed although it was asked for.
+    """
+
+    sizes: tuple[int, ...] = ()
+    replayed: tuple[int, ...] = ()
+    no_buffers_because: str = ""
+    no_replay_because: str = ""
+
+    def properties(self) -> dict[str, str]:
+        """For the model's metadata."""
+        told: dict[str, str] = {}
+        if self.sizes:
+            told["device_buffers"] = f"batches of {_listed(self.sizes)} rows"
+        elif self.no_buffers_because:
+            told["device_buffers"] = f"none: {self.no_buffers_because}"
+        if self.replayed:
+            told["graph_replay"] = f"batches of {_listed(self.replayed)} rows"
+        if self.no_replay_because:
+            rest = "others are not: " if self.replayed else "none: "
+            told["graph_replay"] = "; ".join(
+                [*([told["graph_replay"]] if self.replayed else []), f"{rest}{self.no_replay_because}"]
+            )
+        return told
+
+
+def prepare(
+    instance: DeviceInstance,
+    opened: OpenedSession,
+    options: ModelOptions,
+    signature: ModelSignature,
+    found: WarmUp,
+    padding: Padding | None,
+) -> OnDevice:
+    """Have an instance make its buffers, and capture what it may.
+
+    Raises:
+        ServeError: Where the device has no room for them, or is lost.
+    """
+    prepared = Prepared()
+    if not found.latencies:
+        because = "the model was not warmed up"
+    elif not signature.is_batched:
+        because = f"requests run one at a time: {signature.unbatched_because}"
+    else:
+        sizes = sorted(set(options.buckets)) or doubling(found.max_rows)
+        prepared = instance.prepare(sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding))
+        because = prepared.unbound_because
+    no_replay = opened.no_replay_because
+    if options.graph_replay and not no_replay:
+        no_replay = because or "; ".join(f"{rows}: {reason}" for rows, reason in prepared.not_replayed.items())
+    return OnDevice(prepared.bound, prepared.replayed, because, no_replay)
+
+
+def doubling(max_rows: int) -> list[int]:
+    """1, 2, 4 and so on, and the most rows of a batch."""
+    sizes = [1]
+    while 2 * sizes[-1] < max_rows:
+        sizes.append(2 * sizes[-1])
+    return sizes if max_rows == 1 else [*sizes, max_rows]
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

@@ -1,0 +1,212 @@
+"""Opening a model's sessions, each as what runs it: an instance on a device with buffers, or one without."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ortserve.clock import Clock
+from ortserve.config.model import ModelOptions
+from ortserve.config.session import SessionSettings
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.device.devices import OpenDevice
+from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
+from ortserve.engine.device.graph_ids import NEITHER
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.lane import Lane
+from ortserve.engine.device.replay import why_no_replay
+from ortserve.engine.instance import Instance
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.placement import read_operators
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.runtime import Runtime
+from ortserve.engine.session import Session, SessionOptions, open_session, run_options
+from ortserve.engine.tensorrt_profiles import profile_shapes
+from ortserve.errors import ServeError
+from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
+
+
+@dataclass(slots=True)
+class OpenedSession:
+    """A session that no instance has yet.
+
+    Attributes:
+        session: Itself.
+        lane: Its streams on a device; None where it has no buffers there.
+        captures: Whether it was made to capture graphs.
+        is_whole: Whether all of it is on one execution provider.
+        no_buffers_because: In words, where it has no lane.
+        no_replay_because: In words, where it does not capture, although that was asked for.
+    """
+
+    session: Session
+    lane: Lane | None = None
+    captures: bool = False
+    is_whole: bool = True
+    no_buffers_because: str = ""
+    no_replay_because: str = ""
+
+    def abandon(self) -> None:
+        """Free it, where nothing came of it."""
+        if self.lane is None:
+            del self.session
+            return
+        with self.lane.opened.gate.shared():
+            del self.session
+            self.lane.close()
+
+    def forget(self) -> None:
+        """Let go of the session, which is the instance's alone from now on, to be freed with it."""
+        del self.session
+
+
+class Opening:
+    """Opens the sessions of one model, for the loader and on its thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        options: ModelOptions,
+        runtime: Runtime,
+        trials: CaptureTrials,
+        libraries: Sequence[Path],
+        clock: Clock,
+    ) -> None:
+        self._path = path
+        self._name = name
+        self._options = options
+        self._runtime = runtime
+        self._trials = trials
+        self._libraries = tuple(libraries)
+        self._clock = clock
+
+    def open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
+        """Open the model on an execution provider.
+
+        Raises:
+            ServeError: As ``open_session``; overloaded where its weights alone do not fit on the device.
+        """
+        if choice.name == TENSORRT:
+            choice = self.with_profile(choice)
+        if choice.name not in GPU_PROVIDERS and not self._runtime.devices.has(choice.name):
+            return OpenedSession(self._session(choice, threads))
+        device: OpenDevice | str = "device_buffers is off"
+        if self._options.device_buffers:
+            device = self._runtime.devices.open(choice.name, choice.device_id)
+        gate = self._runtime.devices.gate
+        if isinstance(device, str):
+            with gate.shared():
+                no_replay = device if self._options.graph_replay else ""
+                session = self._session(choice, threads)
+                return OpenedSession(session, no_buffers_because=device, no_replay_because=no_replay)
+        no_replay = self._why_no_replay(choice, threads)
+        captures = self._options.graph_replay and not no_replay
+        with gate.shared():
+            try:
+                device.device.use()
+                device.reclaim()
+                device.ledger.check_room(self._name, {"weights": model_nbytes(self._path)})
+                lane = Lane(device)
+            except DEVICE_ERRORS as error:
+                raise run_failure(error, device.device.name) from error
+            try:
+                if captures:
+                    try:
+                        session = self._on_lane(lane, choice, threads, captures=True)
+                        no_replay = why_no_replay(choice.name, read_operators(session), self._options.session)
+                    except ServeError as error:
+                        no_replay = error.message
+                if not captures or no_replay:  # the second as the trial should have said
+                    captures = False
+                    session = self._on_lane(lane, choice, threads, captures=False)
+            except BaseException:
+                lane.close()
+                raise
+        is_whole = read_operators(session).keys() <= {choice.name}
+        return OpenedSession(session, lane, captures, is_whole, no_replay_because=no_replay)
+
+    def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
+        """The choice of TensorRT, told of the configured buckets before it builds its engine for any of them."""
+        if not self._options.buckets:
+            return choice
+        as_it_stands = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
+        try:
+            signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
+        except ServeError:  # the CPU cannot open every model that TensorRT can; it then learns the shapes as they come
+            return choice
+        told = profile_shapes(signature, self._options.buckets, choice.options)
+        return replace(choice, options={**choice.options, **told})
+
+    def make_instance(
+        self,
+        opened: OpenedSession,
+        choice: ProviderChoice,
+        signature: ModelSignature,
+        name: str,
+        threads: int,
+        padding: Padding | None,
+    ) -> Instance | DeviceInstance:
+        """What runs the session, and frees it: the caller must keep no other reference to it."""
+        if opened.lane is not None:
+            return DeviceInstance(
+                opened.session,
+                signature,
+                opened.lane,
+                name=name,
+                clock=self._clock,
+                padding=padding,
+                run_options=run_options(self._options.session, graph_id=NEITHER if opened.captures else None),
+                captures=opened.captures,
+                is_whole=opened.is_whole,
+            )
+        return Instance(
+            opened.session,
+            signature,
+            name=name,
+            intra_op_threads=threads,
+            clock=self._clock,
+            padding=padding,
+            run_options=run_options(self._options.session),
+            gate=self._runtime.devices.gate if choice.name in GPU_PROVIDERS else None,
+        )
+
+    def _on_lane(self, lane: Lane, choice: ProviderChoice, threads: int, *, captures: bool) -> Session:
+        told = {**choice.options, **lane.provider_options(captures=captures)}
+        return self._session(replace(choice, options=told), threads)
+
+    def _session(self, choice: ProviderChoice, threads: int) -> Session:
+        has_global_threads = self._runtime.has_global_threads
+        options = SessionOptions(choice, threads, self._options.session, self._libraries, has_global_threads)
+        return open_session(self._path, self._name, options)
+
+    def _why_no_replay(self, choice: ProviderChoice, threads: int) -> str:
+        if not self._options.graph_replay:
+            return ""
+        options = self._options
+        # The smallest and the largest: what a capture breaks on is in the nodes rather than in the sizes between.
+        sizes = sorted(
+            {1, options.max_rows or 8} if not options.buckets else {min(options.buckets), max(options.buckets)}
+        )
+        return self._trials.why_not(
+            TrialOrder(
+                str(self._path),
+                self._name,
+                choice.name,
+                choice.options,
+                threads,
+                sizes,
+                options.session.model_dump(mode="json"),
+                [str(library) for library in self._libraries],
+            )
+        )
+
+
+def model_nbytes(path: Path) -> int:
+    """The size of a model file, and of the files beside it whose names begin like its own: weights that it refers to.
+
+    A session takes about as much at least, and more for what it computes.
+    """
+    beside = (file for file in path.parent.glob(f"{path.name}*") if file != path and file.is_file())
+    return path.stat().st_size + sum(file.stat().st_size for file in beside)

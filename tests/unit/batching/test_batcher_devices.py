@@ -1,0 +1,231 @@
+"""What is particular to instances on devices: two batches at a time, too little memory, devices that are lost."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from fakes.runner import FakeRunner, answer, first_values, rows_of
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.device import Device
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RiderQueue
+from ortserve.core.batch import Arrays
+from ortserve.core.timing import Timing
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+
+MS = 1_000_000
+RUN_NS = 10 * MS
+
+
+@dataclass
+class Stage:
+    batcher: Batcher
+    runners: list[FakeRunner]
+    clock: FakeClock
+    lost: list[str] = field(default_factory=list)
+
+    def submit(self, rows: np.ndarray) -> "asyncio.Future[Arrays]":
+        return self.batcher.submit((rows,), len(rows), None, Timing(self.clock())).future
+
+    @property
+    def batches(self) -> list[list[int]]:
+        return [first_values(run.parts) for run in self.runners[0].runs]
+
+
+def play(
+    main: Callable[[Stage], Coroutine[Any, Any, None]],
+    *,
+    compute: Callable[[np.ndarray], Arrays] = answer,
+    policy: BatchPolicy | None = None,
+    instances: int = 1,
+    depth: int = 2,
+) -> None:
+    async def on_stage(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runners = [FakeRunner(loop, clock, lambda rows: RUN_NS, compute, depth) for _ in range(instances)]
+        known = [(rows, float(RUN_NS)) for rows in (1, 2, 4, 8)]
+        lost: list[str] = []
+        batcher = Batcher(
+            runners,
+            policy or BatchPolicy(8),
+            RiderQueue(known, known),
+            limits=QueueLimits(4096, 2**30),
+            device=Device(4, loop),
+            threads=1,
+            inline=None,
+            loop=loop,
+            clock=clock,
+            observe_batch=lambda *_: None,
+            depth=depth,
+            on_lost=lost.append,
+        )
+        await main(Stage(batcher, runners, clock, lost))
+        await batcher.close()
+        assert not [violation for runner in runners for violation in runner.violations]
+
+    run_virtual(on_stage)
+
+
+def test_a_second_batch_is_chosen_late_and_computed_without_a_gap() -> None:
+    async def main(stage: Stage) -> None:
+        answers = [stage.submit(rows_of(0))]
+        await asyncio.sleep(0.001)
+        answers.append(stage.submit(rows_of(1)))
+        await asyncio.sleep(0.006)  # seven of ten milliseconds: too early to choose who rides next
+        answers.append(stage.submit(rows_of(2)))
+        for future, value in zip(answers, range(3), strict=True):
+            np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
+        assert stage.batches == [[0], [1, 2]]
+        first, second = stage.runners[0].runs
+        assert second.began_ns == first.ended_ns, "it was staged by then"
+
+    play(main)
+
+
+def test_under_a_steady_load_every_batch_is_chosen_late_and_none_waits_for_another() -> None:
+    async def main(stage: Stage) -> None:
+        async def arrive() -> list["asyncio.Future[Arrays]"]:
+            futures = []
+            for number in range(60):
+                futures.append(stage.submit(rows_of(number)))
+                await asyncio.sleep(0.00205)
+            return futures
+
+        await asyncio.gather(*await arrive())
+        runs = stage.runners[0].runs
+        assert [later.began_ns - earlier.ended_ns for earlier, later in pairwise(runs)] == [0] * (len(runs) - 1)
+        # Who arrived in the ten milliseconds of a run rides in the next, but for those in its last moments.
+        assert all(4 <= len(batch) <= 6 for batch in stage.batches[2:-2])
+
+    play(main)
+
+
+def test_with_one_batch_at_a_time_the_second_is_chosen_when_the_first_is_over() -> None:
+    async def main(stage: Stage) -> None:
+        answers = [stage.submit(rows_of(0))]
+        await asyncio.sleep(0.001)
+        answers.append(stage.submit(rows_of(1)))
+        await asyncio.gather(*answers)
+        assert stage.batches == [[0], [1]]
+
+    play(main, depth=1)
+
+
+def test_what_arrives_while_two_are_on_their_way_waits_for_the_first_to_end() -> None:
+    async def main(stage: Stage) -> None:
+        answers = [stage.submit(rows_of(0))]
+        await asyncio.sleep(0.001)
+        answers.append(stage.submit(rows_of(1)))
+        await asyncio.sleep(0.00895)
+        answers.append(stage.submit(rows_of(2)))
+        await asyncio.gather(*answers)
+        assert stage.batches == [[0], [1], [2]]
+
+    play(main)
+
+
+def test_a_hundred_callers_get_their_own_answers_two_batches_at_a_time() -> None:
+    async def main(stage: Stage) -> None:
+        async def call(number: int) -> None:
+            for turn in range(5):
+                rows = rows_of(1000 * number + turn)
+                await asyncio.sleep(0.0013 * (number % 7))
+                np.testing.assert_array_equal((await stage.submit(rows))[0], answer(rows)[0])
+
+        await asyncio.gather(*map(call, range(100)))
+
+    play(main, instances=2)
+
+
+def out_of_memory_over(limit: int) -> Callable[[np.ndarray], Arrays]:
+    def compute(rows: np.ndarray) -> Arrays:
+        if len(rows) > limit:
+            raise OutOfMemoryError("cuda:0 has too little memory for the batch")
+        return answer(rows)
+
+    return compute
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_too_little_memory_makes_batches_smaller_and_everybody_is_answered(depth: int) -> None:
+    async def main(stage: Stage) -> None:
+        for _ in range(3):
+            futures = [stage.submit(rows_of(number)) for number in range(16)]
+            for number, future in enumerate(futures):
+                np.testing.assert_array_equal((await future)[0], answer(rows_of(number))[0])
+        assert stage.batcher.max_rows == 2
+        assert all(len(batch) <= 2 for batch in stage.batches[-8:])
+        assert 2 <= stage.batcher.decisions.out_of_memory <= 6
+
+    play(main, compute=out_of_memory_over(3), depth=depth)
+
+
+def test_a_request_too_large_for_the_memory_fails_and_the_next_one_runs_in_pieces() -> None:
+    async def main(stage: Stage) -> None:
+        large = rows_of(*range(8))
+        with pytest.raises(OutOfMemoryError):
+            await stage.submit(large)
+        assert stage.batcher.max_rows == 4
+        (whole, _) = await stage.batcher.submit_in_pieces((large,), 8, None, Timing(stage.clock()))
+        np.testing.assert_array_equal(whole, answer(large)[0])
+
+    play(main, compute=out_of_memory_over(4))
+
+
+def test_a_request_that_waited_with_more_rows_than_batches_may_have_now_rides_alone() -> None:
+    async def main(stage: Stage) -> None:
+        first = stage.submit(rows_of(*range(8)))
+        await asyncio.sleep(0.001)
+        second = stage.submit(rows_of(*range(6)))
+        third = stage.submit(rows_of(9))
+        outcomes = await asyncio.gather(first, second, third, return_exceptions=True)
+        assert isinstance(outcomes[0], OutOfMemoryError)
+        assert isinstance(outcomes[1], OutOfMemoryError)
+        assert not isinstance(outcomes[2], BaseException)
+
+    play(main, compute=out_of_memory_over(4), policy=BatchPolicy(8, buckets=(1, 2, 4, 8)), depth=1)
+
+
+def test_a_lost_device_is_never_run_on_again_and_everybody_is_told() -> None:
+    async def main(stage: Stage) -> None:
+        futures = [stage.submit(rows_of(number)) for number in range(20)]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {DeviceLostError}
+        assert len(stage.runners[0].runs) == 1, "not even to find an offender"
+        assert stage.lost == ["cuda:0 is lost"]
+        with pytest.raises(ServeError, match="cuda:0 is lost") as refused:
+            stage.submit(rows_of(1))
+        assert refused.value.kind is ErrorKind.NOT_READY
+
+    play(main, compute=lost_device, depth=1)
+
+
+def test_while_another_instance_has_its_device_the_model_answers() -> None:
+    lost = [0]
+
+    def compute(rows: np.ndarray) -> Arrays:
+        if not lost[0]:
+            lost[0] = 1
+            raise DeviceLostError("cuda:0 is lost")
+        return answer(rows)
+
+    async def main(stage: Stage) -> None:
+        with pytest.raises(DeviceLostError):
+            await stage.submit(rows_of(0))
+        for number in range(10):
+            np.testing.assert_array_equal((await stage.submit(rows_of(number)))[0], answer(rows_of(number))[0])
+        assert stage.lost == []
+        assert sorted(len(runner.runs) for runner in stage.runners) == [1, 10]
+
+    play(main, compute=compute, instances=2)
+
+
+def lost_device(rows: np.ndarray) -> Arrays:
+    raise DeviceLostError("cuda:0 is lost")

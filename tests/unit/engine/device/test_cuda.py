@@ -1,0 +1,169 @@
+"""The door to CUDA, with a runtime of host memory behind it: what is called, with what, in what order."""
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from device_models import SIZES, batch_of, landed, on_device
+from models import builders
+from ortserve.engine.device.cuda import CudaDevice
+from ortserve.engine.device.devices import Devices
+from ortserve.engine.provider_options import CUDA
+
+
+class HostRuntime:
+    """The functions of ``cupy.cuda.runtime`` that the door uses, by cupy 14.2's signatures, on host memory.
+
+    Streams work at once. What is used after it was given back raises, as does what was never made.
+    """
+
+    memcpyHostToDevice, memcpyDeviceToHost = 1, 2  # noqa: N815 - the names are CUDA's
+    eventBlockingSync, eventDisableTiming = 1, 2  # noqa: N815
+
+    def __init__(self) -> None:
+        self.memory: dict[int, Any] = {}
+        self.handles: dict[int, float] = {}
+        self.calls: list[str] = []
+
+    def getDeviceCount(self) -> int:  # noqa: N802
+        return 2
+
+    def deviceGetPCIBusId(self, device: int) -> str:  # noqa: N802
+        return f"0000:0{device}:00.0"
+
+    def setDevice(self, device: int) -> None:  # noqa: N802
+        self.calls.append(f"setDevice {device}")
+
+    def memGetInfo(self) -> tuple[int, int]:  # noqa: N802
+        return 2**30, 2**31
+
+    def malloc(self, size: int) -> int:
+        block = (ctypes.c_uint8 * size)()
+        self.memory[ctypes.addressof(block)] = block
+        return ctypes.addressof(block)
+
+    def free(self, ptr: int) -> None:
+        del self.memory[ptr]
+
+    def hostAlloc(self, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        return self.malloc(size)
+
+    def freeHost(self, ptr: int) -> None:  # noqa: N802
+        self.free(ptr)
+
+    def streamCreateWithFlags(self, flags: int) -> int:  # noqa: N802
+        assert flags == 1, "a blocking stream waits for the null stream"
+        return self._handle()
+
+    def streamDestroy(self, stream: int) -> None:  # noqa: N802
+        del self.handles[stream]
+
+    def eventCreateWithFlags(self, flags: int) -> int:  # noqa: N802
+        assert flags & self.eventBlockingSync, "who waits shall sleep"
+        return self._handle()
+
+    def eventDestroy(self, event: int) -> None:  # noqa: N802
+        del self.handles[event]
+
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802
+        assert stream in self.handles
+        device = dst if kind == self.memcpyHostToDevice else src
+        assert any(start <= device < start + len(block) for start, block in self.memory.items())
+        ctypes.memmove(dst, src, size)
+
+    def eventRecord(self, event: int, stream: int) -> None:  # noqa: N802
+        assert stream in self.handles
+        self.handles[event] = time.monotonic()
+
+    def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:  # noqa: N802
+        assert self.handles[event]
+        assert stream in self.handles
+
+    def eventSynchronize(self, event: int) -> None:  # noqa: N802
+        assert self.handles[event]
+
+    def eventElapsedTime(self, start: int, end: int) -> float:  # noqa: N802
+        return (self.handles[end] - self.handles[start]) * 1e3
+
+    def _handle(self) -> int:
+        number = len(self.calls) + len(self.handles) + 1000
+        while number in self.handles:
+            number += 1
+        self.handles[number] = 0.0
+        return number
+
+
+class CpuComputes(CudaDevice):
+    """The door, for sessions on the CPU."""
+
+    ort_name = "cpu"
+
+    def provider_options(self, stream: int, *, captures: bool) -> dict[str, str]:
+        return {}
+
+
+def test_batches_go_through_the_door_and_all_is_given_back(tmp_path: Path) -> None:
+    runtime = HostRuntime()
+    with on_device(builders.mlp(tmp_path / "m.onnx"), CpuComputes(0, runtime)) as made:
+        assert made.prepared.bound == SIZES
+        for rows in (1, 3, 8):
+            x = np.random.default_rng(rows).standard_normal((rows, 64)).astype(np.float32)
+            bucket = next(size for size in SIZES if size >= rows)
+            (y,) = landed(made.start(batch_of((x,), bucket=bucket)))
+            np.testing.assert_allclose(y, made.plainly((x,))[0], rtol=1e-5)
+        del y
+        assert made.instance.counts.bound == 3
+        assert made.instance.counts.timed_in_ns > 0
+    assert not runtime.memory
+    assert not runtime.handles
+    assert runtime.calls.count("setDevice 0") >= 3, "each thread has a device of its own"
+
+
+def test_answers_in_pinned_memory_stay_as_they_are_while_they_are_read(tmp_path: Path) -> None:
+    runtime = HostRuntime()
+    with on_device(builders.identity(tmp_path / "m.onnx"), CpuComputes(0, runtime)) as made:
+        kept = [landed(made.start(batch_of((np.full((2, 4), number, np.float32),))))[0][1:] for number in range(20)]
+        assert [float(y[0, 0]) for y in kept] == list(range(20))
+        opened = made.opened
+    assert runtime.memory, "closed, but read"
+    assert [float(y[0, 3]) for y in kept] == list(range(20))
+    del kept
+    opened.reclaim()
+    assert not runtime.memory
+
+
+def test_the_session_is_told_of_the_stream_and_whether_to_capture() -> None:
+    device = CudaDevice(1, HostRuntime())
+    assert device.provider_options(4711, captures=True) == {
+        "user_compute_stream": "4711",
+        "enable_cuda_graph": "1",
+        "do_copy_in_default_stream": "1",
+    }
+    assert device.provider_options(4711, captures=False)["enable_cuda_graph"] == "0"
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(RuntimeError, match="there is no CUDA device 2: there are 2"):
+        CudaDevice(2, HostRuntime())
+
+
+def test_without_cupy_or_a_device_it_is_said_why() -> None:
+    def no_cupy(number: int) -> CudaDevice:
+        raise ImportError("No module named 'cupy'")
+
+    assert Devices({CUDA: no_cupy}).open(CUDA, 0) == "cupy cannot be used: No module named 'cupy'"
+    few = Devices({CUDA: lambda number: CudaDevice(number, HostRuntime())})
+    assert few.open(CUDA, 5) == f"{CUDA} has no device 5: there is no CUDA device 5: there are 2"
+    assert few.open("OtherExecutionProvider", 0) == "OtherExecutionProvider has none"
+    assert few.open(CUDA, 0) is few.open(CUDA, 0)
+
+
+def test_every_function_that_the_door_calls_is_cupys() -> None:
+    cupy = pytest.importorskip("cupy", reason="cupy is not installed", exc_type=ImportError)
+    used = {name for name in dir(HostRuntime) if not name.startswith("_")}
+    assert used <= set(dir(cupy.cuda.runtime)) | {"calls"}

@@ -1,0 +1,427 @@
+"""Instances on a device of host memory: right rows whatever the pace, nobody's rows mixed, all memory given back."""
+
+import gc
+import random
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from device_models import SIZES, OnDevice, batch_of, bucket_for, landed, on_device
+from models import builders
+from ortserve.core.batch import Arrays, BatchResult
+from ortserve.core.dtypes import DataType
+from ortserve.engine.device import preparation
+from ortserve.engine.device.devices import OpenDevice
+from ortserve.engine.device.graph_ids import SETS, graph_id
+from ortserve.engine.device.host import CAPTURING_RUNS, HostDevice, Pace
+from ortserve.engine.device.protocol import BoundRun
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+
+TYPES = [kind for kind in DataType if kind is not DataType.BYTES]
+
+
+def numbered(rows: int, first: int, width: int = 4) -> np.ndarray:
+    """Rows that are all different, and tell whose they are."""
+    return np.arange(first * 1000, first * 1000 + rows * width, dtype=np.float32).reshape(rows, width)
+
+
+def stream_of_requests(made: OnDevice, requests: int, seed: int = 0) -> int:
+    """Keep two batches in flight, of one or two requests each; returns how many rows came back wrong."""
+    drawn, wrong = random.Random(seed), 0
+    waiting: deque[tuple[list[np.ndarray], Future[BatchResult | Exception]]] = deque()
+
+    def land() -> int:
+        parts, future = waiting.popleft()
+        (outputs,) = landed(future)
+        return int((outputs != np.concatenate(parts)).any(axis=1).sum())
+
+    for number in range(requests):
+        parts = [numbered(drawn.randint(1, 4), 2 * number + part) for part in range(drawn.randint(1, 2))]
+        rows = sum(map(len, parts))
+        batch = batch_of(*[(part,) for part in parts], bucket=bucket_for(rows))
+        if len(waiting) == 2:
+            wrong += land()
+        waiting.append((parts, made.start(batch)))
+    while waiting:
+        wrong += land()
+    return wrong
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
+@pytest.mark.parametrize("pace", Pace)
+def test_two_batches_in_flight_never_mix_their_rows(tmp_path: Path, pace: Pace, captures: bool) -> None:
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(pace=pace), captures=captures) as made:
+        assert stream_of_requests(made, 300) == 0
+        counts = made.instance.counts
+        assert (counts.replayed if captures else counts.bound) == 300
+        assert not counts.plain
+
+
+class Forgetful(HostDevice):
+    """A device on which one stream never waits for another."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(pace=Pace.LATE)
+        self._position = position
+        self._waits = 0
+        self.forgets = False
+
+    def make_wait(self, stream: int, event: int) -> None:
+        self._waits += 1
+        if not (self.forgets and self._waits % 2 == self._position):
+            super().make_wait(stream, event)
+
+
+@pytest.mark.parametrize("position", [0, 1], ids=["outputs before they are computed", "computing before the inputs"])
+def test_each_event_is_needed(tmp_path: Path, position: int) -> None:
+    device = Forgetful(position)
+    with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
+        device._waits = 0
+        device.forgets = True
+        assert stream_of_requests(made, 20) > 0
+
+
+def test_a_size_whose_bound_run_is_wrong_binds_nothing(tmp_path: Path) -> None:
+    device = Forgetful(1)
+    device.forgets = True
+    with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
+        assert made.prepared.bound == ()
+        assert made.prepared.unbound_because == "output 'y' of 1 rows is another one on bound buffers"
+        assert device.allocated_bytes == 0
+        (y,) = landed(made.start(batch_of((numbered(3, 1),))))
+        assert np.array_equal(y, numbered(3, 1))
+        assert made.instance.counts.plain == {"unbound": 1}
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
+@pytest.mark.parametrize("datatype", TYPES, ids=lambda kind: kind.value)
+def test_every_type_and_size_is_as_it_is_plainly(tmp_path: Path, datatype: DataType, captures: bool) -> None:
+    with on_device(builders.identity(tmp_path / "m.onnx", datatype), HostDevice(), captures=captures) as made:
+        assert made.prepared.bound == SIZES
+        for rows in range(1, SIZES[-1] + 1):
+            x = (np.arange(rows * 4).reshape(rows, 4) % 2).astype(datatype.numpy)
+            (y,) = landed(made.start(batch_of((x,), bucket=bucket_for(rows))))
+            assert y.dtype == x.dtype
+            assert np.array_equal(y, made.plainly((x,))[0])
+
+
+def test_several_inputs_and_outputs_keep_their_places(tmp_path: Path) -> None:
+    with on_device(builders.two_outputs(tmp_path / "m.onnx"), HostDevice(pace=Pace.LATE)) as made:
+        parts = [tuple(_drawn(made, rows, seed=rows)) for rows in (1, 2, 3)]
+        outputs = landed(made.start(batch_of(*parts, bucket=8)))
+        whole = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        for output, expected in zip(outputs, made.plainly(whole), strict=True):
+            np.testing.assert_allclose(output, expected, rtol=1e-5)
+
+
+def test_what_does_not_fit_a_bucket_runs_plainly_and_is_counted(tmp_path: Path) -> None:
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
+        for rows in (3, 9):
+            (y,) = landed(made.start(batch_of((numbered(rows, rows),))))
+            assert np.array_equal(y, numbered(rows, rows))
+        assert made.instance.counts.plain == {"no_bucket": 2}
+        with pytest.raises(ServeError, match="Got invalid dimensions"):
+            landed(made.start(batch_of((np.zeros((2, 5), np.float32),))))
+        assert made.instance.counts.plain == {"no_bucket": 2, "other_shape": 1}
+        assert made.instance.counts.replayed == 0
+
+
+def test_a_graph_is_only_ever_run_with_the_binding_of_its_rows_and_set(tmp_path: Path) -> None:
+    seen: list[BoundRun] = []
+
+    class Watched(HostDevice):
+        def run(self, bound: BoundRun, stream: int) -> None:
+            seen.append(bound)
+            super().run(bound, stream)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), Watched(), captures=True) as made:
+        seen.clear()
+        assert stream_of_requests(made, 200) == 0
+        binding = made.instance._binding
+        assert binding is not None
+        known = {(rows, index): run for (rows, index), run in binding._runs.items()}
+        assert {run.graph_id for run in seen} <= {graph_id(rows, index) for rows, index in known}
+        for run in seen:
+            ((rows, index),) = [key for key, value in known.items() if value is run]
+            assert run.graph_id == graph_id(rows, index)
+
+
+def test_a_replay_ignores_the_binding_it_is_given(tmp_path: Path) -> None:
+    """What ONNX Runtime does, and the device of host memory after it: it is why ids are made of rows and set."""
+    device = HostDevice()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:
+        binding = made.instance._binding
+        assert binding is not None
+        first, second = binding.sets
+        of_first = binding._runs[2, 0]
+        wrong = BoundRun(of_first.session, binding._runs[2, 1].binding, of_first.options, of_first.graph_id)
+        batch = batch_of((numbered(2, 5),))
+        binding.poison(first, [numbered(2, 7)])
+        binding.poison(second, [numbered(2, 7)])
+        outputs = binding.finish(binding.begin(batch, second, wrong)).outputs
+        assert not np.array_equal(outputs[0], numbered(2, 5))
+
+
+class NeverRight(HostDevice):
+    """A device whose replays compute with what was bound when the graph was made, which is somebody else's."""
+
+    def _choose_binding(self, bound: BoundRun) -> ort.IOBinding:
+        captured = super()._choose_binding(bound)
+        if bound.graph_id is None or captured is not bound.binding:
+            return captured
+        return self._graphs[bound.session][bound.graph_id].captured or captured
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if bound.graph_id is None:
+            super().run(bound, stream)
+
+
+def test_a_capture_whose_replay_is_wrong_is_not_served(tmp_path: Path) -> None:
+    with on_device(builders.identity(tmp_path / "m.onnx"), NeverRight(), captures=True) as made:
+        assert made.prepared.bound == SIZES
+        assert made.prepared.replayed == ()
+        assert made.prepared.not_replayed[1] == "output 'y' of 1 rows is another one replayed"
+        assert stream_of_requests(made, 20) == 0
+        assert made.instance.counts.not_captured == {"wrong_answer": len(SIZES)}
+        assert made.instance.counts.replayed == 0
+
+
+def test_a_capture_that_fails_is_not_served_and_the_others_are(tmp_path: Path) -> None:
+    class NotTwo(HostDevice):
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id in (graph_id(2, 0), graph_id(2, 1)):
+                raise RuntimeError("CUDA failure 900: operation not permitted when stream is capturing")
+            super().run(bound, stream)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), NotTwo(), captures=True) as made:
+        assert made.prepared.bound == SIZES
+        assert made.prepared.replayed == (1, 4, 8)
+        assert "its capture failed: CUDA failure 900" in made.prepared.not_replayed[2]
+        assert stream_of_requests(made, 40) == 0
+        assert made.instance.counts.replayed
+        assert made.instance.counts.bound
+
+
+def test_no_more_sizes_are_captured_than_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "MAX_GRAPHS", 2)
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
+        assert made.prepared.replayed == (1, 2)
+        assert made.prepared.not_replayed == dict.fromkeys((4, 8), "2 sizes are captured already")
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_runs_return_early_only_where_all_nodes_are_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    entries: list[tuple[str, str]] = []
+
+    class Noted(ort.RunOptions):  # type: ignore[misc]
+        def add_run_config_entry(self, key: str, value: str) -> None:
+            entries.append((key, value))
+            super().add_run_config_entry(key, value)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
+        binding = made.instance.binding
+        assert binding is not None
+        binding._is_whole = is_whole
+        monkeypatch.setattr(ort, "RunOptions", Noted)
+        binding.bind(4, binding.sets[1], is_graph=True)
+        binding.bind(4, binding.sets[1], is_graph=False)
+        binding.bind(4, binding.sets[1], is_graph=True, is_waited_for=True)
+    early = [("disable_synchronize_execution_providers", "1")] if is_whole else []
+    graph = ("gpu_graph_id", str(graph_id(4, 1)))
+    assert entries == [*early, graph, *early, ("gpu_graph_id", "-1"), graph]
+
+
+def test_captures_have_the_gate_for_themselves(tmp_path: Path) -> None:
+    alone: list[bool] = []
+    opened: list[OpenDevice] = []
+
+    class Watched(HostDevice):
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id is not None and bound.graph_id not in self.captured:
+                alone.append(opened[0].gate._alone)
+            super().run(bound, stream)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), Watched(), captures=True, is_prepared=False) as made:
+        opened.append(made.opened)
+        made.instance.prepare((2,), lambda rows, seed: (numbered(rows, seed),))
+        assert alone == [True] * CAPTURING_RUNS * SETS
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (builders.fixed_batch, "requests run one at a time: "),
+        (builders.unnamed_dims, "the number of rows does not fix the shapes of its inputs"),
+        (lambda path: builders.identity(path, DataType.BYTES), "texts are on the host"),
+    ],
+)
+def test_models_whose_rows_do_not_fix_all_shapes_have_no_buffers(tmp_path: Path, build: Any, told: str) -> None:
+    with on_device(build(tmp_path / "m.onnx"), HostDevice()) as made:
+        assert made.prepared.unbound_because.startswith(told)
+
+
+class Failing:
+    """A session that fails when it is told to."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self.error = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def _check(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def run(self, *args: Any) -> Any:
+        self._check()
+        return self._session.run(*args)
+
+    def run_with_iobinding(self, *args: Any) -> Any:
+        self._check()
+        return self._session.run_with_iobinding(*args)
+
+
+def failing_on_device(path: Path, device: HostDevice) -> tuple[AbstractContextManager[OnDevice], list[Failing]]:
+    sessions: list[Failing] = []
+
+    def wrap(session: ort.InferenceSession) -> Any:
+        sessions.append(Failing(session))
+        return sessions[0]
+
+    return on_device(path, device, wrap=wrap), sessions
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_a_run_that_finds_no_memory_says_so_and_the_next_is_right(tmp_path: Path, pace: Pace) -> None:
+    opening, sessions = failing_on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(pace=pace))
+    with opening as made:
+        for rows in (2, 9):
+            sessions[0].error = "BFCArena: Failed to allocate memory for requested buffer of size 99"
+            with pytest.raises(OutOfMemoryError) as failed:
+                landed(made.start(batch_of((numbered(rows, 1),))))
+            assert failed.value.kind is ErrorKind.INTERNAL
+            sessions[0].error = ""
+            assert stream_of_requests(made, 10) == 0
+        assert not made.instance.lost
+
+
+def test_nothing_of_a_batch_that_failed_is_kept(tmp_path: Path) -> None:
+    opening, sessions = failing_on_device(builders.identity(tmp_path / "m.onnx"), HostDevice())
+    with opening as made:
+        gc.disable()
+        try:
+            for error in ("bad", "CUDA failure 700", ""):  # the last fails because the device is lost by then
+                sessions[0].error = error
+                sent = numbered(2, 1)
+                freed = weakref.ref(sent)
+                future = made.start(batch_of((sent,)))
+                assert isinstance(future.result(30), ServeError)
+                del sent, future
+                made.instance.call(lambda: None)  # the worker is done with it
+                assert freed() is None, error
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_a_lost_device_is_lost_for_all_who_use_it(tmp_path: Path, pace: Pace) -> None:
+    opening, sessions = failing_on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(pace=pace))
+    with opening as made:
+        sessions[0].error = "CUDA failure 700: an illegal memory access was encountered"
+        with pytest.raises(DeviceLostError, match="host:0 is lost: CUDA failure 700") as failed:
+            landed(made.start(batch_of((numbered(2, 1),))))
+        assert failed.value.kind is ErrorKind.NOT_READY
+        sessions[0].error = ""
+        with pytest.raises(DeviceLostError):  # never retried, although it would seem to work
+            landed(made.start(batch_of((numbered(2, 1),))))
+        assert (
+            made.opened.lost == made.instance.lost == "host:0 is lost: CUDA failure 700: an illegal memory access "
+            "was encountered"
+        )
+
+
+def test_buffers_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    device = HostDevice(total_bytes=1000)
+    with (
+        pytest.raises(ServeError, match=r"'m/1' needs at least 1.0 KiB on host:0 \(buffers 1.0 KiB\), but 1000 B are"),
+        on_device(builders.identity(tmp_path / "m.onnx"), device),
+    ):
+        pass
+    assert device.allocated_bytes == 0
+    assert device.handles == 0
+
+
+def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
+    device = HostDevice()
+    threads = threading.active_count()
+    path = builders.identity(tmp_path / "m.onnx")
+    for _ in range(100):
+        with on_device(path, device, sizes=(2,), captures=True) as made:
+            (y,) = landed(made.start(batch_of((numbered(2, 1),))))
+            del y
+    assert device.allocated_bytes == 0
+    assert device.handles == 0
+    assert made.opened.ledger.accounts() == {}
+    assert threading.active_count() == threads
+
+
+def test_what_a_capture_takes_is_in_the_accounts(tmp_path: Path) -> None:
+    class Keeping(HostDevice):
+        """A device whose graphs keep memory."""
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            before = len(self.captured)
+            super().run(bound, stream)
+            if len(self.captured) > before:
+                self.kept.append(self.allocate(1000))
+
+        kept: list[int]
+
+    device = Keeping()
+    device.kept = []
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, sizes=(1, 2), captures=True) as made:
+        assert made.prepared.graph_bytes == 4000
+        assert made.opened.ledger.accounts() == {"m/1": {"buffers": 1024, "graphs": 4000}}
+
+
+def test_answers_outlive_their_instance_and_their_memory_is_freed_by_the_next(tmp_path: Path) -> None:
+    device = HostDevice()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
+        (y,) = landed(made.start(batch_of((numbered(2, 1),))))
+    kept = y[1:]
+    del y
+    opened = made.opened
+    opened.reclaim()
+    assert device.handles == 1
+    assert np.array_equal(kept, numbered(2, 1)[1:])
+    del kept
+    gc.collect()
+    opened.reclaim()
+    assert device.handles == 0
+
+
+def test_answers_that_are_kept_make_the_next_go_to_memory_of_their_own(tmp_path: Path) -> None:
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice()) as made:
+        kept = [landed(made.start(batch_of((numbered(2, number),)))) for number in range(20)]
+        for number, (y,) in enumerate(kept):
+            assert np.array_equal(y, numbered(2, number))
+
+
+def _drawn(made: OnDevice, rows: int, seed: int) -> Arrays:
+    generator = np.random.default_rng(seed)
+    return tuple(
+        (100 * generator.standard_normal((rows, *spec.shape[1:]))).astype(spec.datatype.numpy)
+        for spec in made.signature.inputs
+    )

@@ -1,0 +1,39 @@
+"""The accounts of a device's memory."""
+
+import pytest
+
+from ortserve.engine.device.ledger import Ledger, format_bytes
+from ortserve.engine.device.protocol import MemoryInfo
+from ortserve.errors import ErrorKind, ServeError
+
+
+def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
+    ledger = Ledger("cuda:1", lambda: MemoryInfo(3 * 2**20, 2**30))
+    ledger.check_room("m/1", {"weights": 2**20, "buffers": 2 * 2**20})
+    with pytest.raises(ServeError) as refused:
+        ledger.check_room("m/1", {"weights": 3 * 2**20, "buffers": 2**19})
+    assert refused.value.kind is ErrorKind.OVERLOADED
+    assert refused.value.message == (
+        "'m/1' needs at least 3.5 MiB on cuda:1 (weights 3.0 MiB, buffers 512.0 KiB), but 3.0 MiB are free: "
+        "512.0 KiB too few"
+    )
+
+
+def test_accounts_tell_who_has_what_for() -> None:
+    ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
+    ledger.enter("a", "buffers", 10)
+    ledger.enter("a", "session", 20)
+    ledger.enter("b", "buffers", 5)
+    ledger.enter("a", "session", 25)
+    assert ledger.accounts() == {"a": {"buffers": 10, "session": 25}, "b": {"buffers": 5}}
+    ledger.enter("b", "buffers", 0)
+    ledger.close("a")
+    ledger.close("unknown")
+    assert ledger.accounts() == {}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")]
+)
+def test_bytes_are_told_in_the_largest_unit(nbytes: int, told: str) -> None:
+    assert format_bytes(nbytes) == told

@@ -1,0 +1,213 @@
+"""From a file to instances on a device of host memory: which sizes get buffers, and what operators read of it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.core.batch import Batch, BatchResult
+from ortserve.engine.device.devices import Devices
+from ortserve.engine.device.host import HostDevice
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.instance import Instance
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.runtime import Runtime
+from ortserve.errors import ServeError
+from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
+from ortserve.registry.loader import LoadedModel, load_model
+from ortserve.registry.on_device import OnDevice, doubling
+from ortserve.registry.properties import describe_properties
+
+
+class Trials(CaptureTrials):
+    """Says what it is told to, and keeps the orders."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__()
+        self.reason = reason
+        self.orders: list[TrialOrder] = []
+
+    def why_not(self, order: TrialOrder) -> str:
+        self.orders.append(order)
+        return self.reason
+
+
+def load(path: Path, device: HostDevice, trials: Trials | None = None, **options: Any) -> LoadedModel:
+    runtime = Runtime(devices=Devices({CPU: lambda number: device}))
+    chosen = ModelOptions(**{"warmup_s": 0.2, "intra_op_threads": 1} | options)
+    return load_model(path, "m/1", chosen, time.monotonic_ns, lambda: None, None, runtime, trials or Trials())
+
+
+def close(loaded: LoadedModel) -> None:
+    for instance in loaded.instances:
+        instance.close()
+
+
+def told(loaded: LoadedModel) -> dict[str, str]:
+    return describe_properties(loaded, loaded.warm_up.max_rows)
+
+
+def run(instance: Instance | DeviceInstance, *parts: np.ndarray, bucket: int) -> np.ndarray:
+    landed: Future[BatchResult | Exception] = Future()
+    instance.start(Batch((parts,), sum(map(len, parts)), bucket), landed.set_result)
+    outcome = landed.result(30)
+    assert isinstance(outcome, BatchResult)
+    return outcome.outputs[0]
+
+
+def test_without_configuration_sizes_double_up_to_what_is_worth_while(tmp_path: Path) -> None:
+    device = HostDevice()
+    loaded = load(builders.mlp(tmp_path / "m.onnx"), device, max_rows=6)
+    (instance,) = loaded.instances
+    assert isinstance(instance, DeviceInstance)
+    assert loaded.on_device == OnDevice((1, 2, 4, 6))
+    assert [size.rows for size in loaded.warm_up.latencies] == [1, 2, 4, 6]
+    assert told(loaded)["device_buffers"] == "batches of 1, 2, 4, 6 rows"
+    assert "graph_replay" not in told(loaded)
+    assert instance.depth == 2
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    np.testing.assert_allclose(run(instance, x[:1], x[1:], bucket=4), run(instance, x, bucket=3), rtol=1e-4)
+    close(loaded)
+    assert device.allocated_bytes == 0
+
+
+def test_configured_buckets_are_the_sizes_and_every_instance_has_its_own_buffers(tmp_path: Path) -> None:
+    device = HostDevice()
+    trials = Trials()
+    path = builders.mlp(tmp_path / "m.onnx")
+    loaded = load(path, device, trials, buckets=(8, 2), instances=2, graph_replay=True)
+    assert loaded.on_device == OnDevice((2, 8), (2, 8))
+    assert told(loaded)["graph_replay"] == "batches of 2, 8 rows"
+    assert all(list(order.sizes) == [2, 8] for order in trials.orders)
+    for instance in loaded.instances:
+        assert isinstance(instance, DeviceInstance)
+        run(instance, np.zeros((2, 64), np.float32), bucket=2)
+        assert instance.counts.replayed
+    close(loaded)
+    assert device.allocated_bytes == 0
+    assert device.handles == 0
+
+
+def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> None:
+    loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), Trials("it crashed"), max_rows=2, graph_replay=True)
+    assert loaded.on_device == OnDevice((1, 2), (), "", "it crashed")
+    assert told(loaded)["graph_replay"] == "none: it crashed"
+    (instance,) = loaded.instances
+    assert isinstance(instance, DeviceInstance)
+    assert instance.counts.captured == 0
+    close(loaded)
+
+
+def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> None:
+    """And opened anew: a session that was made to capture would capture in every run that is not told otherwise."""
+    opened: list[bool] = []
+
+    class Noted(HostDevice):
+        def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
+            opened.append(captures)
+            return super().provider_options(stream, captures=captures)
+
+    loaded = load(builders.slow(tmp_path / "m.onnx", steps=3), Noted(), Trials(), max_rows=2, graph_replay=True)
+    assert told(loaded)["graph_replay"] == "none: which nodes run is decided while it runs, by Loop"
+    assert loaded.on_device.sizes == (1, 2)
+    assert opened == [True, False]
+    close(loaded)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "because"),
+    [
+        (builders.fixed_batch, {}, "none: requests run one at a time: "),
+        (builders.row_mixer, {}, "none: requests run one at a time: output 'y' of a row depends on the rows beside it"),
+        (builders.variable_length, {}, "none: the number of rows does not fix the shapes of its inputs"),
+        (builders.mlp, {"warmup_s": 0}, "none: the model was not warmed up"),
+    ],
+)
+def test_what_cannot_have_buffers_is_served_without_and_says_why(
+    tmp_path: Path, build: Any, options: dict[str, Any], because: str
+) -> None:
+    device = HostDevice()
+    loaded = load(build(tmp_path / "m.onnx"), device, graph_replay=True, **options)
+    assert told(loaded)["device_buffers"].startswith(because)
+    assert told(loaded)["graph_replay"] == told(loaded)["device_buffers"]
+    assert device.allocated_bytes == 0
+    assert loaded.instances[0].depth == 1
+    close(loaded)
+    assert device.handles == 0
+
+
+def test_a_model_whose_buffers_were_switched_off_says_so(tmp_path: Path) -> None:
+    loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), device_buffers=False, graph_replay=True)
+    assert told(loaded)["device_buffers"] == told(loaded)["graph_replay"] == "none: device_buffers is off"
+    assert isinstance(loaded.instances[0], Instance)
+    close(loaded)
+
+
+def test_a_model_on_the_cpu_says_nothing_of_devices(tmp_path: Path) -> None:
+    loaded = load_model(
+        builders.mlp(tmp_path / "m.onnx"), "m/1", ModelOptions(warmup_s=0.1), time.monotonic_ns, lambda: None
+    )
+    assert not {"device_buffers", "graph_replay"} & set(told(loaded))
+    assert isinstance(loaded.instances[0], Instance)
+    assert loaded.instances[0].may_run_inline
+    close(loaded)
+
+
+@pytest.mark.parametrize(
+    ("build", "options"), [(builders.mlp, {"pad": {"no": {"axis": 1, "multiple": 2, "value": 0}}})]
+)
+def test_a_load_that_fails_leaves_nothing_on_the_device(tmp_path: Path, build: Any, options: dict[str, Any]) -> None:
+    device = HostDevice()
+    with pytest.raises(ServeError):
+        load(build(tmp_path / "m.onnx"), device, **options)
+    assert device.allocated_bytes == 0
+    assert device.handles == 0
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "m.onnx")
+    device = HostDevice(total_bytes=1000)
+    with pytest.raises(
+        ServeError, match=r"'m/1' needs at least 7\d.\d KiB on host:0 \(weights 7\d.\d KiB\), but 1000 B"
+    ):
+        load(path, device)
+    assert device.handles == 0
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])]
+)
+def test_sizes_double_up_to_the_most(most: int, sizes: Sequence[int]) -> None:
+    assert doubling(most) == sizes
+
+
+def test_sizes_that_are_not_replayed_are_told_beside_those_that_are() -> None:
+    assert OnDevice((1, 2), (1,), "", "2: it failed").properties()["graph_replay"] == (
+        "batches of 1 rows; others are not: 2: it failed"
+    )
+
+
+def test_instances_are_placed_on_their_devices_in_turns(tmp_path: Path) -> None:
+    made: dict[int, HostDevice] = {}
+
+    def make(number: int) -> HostDevice:
+        made[number] = HostDevice(number)
+        return made[number]
+
+    path = builders.mlp(tmp_path / "m.onnx")
+    options = ModelOptions(warmup_s=0.2, intra_op_threads=1, instances=3, gpus=(2, 0), buckets=(2,))
+    runtime = Runtime(devices=Devices({CPU: make}))
+    loaded = load_model(path, "m/1", options, time.monotonic_ns, lambda: None, None, runtime)
+    assert loaded.device_ids == (2, 0, 2)
+    assert sorted(made) == [0, 2]
+    assert made[2].allocated_bytes == 2 * made[0].allocated_bytes > 0
+    for instance in loaded.instances:
+        run(instance, np.zeros((2, 64), np.float32), bucket=2)
+    close(loaded)
+    assert not any(device.allocated_bytes or device.handles for device in made.values())
