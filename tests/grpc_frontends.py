@@ -40,7 +40,7 @@ Stream: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class Frontend:
-    """All calls on fakes, on a port of their own; ``transport`` as ``--grpc-transport``, and `` over TLS`` behind it.
+    """All calls on fakes, on a port of their own; ``transport`` as ``--grpc-transport``, ``native over TLS``, too.
 
     ``streams`` are those that are open, ``address`` is where it listens.
     """
@@ -71,17 +71,9 @@ class Frontend:
         ]
         router = Router(calls)
         self.server: GrpcServer | NativeGrpcServer
-        transport, self.has_tls = transport.removesuffix(OVER_TLS), transport.endswith(OVER_TLS)
+        self.has_tls = transport.endswith(OVER_TLS)
         if transport == "grpcio":
-            self.server = GrpcServer(
-                router,
-                self.streams,
-                chosen,
-                host=host,
-                port=port,
-                max_body_bytes=max_body_bytes,
-                credentials=_tls().credentials if self.has_tls else None,
-            )
+            self.server = GrpcServer(router, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes)
         else:
             self.server = NativeGrpcServer(
                 router.find,
@@ -105,22 +97,19 @@ class Frontend:
 
 @dataclass(frozen=True)
 class _Tls:
-    """A certificate in the forms that both transports take, and who signed it."""
+    """A certificate as the native transport takes it, and who signed it."""
 
     authority: bytes
     context: ssl.SSLContext
-    credentials: grpc.ServerCredentials
 
 
 @cache
 def _tls() -> _Tls:
     authority = trustme.CA()
-    made = authority.issue_cert("127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["h2"])
-    made.configure_cert(context)
-    pair = (made.private_key_pem.bytes(), made.cert_chain_pems[0].bytes())
-    return _Tls(authority.cert_pem.bytes(), context, grpc.ssl_server_credentials([pair]))
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    return _Tls(authority.cert_pem.bytes(), context)
 
 
 @asynccontextmanager
