@@ -307,22 +307,10 @@ def test_refusals_are_counted_and_no_key_is_told_anywhere(server: ServerProcess)
         assert key not in told
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("", "expected at least one key, got none"),
-        (
-            "secret-but-bad!!!!!!!",
-            "line 1: expected a key of 16 to 512 letters, digits and -._~+/, got one of 21 bytes",
-        ),
-        (None, "expected a file of keys, or a folder of such files: No such file or directory"),
-    ],
-)
-def test_server_does_not_start_with_a_file_that_holds_no_keys(tmp_path: Path, content: str | None, told: str) -> None:
+def test_server_does_not_start_with_a_file_that_holds_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "secret-but-bad"
-    if content is not None:
-        file.write_text(content)
+    file.write_text("secret-but-bad!!!!!!!")
     with starting("--example", "--control-keys-file", file) as server:
         assert server.wait() == 1
-        assert f"control_keys_file: {told}" in server.output
+        assert "control_keys_file: line 1: expected a key of 16 to 512 letters" in server.output
         assert "secret-but-bad" not in server.output
