@@ -85,7 +85,9 @@ class Frontend:
                 port=port,
                 clock=monotonic_ns,
                 encoding=ENCODINGS[chosen.grpc_response_compression],
-                tls=TlsEntrance(lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, alpn="h2")
+                tls=TlsEntrance(
+                    lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
+                )
                 if self.has_tls
                 else None,
             )

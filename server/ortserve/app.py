@@ -22,7 +22,7 @@ from ortserve.engine.device.readings import devices_reader
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError
 from ortserve.example import repository_path
-from ortserve.frontends.exposure import open_to_everybody
+from ortserve.frontends.exposure import is_loopback, open_to_everybody
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
 from ortserve.frontends.grpc.configuration_calls import ConfigurationCalls
 from ortserve.frontends.grpc.health_calls import HealthCalls
@@ -292,7 +292,7 @@ class Server:
             limits=http_limits(options, idle_timeout_s=options.idle_timeout_s),
             max_connection_age_s=options.http_max_connection_age_s,
             on_refusal=partial(metrics.rejected, ""),
-            tls=self._entrance("http"),
+            tls=self._entrance("http", options.http_max_connections),
         )
         streams = Streams(options.grpc_max_streams)
         metrics.set_streams_source(lambda: streams.open_count)
@@ -326,16 +326,19 @@ class Server:
             clock=monotonic_ns,
             encoding=ENCODINGS[options.grpc_response_compression],
             guards=router.guards,
-            tls=self._entrance("grpc", alpn="h2"),
+            tls=self._entrance("grpc", options.grpc_max_connections, alpn="h2"),
         )
 
-    def _entrance(self, port: Literal["http", "grpc"], *, alpn: str | None = None) -> TlsEntrance | None:
+    def _entrance(
+        self, port: Literal["http", "grpc"], max_handshakes: int, *, alpn: str | None = None
+    ) -> TlsEntrance | None:
         if self._certificate is None:
             return None
         return TlsEntrance(
             self._certificate.context_of(port),
             port=port,
             handshake_timeout_s=self._options.tls_handshake_timeout_s,
+            max_handshakes=max_handshakes,
             alpn=alpn,
         )
 
@@ -400,6 +403,9 @@ class Server:
         ):
             told = "what has no keys is open to everybody who reaches this address"
             log_event(logger, logging.WARNING, told, host=host, open=", ".join(is_open))
+        if self._access.guards and certificate is None and not is_loopback(host):
+            told = "keys travel in plain text, unless something in front of the server encrypts"
+            log_event(logger, logging.WARNING, told, host=host)
 
     async def load(self) -> None:
         """Load all models.

@@ -17,7 +17,7 @@ def open_to_everybody(
         loads_models: Whether callers may load and unload models.
         shares_memory: Whether callers may register shared memory.
     """
-    if _is_loopback(host):
+    if is_loopback(host):
         return ()
     control = ["log settings"]
     if loads_models:
@@ -28,7 +28,8 @@ def open_to_everybody(
     return tuple(told.get(group, str(group)) for group in Group if group not in guarded)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached by this machine alone."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

@@ -33,7 +33,13 @@ class TlsEntrance:
     """What the sessions of one port share. Loop thread only."""
 
     def __init__(
-        self, context: Callable[[], ssl.SSLContext], *, port: str, handshake_timeout_s: float, alpn: str | None = None
+        self,
+        context: Callable[[], ssl.SSLContext],
+        *,
+        port: str,
+        handshake_timeout_s: float,
+        max_handshakes: int,
+        alpn: str | None = None,
     ) -> None:
         """Let nobody in yet.
 
@@ -41,11 +47,13 @@ class TlsEntrance:
             context: Gives that of the next session.
             port: Its name, for the log.
             handshake_timeout_s: From a connection's begin to the end of its handshake.
+            max_handshakes: At one time; who comes beyond that is cut off.
             alpn: What a client must have negotiated; None for anything.
         """
         self.context: Final = context
         self.port: Final = port
         self.handshake_timeout_s: Final = handshake_timeout_s
+        self.max_handshakes: Final = max_handshakes
         self.alpn: Final = alpn
         self.is_closed = False
         self.shaking_hands: Final[set[TlsTransport]] = set()
@@ -81,7 +89,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket = cast("asyncio.Transport", transport)
         entrance = self._entrance
-        if entrance.is_closed:
+        if entrance.is_closed or len(entrance.shaking_hands) >= entrance.max_handshakes:
             self.abort()
             return
         entrance.shaking_hands.add(self)

@@ -21,6 +21,7 @@ LONG_S: Final = 30.0
 """A wait that only a failing test sees the end of."""
 
 AUTHORITY: Final = trustme.CA()
+MAX_HANDSHAKES: Final = 50
 LARGE: Final = 8 * 1024 * 1024
 """More than the kernel keeps for a reader that does not read."""
 
@@ -76,7 +77,13 @@ class Listener:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["h2"])
         AUTHORITY.issue_cert("127.0.0.1").configure_cert(context)
-        self.entrance = TlsEntrance(lambda: context, port="test", handshake_timeout_s=handshake_timeout_s, alpn=alpn)
+        self.entrance = TlsEntrance(
+            lambda: context,
+            port="test",
+            handshake_timeout_s=handshake_timeout_s,
+            max_handshakes=MAX_HANDSHAKES,
+            alpn=alpn,
+        )
         self._made: list[Recorder] = []
         self._server = self.run(self._listen)
         self.port: int = self._server.sockets[0].getsockname()[1]
@@ -340,7 +347,7 @@ def test_who_speaks_no_tls_is_cut_off_and_never_reaches_a_protocol(listener: Lis
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "a part of a ClientHello"])
 def test_who_does_not_finish_the_handshake_is_cut_off_and_holds_up_nobody(said: bytes) -> None:
     with listening(handshake_timeout_s=0.2) as listener:
-        slow = [socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S) for _ in range(50)]
+        slow = [socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S) for _ in range(40)]
         for raw in slow:
             raw.sendall(said)
         session, recorder = listener.connect()
@@ -353,6 +360,23 @@ def test_who_does_not_finish_the_handshake_is_cut_off_and_holds_up_nobody(said: 
             assert not listener.call(lambda: set(listener.entrance.shaking_hands))
             listener.call(lambda: recorder.transport.write(b"still there"))
             assert session.recv(100) == b"still there"
+
+
+def test_handshakes_beyond_the_limit_are_cut_off_and_the_others_go_on() -> None:
+    with listening() as listener:
+        address = ("127.0.0.1", listener.port)
+        slow = [socket.create_connection(address, timeout=LONG_S) for _ in range(MAX_HANDSHAKES)]
+        with socket.create_connection(address, timeout=LONG_S) as beyond, suppress(ConnectionResetError):
+            assert beyond.recv(1) == b""
+        slow.pop().close()
+        while listener.call(lambda: len(listener.entrance.shaking_hands)) == MAX_HANDSHAKES:
+            pass  # until the listener has seen that it left
+        session, recorder = listener.connect()
+        with session:
+            session.sendall(b"now")
+            listener.wait(recorder, lambda told: told.came == b"now")
+        for raw in slow:
+            raw.close()
 
 
 @pytest.mark.parametrize("offered", [None, "http/1.1"])
