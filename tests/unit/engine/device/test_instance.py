@@ -363,6 +363,20 @@ def test_buffers_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path
     assert device.handles == 0
 
 
+def test_a_device_that_cannot_do_what_was_expected_runs_plainly(tmp_path: Path) -> None:
+    class Unlike(HostDevice):
+        def make_event(self, *, is_timed: bool = False) -> int:
+            raise RuntimeError("cudaErrorNotSupported: operation not supported")
+
+    device = Unlike()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
+        assert "they cannot be made" in made.prepared.unbound_because
+        assert "cudaErrorNotSupported" in made.prepared.unbound_because
+        assert device.allocated_bytes == 0
+        assert np.array_equal(landed(made.start(batch_of((numbered(2, 1),))))[0], numbered(2, 1))
+        assert made.instance.counts.plain == {"unbound": 1}
+
+
 def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
     device = HostDevice()
     threads = threading.active_count()
