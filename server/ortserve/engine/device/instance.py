@@ -207,9 +207,12 @@ class DeviceInstance:
         return flight
 
     def _land(self) -> None:
-        with self._gate.shared(), suppress(*DEVICE_ERRORS):
-            self.lane.device.use()
+        knows_device = False
         while (item := self._flights.get()) is not None:
+            if not knows_device:  # not sooner: inside the gate one is by the flight, and else might wait for a capture
+                with suppress(*DEVICE_ERRORS):  # that waits for the flight
+                    self.lane.device.use()
+                knows_device = True
             flight, done = item
             binding = self._binding
             assert binding is not None

@@ -257,6 +257,26 @@ def test_captures_have_the_gate_for_themselves(tmp_path: Path) -> None:
         assert alone == [True] * CAPTURING_RUNS * SETS
 
 
+def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> None:
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice()) as made:
+        gate, order = made.opened.gate, list[str]()
+        gate.enter()
+
+        def capture() -> None:
+            with gate.alone():
+                order.append("capture")
+
+        waiting = threading.Thread(target=capture)
+        waiting.start()
+        while not gate._waiting_alone:
+            pass
+        late = made.start(batch_of((numbered(2, 1),)))  # behind the capture
+        gate.leave()
+        waiting.join(10)
+        landed(late)
+        assert order == ["capture"]
+
+
 @pytest.mark.parametrize(
     ("build", "told"),
     [
