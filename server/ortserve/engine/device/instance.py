@@ -21,11 +21,12 @@ from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
 from ortserve.engine.device.graph_ids import SETS
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.preparation import MakeInputs, Preparation, Prepared
+from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.output_buffers import RowLayout
 from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.staging import HostStaging
-from ortserve.errors import DeviceLostError
+from ortserve.errors import DeviceLostError, OutOfMemoryError
 
 _Result = TypeVar("_Result")
 
@@ -206,9 +207,12 @@ class DeviceInstance:
         return flight
 
     def _land(self) -> None:
-        with self._gate.shared(), suppress(*DEVICE_ERRORS):
-            self.lane.device.use()
+        knows_device = False
         while (item := self._flights.get()) is not None:
+            if not knows_device:  # not sooner: inside the gate one is by the flight, and else might wait for a capture
+                with suppress(*DEVICE_ERRORS):  # that waits for the flight
+                    self.lane.device.use()
+                knows_device = True
             flight, done = item
             binding = self._binding
             assert binding is not None
@@ -247,7 +251,11 @@ class DeviceInstance:
             with self._gate.shared():
                 self._account(prepared.graph_bytes)
         except DEVICE_ERRORS as error:
-            raise self._failure(error) from error
+            failure = run_failure(error, self.lane.device.name)
+            if isinstance(failure, OutOfMemoryError | DeviceLostError):
+                raise self._failure(error) from error
+            # Something about buffers is not as it was thought to be, while the model ran plainly in warm-up.
+            binding, prepared = None, Prepared(unbound_because=f"they cannot be made: {without_paths(str(error))}")
         if binding is None:
             self._unbound = "unbound"
             return prepared

@@ -257,6 +257,26 @@ def test_captures_have_the_gate_for_themselves(tmp_path: Path) -> None:
         assert alone == [True] * CAPTURING_RUNS * SETS
 
 
+def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> None:
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice()) as made:
+        gate, order = made.opened.gate, list[str]()
+        gate.enter()
+
+        def capture() -> None:
+            with gate.alone():
+                order.append("capture")
+
+        waiting = threading.Thread(target=capture)
+        waiting.start()
+        while not gate._waiting_alone:
+            pass
+        late = made.start(batch_of((numbered(2, 1),)))  # behind the capture
+        gate.leave()
+        waiting.join(10)
+        landed(late)
+        assert order == ["capture"]
+
+
 @pytest.mark.parametrize(
     ("build", "told"),
     [
@@ -361,6 +381,20 @@ def test_buffers_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path
         pass
     assert device.allocated_bytes == 0
     assert device.handles == 0
+
+
+def test_a_device_that_cannot_do_what_was_expected_runs_plainly(tmp_path: Path) -> None:
+    class Unlike(HostDevice):
+        def make_event(self, *, is_timed: bool = False) -> int:
+            raise RuntimeError("cudaErrorNotSupported: operation not supported")
+
+    device = Unlike()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
+        assert "they cannot be made" in made.prepared.unbound_because
+        assert "cudaErrorNotSupported" in made.prepared.unbound_because
+        assert device.allocated_bytes == 0
+        assert np.array_equal(landed(made.start(batch_of((numbered(2, 1),))))[0], numbered(2, 1))
+        assert made.instance.counts.plain == {"unbound": 1}
 
 
 def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
