@@ -45,7 +45,7 @@ class Watch:
             print("told", os.environ.get("ORT_DISABLE_TELEMETRY"))
 
 sys.meta_path.insert(0, Watch())
-import ortserve.app
+import ortserve.app.run
 """
 
 

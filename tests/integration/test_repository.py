@@ -197,7 +197,7 @@ def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: 
     # Past the command line, which refuses what is no folder: this one is as if it vanished after that look.
     script = (
         "import sys; from pathlib import Path; from ortserve.config.options import ServerOptions; "
-        "from ortserve.app import run; "
+        "from ortserve.app.run import run; "
         "sys.exit(run(ServerOptions(repositories=(Path(sys.argv[1]),), http_port=0, grpc_port=0, metrics_port=0)))"
     )
     ended = subprocess.run(

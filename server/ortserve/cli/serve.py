@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
     if problem := runtime_problem(installed_runtimes()):
         return _refuse(problem)
-    from ortserve.app import run  # here, because it imports the engine
+    from ortserve.app.run import run  # here, because it imports the engine
 
     return run(options)
 

@@ -21,9 +21,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
         started.append(options)
         return 7
 
-    app = ModuleType("ortserve.app")
+    app = ModuleType("ortserve.app.run")
     app.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ortserve.app", app)
+    monkeypatch.setitem(sys.modules, "ortserve.app.run", app)
     for name in (*ServerOptions.model_fields, "config"):
         monkeypatch.delenv(f"ORTSERVE_{name.upper()}", raising=False)
     return started

@@ -1,7 +1,7 @@
 """Calls: the seam between what gRPC methods mean and the server that listens for them.
 
-A module of calls is a class with a ``service`` and its ``handlers()``; ``app.py`` makes one of each and gives them all
-to ``GrpcServer``. To add calls, write such a class and add it there: nothing else has to know of it.
+A module of calls is a class with a ``service`` and its ``handlers()``; ``app/composition`` makes one of each and gives
+them all to ``GrpcServer``. To add calls, write such a class and add it there: nothing else has to know of it.
 
     class GreetingCalls:
         service = SERVICE_NAME

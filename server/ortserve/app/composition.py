@@ -1,0 +1,356 @@
+"""The composition root: options become objects here, each once, and are given to those who use them."""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+import onnxruntime
+from prometheus_client import CollectorRegistry
+
+from ortserve import __version__
+from ortserve.clock import monotonic_ns
+from ortserve.config.options import ServerOptions
+from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.device.readings import devices_reader
+from ortserve.engine.runtime import Runtime
+from ortserve.example import repository_path
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
+from ortserve.frontends.grpc.configuration_calls import ConfigurationCalls
+from ortserve.frontends.grpc.health_calls import HealthCalls
+from ortserve.frontends.grpc.infer_calls import InferCalls
+from ortserve.frontends.grpc.infer_stream import InferStreamCalls
+from ortserve.frontends.grpc.metadata_calls import MetadataCalls
+from ortserve.frontends.grpc.native.limits import ENCODINGS, connection_limits
+from ortserve.frontends.grpc.native.server import NativeGrpcServer
+from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
+from ortserve.frontends.grpc.repository_calls import RepositoryCalls
+from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.grpc.server import GrpcServer
+from ortserve.frontends.grpc.settings_calls import SettingsCalls
+from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
+from ortserve.frontends.grpc.statistics_calls import StatisticsCalls
+from ortserve.frontends.grpc.streams import Streams
+from ortserve.frontends.http.control import make_control_app
+from ortserve.frontends.http.exchange import Lane
+from ortserve.frontends.http.generate_route import make_generate_router
+from ortserve.frontends.http.infer_route import InferRoute
+from ortserve.frontends.http.lane import UVICORN, lane_fits
+from ortserve.frontends.http.limits import http_limits
+from ortserve.frontends.http.server import HttpServer, RestApp
+from ortserve.frontends.load_reports import LoadReports
+from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.registry.registry import Registry
+from ortserve.service.access import Access, Group, Guard
+from ortserve.service.inference import InferenceService
+from ortserve.service.key_files import KeyFiles
+from ortserve.service.load import LoadMeter
+from ortserve.service.log_settings import LogSettings
+from ortserve.service.management import Management
+from ortserve.service.models import EXTENSIONS, ModelService
+from ortserve.service.repository import RepositoryService
+from ortserve.service.shared_memory import SYSTEM_SHARED_MEMORY, SharedMemory
+from ortserve.service.statistics import StatisticsService
+from ortserve.service.trace_settings import TRACE, TraceSettings
+from ortserve.service.trace_writing import TraceWriter
+from ortserve.telemetry.logs import LogSwitches, log_event
+from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.trace_files import TraceFiles
+from ortserve.telemetry.tracing import Tracing, start_tracing
+from ortserve.telemetry.triton_metrics import TritonMetrics
+
+if TYPE_CHECKING:
+    from ortserve.frontends.tls.server_certificate import ServerCertificate
+
+logger: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a server starts and ends. Nothing of it listens yet.
+
+    Attributes:
+        prometheus: All metrics.
+        access: Who may come in, by the keys of ``key_files``.
+        certificate: None for plain text.
+        tracing: None where nobody collects traces.
+        has_lane: Whether infer requests are answered inside the HTTP server's protocol.
+    """
+
+    prometheus: CollectorRegistry
+    access: Access
+    key_files: KeyFiles
+    certificate: "ServerCertificate | None"
+    tracing: Tracing | None
+    registry: Registry
+    models: ModelService
+    repository: RepositoryService
+    traces: TraceSettings
+    http: HttpServer
+    has_lane: bool
+    grpc: GrpcServer | NativeGrpcServer
+
+
+def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
+    """Make the parts of a server.
+
+    Raises:
+        ServeError: invalid_input, naming the option of a file that cannot be used.
+    """
+    prometheus = CollectorRegistry()
+    metrics = Metrics(prometheus, onnxruntime_version=onnxruntime.__version__)
+    if options.triton_metrics:
+        TritonMetrics(prometheus, metrics)
+    tracing = _tracing(options, metrics)
+    certificate = _certificate(options, metrics)
+    key_files = KeyFiles(_key_paths(options))
+    access = Access(_key_paths(options), key_files.keyring(), on_refusal=metrics.unauthorized)
+    repositories = [*options.repositories, *([repository_path()] if options.example else [])]
+    runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
+    metrics.set_devices_source(devices_reader(runtime.devices))
+    registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
+    shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
+    files = TraceFiles(options.trace_file, max_bytes=options.trace_max_bytes) if options.trace_file else None
+    traces = TraceSettings(registry, options, files)
+    models = ModelService(
+        registry,
+        server_name=options.server_name,
+        strict_readiness=options.strict_readiness,
+        extensions=_extensions(options),
+    )
+    inference = InferenceService(
+        registry,
+        metrics,
+        monotonic_ns,
+        max_inflight_bytes=options.max_inflight_bytes,
+        shared_memory=shared_memory,
+        trace_writer=TraceWriter(traces, monotonic_ns) if files else None,
+    )
+    repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
+    management = Management(repository, StatisticsService(registry, monotonic_ns), LogSettings(switches), traces)
+    frontends = _Frontends(
+        options,
+        metrics,
+        inference,
+        management,
+        models,
+        shared_memory,
+        access.guards,
+        certificate,
+        tracing,
+        _load_reports(options, metrics),
+    )
+    lane = frontends.lane()
+    return Parts(
+        prometheus,
+        access,
+        key_files,
+        certificate,
+        tracing,
+        registry,
+        models,
+        repository,
+        traces,
+        frontends.http(lane),
+        lane is not None,
+        frontends.grpc(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Frontends:
+    """Makes the servers of both protocols of what they share."""
+
+    options: ServerOptions
+    metrics: Metrics
+    inference: InferenceService
+    management: Management
+    models: ModelService
+    shared_memory: SharedMemory
+    guards: Mapping[Group, Guard]
+    certificate: "ServerCertificate | None"
+    tracing: Tracing | None
+    load_reports: LoadReports | None
+
+    def lane(self) -> Lane | None:
+        """None where it is off, or cannot be."""
+        options = self.options
+        if not options.http_lane:
+            return None
+        if not lane_fits():
+            log_event(
+                logger, logging.WARNING, "the HTTP lane is off", reason="uvicorn is another version", expected=UVICORN
+            )
+            return None
+        return Lane(
+            self.inference,
+            max_body_bytes=options.max_body_bytes,
+            compression_min_bytes=options.compression_min_bytes,
+            clock=monotonic_ns,
+            guard=self.guards.get(Group.INFER),
+            tracing=self.tracing,
+            load_reports=self.load_reports,
+        )
+
+    def http(self, lane: Lane | None) -> HttpServer:
+        options = self.options
+        control = make_control_app(
+            self.models,
+            self.management,
+            self.shared_memory,
+            title=options.server_name,
+            version=__version__,
+            max_body_bytes=options.max_body_bytes,
+            guarded=self.guards,
+        )
+        control.include_router(
+            make_generate_router(
+                self.inference,
+                self.models,
+                max_body_bytes=options.max_body_bytes,
+                clock=monotonic_ns,
+                tracing=self.tracing,
+                load_reports=self.load_reports,
+            )
+        )
+        infer = InferRoute(
+            self.inference,
+            max_body_bytes=options.max_body_bytes,
+            compression_min_bytes=options.compression_min_bytes,
+            clock=monotonic_ns,
+            tracing=self.tracing,
+            load_reports=self.load_reports,
+        )
+        return HttpServer(
+            RestApp(infer, control, self.guards),
+            lane,
+            host=options.host,
+            port=options.http_port,
+            limits=http_limits(options, idle_timeout_s=options.idle_timeout_s),
+            max_connection_age_s=options.http_max_connection_age_s,
+            on_refusal=partial(self.metrics.rejected, ""),
+            tls=self._entrance("http", options.http_max_connections),
+        )
+
+    def grpc(self) -> GrpcServer | NativeGrpcServer:
+        options = self.options
+        streams = Streams(options.grpc_max_streams)
+        self.metrics.set_streams_source(lambda: streams.open_count)
+        infer = InferCalls(self.inference, self.tracing, self.load_reports)
+        router = Router(self._calls(infer, streams), self.guards)
+        if options.grpc_transport == "grpcio":
+            return GrpcServer(
+                router,
+                streams,
+                options,
+                host=options.host,
+                port=options.grpc_port,
+                max_body_bytes=options.max_body_bytes,
+                credentials=self.certificate.grpc_credentials() if self.certificate else None,
+                handshake_timeout_s=options.tls_handshake_timeout_s if self.certificate else None,
+            )
+        return NativeGrpcServer(
+            router.find,
+            {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
+            streams,
+            self.inference.hold,
+            connection_limits(options, max_message_bytes=options.max_body_bytes),
+            host=options.host,
+            port=options.grpc_port,
+            clock=monotonic_ns,
+            encoding=ENCODINGS[options.grpc_response_compression],
+            guards=router.guards,
+            tls=self._entrance("grpc", options.grpc_max_connections, alpn="h2"),
+        )
+
+    def _entrance(
+        self, port: Literal["http", "grpc"], max_handshakes: int, *, alpn: str | None = None
+    ) -> TlsEntrance | None:
+        if self.certificate is None:
+            return None
+        return TlsEntrance(
+            self.certificate.context_of(port),
+            port=port,
+            handshake_timeout_s=self.options.tls_handshake_timeout_s,
+            max_handshakes=max_handshakes,
+            alpn=alpn,
+        )
+
+    def _calls(self, infer: InferCalls, streams: Streams) -> list[Calls]:
+        """Everything that is answered over gRPC."""
+        options, management = self.options, self.management
+        calls: list[Calls] = [
+            infer,
+            InferStreamCalls(
+                self.inference,
+                streams,
+                max_requests=options.grpc_stream_requests,
+                max_bytes=options.grpc_stream_bytes,
+                tracing=self.tracing,
+                load_reports=self.load_reports,
+            ),
+            MetadataCalls(self.models),
+            ConfigurationCalls(self.models),
+            RepositoryCalls(management.repository),
+            StatisticsCalls(management.statistics),
+            SettingsCalls(management.logs, management.traces),
+            SharedMemoryCalls(self.shared_memory),
+        ]
+        services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
+        calls.append(HealthCalls(self.models, streams, services))
+        calls.extend(ReflectionCalls(service, streams, services) for service in REFLECTION_SERVICES)
+        return calls
+
+
+def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
+    """Raises ServeError: invalid_input."""
+    tracing = start_tracing(
+        os.environ,
+        endpoint=options.otlp_endpoint,
+        protocol=options.otlp_protocol,
+        sample_ratio=options.otlp_sample_ratio,
+        service_name=options.otlp_service_name,
+        default_service_name=options.server_name,
+        clock=monotonic_ns,
+    )
+    if tracing is not None:
+        metrics.set_tracing(tracing)
+    return tracing
+
+
+def _key_paths(options: ServerOptions) -> dict[Group, Path]:
+    """The files of the groups that are guarded."""
+    paths = {
+        Group.INFER: options.infer_keys_file,
+        Group.METADATA: options.metadata_keys_file,
+        Group.CONTROL: options.control_keys_file,
+        Group.METRICS: options.metrics_keys_file,
+    }
+    return {group: path for group, path in paths.items() if path is not None}
+
+
+def _load_reports(options: ServerOptions, metrics: Metrics) -> LoadReports | None:
+    if options.load_reports == "never":
+        return None
+    meter = LoadMeter(metrics, processors=cpu_budget(), clock=monotonic_ns)
+    return LoadReports(meter, is_always=options.load_reports == "always")
+
+
+def _extensions(options: ServerOptions) -> tuple[str, ...]:
+    """What the server says of itself that it can."""
+    chosen = {SYSTEM_SHARED_MEMORY: options.allow_client_shm, TRACE: options.trace_file is not None}
+    return (*EXTENSIONS, *(extension for extension, is_on in chosen.items() if is_on))
+
+
+def _certificate(options: ServerOptions, metrics: Metrics) -> "ServerCertificate | None":
+    if options.tls_cert_file is None or options.tls_key_file is None:
+        return None
+    # Here, because it imports a large library that nothing else needs.
+    from ortserve.frontends.tls.certificate import TlsFiles
+    from ortserve.frontends.tls.server_certificate import ServerCertificate
+
+    files = TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
+    return ServerCertificate(files, options.tls_min_version, metrics)

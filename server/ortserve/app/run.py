@@ -1,0 +1,73 @@
+"""The process: its settings, its signals, and a server from its start to its end."""
+
+import asyncio
+import logging
+import signal
+import sys
+from typing import Final
+
+import uvloop
+
+from ortserve.app.server import Server
+from ortserve.config.options import ServerOptions
+from ortserve.errors import ServeError
+from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
+
+logger: Final = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S: Final = 0.00005
+"""How long the event loop may keep the interpreter lock while a worker waits for it. At Python's 5 ms a worker stood
+0.8 ms behind the answers of its last batch before it could begin the next, and fewer rows a second were served
+(``loadtests/batched_compute.py``). Where runs happen on the loop itself nobody waits for it."""
+
+
+def run(options: ServerOptions) -> int:
+    """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    Returns:
+        The exit status: 0 after a complete drain, 1 when the server could not start.
+    """
+    switches = configure_logging(options.log_level, options.access_log, options.log_format)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(_serve(options, switches))
+        except ServeError as error:
+            log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
+            return 1
+    return 0
+
+
+async def _serve(options: ServerOptions, switches: LogSwitches) -> None:
+    server = Server(options, switches)
+    asked_to_stop = _catch_signals()
+    try:
+        await server.start()
+        loading = asyncio.create_task(server.load(), name="load")
+        stopping = asyncio.create_task(asked_to_stop.wait(), name="signals")
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()  # a repository that cannot be read ends the server
+        watching = asyncio.create_task(server.watch(), name="watch")
+        await stopping
+        loading.cancel()
+        watching.cancel()
+        await server.drain()
+    finally:
+        await server.stop()
+
+
+def _catch_signals() -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets; the next one has its default effect again."""
+    loop = asyncio.get_running_loop()
+    caught = asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def on_signal() -> None:
+        caught.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    return caught

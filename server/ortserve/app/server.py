@@ -1,0 +1,119 @@
+"""A whole server: the order in which its parts come up and go down."""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Final
+
+from ortserve.app.composition import compose
+from ortserve.config.options import ServerOptions
+from ortserve.frontends.exposure import is_loopback, open_to_everybody
+from ortserve.frontends.http.answers import refusal
+from ortserve.frontends.http.health import HealthFromThreads
+from ortserve.service.access import Group
+from ortserve.telemetry.exposition import MetricsServer
+from ortserve.telemetry.logs import LogSwitches, log_event
+
+logger: Final = logging.getLogger(__name__)
+
+
+class Server:
+    """Loop thread only."""
+
+    def __init__(self, options: ServerOptions, switches: LogSwitches) -> None:
+        """Open nothing yet.
+
+        Raises:
+            ServeError: invalid_input, naming the option of a file that cannot be used.
+        """
+        self._options = options
+        self._parts = compose(options, switches)
+        self._metrics: MetricsServer | None = None
+        self._following: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen on all ports. Health answers from now on, models as they are loaded.
+
+        Raises:
+            ServeError: conflict, naming the option of an address that cannot be listened on.
+        """
+        parts, options = self._parts, self._options
+        certificate = parts.certificate
+        self._metrics = MetricsServer(
+            parts.prometheus,
+            options.host,
+            options.metrics_port,
+            health=HealthFromThreads(parts.models, asyncio.get_running_loop()).answer,
+            refuse=partial(refusal, parts.access.guards.get(Group.METRICS)),
+            tls=certificate.context_of("metrics") if certificate and options.tls_metrics else None,
+            handshake_timeout_s=options.tls_handshake_timeout_s,
+        )
+        if certificate is not None:
+            self._following.append(asyncio.create_task(certificate.watch(), name="certificate"))
+        keys = parts.key_files.follow(parts.access, options.keys_poll_s)
+        self._following.append(asyncio.create_task(keys, name="keys"))
+        self._announce(
+            {"http": await parts.http.start(), "grpc": await parts.grpc.start(), "metrics": self._metrics.port}
+        )
+
+    def _announce(self, ports: Mapping[str, int]) -> None:
+        """Say where the server listens, and what is open there."""
+        parts, options = self._parts, self._options
+        host, certificate = options.host, parts.certificate
+        for protocol, port in ports.items():
+            way: dict[str, object] = {"lane": parts.has_lane} if protocol == "http" else {}
+            if certificate is not None and (protocol != "metrics" or options.tls_metrics):
+                is_mutual = certificate.asks_clients and protocol != "metrics"
+                way = {"tls": "mutual" if is_mutual else "server"} | way
+            log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **way)
+        if is_open := open_to_everybody(
+            host,
+            parts.access.guards,
+            loads_models=options.model_control_mode == "explicit",
+            shares_memory=options.allow_client_shm,
+        ):
+            told = "what has no keys is open to everybody who reaches this address"
+            log_event(logger, logging.WARNING, told, host=host, open=", ".join(is_open))
+        if parts.access.guards and certificate is None and not is_loopback(host):
+            told = "keys travel in plain text, unless something in front of the server encrypts"
+            log_event(logger, logging.WARNING, told, host=host)
+
+    async def load(self) -> None:
+        """Load all models.
+
+        Raises:
+            ServeError: invalid_input, when a repository cannot be read.
+        """
+        await self._parts.repository.start()
+        # What start-up made will live as long as the process: the garbage collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        log_event(logger, logging.INFO, "loading is over", ready=self._parts.models.is_ready())
+
+    async def watch(self) -> None:
+        """Follow the repositories for as long as the server runs, where its mode is to."""
+        await self._parts.repository.watch(self._options.repository_poll_s)
+
+    async def drain(self) -> None:
+        """Turn readiness off, wait for load balancers to notice, then finish what was admitted."""
+        parts, options = self._parts, self._options
+        parts.models.begin_exit()
+        log_event(logger, logging.INFO, "draining", delay_s=options.drain_delay_s, timeout_s=options.drain_timeout_s)
+        parts.http.begin_drain()
+        await asyncio.sleep(options.drain_delay_s)
+        await asyncio.gather(parts.http.stop(options.drain_timeout_s), parts.grpc.stop(options.drain_timeout_s))
+        await parts.registry.close()
+        if parts.tracing is not None:
+            await asyncio.to_thread(parts.tracing.close, options.otlp_flush_timeout_s)
+        log_event(logger, logging.INFO, "drained")
+
+    async def stop(self) -> None:
+        """Close what is still open; after ``drain`` that is the metrics port, which shows the drain to its end."""
+        await asyncio.gather(self._parts.http.stop(0), self._parts.grpc.stop(0))
+        self._parts.traces.close()
+        for following in self._following:
+            following.cancel()
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
