@@ -14,8 +14,8 @@ from typing import cast
 import numpy as np
 import uvloop
 
-MAX_CONNECTIONS = 8000
-"""More than any server here lets wait; a request that finds none counts as refused."""
+MAX_CONNECTIONS = 4000
+"""Nearly as many as a server takes by default (``http_max_connections``); what finds none counts as refused."""
 
 Check = Callable[[int, bytes], None]
 """Raises where a body is not the answer to the request of that number."""
