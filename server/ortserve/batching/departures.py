@@ -13,10 +13,11 @@ from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.riders import Rider
 
 TIMEOUT_PASSED: Final = "its timeout passed in the queue"
-DEADLINE_PASSED: Final = "its deadline passed in the queue"
+DEADLINE_PASSED: Final = "its deadline came too near for an answer in the queue"
+"""What is left of it then is what writing answers takes, or nothing."""
 OUT_OF_REACH: Final = "its deadline can no longer be met, after a wait in the queue"
 GIVEN_UP: Final = f"{OUT_OF_REACH}, but at the cost of others"
-PASSED_IN_SEARCH: Final = "its deadline passed while its batch ran again"
+PASSED_IN_SEARCH: Final = "its deadline came too near for an answer while its batch ran again"
 
 
 @dataclass(frozen=True, slots=True)

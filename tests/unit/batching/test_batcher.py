@@ -540,7 +540,7 @@ def test_request_whose_deadline_passes_in_the_queue_is_never_run() -> None:
         await asyncio.gather(blocker, kept)
         error = refusal_of(late)
         assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
-        assert error.message == "Request timeout expired: its deadline passed in the queue"
+        assert error.message == "Request timeout expired: its deadline came too near for an answer in the queue"
         assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [2]]
         assert stage.batcher.decisions.dropped_late == 1
 
@@ -691,7 +691,7 @@ def test_many_who_wait_too_long_are_told_in_few_looks_through_the_queue() -> Non
         first_ns = stage.now_ns + MS
         told_ns = []
         for number, future in enumerate(late):
-            with pytest.raises(ServeError, match="its deadline passed in the queue"):
+            with pytest.raises(ServeError, match="its deadline came too near for an answer in the queue"):
                 await future
             told_ns.append(stage.now_ns)
             assert 0 < stage.now_ns - (first_ns + 10 * US * number) <= 1.1 * MS

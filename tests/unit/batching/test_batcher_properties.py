@@ -457,7 +457,11 @@ def check_refusals_are_deserved(one: Play) -> None:
         elif "its timeout passed" in message:
             assert terms.start_by_ns is not None
             assert terms.start_by_ns < caller.told_ns
-        elif "its deadline passed" in message or "met: 0.0 ms are left" in message:
+        elif "its deadline came too near" in message:
+            assert terms.finish_by_ns is not None
+            for_answer_ns = (terms.finish_by_ns - caller.timing.queued_ns) / 2  # at most
+            assert terms.finish_by_ns <= caller.told_ns + for_answer_ns
+        elif "met: 0.0 ms are left" in message:
             assert terms.finish_by_ns is not None
             assert terms.finish_by_ns <= caller.told_ns + MS // 20  # of a millisecond, that is spelled as 0.0
         else:  # by prediction
