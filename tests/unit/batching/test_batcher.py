@@ -661,21 +661,28 @@ def test_overdue_run_is_not_taken_for_an_idle_instance() -> None:
     play(main, run_ns=5 * RUN_NS, known_ns=RUN_NS)
 
 
-@pytest.mark.parametrize("bound", ["deadline", "timeout"])
+@pytest.mark.parametrize(
+    ("bound", "why"),
+    [
+        ("finish_ns", "its deadline came too near for an answer in the queue"),
+        ("start_ns", "its timeout passed in the queue"),
+    ],
+    ids=["deadline", "timeout"],
+)
 @pytest.mark.parametrize("instances", [1, 2])
-def test_who_waits_too_long_deep_in_the_queue_is_told_then_and_makes_room(bound: str, instances: int) -> None:
+def test_who_waits_too_long_deep_in_the_queue_is_told_then_and_makes_room(bound: str, why: str, instances: int) -> None:
     async def main(stage: Stage) -> None:
         running = [stage.submit(rows_of(value, value)) for value in range(instances)]
         await asyncio.sleep(1e-3)
         ahead = [stage.submit(rows_of(value), terms=Terms(1)) for value in (3, 4, 5)]
-        terms = stage.within(**{"deadline": {"finish_ns": 7 * MS}, "timeout": {"start_ns": 7 * MS}}[bound], level=2)
+        terms = stage.within(**{bound: 7 * MS}, level=2)
         late = stage.submit(rows_of(6, 7), terms=terms)
         behind = stage.submit(rows_of(8), terms=Terms(3))
         with pytest.raises(ServeError, match="6 rows of 96 bytes wait"):
             stage.submit(rows_of(9, 10))
         await asyncio.wait({late})
         assert 0 < stage.now_ns - 8 * MS <= MS
-        assert refusal_of(late).message == f"Request timeout expired: its {bound} passed in the queue"
+        assert refusal_of(late).message == f"Request timeout expired: {why}"
         assert (stage.batcher.queued_rows, stage.queue.nbytes) == (4, 64)
         await asyncio.gather(*running, *ahead, behind, stage.submit(rows_of(9, 10)))
         assert stage.batcher.decisions.dropped_late == 1
