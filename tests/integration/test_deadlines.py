@@ -51,7 +51,8 @@ def expected(server: ServerProcess) -> np.ndarray:
 
 def post(server: ServerProcess, model: str, headers: dict[str, str] | None = None, **parameters: int) -> httpx.Response:
     document: dict[str, Any] = {"inputs": [json_input("x", ROW)], "parameters": parameters}
-    return httpx.post(rest_url(server, model), json=document, headers=headers, timeout=LONG_S)
+    # Reading the authorities of TLS, which is not spoken here, takes time in which runs end while callers gather.
+    return httpx.post(rest_url(server, model), json=document, headers=headers, timeout=LONG_S, verify=False)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_grpc_deadline_that_the_backlog_makes_late_is_refused_with_the_exact_tim
 def test_request_whose_deadline_comes_first_goes_first(server: ServerProcess, expected: np.ndarray) -> None:
     # The others have so much time that they are due after it, however long they took to come.
     with backlog(server, "slow", headers=within(server, 300)) as waiting:
-        answer = post(server, "slow", within(server, 4.5))
+        answer = post(server, "slow", within(server, 8))
         assert sum(not call.done() for call in waiting) > WAITING / 4
     assert answer.status_code == 200, answer.text
     np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
