@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -12,9 +11,8 @@ from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
 from ortserve.batching.alarm import LoopAlarm, MakeAlarm
 from ortserve.batching.answering import AnswerTime
 from ortserve.batching.arrivals import ArrivalRate
-from ortserve.batching.departures import GIVEN_UP, Departure, leave_search, sweep, turn_away
 from ortserve.batching.device import Device
-from ortserve.batching.expiry import ExpiryAlarm
+from ortserve.batching.exits import Exits
 from ortserve.batching.inline import InlineBudget
 from ortserve.batching.instances import Instances
 from ortserve.batching.isolation import Group, halve
@@ -88,13 +86,13 @@ class Batcher:
         self._retries: deque[Group] = deque()
         self._is_woken = False
         self._alarm = make_alarm(self._wake) if make_alarm else LoopAlarm(loop, self._wake)
-        self._expiry = ExpiryAlarm(loop, self._drop_expired)
         self._closed_because = ""
         self._on_lost = on_lost
         self._idle: asyncio.Event | None = None
         self._arrivals = ArrivalRate()
         self._answer_time = AnswerTime()
         self.decisions: Final = Decisions()
+        self._exits = Exits(queue, self.decisions, loop, clock)
         self._admission = Admission(policy, queue, limits, self.decisions, instances=len(runners))
 
     @property
@@ -160,9 +158,7 @@ class Batcher:
 
     def leave(self, rider: Rider) -> None:
         """Note that a rider's caller no longer waits: its place in the queue, if it still has one, is free at once."""
-        rider.future.cancel()
-        if rider.future.cancelled() and self._queue.leave(rider):
-            self.decisions.left += 1
+        self._exits.leave(rider)
 
     async def close(self) -> None:
         """Refuse newcomers and return when everyone who was admitted is answered."""
@@ -177,7 +173,7 @@ class Batcher:
             self._wake()
             await self._idle.wait()
         self._alarm.close()
-        self._expiry.close()
+        self._exits.close()
 
     def learned(self) -> Learned:
         """What was learned and decided so far. Only reads, so that a scrape may ask from its own thread."""
@@ -239,7 +235,7 @@ class Batcher:
             shape_class.key,
         )
         if terms.finish_by_ns is not None or terms.start_by_ns is not None:
-            self._expiry.expect(rider, now_ns)
+            self._exits.expect(rider, now_ns)
         self._queue.push(shape_class, rider, self._policy.max_rows)
         shape_class.echo.on_arrival(rows, now_ns)
         if self._instances.free or self._instances.lends_ahead:
@@ -320,16 +316,15 @@ class Batcher:
 
     def _next_group(self, now_ns: int) -> Group | None:
         while self._retries:
-            group = self._retry(self._retries.popleft(), now_ns)
+            group = self._exits.leave_search(self._retries.popleft(), now_ns)
             if group.riders:
                 return group
         earliest_ns: int | None = None
         for shape_class in self._queue.waiting():
-            latency = shape_class.batch_latency
-            self._see_off(shape_class, turn_away(shape_class.riders, self._policy, latency, now_ns))
+            self._exits.turn_away(shape_class, self._policy, now_ns)
             if not shape_class.riders:
                 continue
-            plan = plan_batch(shape_class.riders, self._policy, latency, now_ns)
+            plan = plan_batch(shape_class.riders, self._policy, shape_class.batch_latency, now_ns)
             if isinstance(plan, WaitUntil):
                 self.decisions.delayed += 1
             elif self._policy.waits_for_echo:
@@ -338,7 +333,7 @@ class Batcher:
                 earliest_ns = plan.due_ns if earliest_ns is None else min(earliest_ns, plan.due_ns)
                 continue
             if plan.given_up:
-                self._tell(Departure(rider, GIVEN_UP) for rider in self._queue.take(shape_class, plan.given_up))
+                self._exits.give_up(shape_class, plan.given_up)
             return Group(shape_class, self._queue.take(shape_class, plan.count), plan.rows)
         if earliest_ns is not None:
             self._alarm.set(earliest_ns, now_ns)
@@ -359,43 +354,6 @@ class Batcher:
                     return WaitUntil(until_ns)
         echo.end_wait(plan.rows, line, now_ns)
         return plan
-
-    def _retry(self, group: Group, now_ns: int) -> Group:
-        """A group that is to run again, without those whose callers left or whose deadline has passed since."""
-        departures = leave_search(group.riders, now_ns)
-        if not departures:
-            return group
-        for departure in departures:
-            departure.rider.timing.taken_ns = now_ns  # work was done for it, which tells it from a refusal
-        self._tell(departures)
-        gone = {departure.rider for departure in departures}
-        riders = [rider for rider in group.riders if rider not in gone]
-        return Group(group.shape_class, riders, sum([rider.rows for rider in riders]), group.search)
-
-    def _drop_expired(self) -> None:
-        """Have those leave the queue whose deadline or timeout has passed, wherever they stand in it."""
-        now_ns = self._clock()
-        looked_at = 0
-        next_ns = math.inf
-        for shape_class in self._queue.waiting():
-            looked_at += len(shape_class.riders)
-            found = sweep(shape_class.riders, now_ns)
-            self._see_off(shape_class, found.departures)
-            next_ns = min(next_ns, found.next_ns)
-        self._expiry.on_sweep(looked_at, next_ns, now_ns)
-
-    def _see_off(self, shape_class: ShapeClass, departures: Sequence[Departure]) -> None:
-        if departures:
-            self._queue.remove(shape_class, [departure.rider for departure in departures])
-            self.decisions.left += sum(departure.why is None for departure in departures)
-            self._tell(departures)
-
-    def _tell(self, departures: Iterable[Departure]) -> None:
-        for departure in departures:
-            if departure.why is not None:
-                self.decisions.dropped_late += 1
-                error = ServeError(ErrorKind.DEADLINE, f"Request timeout expired: {departure.why}")
-                settle(departure.rider.future, error=error)
 
     def _on_done(
         self, runner: Runner, group: Group, bucket: int, taken_ns: int, outcome: BatchResult | Exception
@@ -453,11 +411,7 @@ class Batcher:
         if self._instances.count or self._closed_because == error.message:
             return
         self._closed_because = error.message
-        for shape_class in self._queue.waiting():
-            riders = list(shape_class.riders)
-            self._queue.remove(shape_class, riders)
-            for rider in riders:
-                settle(rider.future, error=error)
+        self._exits.refuse_all(error)
         while self._retries:
             for rider in self._retries.popleft().riders:
                 settle(rider.future, error=error)
