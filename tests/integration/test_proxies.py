@@ -64,6 +64,14 @@ class Fleet:
         self.servers[name] = server
         return server
 
+    async def start_both(self) -> None:
+        """Start both servers, and wait until clients find them ready."""
+        for name in ("a", "b"):
+            self.start(name)
+        for name in ("a", "b"):
+            await self.wait_until_loaded(name)
+        await self.wait_until_ready()
+
     async def wait_until_loaded(self, name: str) -> None:
         await asyncio.to_thread(self.servers[name].wait_until_loaded)
 
@@ -118,11 +126,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
 async def test_servers_are_replaced_one_after_the_other_under_load_without_a_failed_request(fleet: Fleet) -> None:
-    for name in ("a", "b"):
-        fleet.start(name)
-    for name in ("a", "b"):
-        await fleet.wait_until_loaded(name)
-    await fleet.wait_until_ready()
+    await fleet.start_both()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
         for name in ("a", "b"):
             await fleet.wait_until_in(name)
@@ -133,11 +137,7 @@ async def test_servers_are_replaced_one_after_the_other_under_load_without_a_fai
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
 async def test_killed_server_costs_no_request_that_can_be_sent_again(fleet: Fleet) -> None:
-    for name in ("a", "b"):
-        fleet.start(name)
-    for name in ("a", "b"):
-        await fleet.wait_until_loaded(name)
-    await fleet.wait_until_ready()
+    await fleet.start_both()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
         for name in ("a", "b"):
             await fleet.wait_until_in(name)
