@@ -49,7 +49,6 @@ from ortserve.batching.queue import RiderQueue  # noqa: E402
 from ortserve.config.model import ModelOptions  # noqa: E402
 from ortserve.core.batch import Arrays, Batch  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
-from ortserve.engine.cpu_budget import cpu_budget  # noqa: E402
 from ortserve.engine.device.binding import DeviceBinding  # noqa: E402
 from ortserve.engine.device.devices import Devices  # noqa: E402
 from ortserve.engine.device.host import HostDevice  # noqa: E402
@@ -307,7 +306,7 @@ async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, se
     known = [(size.rows, size.round_trip_ns) for size in loaded.warm_up.latencies]
     batcher = Batcher(
         [instance], BatchPolicy(max_rows, buckets=loaded.on_device.sizes), RiderQueue(known, known),
-        limits=QueueLimits(2**20, 2**40), device=SharedThreads(max(2, cpu_budget()), loop), threads=1, inline=None,
+        limits=QueueLimits(2**20, 2**40), device=SharedThreads(instance.depth, loop), threads=1, inline=None,
         loop=loop, clock=time.monotonic_ns, observe_batch=lambda *_: None,
         make_alarm=lambda ring: best_alarm(loop, ring), depth=instance.depth,
     )  # fmt: skip

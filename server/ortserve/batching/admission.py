@@ -6,7 +6,7 @@ early: where it is missing or no number, everybody is let in.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
@@ -103,10 +103,16 @@ class Admission:
     """Says who may enter a batcher's queue. Loop thread only."""
 
     def __init__(
-        self, policy: BatchPolicy, queue: RiderQueue, limits: QueueLimits, decisions: Decisions, *, instances: int
+        self,
+        policy: Callable[[], BatchPolicy],
+        queue: RiderQueue,
+        limits: QueueLimits,
+        decisions: Decisions,
+        *,
+        instances: int,
     ) -> None:
-        """``queue`` is the batcher's own; refusals are counted in ``decisions``."""
-        self.policy = policy
+        """``policy`` gives the batcher's present one and ``queue`` is its own; ``decisions`` counts refusals."""
+        self._policy = policy
         self._queue = queue
         self._limits = limits
         self._decisions = decisions
@@ -197,7 +203,7 @@ class Admission:
         now_ns: int,
     ) -> Backlog:
         latency = shape_class.batch_latency
-        max_rows = self.policy.max_rows
+        max_rows = self._policy().max_rows
         first_ns = settle_ns
         if shape_class.riders and shape_class.riders[0].finish_by_ns is not None:
             first_ns = min(settle_ns, shape_class.riders[0].finish_by_ns - now_ns)
@@ -234,7 +240,7 @@ class Admission:
         if self._queue.rows == shape_class.rows:
             return _NO_STRANGERS
         others = iter(self._queue.strangers(shape_class))
-        max_rows = self.policy.max_rows
+        max_rows = self._policy().max_rows
         work_ns = error_ns = 0.0
         for other in islice(others, _PRICED_CLASSES):
             full, rest = divmod(other.rows_ahead(order), max_rows)
@@ -248,17 +254,18 @@ class Admission:
 
     def _most_rows(self, latency: LatencyModel, ns: float) -> int:
         """The most rows of a batch that takes no longer than ``ns``; 0 where not even one does."""
-        sizes = range(1, self.policy.max_rows + 1)
+        sizes = range(1, self._policy().max_rows + 1)
         if known_ns(self._predict_ns(latency, sizes[-1])) <= ns:
             return sizes[-1]
         return bisect_right(sizes, ns, key=lambda rows: known_ns(self._predict_ns(latency, rows)))
 
     def _predict_ns(self, latency: LatencyModel, rows: int) -> float | None:
-        return latency.predict_ns(self.policy.bucket_for(rows))
+        return latency.predict_ns(self._policy().bucket_for(rows))
 
     def _queued_ns(self, rows: int, shape_class: ShapeClass) -> float:
-        full_ns = known_ns(shape_class.batch_latency.predict_ns(self.policy.max_rows))
-        return rows / self.policy.max_rows * full_ns / self._instances
+        max_rows = self._policy().max_rows
+        full_ns = known_ns(shape_class.batch_latency.predict_ns(max_rows))
+        return rows / max_rows * full_ns / self._instances
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Batcher:
         self._answer_time = AnswerTime()
         self.decisions: Final = Decisions()
         self._exits = Exits(queue, self.decisions, loop, clock)
-        self._admission = Admission(policy, queue, limits, self.decisions, instances=len(runners))
+        self._admission = Admission(lambda: self._policy, queue, limits, self.decisions, instances=len(runners))
 
     @property
     def queued_rows(self) -> int:
@@ -145,13 +145,14 @@ class Batcher:
         now_ns = self._clock()
         self._arrivals.count(rows, now_ns)
         terms = self._admit(tensor_bytes(inputs), rows, known, terms, now_ns)
+        piece_rows = self._policy.max_rows  # which may be less by the time the pieces are answered
         riders = [
             self._enqueue(piece, tensor_bytes(piece), len(piece[0]), known, timing, terms, now_ns)
-            for piece in split_rows(inputs, rows, self._policy.max_rows)
+            for piece in split_rows(inputs, rows, piece_rows)
         ]
         try:
             pieces = await asyncio.gather(*[rider.future for rider in riders])
-            return join_pieces(pieces, rows, self._policy.max_rows)
+            return join_pieces(pieces, rows, piece_rows)
         finally:
             for rider in riders:
                 self.leave(rider)
@@ -249,8 +250,14 @@ class Batcher:
             self._loop.call_soon(self._pump)
 
     def _wake_if_needed(self) -> None:
-        if self._has_work or self._idle is not None:
+        if self._has_work:
             self._wake()
+        else:
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._idle is not None and not self._has_work and not self._instances.are_busy:
+            self._idle.set()
 
     @property
     def _has_work(self) -> bool:
@@ -267,8 +274,7 @@ class Batcher:
         group = self._next_group(now_ns)
         if group is None:
             self._share.withdraw()
-            if self._idle is not None and not self._queue and not self._instances.are_busy:
-                self._idle.set()
+            self._note_idle()
             return
         shape_class = group.shape_class
         bucket = self._policy.bucket_for(group.rows)
@@ -284,7 +290,7 @@ class Batcher:
             try:
                 result = self._instances.free[-1].run(batch)
             except Exception as error:  # noqa: BLE001 - whatever the run raised belongs to its callers
-                self._on_failed(group, now_ns, error)
+                self._on_failed(group, bucket, now_ns, error)
             else:
                 shape_class.batch_latency.observe(bucket, self._clock() - now_ns)
                 self._on_computed(group, bucket, now_ns, result)
@@ -365,7 +371,7 @@ class Batcher:
             _fail(group, taken_ns, outcome)
             self._on_device_lost(runner, outcome)
         elif isinstance(outcome, Exception):
-            self._on_failed(group, taken_ns, outcome)
+            self._on_failed(group, bucket, taken_ns, outcome)
         else:
             if self._instances.lends_ahead:
                 self._instances.observe_staging(outcome.staged_ns - taken_ns)
@@ -384,7 +390,7 @@ class Batcher:
             self.decisions.wasted_rows += settle_all(group.riders, group.rows, taken_ns, result)
         except ServeError as error:
             # What cannot be told apart is right for each that runs alone.
-            self._on_failed(group, taken_ns, error)
+            self._on_failed(group, bucket, taken_ns, error)
         now_ns = self._clock()
         self._observe_batch(group.rows, taken_ns, result, now_ns)
         # Callers of the riders run in the order of their answers, in the next turn: this comes after the last.
@@ -393,11 +399,10 @@ class Batcher:
     def _on_answered(self, settled_ns: int) -> None:
         self._answer_time.observe(self._clock() - settled_ns)
 
-    def _on_failed(self, group: Group, taken_ns: int, error: Exception) -> None:
+    def _on_failed(self, group: Group, bucket: int, taken_ns: int, error: Exception) -> None:
         if isinstance(error, OutOfMemoryError):
             self.decisions.out_of_memory += 1
-            self._policy = lower_cap(self._policy, self._policy.bucket_for(group.rows))
-            self._admission.policy = self._policy
+            self._policy = lower_cap(self._policy, bucket)
         if len(group.riders) > 1:
             halves = halve(group)
             if halves:

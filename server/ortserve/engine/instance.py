@@ -104,8 +104,8 @@ class Instance:
         return 1
 
     @property
-    def may_run_inline(self) -> bool:
-        """Whether ``run`` is fit for the event loop."""
+    def runs_on_host(self) -> bool:
+        """Whether ``run`` keeps processors busy and nothing else: it holds threads, and is fit for the event loop."""
         return self._gate is None
 
     def _serve(self) -> None:

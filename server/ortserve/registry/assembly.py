@@ -16,7 +16,6 @@ from ortserve.batching.queue import RiderQueue
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.padding import StagedElements
-from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.readings import read_runs
 from ortserve.engine.instance import Instance
@@ -29,13 +28,14 @@ from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
 
 
 class Assembly:
-    """Makes served models that share the loop's time and the device's threads. Loop thread only."""
+    """Makes served models that share the loop's time and the host's processors. Loop thread only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, *, processors: int) -> None:
+        """``processors`` is how many threads all models may keep busy."""
         self._loop = loop
         self._clock = clock
         self._inline = InlineBudget(loop)
-        self._device = Device(cpu_budget(), loop)
+        self._host = Device(processors, loop)
 
     def serve(
         self,
@@ -60,20 +60,22 @@ class Assembly:
             [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
             [(size.rows, size.run_ns) for size in found.latencies if is_known],
         )
+        depth = min(instance.depth for instance in loaded.instances)
+        runs_on_host = all(instance.runs_on_host for instance in loaded.instances)
         batcher = Batcher(
             loaded.instances,
             _policy(loaded, options),
             queue,
             limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
-            device=self._device,
-            threads=loaded.run_threads,
-            # A GPU's session is its worker's alone.
-            inline=self._inline if all(instance.may_run_inline for instance in loaded.instances) else None,
+            # A run on a GPU neither waits for processors nor keeps others from them, and its session is its worker's.
+            device=self._host if runs_on_host else Device(len(loaded.instances) * depth, self._loop),
+            threads=loaded.run_threads if runs_on_host else 1,
+            inline=self._inline if runs_on_host else None,
             loop=self._loop,
             clock=self._clock,
             observe_batch=metrics.observe_batch,
             make_alarm=partial(best_alarm, self._loop),
-            depth=min(instance.depth for instance in loaded.instances),
+            depth=depth,
             on_lost=on_lost,
         )
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 from ortserve.clock import Clock
+from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.assembly import Assembly
@@ -40,7 +41,7 @@ class VersionLoader:
         self._runtime = runtime or Runtime()
         self._metrics = metrics
         self._clock = clock
-        self._assembly = Assembly(loop, clock)
+        self._assembly = Assembly(loop, clock, processors=cpu_budget())
         self._trials = CaptureTrials()
         self._on_lost = on_lost
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")

@@ -84,8 +84,9 @@ class Stage:
         self.shape_class = self.queue.shape_class("a")
         self.shape_class.batch_latency.observations = observations
         self.decisions = Decisions()
+        policy = BatchPolicy(MAX_ROWS)
         self.admission = Admission(
-            BatchPolicy(MAX_ROWS), self.queue, QueueLimits(max_rows, max_bytes), self.decisions, instances=instances
+            lambda: policy, self.queue, QueueLimits(max_rows, max_bytes), self.decisions, instances=instances
         )
 
     def wait(self, rows: int, nbytes: int = 0, level: int = 1, finish_by_ns: int = NOW + 1) -> None:
@@ -294,7 +295,7 @@ def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch(loop: asyncio.Abstr
 def test_level_with_a_bound_takes_no_more_requests_than_that(loop: asyncio.AbstractEventLoop) -> None:
     stage = Stage(loop)
     limits = QueueLimits(10**6, 10**6, {1: 2})
-    admission = Admission(BatchPolicy(MAX_ROWS), stage.queue, limits, stage.decisions, instances=1)
+    admission = Admission(lambda: BatchPolicy(MAX_ROWS), stage.queue, limits, stage.decisions, instances=1)
     stage.wait(rows=1, level=1)
     stage.wait(rows=1, level=2)
     admission.check_level(Terms(1))

@@ -23,6 +23,8 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
 
 MS = 1_000_000
 RUN_NS = 10 * MS
+OVER = 1000
+"""The value of a row that there is no memory for."""
 
 
 @dataclass
@@ -193,6 +195,38 @@ def test_a_request_that_waited_with_more_rows_than_batches_may_have_now_rides_al
     play(main, compute=out_of_memory_over(4), policy=BatchPolicy(8, buckets=(1, 2, 4, 8)), depth=1)
 
 
+def test_a_size_that_fails_twice_at_once_makes_batches_smaller_once() -> None:
+    async def main(stage: Stage) -> None:
+        outcomes = [stage.submit(rows_of(0, 1, 2))]
+        await asyncio.sleep(0.001)
+        outcomes.append(stage.submit(rows_of(3, 4, 5)))
+        assert {type(outcome) for outcome in await asyncio.gather(*outcomes, return_exceptions=True)} == {
+            OutOfMemoryError
+        }
+        assert stage.batches == [[0, 1, 2], [3, 4, 5]]
+        assert stage.batcher.max_rows == 2, "both were padded to four rows"
+
+    play(main, compute=out_of_memory_over(2), policy=BatchPolicy(4, buckets=(1, 2, 4)))
+
+
+def test_a_request_in_pieces_is_put_together_though_batches_became_smaller_meanwhile() -> None:
+    async def main(stage: Stage) -> None:
+        large = rows_of(*range(16))
+        answered = asyncio.ensure_future(stage.batcher.submit_in_pieces((large,), 16, None, Timing(stage.clock())))
+        await asyncio.sleep(0)
+        failing = stage.submit(rows_of(*[OVER] * 8))
+        np.testing.assert_array_equal((await answered)[0], answer(large)[0])
+        with pytest.raises(OutOfMemoryError):
+            await failing
+
+    def compute(rows: np.ndarray) -> Arrays:
+        if rows[0, 0] == OVER:
+            raise OutOfMemoryError("cuda:0 has too little memory for the batch")
+        return answer(rows)
+
+    play(main, compute=compute, instances=3, depth=1)
+
+
 def test_a_lost_device_is_never_run_on_again_and_everybody_is_told() -> None:
     async def main(stage: Stage) -> None:
         futures = [stage.submit(rows_of(number)) for number in range(20)]
@@ -205,6 +239,47 @@ def test_a_lost_device_is_never_run_on_again_and_everybody_is_told() -> None:
         assert refused.value.kind is ErrorKind.NOT_READY
 
     play(main, compute=lost_device, depth=1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_closes_while_the_device_is_being_lost_is_not_kept_waiting(depth: int) -> None:
+    async def main(stage: Stage) -> None:
+        answers = [stage.submit(rows_of(0))]
+        await asyncio.sleep(0.001)
+        answers.append(stage.submit(rows_of(1)))
+        await asyncio.sleep(0.008)
+        closing = asyncio.ensure_future(stage.batcher.close())
+        outcomes = await asyncio.gather(*answers, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {DeviceLostError}
+        await asyncio.wait_for(closing, 1)
+
+    play(main, compute=lost_device, depth=depth)
+
+
+def test_who_closes_as_soon_as_the_device_is_lost_waits_for_the_other_batch_that_is_on_its_way() -> None:
+    async def main(stage: Stage) -> None:
+        answers = [stage.submit(rows_of(0))]
+        await asyncio.sleep(0.001)
+        answers.append(stage.submit(rows_of(1)))
+        with pytest.raises(DeviceLostError):
+            await answers[0]
+        assert stage.lost
+        assert not answers[1].done()
+        await asyncio.wait_for(stage.batcher.close(), 1)
+        assert isinstance(answers[1].exception(), DeviceLostError)
+
+    play(main, compute=lost_device)
+
+
+def test_what_was_learned_can_be_read_when_no_device_is_left() -> None:
+    async def main(stage: Stage) -> None:
+        await asyncio.sleep(1)
+        await asyncio.gather(*[stage.submit(rows_of(number)) for number in range(3)], return_exceptions=True)
+        await asyncio.sleep(1)
+        assert stage.batcher.learned().arrival_rows_per_s > 0
+        assert stage.batcher.learned().saturation is None
+
+    play(main, compute=lost_device)
 
 
 def test_while_another_instance_has_its_device_the_model_answers() -> None:

@@ -29,3 +29,7 @@ def test_it_is_the_offered_rate_by_that_of_full_batches(
 def test_nothing_is_said_of_batches_that_nothing_is_known_of(batch_ns: float | None) -> None:
     assert saturation(1.0, batch_rows=8, batch_ns=batch_ns, parallel_batches=1) is None
     assert saturation(0.0, batch_rows=8, batch_ns=batch_ns, parallel_batches=1) == 0
+
+
+def test_nothing_is_said_where_no_instance_is_left() -> None:
+    assert saturation(1.0, batch_rows=8, batch_ns=100e6, parallel_batches=0) is None

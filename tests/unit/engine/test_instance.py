@@ -291,7 +291,7 @@ def test_a_run_on_a_gpu_without_buffers_tells_a_lost_one_too(tmp_path: Path) -> 
     )
     try:
         with gate.alone():
-            assert not instance.may_run_inline
+            assert not instance.runs_on_host
         outcome, _ = run_on_worker(instance, batch_of(np.zeros((1, 4), np.float32)))
         assert isinstance(outcome, DeviceLostError)
         with gate.alone():

@@ -155,7 +155,7 @@ def test_a_model_on_the_cpu_says_nothing_of_devices(tmp_path: Path) -> None:
     )
     assert not {"device_buffers", "graph_replay"} & set(told(loaded))
     assert isinstance(loaded.instances[0], Instance)
-    assert loaded.instances[0].may_run_inline
+    assert loaded.instances[0].runs_on_host
     close(loaded)
 
 

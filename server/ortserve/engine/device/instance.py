@@ -39,7 +39,8 @@ class DeviceInstance:
     can be staged and copied meanwhile. Both are inside the gate for as long as a batch of theirs is on its way.
     """
 
-    may_run_inline = False
+    runs_on_host = False
+    """A run keeps the device busy, and no processor."""
 
     def __init__(
         self,

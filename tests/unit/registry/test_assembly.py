@@ -1,0 +1,74 @@
+"""What served models share: the host's processors, which runs on another device neither hold nor wait for."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.core.batch import Arrays
+from ortserve.core.terms import NO_TERMS
+from ortserve.core.timing import Timing
+from ortserve.engine.device.devices import Devices
+from ortserve.engine.device.host import HostDevice
+from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.runtime import Runtime
+from ortserve.registry.assembly import Assembly
+from ortserve.registry.configuration import Configuration
+from ortserve.registry.loader import load_model
+from ortserve.registry.served import ServedModel
+from ortserve.telemetry.metrics import Metrics
+
+X = np.ones((1, 4), np.float32)
+
+
+class HeldDevice(HostDevice):
+    """Runs last until they are let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.runs = threading.Semaphore(0)
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if not self.may_go_on.is_set():
+            self.runs.release()
+            self.may_go_on.wait(30)
+        super().run(bound, stream)
+
+
+def serve(assembly: Assembly, path: Path, device: HostDevice | None, **chosen: Any) -> ServedModel:
+    runtime = Runtime(devices=Devices({CPU: lambda number: device})) if device else Runtime()
+    options = ModelOptions(**{"warmup_s": 0.1, "max_rows": 1, "intra_op_threads": 1} | chosen)
+    loaded = load_model(path, path.stem, options, time.monotonic_ns, lambda: None, None, runtime)
+    metrics = Metrics(CollectorRegistry()).model(path.stem, "1")
+    return assembly.serve(loaded, Configuration(options), metrics)
+
+
+def ask(served: ServedModel) -> "asyncio.Future[Arrays]":
+    return served.submit((X,), 1, Timing(time.monotonic_ns()), NO_TERMS).outputs
+
+
+async def test_runs_on_a_device_hold_no_processor_and_wait_for_none(tmp_path: Path) -> None:
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    device = HeldDevice()
+    on_device = serve(assembly, builders.identity(tmp_path / "device.onnx"), device, instances=2)
+    on_host = serve(assembly, builders.identity(tmp_path / "host.onnx"), None)
+    device.may_go_on.clear()
+    held = [ask(on_device), ask(on_device)]
+    for _ in held:
+        assert await asyncio.to_thread(device.runs.acquire, timeout=10), "both instances run, with one processor"
+    await asyncio.wait_for(ask(on_host), 10)
+    assert not any(future.done() for future in held)
+    device.may_go_on.set()
+    for (y,) in await asyncio.gather(*held):
+        np.testing.assert_array_equal(y, X)
+    for served in (on_device, on_host):
+        await served.close()
