@@ -15,6 +15,7 @@ from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.devices import Devices, OpenDevice
+from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.graph_ids import NEITHER
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.lane import Lane
@@ -102,6 +103,14 @@ def batch_of(*parts: Arrays, bucket: int = 0) -> Batch:
     """The requests ``parts``, each with its inputs, in one batch."""
     rows = sum(len(part[0]) for part in parts)
     return Batch(tuple(zip(*parts, strict=True)), rows, bucket or rows)
+
+
+def wait_for_capture(gate: CaptureGate) -> None:
+    """Until somebody waits to have the gate for himself."""
+    ends = time.monotonic() + 30
+    while not gate._waiting_alone:
+        assert time.monotonic() < ends
+        time.sleep(0.001)
 
 
 def bucket_for(rows: int, sizes: tuple[int, ...] = SIZES) -> int:

@@ -58,7 +58,7 @@ class Instances:
         began_ns = max(taken_ns, self._ended_ns.get(runner, 0))
         self._ended_ns[runner] = now_ns
         in_flight = self._in_flight[runner]
-        in_flight.popleft()
+        in_flight.popleft()  # the other one, where a plain run overtook the copies of a bound one: by microseconds
         if in_flight:
             self._busy_until_ns[runner] = now_ns + in_flight[0]
             return began_ns  # not free yet: the next batch is as far from its turn as it was before

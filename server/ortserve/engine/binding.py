@@ -22,11 +22,11 @@ from ortserve.engine.output_buffers import (
     MAX_SET_BYTES,
     OutputBuffers,
     OutputPool,
-    RowLayout,
     can_tell_leases,
     set_nbytes,
 )
 from ortserve.engine.providers import CPU
+from ortserve.engine.row_layout import fits, input_layouts, layouts_of
 from ortserve.engine.session import ORT_ERRORS
 from ortserve.engine.staging import stage_rows
 
@@ -67,7 +67,7 @@ class HostBinding:
         self._run_options = run_options
         self._names = [spec.name for spec in signature.inputs]
         self._output_names = [spec.name for spec in signature.outputs]
-        self._layouts = [RowLayout(spec.datatype.numpy, spec.shape[1:]) for spec in signature.inputs]
+        self._layouts = input_layouts(signature)
         self._clock = clock
         self._staging: list[np.ndarray] = []
         self._pool: OutputPool | None = None
@@ -92,7 +92,7 @@ class HostBinding:
         """
         self._has_failed = False
         pool = self._pool
-        if pool is None or batch.bucket > pool.rows or not self._fits(batch):
+        if pool is None or batch.bucket > pool.rows or not fits(batch, self._layouts):
             return None
         outputs = pool.take()
         if outputs is None:
@@ -119,18 +119,8 @@ class HostBinding:
             return
         if self._has_failed:  # bound, while it went well plainly: shapes depend on more than the number of rows
             self._give_up()
-        elif (self._pool is None or batch.bucket > self._pool.rows) and self._fits(batch):
+        elif (self._pool is None or batch.bucket > self._pool.rows) and fits(batch, self._layouts):
             self._make_buffers(batch, outputs)
-
-    def _fits(self, batch: Batch) -> bool:
-        """Whether the arrays are what the buffers are for. The model may be one that is fed any number of rows as 1."""
-        for arrays, layout in zip(batch.parts, self._layouts, strict=True):
-            first = arrays[0]
-            if first.dtype != layout.dtype or first.shape[1:] != layout.item:
-                return False
-            if len(arrays) == 1 and len(first) != batch.rows:
-                return False
-        return True
 
     def _stage(self, bound: _Bound, batch: Batch, lent: list[int]) -> None:
         is_lone = len(batch.parts[0]) == 1 and batch.rows == batch.bucket
@@ -150,7 +140,7 @@ class HostBinding:
             self._give_up()
             return
         rows = 1 << (batch.bucket - 1).bit_length()  # doubled, so that it is not done for each number of rows
-        layouts = [RowLayout(output.dtype, output.shape[1:]) for output in outputs]
+        layouts = layouts_of(outputs)
         if set_nbytes(layouts, rows) > MAX_SET_BYTES:
             return  # smaller batches stay as they are
         self._bindings.clear()

@@ -14,10 +14,10 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.binding import HostBinding, can_bind
 from ortserve.engine.device.failures import run_failure
 from ortserve.engine.device.gate import CaptureGate
+from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.provider_options import CPU
-from ortserve.engine.session import ORT_ERRORS, run_error
 from ortserve.engine.staging import HostStaging
 from ortserve.errors import ServeError
 

@@ -5,6 +5,8 @@ from typing import Final
 
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from ortserve.errors import ErrorKind, ServeError
+
 # ONNX Runtime's own classes derive straight from Exception, each on its own; bindings and strings raise built-in ones.
 ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
     *(kind for kind in vars(ort_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -19,3 +21,8 @@ _LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\b[A-Z][a-z]+ )")
 def without_paths(message: str) -> str:
     """ONNX Runtime's text without file-system paths and source locations, on one line."""
     return " ".join(_LOCATION.sub("", _PATH.sub("…", message)).split())
+
+
+def run_error(error: Exception) -> ServeError:
+    """What callers of a failed run are told."""
+    return ServeError(ErrorKind.INTERNAL, f"ONNX Runtime failed to run the model: {without_paths(str(error))}")

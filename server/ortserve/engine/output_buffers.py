@@ -8,13 +8,12 @@ callers, cancelled, failed or slow, the memory they can still see is not written
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Final, TypeAlias
 
 import numpy as np
 
 from ortserve.core.batch import Arrays
+from ortserve.engine.row_layout import RowLayout, address_of, offsets
 
 MAX_SETS: Final = 8
 """Sets of one instance. One is being computed, one encoded; more are needed while the loop is behind."""
@@ -30,18 +29,6 @@ def _allocate(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """What one row of an output holds."""
-
-    dtype: np.dtype
-    item: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * prod(self.item)
-
-
 class OutputBuffers:
     """One set: for each output room for ``rows`` rows. Not for two runs at once."""
 
@@ -49,13 +36,13 @@ class OutputBuffers:
         # One block for all outputs, so that one look at its references tells about them all. numpy makes it the base
         # of every view, and of views on those. No local variable may refer to it: it would be counted.
         self._block = allocate(_ALIGNMENT + set_nbytes(layouts, rows))
-        offset = -int(self._block.__array_interface__["data"][0]) % _ALIGNMENT
-        slabs: list[np.ndarray] = []
-        for layout in layouts:
-            end = offset + layout.nbytes * rows
-            slabs.append(self._block[offset:end].view(layout.dtype).reshape(rows, *layout.item))
-            offset += _aligned(layout.nbytes * rows)
-        self._slabs = tuple(slabs)
+        first = -address_of(self._block) % _ALIGNMENT
+        self._slabs = tuple(
+            [
+                self._block[first + start :][: layout.nbytes * rows].view(layout.dtype).reshape(rows, *layout.item)
+                for layout, start in zip(layouts, offsets(layouts, rows, _ALIGNMENT), strict=False)
+            ]
+        )
         self._own_references = sys.getrefcount(self._block)
 
     @property
@@ -69,7 +56,7 @@ class OutputBuffers:
 
     def address(self, output: int) -> int:
         """Of an output's first row."""
-        return int(self._slabs[output].__array_interface__["data"][0])
+        return address_of(self._slabs[output])
 
     def release(self, free: Callable[[np.ndarray], None]) -> None:
         """Hand the memory of a free set back to whom it was allocated from; the set is of no use afterwards."""
@@ -109,14 +96,10 @@ class OutputPool:
 
 def set_nbytes(layouts: Sequence[RowLayout], rows: int) -> int:
     """How much memory a set takes."""
-    return sum(_aligned(layout.nbytes * rows) for layout in layouts)
+    return offsets(layouts, rows, _ALIGNMENT)[-1]
 
 
 def can_tell_leases() -> bool:
     """Whether references are counted exactly: by CPython with its lock, under which nobody can make one meanwhile."""
     is_locked = getattr(sys, "_is_gil_enabled", None)
     return sys.implementation.name == "cpython" and (is_locked is None or bool(is_locked()))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -12,7 +12,7 @@ from ortserve.engine.ort_errors import ORT_ERRORS as ORT_ERRORS
 from ortserve.engine.ort_errors import without_paths as without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
 from ortserve.engine.providers import CPU, ProviderChoice, attach_providers, check_providers
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import invalid_input
 
 _NO_CPU: Final = "session.disable_cpu_ep_fallback"
 """The entry that makes it an error where a node would be left to the CPU; the CPU itself must not be asked for then."""
@@ -93,11 +93,6 @@ def run_options(settings: SessionSettings, *, graph_id: int | None = None) -> or
     if graph_id is not None:
         told.add_run_config_entry("gpu_graph_id", str(graph_id))
     return told
-
-
-def run_error(error: Exception) -> ServeError:
-    """What callers of a failed run are told."""
-    return ServeError(ErrorKind.INTERNAL, f"ONNX Runtime failed to run the model: {without_paths(str(error))}")
 
 
 def _check_settings(options: SessionOptions) -> None:

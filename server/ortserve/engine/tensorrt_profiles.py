@@ -20,7 +20,7 @@ def profile_shapes(signature: ModelSignature, sizes: Sequence[int], given: Mappi
         given: Options that were configured.
 
     Returns:
-        None where some were configured, where rows do not fix the shapes of all inputs, and for names that an option
+        Nothing where some were configured, where rows do not fix the shapes of all inputs, and for names that an option
         cannot hold.
     """
     if not sizes or not signature.is_batched or not signature.has_one_shape_class or any(key in given for key in _KEYS):

@@ -99,10 +99,12 @@ class Opening:
         if isinstance(device, str):
             with gate.shared():
                 no_replay = device if self._options.graph_replay else ""
-                session = self._session(choice, threads)
-                return OpenedSession(session, no_buffers_because=device, no_replay_because=no_replay)
+                return OpenedSession(
+                    self._session(choice, threads), no_buffers_because=device, no_replay_because=no_replay
+                )
         no_replay = self._why_no_replay(choice, threads)
         captures = self._options.graph_replay and not no_replay
+        session: Session | None = None
         with gate.shared():
             try:
                 device.device.use()
@@ -113,13 +115,9 @@ class Opening:
                 raise run_failure(error, device.device.name) from error
             try:
                 if captures:
-                    try:
-                        session = self._on_lane(lane, choice, threads, captures=True)
-                        no_replay = why_no_replay(choice.name, read_operators(session), self._options.session)
-                    except ServeError as error:
-                        no_replay = error.message
-                if not captures or no_replay:  # the second as the trial should have said
-                    captures = False
+                    session, no_replay = self._capturing(lane, choice, threads)
+                captures = session is not None
+                if session is None:
                     session = self._on_lane(lane, choice, threads, captures=False)
             except BaseException:
                 lane.close()
@@ -171,6 +169,15 @@ class Opening:
             run_options=run_options(self._options.session),
             gate=self._runtime.devices.gate if choice.name in GPU_PROVIDERS else None,
         )
+
+    def _capturing(self, lane: Lane, choice: ProviderChoice, threads: int) -> tuple[Session | None, str]:
+        """A session that captures; None and why, where it cannot, as the trial should have said."""
+        try:
+            session = self._on_lane(lane, choice, threads, captures=True)
+            no_replay = why_no_replay(choice.name, read_operators(session), self._options.session)
+        except ServeError as error:
+            return None, error.message
+        return (None, no_replay) if no_replay else (session, "")
 
     def _on_lane(self, lane: Lane, choice: ProviderChoice, threads: int, *, captures: bool) -> Session:
         told = {**choice.options, **lane.provider_options(captures=captures)}

@@ -11,9 +11,10 @@ from onnx import TensorProto, helper
 
 from models import builders
 from ortserve.config.session import GraphOptimization, SessionSettings
+from ortserve.engine.ort_errors import run_error
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.session import SessionOptions, open_session, run_error, run_options, without_paths
+from ortserve.engine.session import SessionOptions, open_session, run_options, without_paths
 from ortserve.errors import ErrorKind, ServeError
 
 OPTIONS = SessionOptions(ProviderChoice(CPU), intra_op_threads=1)

@@ -25,10 +25,12 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.buffers import BufferSet, device_nbytes, inverted
 from ortserve.engine.device.copy_timing import CopyTiming
 from ortserve.engine.device.counts import DeviceCounts
+from ortserve.engine.device.failures import give_back
 from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.protocol import BoundRun
-from ortserve.engine.output_buffers import MAX_SETS, OutputBuffers, OutputPool, RowLayout, can_tell_leases, set_nbytes
+from ortserve.engine.output_buffers import MAX_SETS, OutputBuffers, OutputPool, can_tell_leases, set_nbytes
+from ortserve.engine.row_layout import RowLayout, fits, input_layouts
 from ortserve.engine.staging import stage_rows
 
 _MAX_POOL_BYTES: Final = 256 * 2**20
@@ -45,7 +47,7 @@ ElementType: TypeAlias = type[np.generic] | int
 class Flight:
     """A batch that was handed to the device, in whose hands ``buffers`` and ``outputs`` are until it has landed."""
 
-    batch: Batch
+    bucket: int
     buffers: BufferSet
     outputs: Arrays
     staged_ns: int
@@ -113,13 +115,7 @@ class DeviceBinding:
         """Why a batch cannot be run here, as the metrics name it; empty where it can."""
         if (batch.bucket, 0) not in self._runs:
             return "no_bucket"
-        for arrays, layout in zip(batch.parts, self._input_layouts, strict=True):
-            first = arrays[0]
-            if first.dtype != layout.dtype or first.shape[1:] != layout.item:
-                return "other_shape"
-            if len(arrays) == 1 and len(first) != batch.rows:
-                return "other_shape"
-        return ""
+        return "" if fits(batch, self._input_layouts) else "other_shape"
 
     def count_into(self, counts: DeviceCounts) -> None:
         """Count from now on, into these."""
@@ -207,7 +203,7 @@ class DeviceBinding:
             self._counts.replayed += 1
         self._counts.copied_in_bytes += sum([front.nbytes for front in fronts])
         self._counts.copied_out_bytes += sum([output.nbytes for output in outputs])
-        return Flight(batch, buffers, outputs, staged_ns, timing)
+        return Flight(batch.bucket, buffers, outputs, staged_ns, timing)
 
     def finish(self, flight: Flight) -> BatchResult:
         """Wait for a flight to land.
@@ -218,7 +214,7 @@ class DeviceBinding:
         self._device.wait(flight.buffers.copied_out)
         computed_ns = self._clock()
         if flight.timing is not None:
-            staged = sum([staging[: flight.batch.bucket].nbytes for staging in flight.buffers.staging])
+            staged = sum([staging[: flight.bucket].nbytes for staging in flight.buffers.staging])
             flight.timing.count(self._counts, staged, sum([output.nbytes for output in flight.outputs]))
         return BatchResult(flight.outputs, flight.staged_ns, computed_ns, computed_ns - flight.staged_ns)
 
@@ -244,10 +240,7 @@ class DeviceBinding:
     def close(self) -> None:
         """Give all memory back but what is still read, which the device frees later. All flights must have landed."""
         self._runs.clear()
-        for timing in self._timings:
-            timing.close()
-        for buffers in self.sets:
-            buffers.close()
+        give_back(*[timing.close for timing in self._timings], *[buffers.close for buffers in self.sets])
         for answer in self._answers.sets:
             self._lane.opened.retire(answer)
 
@@ -276,11 +269,6 @@ def why_unbound(signature: ModelSignature, padding: Padding | None) -> str:
     if any(spec.datatype is DataType.BYTES for spec in (*signature.inputs, *signature.outputs)):
         return "texts are on the host"
     return ""
-
-
-def input_layouts(signature: ModelSignature) -> list[RowLayout]:
-    """A row of each input."""
-    return [RowLayout(spec.datatype.numpy, spec.shape[1:]) for spec in signature.inputs]
 
 
 def sets_nbytes(signature: ModelSignature, outputs: Sequence[RowLayout], rows: int) -> int:

@@ -1,12 +1,13 @@
 """The buffers of one batch on its way through a device: they stay where they are for as long as the model is loaded."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from ortserve.engine.device.failures import give_back
 from ortserve.engine.device.protocol import Device
-from ortserve.engine.output_buffers import RowLayout
+from ortserve.engine.row_layout import RowLayout, offsets
 
 _ALIGNMENT = 256  # of what cudaMalloc returns, which kernels may count on
 
@@ -30,44 +31,38 @@ class BufferSet:
     ) -> None:
         """Room for ``rows`` rows; all or nothing is allocated. ``index`` tells an instance's sets apart."""
         self.index = index
-        with ExitStack() as undo:
+        self._undo: list[Callable[[], object]] = []
+        try:
             block = device.allocate(device_nbytes([*inputs, *outputs], rows))
-            undo.callback(device.free, block)
-            addresses = list(_addresses(block, [*inputs, *outputs], rows))
+            self._undo.append(partial(device.free, block))
+            addresses = [block + start for start in offsets([*inputs, *outputs], rows, _ALIGNMENT)[:-1]]
             self.inputs = addresses[: len(inputs)]
             self.outputs = addresses[len(inputs) :]
             host = device.allocate_host(device_nbytes(inputs, rows))
-            undo.callback(device.free_host, host)
+            self._undo.append(partial(device.free_host, host))
             self.staging = [
-                host[start : start + layout.nbytes * rows].view(layout.dtype).reshape(rows, *layout.item)
-                for start, layout in zip(_addresses(0, inputs, rows), inputs, strict=True)
+                host[start:][: layout.nbytes * rows].view(layout.dtype).reshape(rows, *layout.item)
+                for layout, start in zip(inputs, offsets(inputs, rows, _ALIGNMENT), strict=False)
             ]
             events = []
             for _ in range(3):
                 events.append(device.make_event())
-                undo.callback(device.destroy_event, events[-1])
+                self._undo.append(partial(device.destroy_event, events[-1]))
             self.copied_in, self.computed, self.copied_out = events
-            self._undo = undo.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give everything back. Nothing enqueued may still use it."""
         self.staging = []
-        self._undo.close()
+        give_back(*self._undo)
+        self._undo.clear()
 
 
 def device_nbytes(layouts: Sequence[RowLayout], rows: int) -> int:
     """What the tensors of a batch of ``rows`` rows take on a device."""
-    return max(1, sum(_aligned(layout.nbytes * rows) for layout in layouts))
-
-
-def _addresses(start: int, layouts: Sequence[RowLayout], rows: int) -> Iterator[int]:
-    for layout in layouts:
-        yield start
-        start += _aligned(layout.nbytes * rows)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return max(1, offsets(layouts, rows, _ALIGNMENT)[-1])
 
 
 def inverted(array: np.ndarray) -> np.ndarray:

@@ -1,6 +1,9 @@
 """How long copies take: events around them, which cost more than others, so that few batches have them."""
 
+from functools import partial
+
 from ortserve.engine.device.counts import DeviceCounts
+from ortserve.engine.device.failures import give_back
 from ortserve.engine.device.lane import Lane
 
 
@@ -34,5 +37,4 @@ class CopyTiming:
         counts.timed_out_bytes += bytes_out
 
     def close(self) -> None:
-        for event in self._events:
-            self._device.destroy_event(event)
+        give_back(*[partial(self._device.destroy_event, event) for event in self._events])

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.engine.device.protocol import BoundRun, MemoryInfo
+from ortserve.engine.row_layout import address_of
 
 _NON_BLOCKING: Final = 1  # cudaStreamNonBlocking
 _PORTABLE: Final = 1  # cudaHostAllocPortable: pinned for all devices of the process
@@ -68,7 +69,7 @@ class CudaDevice:
         return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
 
     def free_host(self, block: np.ndarray) -> None:
-        self._runtime.freeHost(_address(block))
+        self._runtime.freeHost(address_of(block))
 
     def make_stream(self) -> int:
         return int(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
@@ -87,11 +88,11 @@ class CudaDevice:
 
     def copy_in(self, address: int, source: np.ndarray, stream: int) -> None:
         runtime = self._runtime
-        runtime.memcpyAsync(address, _address(source), source.nbytes, runtime.memcpyHostToDevice, stream)
+        runtime.memcpyAsync(address, address_of(source), source.nbytes, runtime.memcpyHostToDevice, stream)
 
     def copy_out(self, target: np.ndarray, address: int, stream: int) -> None:
         runtime = self._runtime
-        runtime.memcpyAsync(_address(target), address, target.nbytes, runtime.memcpyDeviceToHost, stream)
+        runtime.memcpyAsync(address_of(target), address, target.nbytes, runtime.memcpyDeviceToHost, stream)
 
     def record(self, event: int, stream: int) -> None:
         self._runtime.eventRecord(event, stream)
@@ -116,7 +117,3 @@ class CudaDevice:
             "enable_cuda_graph": "1" if captures else "0",
             "do_copy_in_default_stream": "1",  # 0 can race (microsoft/onnxruntime#4829), and has nothing to copy here
         }
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])

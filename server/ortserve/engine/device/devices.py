@@ -1,5 +1,6 @@
 """The devices of this process: one of each, with its accounts, and the gate that all work on GPUs goes through."""
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -31,20 +32,23 @@ class OpenDevice:
     gate: CaptureGate
     lost: str = ""
     _retired: list[OutputBuffers] = field(default_factory=list)
+    _retired_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def retire(self, buffers: OutputBuffers) -> None:
-        """Take over memory of answers that may still be read; it is freed once they are not."""
-        self._retired.append(buffers)
+        """Take over memory of answers that may still be read; it is freed once they are not. From any thread."""
+        with self._retired_lock:
+            self._retired.append(buffers)
 
     def reclaim(self) -> None:
         """Free what was retired and is read by nobody any more. Inside the gate, on a thread that uses the device."""
-        kept = []
-        for buffers in self._retired:
-            if buffers.is_free:  # and stays so: nobody asks it for rows any more
-                buffers.release(self.device.free_host)
-            else:
-                kept.append(buffers)
-        self._retired = kept
+        read: list[OutputBuffers] = []
+        unread: list[OutputBuffers] = []
+        with self._retired_lock:
+            for buffers in self._retired:
+                (unread if buffers.is_free else read).append(buffers)  # free ones stay so: nobody asks them for rows
+            self._retired = read
+        for buffers in unread:
+            buffers.release(self.device.free_host)
 
 
 class Devices:

@@ -1,10 +1,12 @@
 """What a failed run or call of a device means: a bad batch, too little memory, or a device that is lost."""
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
-from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+from ortserve.engine.ort_errors import ORT_ERRORS, run_error, without_paths
+from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
 
 DEVICE_ERRORS: Final = ORT_ERRORS
 """What ONNX Runtime raises and what cupy does, whose ``CUDARuntimeError`` is a ``RuntimeError``."""
@@ -29,6 +31,16 @@ _LOST: Final = re.compile(
 )
 
 
+def give_back(*steps: Callable[[], object]) -> None:
+    """Take each step, whatever becomes of the others: of a lost device nothing can be had back, but what the host has.
+
+    Not by an ``ExitStack``, whose errors are part of a cycle that keeps all their callers' frames, and the session.
+    """
+    for step in steps:
+        with suppress(*DEVICE_ERRORS):
+            step()
+
+
 def run_failure(error: Exception, device: str) -> ServeError:
     """What became of a run on a device that raised one of ``DEVICE_ERRORS``."""
     text = without_paths(str(error))
@@ -36,4 +48,4 @@ def run_failure(error: Exception, device: str) -> ServeError:
         return DeviceLostError(f"{device} is lost: {text}")
     if _OUT_OF_MEMORY.search(text):
         return OutOfMemoryError(f"{device} has too little memory for the batch: {text}")
-    return ServeError(ErrorKind.INTERNAL, f"ONNX Runtime failed to run the model: {text}")
+    return run_error(error)

@@ -17,8 +17,3 @@ NEITHER: Final = -1
 def graph_id(rows: int, set_index: int) -> int:
     """The id of the graph that computes ``rows`` rows (1 or more) of a buffer set; 0, ONNX Runtime's own, is none."""
     return rows * SETS + set_index
-
-
-def rows_of(graph: int) -> int:
-    """The rows that a graph's id stands for."""
-    return graph // SETS

@@ -19,6 +19,7 @@ import numpy as np
 import onnxruntime as ort
 
 from ortserve.engine.device.protocol import BoundRun, MemoryInfo
+from ortserve.engine.row_layout import address_of
 
 CAPTURING_RUNS: Final = 3
 """With an id, as ONNX Runtime before 1.26 needed them: two regular runs, and one that captures."""
@@ -106,7 +107,7 @@ class HostDevice:
             if nbytes > self.memory().free_bytes:
                 raise RuntimeError(f"out of memory: {nbytes} bytes of {self.memory().free_bytes} free")
             block = np.zeros(nbytes, np.uint8)
-            address = _address(block)
+            address = address_of(block)
             self._memory[address] = block
             return address
 
@@ -117,12 +118,12 @@ class HostDevice:
     def allocate_host(self, nbytes: int) -> np.ndarray:
         block = np.empty(nbytes, np.uint8)
         with self._lock:
-            self._host[_address(block)] = nbytes
+            self._host[address_of(block)] = nbytes
         return block
 
     def free_host(self, block: np.ndarray) -> None:
         with self._lock:
-            del self._host[_address(block)]
+            del self._host[address_of(block)]
 
     def make_stream(self) -> int:
         with self._lock:
@@ -222,7 +223,3 @@ class HostDevice:
             work = own.queue.popleft()
             own.done += 1  # before: what fails has been tried
             work()
-
-
-def _address(block: np.ndarray) -> int:
-    return int(block.__array_interface__["data"][0])

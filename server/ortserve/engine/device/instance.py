@@ -14,17 +14,17 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
 from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.device.binding import DeviceBinding, Flight, input_layouts, sets_nbytes, why_unbound
+from ortserve.engine.device.binding import DeviceBinding, Flight, sets_nbytes, why_unbound
 from ortserve.engine.device.buffers import BufferSet
 from ortserve.engine.device.counts import DeviceCounts
-from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
+from ortserve.engine.device.failures import DEVICE_ERRORS, give_back, run_failure
 from ortserve.engine.device.graph_ids import SETS
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.preparation import MakeInputs, Preparation, Prepared
 from ortserve.engine.ort_errors import without_paths
-from ortserve.engine.output_buffers import RowLayout
 from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
+from ortserve.engine.row_layout import RowLayout, input_layouts
 from ortserve.engine.staging import HostStaging
 from ortserve.errors import DeviceLostError, OutOfMemoryError
 
@@ -69,10 +69,10 @@ class DeviceInstance:
             is_whole: Whether all its nodes are on the device.
         """
         self.counts = DeviceCounts()
-        self._name = name
         self._session: ort.InferenceSession | None = session
         self._signature = signature
         self.lane = lane
+        self._account = lane.opened.ledger.open(name)
         self._gate = lane.opened.gate
         self._clock = clock
         self._padding = padding
@@ -120,6 +120,7 @@ class DeviceInstance:
         """
         if problem := why_unbound(self._signature, self._padding):
             self._unbound = "unbound"
+            self.call(lambda: self._note_memory(0))
             return Prepared(unbound_because=problem)
         return self.call(lambda: self._prepare(sizes, make_inputs))
 
@@ -249,8 +250,6 @@ class DeviceInstance:
             with self._gate.shared():
                 self.lane.opened.reclaim()
             binding, prepared = preparation.prepare(sizes, captures=self._captures)
-            with self._gate.shared():
-                self._account(prepared.graph_bytes)
         except DEVICE_ERRORS as error:
             failure = run_failure(error, self.lane.device.name)
             if isinstance(failure, OutOfMemoryError | DeviceLostError):
@@ -259,6 +258,9 @@ class DeviceInstance:
             binding, prepared = None, Prepared(unbound_because=f"they cannot be made: {without_paths(str(error))}")
         if binding is None:
             self._unbound = "unbound"
+            self._account.enter("buffers", 0)
+        self._note_memory(prepared.graph_bytes)
+        if binding is None:
             return prepared
         for buffers in binding.sets:
             self._free_sets.put(buffers)
@@ -269,8 +271,7 @@ class DeviceInstance:
     def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
         assert self._session is not None
         nbytes = sets_nbytes(self._signature, outputs, rows)
-        ledger = self.lane.opened.ledger
-        ledger.check_room(self._name, {"buffers": nbytes})
+        self._account.check_room({"buffers": nbytes})
         binding = DeviceBinding(
             self._session,
             self._signature,
@@ -281,16 +282,19 @@ class DeviceInstance:
             is_whole=self._is_whole,
             clock=self._clock,
         )
-        ledger.enter(self._name, "buffers", nbytes)
+        self._account.enter("buffers", nbytes)
         return binding
 
-    def _account(self, graph_bytes: int) -> None:
+    def _note_memory(self, graph_bytes: int) -> None:
         """Note what graphs and the session itself take: what the device has less of than before, buffers aside."""
-        lane, ledger = self.lane, self.lane.opened.ledger
-        buffers = ledger.accounts().get(self._name, {}).get("buffers", 0)
-        taken = lane.free_bytes - lane.device.memory().free_bytes - buffers - graph_bytes
-        ledger.enter(self._name, "session", max(0, taken))
-        ledger.enter(self._name, "graphs", graph_bytes)
+        try:
+            with self._gate.shared():
+                free_bytes = self.lane.device.memory().free_bytes
+        except DEVICE_ERRORS as error:
+            raise self._failure(error) from error
+        buffers = self._account.entries().get("buffers", 0)
+        self._account.enter("session", max(0, self.lane.free_bytes - free_bytes - buffers - graph_bytes))
+        self._account.enter("graphs", graph_bytes)
 
     def _failure(self, error: Exception) -> Exception:
         """What callers are told; a lost device is lost from now on for all who use it."""
@@ -303,14 +307,12 @@ class DeviceInstance:
     def _free(self) -> None:
         binding, self._binding = self._binding, None
         self._plain_run = None
-        with suppress(*DEVICE_ERRORS):  # a lost device has nothing left to give back
-            if binding is not None:
-                binding.close()
-            del binding
-            self._session = None  # before its stream
-            self.lane.opened.reclaim()
-            self.lane.close()
-        self.lane.opened.ledger.close(self._name)
+        if binding is not None:
+            binding.close()
+        del binding
+        self._session = None  # before its stream
+        give_back(self.lane.opened.reclaim, self.lane.close)
+        self._account.close()
 
 
 class _Task:

@@ -1,8 +1,10 @@
 """What a session on a device has to itself: its compute stream, and a stream for copies each way."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from ortserve.engine.device.devices import OpenDevice
+from ortserve.engine.device.failures import give_back
 
 
 class Lane:
@@ -25,5 +27,5 @@ class Lane:
 
     def close(self) -> None:
         """Give the streams back. Their session must be gone."""
-        for stream in (self.compute, self.inward, self.outward):
-            self.device.destroy_stream(stream)
+        streams = (self.compute, self.inward, self.outward)
+        give_back(*[partial(self.device.destroy_stream, stream) for stream in streams])

@@ -19,7 +19,7 @@ class Ledger:
         self._device = device
         self._memory = memory
         self._lock = threading.Lock()
-        self._accounts: dict[str, dict[str, int]] = {}
+        self._accounts: list[Account] = []
 
     def check_room(self, owner: str, needs: Mapping[str, int]) -> None:
         """See that there is room for what somebody is about to take.
@@ -41,25 +41,53 @@ class Ledger:
                 f"{format_bytes(free_bytes)} are free: {format_bytes(needed - free_bytes)} too few",
             )
 
-    def enter(self, owner: str, what: str, nbytes: int) -> None:
-        """Note that somebody has so many bytes for something; 0 that he has none any more."""
+    def open(self, owner: str) -> "Account":
+        """A new account. Two may be of the same name, as while a version is loaded again."""
+        account = Account(self, owner)
         with self._lock:
-            account = self._accounts.setdefault(owner, {})
-            account[what] = nbytes
-            if not nbytes:
-                del account[what]
-            if not account:
-                del self._accounts[owner]
+            self._accounts.append(account)
+        return account
 
-    def close(self, owner: str) -> None:
-        """Note that somebody has nothing any more."""
+    def close(self, account: "Account") -> None:
+        """Forget an account, whose owner has nothing any more."""
         with self._lock:
-            self._accounts.pop(owner, None)
+            self._accounts.remove(account)
 
-    def accounts(self) -> dict[str, dict[str, int]]:
-        """Bytes by owner and what for, as they stand."""
+    def totals(self) -> dict[str, dict[str, int]]:
+        """Bytes by owner and what for, as they stand; nothing of those who have none."""
         with self._lock:
-            return {owner: dict(account) for owner, account in self._accounts.items()}
+            accounts = list(self._accounts)
+        totals: dict[str, dict[str, int]] = {}
+        for account in accounts:
+            for what, nbytes in account.entries().items():
+                total = totals.setdefault(account.owner, {})
+                total[what] = total.get(what, 0) + nbytes
+        return totals
+
+
+class Account:
+    """What one instance has of a device's memory. One thread enters, any may read."""
+
+    def __init__(self, ledger: Ledger, owner: str) -> None:
+        self.owner = owner
+        self._ledger = ledger
+        self._entries: dict[str, int] = {}
+
+    def check_room(self, needs: Mapping[str, int]) -> None:
+        """As the ledger's, for this owner."""
+        self._ledger.check_room(self.owner, needs)
+
+    def enter(self, what: str, nbytes: int) -> None:
+        """Note how many bytes it has for something."""
+        self._entries[what] = nbytes
+
+    def entries(self) -> dict[str, int]:
+        """Bytes by what for, where there are any."""
+        return {what: nbytes for what, nbytes in list(self._entries.items()) if nbytes}
+
+    def close(self) -> None:
+        """Note that it has nothing any more."""
+        self._ledger.close(self)
 
 
 def format_bytes(nbytes: int) -> str:

@@ -20,7 +20,7 @@ from ortserve.engine.device.failures import DEVICE_ERRORS
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.ort_errors import without_paths
-from ortserve.engine.output_buffers import RowLayout
+from ortserve.engine.row_layout import RowLayout, layouts_of
 
 CAPTURING_RUNS: Final = 4
 """ONNX Runtime before 1.26 runs twice, then captures; later ones do all of that in the first run. One more than either
@@ -93,8 +93,7 @@ class Preparation:
             outputs = self._run_plainly(self._make_inputs(most, 0))
             if problem := self._why_not_by_rows(outputs, most):
                 return None, Prepared(unbound_because=problem)
-            layouts = [RowLayout(output.dtype, output.shape[1:]) for output in outputs]
-            binding = self._make_binding(layouts, most)
+            binding = self._make_binding(layouts_of(outputs), most)
         try:
             replayed: list[int] = []
             not_replayed: dict[int, str] = {}
@@ -169,7 +168,7 @@ class Preparation:
                 with self._gate.shared():
                     self._run_plainly(self._make_inputs(rows, rows))
                 return f"its capture failed: {without_paths(str(error))}"
-            self._counts.captured += 1
+        self._counts.captured += len(binding.sets)
         return ""
 
     def _compare(

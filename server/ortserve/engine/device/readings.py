@@ -43,7 +43,7 @@ def _read(opened: OpenDevice, nvml: Nvml) -> DeviceReading:
             memory = {}
         finally:
             opened.gate.leave()
-    return DeviceReading(device.name, memory, opened.ledger.accounts(), nvml.utilization(device.pci_bus_id))
+    return DeviceReading(device.name, memory, opened.ledger.totals(), nvml.utilization(device.pci_bus_id))
 
 
 def _runs(counts: DeviceCounts) -> DeviceRuns:

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from device_models import wait_for_capture
 from ortserve.engine.device.gate import CaptureGate
 
 
@@ -41,8 +42,7 @@ def test_who_wants_it_alone_goes_before_newcomers() -> None:
     gate.enter()
     captures = threading.Thread(target=lambda: _alone(gate, order))
     captures.start()
-    while not gate._waiting_alone:
-        pass
+    wait_for_capture(gate)
     newcomer = threading.Thread(target=lambda: _shared(gate, order))
     newcomer.start()
     gate.leave()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id, rows_of
+from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id
 
 ROWS = st.integers(1, 65536)
 SET = st.integers(0, SETS - 1)
@@ -15,7 +15,6 @@ def test_an_id_stands_for_one_number_of_rows_and_one_set(rows: int, index: int, 
 
 
 @given(ROWS, SET)
-def test_an_id_tells_its_rows_and_is_none_of_onnx_runtimes_own(rows: int, index: int) -> None:
-    assert rows_of(graph_id(rows, index)) == rows
+def test_an_id_is_none_of_onnx_runtimes_own(rows: int, index: int) -> None:
     assert graph_id(rows, index) not in (0, NEITHER)
     assert graph_id(rows, index) < 2**31

@@ -2,10 +2,11 @@
 
 import gc
 import random
+import sys
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from device_models import SIZES, OnDevice, batch_of, bucket_for, landed, on_device
+from device_models import SIZES, OnDevice, batch_of, bucket_for, landed, on_device, wait_for_capture
 from models import builders
 from ortserve.core.batch import Arrays, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.engine.device import preparation
-from ortserve.engine.device.devices import OpenDevice
+from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.graph_ids import SETS, graph_id
 from ortserve.engine.device.host import CAPTURING_RUNS, HostDevice, Pace
 from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.output_buffers import OutputBuffers
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.row_layout import RowLayout
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
 TYPES = [kind for kind in DataType if kind is not DataType.BYTES]
@@ -96,6 +100,7 @@ def test_a_size_whose_bound_run_is_wrong_binds_nothing(tmp_path: Path) -> None:
         assert made.prepared.bound == ()
         assert made.prepared.unbound_because == "output 'y' of 1 rows is another one on bound buffers"
         assert device.allocated_bytes == 0
+        assert made.opened.ledger.totals() == {}
         (y,) = landed(made.start(batch_of((numbered(3, 1),))))
         assert np.array_equal(y, numbered(3, 1))
         assert made.instance.counts.plain == {"unbound": 1}
@@ -268,13 +273,15 @@ def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> N
 
         waiting = threading.Thread(target=capture)
         waiting.start()
-        while not gate._waiting_alone:
-            pass
+        wait_for_capture(gate)
         late = made.start(batch_of((numbered(2, 1),)))  # behind the capture
+        late.add_done_callback(lambda _: order.append("batch"))
+        with pytest.raises(TimeoutError):
+            late.result(0.1)
         gate.leave()
         waiting.join(10)
         landed(late)
-        assert order == ["capture"]
+        assert order == ["capture", "batch"]
 
 
 @pytest.mark.parametrize(
@@ -397,6 +404,74 @@ def test_a_device_that_cannot_do_what_was_expected_runs_plainly(tmp_path: Path) 
         assert made.instance.counts.plain == {"unbound": 1}
 
 
+def test_what_a_session_takes_is_in_the_accounts_though_it_has_no_buffers(tmp_path: Path) -> None:
+    device = HostDevice()
+
+    def weigh(session: ort.InferenceSession) -> ort.InferenceSession:
+        device.allocate(3000)
+        return session
+
+    path = builders.identity(tmp_path / "m.onnx", DataType.BYTES)
+    with on_device(path, device, wrap=weigh) as made:
+        assert made.opened.ledger.totals() == {"m/1": {"session": 3000}}
+
+
+def test_what_is_freed_of_a_lost_device_is_all_that_can_be(tmp_path: Path) -> None:
+    class Lost(HostDevice):
+        """Gives nothing of itself back any more."""
+
+        is_lost = False
+
+        def destroy_event(self, event: int) -> None:
+            super().destroy_event(event)
+            self.fail()
+
+        def free(self, address: int) -> None:
+            super().free(address)
+            self.fail()
+
+        def fail(self) -> None:
+            if self.is_lost:
+                raise RuntimeError("CUDA failure 719: unspecified launch failure")
+
+    device = Lost()
+    sessions: list[weakref.ref[ort.InferenceSession]] = []
+
+    def know(session: ort.InferenceSession) -> ort.InferenceSession:
+        sessions.append(weakref.ref(session))
+        return session
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, wrap=know) as made:
+        landed(made.start(batch_of((numbered(2, 1),))))
+        device.is_lost = True
+    assert sessions[0]() is None
+    assert device.allocated_bytes == 0
+    assert device.handles == 0
+    assert made.opened.ledger.totals() == {}
+
+
+def test_memory_of_answers_is_freed_once_however_many_instances_look_for_it(tmp_path: Path) -> None:
+    device = HostDevice()
+    opened = Devices({CPU: lambda _: device}).open(CPU, 0)
+    assert isinstance(opened, OpenDevice)
+    layouts = [RowLayout(np.dtype(np.float32), (4,))]
+
+    def retire_and_reclaim(_: int) -> None:
+        for _ in range(50):
+            opened.retire(OutputBuffers(layouts, 2, device.allocate_host))
+            opened.reclaim()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(retire_and_reclaim, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    opened.reclaim()
+    assert device.handles == 0
+
+
 def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
     device = HostDevice()
     threads = threading.active_count()
@@ -407,7 +482,7 @@ def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
             del y
     assert device.allocated_bytes == 0
     assert device.handles == 0
-    assert made.opened.ledger.accounts() == {}
+    assert made.opened.ledger.totals() == {}
     assert threading.active_count() == threads
 
 
@@ -427,7 +502,7 @@ def test_what_a_capture_takes_is_in_the_accounts(tmp_path: Path) -> None:
     device.kept = []
     with on_device(builders.identity(tmp_path / "m.onnx"), device, sizes=(1, 2), captures=True) as made:
         assert made.prepared.graph_bytes == 4000
-        assert made.opened.ledger.accounts() == {"m/1": {"buffers": 1024, "graphs": 4000}}
+        assert made.opened.ledger.totals() == {"m/1": {"buffers": 1024, "graphs": 4000}}
 
 
 def test_answers_outlive_their_instance_and_their_memory_is_freed_by_the_next(tmp_path: Path) -> None:

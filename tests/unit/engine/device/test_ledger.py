@@ -21,15 +21,25 @@ def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
 
 def test_accounts_tell_who_has_what_for() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
-    ledger.enter("a", "buffers", 10)
-    ledger.enter("a", "session", 20)
-    ledger.enter("b", "buffers", 5)
-    ledger.enter("a", "session", 25)
-    assert ledger.accounts() == {"a": {"buffers": 10, "session": 25}, "b": {"buffers": 5}}
-    ledger.enter("b", "buffers", 0)
-    ledger.close("a")
-    ledger.close("unknown")
-    assert ledger.accounts() == {}
+    a, b = ledger.open("a"), ledger.open("b")
+    a.enter("buffers", 10)
+    a.enter("session", 20)
+    b.enter("buffers", 5)
+    a.enter("session", 25)
+    assert ledger.totals() == {"a": {"buffers": 10, "session": 25}, "b": {"buffers": 5}}
+    b.enter("buffers", 0)
+    a.close()
+    assert ledger.totals() == {}
+
+
+def test_an_owner_who_is_there_twice_has_the_sum_until_one_of_them_goes() -> None:
+    ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
+    old, new = ledger.open("m/1"), ledger.open("m/1")
+    old.enter("buffers", 10)
+    new.enter("buffers", 12)
+    assert ledger.totals() == {"m/1": {"buffers": 22}}
+    old.close()
+    assert ledger.totals() == {"m/1": {"buffers": 12}}
 
 
 @pytest.mark.parametrize(

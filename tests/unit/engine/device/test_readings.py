@@ -50,7 +50,7 @@ def test_runs_copies_and_memory_are_in_the_metrics(tmp_path: Path) -> None:
             landed(made.start(batch_of((np.ones((rows, 4), np.float32),))))
         metrics.model("m", "1").set_device_source(lambda: read_runs([made.instance]))
         metrics.set_devices_source(
-            lambda: [DeviceReading("host:0", {"free": 1, "total": 2}, made.opened.ledger.accounts(), 0.5)]
+            lambda: [DeviceReading("host:0", {"free": 1, "total": 2}, made.opened.ledger.totals(), 0.5)]
         )
 
         def value(name: str, **labels: str) -> float | None:
