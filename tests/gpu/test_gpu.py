@@ -2,6 +2,8 @@
 
 import gc
 import random
+import subprocess
+import sys
 from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,12 +17,14 @@ from models import builders
 from ortserve.core.batch import BatchResult
 from ortserve.core.closeness import TOLERANCES, as_float64
 from ortserve.core.dtypes import DataType
+from ortserve.engine.device.device_region import open_region
+from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.placement import read_placement
 from ortserve.engine.provider_options import CUDA
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.errors import OutOfMemoryError
+from ortserve.errors import OutOfMemoryError, ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 from ortserve.registry.synthetic import synthetic_inputs
 
@@ -187,6 +191,45 @@ def test_too_little_memory_is_known_for_what_it_is_and_smaller_batches_run(gpu: 
             landed(made.start(batch_of((large,))))
         all_sizes_are_right(made)
         assert not made.instance.lost
+
+
+EXPORTER = """
+import sys
+
+import numpy as np
+from cupy.cuda import runtime
+
+content = np.arange(4096, dtype=np.uint8)
+address = runtime.malloc(4096)
+runtime.memcpy(address, content.ctypes.data, 4096, runtime.memcpyHostToDevice)
+print(runtime.ipcGetMemHandle(address).hex(), flush=True)
+sys.stdin.readline()
+runtime.memcpy(content.ctypes.data, address, 4096, runtime.memcpyDeviceToHost)
+print(content.tobytes().hex(), flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_another_processs_memory_is_read_and_written_and_no_more_of_it_than_there_is(gpu: Place) -> None:
+    devices = Devices({CUDA: lambda _: gpu.make()})
+    content = bytes(range(256)) * 16
+    with subprocess.Popen(
+        [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        handle = bytes.fromhex(owner.stdout.readline())
+        region = open_region(devices, "r", handle, 0, 4096)
+        assert region.read(100, 200) == content[100:300]
+        region.write(4000, b"x" * 96)
+        with pytest.raises(ServeError, match=r"expected byte_size within the \d+ bytes of its memory, got"):
+            open_region(devices, "all", handle, 0, 2**40)
+        region.close()
+        owner.stdin.write("\n")
+        owner.stdin.flush()
+        assert bytes.fromhex(owner.stdout.readline()) == content[:4000] + b"x" * 96
+    with pytest.raises(ServeError, match="failed to open CUDA IPC handle"):
+        open_region(devices, "none", b"\1" * 64, 0, 8)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from ortserve import __version__
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.device.device_region import are_regions_possible, open_region
 from ortserve.engine.device.readings import devices_reader
 from ortserve.engine.runtime import Runtime
 from ortserve.example import repository_path
@@ -52,7 +53,7 @@ from ortserve.service.log_settings import LogSettings
 from ortserve.service.management import Management
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.repository import RepositoryService
-from ortserve.service.shared_memory import SYSTEM_SHARED_MEMORY, SharedMemory
+from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.statistics import StatisticsService
 from ortserve.service.trace_settings import TRACE, TraceSettings
 from ortserve.service.trace_writing import TraceWriter
@@ -112,7 +113,9 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
     metrics.set_devices_source(devices_reader(runtime.devices))
     registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
-    shared_memory = SharedMemory(is_allowed=options.allow_client_shm)
+    shared_memory = SharedMemory(
+        is_allowed=options.allow_client_shm, open_on_device=partial(open_region, runtime.devices)
+    )
     files = TraceFiles(options.trace_file, max_bytes=options.trace_max_bytes) if options.trace_file else None
     traces = TraceSettings(registry, options, files)
     models = ModelService(
@@ -341,7 +344,11 @@ def _load_reports(options: ServerOptions, metrics: Metrics) -> LoadReports | Non
 
 def _extensions(options: ServerOptions) -> tuple[str, ...]:
     """What the server says of itself that it can."""
-    chosen = {SYSTEM_SHARED_MEMORY: options.allow_client_shm, TRACE: options.trace_file is not None}
+    chosen = {
+        SYSTEM_SHARED_MEMORY: options.allow_client_shm,
+        CUDA_SHARED_MEMORY: options.allow_client_shm and are_regions_possible(),
+        TRACE: options.trace_file is not None,
+    }
     return (*EXTENSIONS, *(extension for extension, is_on in chosen.items() if is_on))
 
 

@@ -38,7 +38,12 @@ class RegionMemory(Protocol):
     """The bytes of a region, wherever they lie. Any thread; its owner sees to it that it is open meanwhile.
 
     The caller on the other side may write, shrink or remove it at any moment, so nothing here hands out its memory.
+
+    Attributes:
+        may_wait: Whether a copy may wait for something first, so that none is made on the event loop.
     """
+
+    may_wait: bool
 
     def read(self, offset: int, byte_size: int) -> memoryview:
         """Return a copy. Raises ServeError: invalid_input, when it is no longer that large."""

@@ -78,7 +78,7 @@ class RegionTransfer:
             self._copying.add_done_callback(self._release_after)
 
     async def _do(self, byte_size: int, copy: Callable[[], None]) -> None:
-        if byte_size <= _INLINE_BYTES:
+        if byte_size <= _INLINE_BYTES and not self._leases.may_wait:
             copy()
             return
         # A thread cannot be stopped: where this task is cancelled, its copy goes on, on memory that must stay open.

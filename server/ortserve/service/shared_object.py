@@ -27,6 +27,8 @@ class SharedObject(RegionMemory):
     ``region`` is for the messages.
     """
 
+    may_wait = False
+
     def __init__(self, region: str, key: str, offset: int, byte_size: int) -> None:
         """Open the object that ``key`` names, with or without a leading slash.
 

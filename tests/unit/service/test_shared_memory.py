@@ -1,16 +1,18 @@
 """Registered regions and their leases."""
 
+import asyncio
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from ortserve.core.region import RegionSpan
+from ortserve.core.region import RegionMemory, RegionSpan
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.shared_memory import RegionStatus, SharedMemory
+from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
 from ortserve.service.shared_object import FOLDER
 
 
@@ -120,12 +122,12 @@ def test_span_of_no_region_is_not_found(regions: SharedMemory) -> None:
     assert caught.value.kind is ErrorKind.NOT_FOUND
 
 
-def test_nothing_but_forgetting_is_allowed_where_the_operator_does_not_allow_it(key: str) -> None:
+async def test_nothing_but_forgetting_is_allowed_where_the_operator_does_not_allow_it(key: str) -> None:
     regions = SharedMemory(is_allowed=False)
     with pytest.raises(ServeError) as leased:
         regions.lease([RegionSpan("r", 0, 1)])
     with pytest.raises(ServeError) as on_gpu:
-        regions.register_cuda("r")
+        await regions.register_cuda("r", b"", 0, 1)
     for error in (refusal(regions, key=key), leased.value, on_gpu.value):
         assert error.kind is ErrorKind.UNSUPPORTED
         assert error.message.startswith("Client shared memory is disabled. Start the server with '--allow-client-shm'")
@@ -134,14 +136,14 @@ def test_nothing_but_forgetting_is_allowed_where_the_operator_does_not_allow_it(
     assert regions.status("") == []
 
 
-def test_regions_on_gpus_are_refused_and_never_there(regions: SharedMemory) -> None:
+async def test_without_gpus_regions_on_them_are_refused_and_never_there(regions: SharedMemory) -> None:
     with pytest.raises(ServeError) as caught:
-        regions.register_cuda("r")
+        await regions.register_cuda("r", bytes(64), 0, 8)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == "failed to register CUDA shared memory region: 'r', GPUs not supported"
     regions.unregister_cuda("")
     regions.unregister_cuda("r")
-    regions.cuda_status("")
+    assert regions.cuda_status("") == []
     with pytest.raises(ServeError, match="Unable to find cuda shared memory region: 'r'") as unknown:
         regions.cuda_status("r")
     assert unknown.value.kind is ErrorKind.NOT_FOUND
@@ -182,3 +184,102 @@ def test_bound_is_a_quarter_of_the_descriptors(
         assert refusal(bounded, "one more", key).kind is ErrorKind.OVERLOADED
     else:
         bounded.register("r", key, 0, 8)
+
+
+class OnGpu(RegionMemory):
+    """Memory that is opened when the test says so."""
+
+    may_wait = True
+
+    def __init__(self, content: bytes) -> None:
+        self.content = bytearray(content)
+        self.is_open = True
+
+    def read(self, offset: int, byte_size: int) -> memoryview:
+        return memoryview(bytes(self.content[offset : offset + byte_size]))
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        self.content[offset : offset + len(data)] = data
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Gpus:
+    """Opens memory of 16 bytes, once it may."""
+
+    def __init__(self) -> None:
+        self.may_open = threading.Event()
+        self.may_open.set()
+        self.opened: list[OnGpu] = []
+        self.asked: list[tuple[str, bytes, int, int]] = []
+
+    def open(self, name: str, handle: bytes, device_id: int, byte_size: int) -> OnGpu:
+        self.asked.append((name, handle, device_id, byte_size))
+        assert self.may_open.wait(30)
+        self.opened.append(OnGpu(bytes(range(16))))
+        return self.opened[-1]
+
+
+async def test_regions_on_gpus_are_apart_from_others_but_for_their_names(key: str) -> None:
+    gpus = Gpus()
+    regions = SharedMemory(is_allowed=True, open_on_device=gpus.open)
+    regions.register("host", key, 0, 8)
+    await regions.register_cuda("gpu", b"handle", 1, 16)
+    assert gpus.asked == [("gpu", b"handle", 1, 16)]
+    assert regions.cuda_status("") == regions.cuda_status("gpu") == [CudaRegionStatus("gpu", 1, 16)]
+    assert regions.status("") == [RegionStatus("host", key, 0, 8)]
+    for status, name in ((regions.status, "gpu"), (regions.cuda_status, "host")):
+        with pytest.raises(ServeError, match=f"shared memory region: '{name}'"):
+            status(name)
+    for name in ("host", "gpu"):
+        with pytest.raises(ServeError, match=f"region '{name}' already in manager"):
+            await regions.register_cuda(name, b"handle", 1, 16)
+    assert refusal(regions, "gpu", key).kind is ErrorKind.ALREADY_EXISTS
+    regions.unregister("gpu")
+    regions.unregister("")
+    assert regions.status("") == []
+    assert regions.cuda_status("")
+
+    span = RegionSpan("gpu", 4, 2)
+    leases = regions.lease([span])
+    regions.unregister_cuda("")
+    assert regions.cuda_status("") == []
+    assert leases.may_wait
+    assert leases.memory(span).read(4, 2) == bytes([4, 5])
+    leases.release()
+    settle(regions)
+    assert [memory.is_open for memory in gpus.opened] == [False]
+
+
+async def test_a_name_that_was_taken_while_memory_was_opened_is_refused_and_the_memory_closed(key: str) -> None:
+    gpus = Gpus()
+    gpus.may_open.clear()
+    regions = SharedMemory(is_allowed=True, open_on_device=gpus.open)
+    registering = asyncio.ensure_future(regions.register_cuda("r", b"", 0, 8))
+    await asyncio.sleep(0)
+    regions.register("r", key, 0, 8)
+    gpus.may_open.set()
+    with pytest.raises(ServeError, match="region 'r' already in manager"):
+        await registering
+    settle(regions)
+    assert [memory.is_open for memory in gpus.opened] == [False]
+    assert regions.cuda_status("") == []
+
+
+async def test_memory_whose_caller_left_while_it_was_opened_is_closed() -> None:
+    gpus = Gpus()
+    gpus.may_open.clear()
+    regions = SharedMemory(is_allowed=True, open_on_device=gpus.open)
+    registering = asyncio.ensure_future(regions.register_cuda("r", b"", 0, 8))
+    await asyncio.sleep(0)
+    registering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await registering
+    gpus.may_open.set()
+    for _ in range(1000):
+        if gpus.opened and not gpus.opened[0].is_open:
+            break
+        await asyncio.sleep(0.01)
+    assert [memory.is_open for memory in gpus.opened] == [False]
+    assert regions.cuda_status("") == []

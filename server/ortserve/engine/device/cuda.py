@@ -18,6 +18,8 @@ from ortserve.engine.row_layout import address_of
 
 _NON_BLOCKING: Final = 1  # cudaStreamNonBlocking
 _PORTABLE: Final = 1  # cudaHostAllocPortable: pinned for all devices of the process
+_LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess, the one flag there is
+_DRIVER: Final = "libcuda.so.1"
 
 
 def load_runtime() -> Any:
@@ -31,13 +33,21 @@ def load_runtime() -> Any:
     return runtime
 
 
+def count_devices() -> int:
+    """How many CUDA devices this process can use: 0 without cupy or a driver, too."""
+    try:
+        return int(load_runtime().getDeviceCount())
+    except (ImportError, RuntimeError):
+        return 0
+
+
 class CudaDevice:
     """One CUDA device."""
 
     ort_name = "cuda"
 
-    def __init__(self, device_id: int, runtime: Any = None) -> None:
-        """``runtime`` is None for cupy's.
+    def __init__(self, device_id: int, runtime: Any = None, driver: Any = None) -> None:
+        """``runtime`` is None for cupy's, ``driver`` for the one that is installed.
 
         Raises:
             ImportError: There is no cupy.
@@ -46,6 +56,7 @@ class CudaDevice:
         self.name = f"cuda:{device_id}"
         self.device_id = device_id
         self._runtime = load_runtime() if runtime is None else runtime
+        self._driver = driver
         count = self._runtime.getDeviceCount()
         if device_id >= count:
             raise RuntimeError(f"there is no CUDA device {device_id}: there are {count}")
@@ -102,6 +113,21 @@ class CudaDevice:
 
     def wait(self, event: int) -> None:
         self._runtime.eventSynchronize(event)
+
+    def open_shared(self, handle: bytes) -> int:
+        return int(self._runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
+
+    def close_shared(self, address: int) -> None:
+        self._runtime.ipcCloseMemHandle(address)
+
+    def nbytes_from(self, address: int) -> int:
+        # The driver's own: the runtime has no such call. It is loaded by now, as the runtime is built on it.
+        driver = ctypes.CDLL(_DRIVER) if self._driver is None else self._driver
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        result = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        if result:
+            raise RuntimeError(f"cuMemGetAddressRange: CUDA error {result}")
+        return base.value + size.value - address
 
     def elapsed_ns(self, first: int, second: int) -> int:
         milliseconds: float = self._runtime.eventElapsedTime(first, second)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ortserve.engine.device.cuda import CudaDevice
-from ortserve.engine.device.failures import DEVICE_ERRORS
+from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.ledger import Ledger
 from ortserve.engine.device.protocol import Device
 from ortserve.engine.output_buffers import OutputBuffers
 from ortserve.engine.provider_options import CUDA
+from ortserve.errors import DeviceLostError, ServeError
 
 MakeDevice: TypeAlias = Callable[[int], Device]
 
@@ -34,6 +35,13 @@ class OpenDevice:
     _retired: list[OutputBuffers] = field(default_factory=list)
     _retired_lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def failure(self, error: Exception) -> ServeError:
+        """What became of a run on it that raised one of ``DEVICE_ERRORS``: a lost device is so for all who use it."""
+        failure = run_failure(error, self.device.name)
+        if isinstance(failure, DeviceLostError):
+            self.lost = self.lost or failure.message
+        return failure
+
     def retire(self, buffers: OutputBuffers) -> None:
         """Take over memory of answers that may still be read; it is freed once they are not. From any thread."""
         with self._retired_lock:
@@ -52,12 +60,13 @@ class OpenDevice:
 
 
 class Devices:
-    """Finds the device of a model's execution provider. Loader thread only, but for ``opened``."""
+    """Finds the device of a model's execution provider, or of a caller's memory. From any thread."""
 
     def __init__(self, make: Mapping[str, MakeDevice] | None = None) -> None:
         """``make`` has for each execution provider by its full name what makes its devices; None for real ones."""
         self._make: Final[Mapping[str, MakeDevice]] = {CUDA: CudaDevice} if make is None else make
         self._opened: dict[tuple[str, int], OpenDevice] = {}
+        self._opening = threading.Lock()
         self.gate: Final = CaptureGate()
 
     def has(self, provider: str) -> bool:
@@ -74,18 +83,19 @@ class Devices:
         make = self._make.get(provider)
         if make is None:
             return f"{provider} has none"
-        opened = self._opened.get((provider, device_id))
-        if opened is None:
-            try:
-                device = make(device_id)
-            except ImportError as error:
-                return f"cupy cannot be used: {error}"
-            except DEVICE_ERRORS as error:
-                return f"{provider} has no device {device_id}: {error}"
-            opened = OpenDevice(device, Ledger(device.name, device.memory), self.gate)
-            self._opened[provider, device_id] = opened
-        return opened
+        with self._opening:
+            opened = self._opened.get((provider, device_id))
+            if opened is None:
+                try:
+                    device = make(device_id)
+                except ImportError as error:
+                    return f"cupy cannot be used: {error}"
+                except DEVICE_ERRORS as error:
+                    return f"{provider} has no device {device_id}: {error}"
+                opened = OpenDevice(device, Ledger(device.name, device.memory), self.gate)
+                self._opened[provider, device_id] = opened
+            return opened
 
     def opened(self) -> list[OpenDevice]:
-        """All that were opened, from any thread."""
+        """All that were opened."""
         return list(self._opened.values())

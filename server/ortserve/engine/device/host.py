@@ -77,6 +77,7 @@ class HostDevice:
         self._host: dict[int, int] = {}
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
+        self._shared = 0
         self._graphs: WeakKeyDictionary[ort.InferenceSession, dict[int, _Graph]] = WeakKeyDictionary()
         self._handles = 0
 
@@ -87,8 +88,8 @@ class HostDevice:
 
     @property
     def handles(self) -> int:
-        """Streams, events and host blocks that were made and not given back."""
-        return len(self._streams) + len(self._events) + len(self._host)
+        """Streams, events, host blocks and shared memory that were made or opened and not given back."""
+        return len(self._streams) + len(self._events) + len(self._host) + self._shared
 
     @property
     def captured(self) -> set[int]:
@@ -175,6 +176,25 @@ class HostDevice:
             marked = self._events[event]
             if marked.position:
                 self._advance(marked.stream, marked.position)
+
+    def handle_of(self, address: int) -> bytes:
+        """By which memory that ``allocate`` gave is opened once more."""
+        return address.to_bytes(64, "little")
+
+    def open_shared(self, handle: bytes) -> int:
+        address = int.from_bytes(handle, "little")
+        with self._lock:
+            if len(handle) != 64 or address not in self._memory:
+                raise RuntimeError("cudaErrorInvalidValue: invalid argument")
+            self._shared += 1
+        return address
+
+    def close_shared(self, address: int) -> None:
+        with self._lock:
+            self._shared -= 1
+
+    def nbytes_from(self, address: int) -> int:
+        return self._memory[address].nbytes
 
     def elapsed_ns(self, first: int, second: int) -> int:
         return self._events[second].happened_ns - self._events[first].happened_ns

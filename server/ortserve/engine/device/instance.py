@@ -17,7 +17,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.binding import DeviceBinding, Flight, sets_nbytes, why_unbound
 from ortserve.engine.device.buffers import BufferSet
 from ortserve.engine.device.counts import DeviceCounts
-from ortserve.engine.device.failures import DEVICE_ERRORS, give_back, run_failure
+from ortserve.engine.device.failures import DEVICE_ERRORS, give_back
 from ortserve.engine.device.graph_ids import SETS
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.preparation import MakeInputs, Preparation, Prepared
@@ -251,9 +251,9 @@ class DeviceInstance:
                 self.lane.opened.reclaim()
             binding, prepared = preparation.prepare(sizes, captures=self._captures)
         except DEVICE_ERRORS as error:
-            failure = run_failure(error, self.lane.device.name)
+            failure = self.lane.opened.failure(error)
             if isinstance(failure, OutOfMemoryError | DeviceLostError):
-                raise self._failure(error) from error
+                raise failure from error
             # Something about buffers is not as it was thought to be, while the model ran plainly in warm-up.
             binding, prepared = None, Prepared(unbound_because=f"they cannot be made: {without_paths(str(error))}")
         if binding is None:
@@ -297,12 +297,8 @@ class DeviceInstance:
         self._account.enter("graphs", graph_bytes)
 
     def _failure(self, error: Exception) -> Exception:
-        """What callers are told; a lost device is lost from now on for all who use it."""
-        if isinstance(error, DEVICE_ERRORS):
-            error = run_failure(error, self.lane.device.name)
-        if isinstance(error, DeviceLostError):
-            self.lane.opened.lost = self.lane.opened.lost or error.message
-        return error
+        """What callers are told."""
+        return self.lane.opened.failure(error) if isinstance(error, DEVICE_ERRORS) else error
 
     def _free(self) -> None:
         binding, self._binding = self._binding, None

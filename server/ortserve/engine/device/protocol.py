@@ -105,6 +105,18 @@ class Device(Protocol):
         """Block the calling thread, without the interpreter lock, until what the event stands for has happened."""
         ...
 
+    def open_shared(self, handle: bytes) -> int:
+        """Memory that another process has and shares by this handle; returns its address."""
+        ...
+
+    def close_shared(self, address: int) -> None:
+        """Give back what ``open_shared`` gave. Nothing enqueued may still use it."""
+        ...
+
+    def nbytes_from(self, address: int) -> int:
+        """Bytes from here to the end of the memory that this is in."""
+        ...
+
     def elapsed_ns(self, first: int, second: int) -> int:
         """Time between two timed events that both have happened."""
         ...

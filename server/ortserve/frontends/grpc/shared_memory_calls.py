@@ -4,7 +4,7 @@ from google.protobuf.message import Message
 
 from ortserve._pb import shared_memory_pb2 as pb
 from ortserve.codecs.grpc_infer import parse_message
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
 from ortserve.service.shared_memory import SharedMemory
 
 
@@ -22,7 +22,7 @@ class SharedMemoryCalls:
             "SystemSharedMemoryRegister": answering(self._register_system),
             "SystemSharedMemoryUnregister": answering(self._unregister_system),
             "CudaSharedMemoryStatus": answering(self._cuda_status),
-            "CudaSharedMemoryRegister": answering(self._register_cuda),
+            "CudaSharedMemoryRegister": awaiting(self._register_cuda),
             "CudaSharedMemoryUnregister": answering(self._unregister_cuda),
         }
 
@@ -44,11 +44,16 @@ class SharedMemoryCalls:
         return pb.SystemSharedMemoryUnregisterResponse()
 
     def _cuda_status(self, data: bytes) -> Message:
-        self._regions.cuda_status(parse_message(pb.CudaSharedMemoryStatusRequest, data).name)
-        return pb.CudaSharedMemoryStatusResponse()
+        request = parse_message(pb.CudaSharedMemoryStatusRequest, data)
+        response = pb.CudaSharedMemoryStatusResponse()
+        for known in self._regions.cuda_status(request.name):
+            entry = response.regions[known.name]
+            entry.name, entry.device_id, entry.byte_size = known.name, known.device_id, known.byte_size
+        return response
 
-    def _register_cuda(self, data: bytes) -> Message:
-        self._regions.register_cuda(parse_message(pb.CudaSharedMemoryRegisterRequest, data).name)
+    async def _register_cuda(self, data: bytes) -> Message:
+        request = parse_message(pb.CudaSharedMemoryRegisterRequest, data)
+        await self._regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
         return pb.CudaSharedMemoryRegisterResponse()
 
     def _unregister_cuda(self, data: bytes) -> Message:

@@ -1,6 +1,8 @@
 """The shared memory calls of REST. Bodies are read as bytes: clients send every content type, or none."""
 
-from typing import Annotated, Any, Final
+from base64 import b64decode
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Path, Request, Response
@@ -8,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from ortserve.errors import invalid_input
 from ortserve.frontends.http.json_body import read_json_object
-from ortserve.service.shared_memory import RegionStatus, SharedMemory
+from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
 
 RegionName = Annotated[str, Path(description="Name that requests use", examples=["input_data"])]
 
@@ -26,25 +28,32 @@ class RegionDocument(BaseModel):
     byte_size: int
 
 
+class CudaHandleDocument(BaseModel):
+    b64: str = Field(description="The 64 bytes of a cudaIpcMemHandle_t, in base64")
+
+
+class CudaRegistrationDocument(BaseModel):
+    raw_handle: CudaHandleDocument
+    device_id: int = Field(ge=0, description="Of the GPU, as the server counts them")
+    byte_size: int = Field(ge=0, description="Size of the region, from the beginning of the allocation")
+
+
 class CudaRegionDocument(BaseModel):
     name: str
     device_id: int
     byte_size: int
 
 
-_REGISTRATION: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": RegistrationDocument.model_json_schema()}},
-    }
-}
+def _body(document: type[BaseModel]) -> dict[str, Any]:
+    schema = document.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def shared_memory_routes(regions: SharedMemory, *, max_body_bytes: int) -> APIRouter:
     """Routes for both kinds of shared memory. Success is 200 with nothing in it: clients accept no other status."""
     router = APIRouter(prefix="/v2", tags=["shared memory"])
     router.include_router(_system_routes(regions, max_body_bytes), prefix="/systemsharedmemory")
-    router.include_router(_cuda_routes(regions), prefix="/cudasharedmemory")
+    router.include_router(_cuda_routes(regions, max_body_bytes), prefix="/cudasharedmemory")
     return router
 
 
@@ -61,7 +70,7 @@ def _system_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
         """One registered region, as a list of one."""
         return _answer(regions.status(region))
 
-    @router.post("/region/{region}/register", openapi_extra=_REGISTRATION, response_class=Response)
+    @router.post("/region/{region}/register", openapi_extra=_body(RegistrationDocument), response_class=Response)
     async def register(region: RegionName, request: Request) -> Response:
         """Let requests use a shared memory object, where the operator allows it."""
         document = await read_json_object(request, max_body_bytes=max_body_bytes)
@@ -84,25 +93,25 @@ def _system_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
     return router
 
 
-def _cuda_routes(regions: SharedMemory) -> APIRouter:
+def _cuda_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
     router = APIRouter()
 
     @router.get("/status", response_model=list[CudaRegionDocument])
     async def cuda_status_of_all() -> Response:
-        """All registered regions on GPUs: none."""
-        regions.cuda_status("")
-        return _answer([])
+        """All registered regions on GPUs."""
+        return _answer(regions.cuda_status(""))
 
     @router.get("/region/{region}/status", response_model=list[CudaRegionDocument])
     async def cuda_status(region: RegionName) -> Response:
-        """One registered region on a GPU."""
-        regions.cuda_status(region)
-        return _answer([])
+        """One registered region on a GPU, as a list of one."""
+        return _answer(regions.cuda_status(region))
 
-    @router.post("/region/{region}/register", response_class=Response)
-    async def register_cuda(region: RegionName) -> Response:
-        """Refused: regions on GPUs are not supported."""
-        regions.register_cuda(region)
+    @router.post("/region/{region}/register", openapi_extra=_body(CudaRegistrationDocument), response_class=Response)
+    async def register_cuda(region: RegionName, request: Request) -> Response:
+        """Let requests use another process's memory on a GPU, where the operator allows it and there is one."""
+        document = await read_json_object(request, max_body_bytes=max_body_bytes)
+        device_id, byte_size = _unsigned(document, "device_id", None), _unsigned(document, "byte_size", None)
+        await regions.register_cuda(region, _handle(document), device_id, byte_size)
         return Response()
 
     @router.post("/region/{region}/unregister", response_class=Response)
@@ -120,8 +129,19 @@ def _cuda_routes(regions: SharedMemory) -> APIRouter:
     return router
 
 
-def _answer(regions: list[RegionStatus]) -> Response:
+def _answer(regions: Sequence[RegionStatus | CudaRegionStatus]) -> Response:
     return Response(orjson.dumps(regions), media_type="application/json")
+
+
+def _handle(document: dict[str, Any]) -> bytes:
+    given = document.get("raw_handle")
+    text = given.get("b64") if isinstance(given, dict) else None
+    if not isinstance(text, str):
+        raise invalid_input(f"Unable to parse 'raw_handle': expected an object with a string 'b64', got {given!r:.100}")
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as error:
+        raise invalid_input(f"Unable to parse 'raw_handle': expected base64 in 'b64': {error}") from None
 
 
 def _key(document: dict[str, Any]) -> str:

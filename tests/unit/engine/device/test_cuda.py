@@ -11,7 +11,10 @@ import pytest
 from device_models import SIZES, batch_of, landed, on_device
 from models import builders
 from ortserve.engine.device.cuda import CudaDevice
-from ortserve.engine.device.devices import Devices
+from ortserve.engine.device.device_region import DeviceRegion
+from ortserve.engine.device.devices import Devices, OpenDevice
+from ortserve.engine.device.gate import CaptureGate
+from ortserve.engine.device.ledger import Ledger
 from ortserve.engine.provider_options import CUDA
 
 
@@ -87,6 +90,17 @@ class HostRuntime:
     def eventSynchronize(self, event: int) -> None:  # noqa: N802
         assert self.handles[event]
 
+    def ipcOpenMemHandle(self, handle: bytes, flags: int) -> int:  # noqa: N802
+        assert flags == 1
+        address = int.from_bytes(handle, "little")
+        assert address in self.memory
+        self.calls.append("open")
+        return address
+
+    def ipcCloseMemHandle(self, devPtr: int) -> None:  # noqa: N802, N803
+        assert devPtr in self.memory
+        self.calls.append("close")
+
     def eventElapsedTime(self, start: int, end: int) -> float:  # noqa: N802
         return (self.handles[end] - self.handles[start]) * 1e3
 
@@ -96,6 +110,20 @@ class HostRuntime:
             number += 1
         self.handles[number] = 0.0
         return number
+
+
+class HostDriver:
+    """The function of ``libcuda.so.1`` that the door uses."""
+
+    def __init__(self, runtime: HostRuntime) -> None:
+        self._runtime = runtime
+
+    def cuMemGetAddressRange_v2(self, pbase: Any, psize: Any, dptr: ctypes.c_uint64) -> int:  # noqa: N802
+        for start, block in self._runtime.memory.items():
+            if start <= dptr.value < start + len(block):
+                pbase._obj.value, psize._obj.value = start, len(block)
+                return 0
+        return 1
 
 
 class CpuComputes(CudaDevice):
@@ -161,6 +189,23 @@ def test_without_cupy_or_a_device_it_is_said_why() -> None:
     assert few.open(CUDA, 5) == f"{CUDA} has no device 5: there is no CUDA device 5: there are 2"
     assert few.open("OtherExecutionProvider", 0) == "OtherExecutionProvider has none"
     assert few.open(CUDA, 0) is few.open(CUDA, 0)
+
+
+def test_a_callers_memory_is_copied_through_the_door_and_given_back() -> None:
+    runtime = HostRuntime()
+    device = CudaDevice(1, runtime, HostDriver(runtime))
+    address = runtime.malloc(64)
+    opened = OpenDevice(device, Ledger(device.name, device.memory), CaptureGate())
+    region = DeviceRegion(opened, "r", address.to_bytes(64, "little"), 64)
+    region.write(8, bytes(range(16)))
+    assert region.read(10, 4) == bytes([2, 3, 4, 5])
+    assert device.nbytes_from(address + 60) == 4
+    region.close()
+    assert [call for call in runtime.calls if not call.startswith("setDevice")] == ["open", "close"]
+    assert not runtime.handles
+    runtime.free(address)
+    with pytest.raises(RuntimeError, match="cuMemGetAddressRange: CUDA error 1"):
+        device.nbytes_from(address)
 
 
 def test_every_function_that_the_door_calls_is_cupys() -> None:

@@ -1,0 +1,150 @@
+"""Regions on GPUs on both protocols, with the host's memory in the GPUs' place: ``tests/gpu`` has a real one."""
+
+import base64
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving, wire_datatype
+
+FOLDER: Final = Path("/dev/shm")
+SIZE: Final = 256
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The example models, with two GPUs that there are not."""
+    gpus = {"PYTHONPATH": str(Path(__file__).parents[1] / "host_gpus")}
+    with serving("--example", "--allow-client-shm", *SHORT_WARMUP, env=gpus) as server:
+        yield server
+
+
+@pytest.fixture(params=["http", "grpc"])
+def library(request: pytest.FixtureRequest) -> Any:
+    return triton_http if request.param == "http" else triton_grpc
+
+
+@pytest.fixture
+def client(library: Any, server: ServerProcess) -> Iterator[Any]:
+    made = library.InferenceServerClient(server.http if library is triton_http else server.grpc)
+    yield made
+    made.unregister_cuda_shared_memory()
+    made.close()
+
+
+@contextmanager
+def owned(content: bytes) -> Iterator[tuple[bytes, Path]]:
+    """Memory of ours: its handle as the clients take it, and where to see what is in it."""
+    path = FOLDER / f"ortserve-test-{uuid4().hex}"
+    path.write_bytes(content)
+    try:
+        yield base64.b64encode(path.name.encode().ljust(64, b"\0")), path
+    finally:
+        path.unlink()
+
+
+def names(client: Any) -> list[tuple[str, int, int]]:
+    status = client.get_cuda_shared_memory_status()
+    if isinstance(status, list):
+        return [(region["name"], region["device_id"], region["byte_size"]) for region in status]
+    return [(region.name, region.device_id, region.byte_size) for region in status.regions.values()]
+
+
+def is_mapped(server: ServerProcess, path: Path) -> bool:
+    return str(path) in Path(f"/proc/{server.pid}/maps").read_text()
+
+
+def tensor(made: Any, region: str, byte_size: int, offset: int = 0) -> Any:
+    made.set_shared_memory(region, byte_size, offset)
+    return made
+
+
+def given(library: Any, name: str, array: np.ndarray, region: str, offset: int = 0) -> Any:
+    return tensor(library.InferInput(name, list(array.shape), wire_datatype(array)), region, array.nbytes, offset)
+
+
+def refusal(call: Any, *arguments: Any) -> str:
+    with pytest.raises(InferenceServerException) as caught:
+        call(*arguments)
+    return str(caught.value.message())
+
+
+def test_tensors_go_through_a_gpus_memory_in_both_directions(server: ServerProcess, library: Any, client: Any) -> None:
+    sums = np.arange(16, dtype=np.int32).reshape(1, 16)
+    ones = np.ones((1, 16), np.int32)
+    with owned(sums.tobytes() + ones.tobytes() + bytes(128)) as (handle, path):
+        client.register_cuda_shared_memory("on_gpu", handle, 1, SIZE)
+        assert names(client) == [("on_gpu", 1, SIZE)]
+        client.infer(
+            "simple",
+            [given(library, "INPUT0", sums, "on_gpu"), given(library, "INPUT1", ones, "on_gpu", 64)],
+            outputs=[
+                tensor(library.InferRequestedOutput("OUTPUT0"), "on_gpu", 64, 128),
+                tensor(library.InferRequestedOutput("OUTPUT1"), "on_gpu", 64, 192),
+            ],
+        )
+        answers = np.frombuffer(path.read_bytes()[128:], np.int32).reshape(2, 16)
+        np.testing.assert_array_equal(answers, np.concatenate([sums + ones, sums - ones]))
+        assert is_mapped(server, path)
+        client.unregister_cuda_shared_memory("on_gpu")
+        assert names(client) == []
+        assert "Unable to find shared memory region: 'on_gpu'" in refusal(
+            client.infer, "simple", [given(library, "INPUT0", sums, "on_gpu"), given(library, "INPUT1", ones, "on_gpu")]
+        )
+        client.register_system_shared_memory("on_gpu", path.name, 64)  # the name is free again, for any kind
+        client.unregister_system_shared_memory("on_gpu")
+        for _ in range(100):
+            if not is_mapped(server, path):
+                break
+            time.sleep(0.05)
+        assert not is_mapped(server, path)
+
+
+def test_what_cannot_be_registered_is_refused_and_says_why(library: Any, client: Any) -> None:
+    with owned(bytes(SIZE)) as (handle, _):
+        client.register_cuda_shared_memory("taken", handle, 0, SIZE)
+        unknown, short = base64.b64encode(b"none".ljust(64, b"\0")), base64.b64encode(b"none")
+        begin = "failed to register CUDA shared memory region: 'r', "
+        for told, *arguments in (
+            ("shared memory region 'taken' already in manager", "taken", handle, 0, SIZE),
+            (f"{begin}expected byte_size within the 256 bytes of its memory, got 257", "r", handle, 0, 257),
+            (f"{begin}failed to open CUDA IPC handle: cudaErrorInvalidValue: invalid argument", "r", unknown, 0, 8),
+            (f"{begin}expected a raw_handle of 64 bytes, got 4", "r", short, 0, 8),
+            (f"{begin}GPUs not supported: CUDAExecutionProvider has no device 2: there is no CUDA", "r", handle, 2, 8),
+        ):
+            assert refusal(client.register_cuda_shared_memory, *arguments).startswith(told)
+        assert [name for name, *_ in names(client)] == ["taken"]
+        assert "cuda shared memory region: 'r'" in refusal(client.get_cuda_shared_memory_status, "r")
+        client.unregister_cuda_shared_memory("r")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"device_id": 0, "byte_size": 8}', "Unable to parse 'raw_handle': expected an object with a string 'b64'"),
+        (b'{"device_id": 0, "byte_size": 8, "raw_handle": "x"}', "Unable to parse 'raw_handle': expected an object"),
+        (b'{"device_id": 0, "byte_size": 8, "raw_handle": {"b64": "$"}}', "expected base64 in 'b64'"),
+        (b'{"raw_handle": {"b64": ""}, "byte_size": 8}', "Unable to parse 'device_id': expected an unsigned integer"),
+        (b'{"raw_handle": {"b64": ""}, "device_id": 0}', "Unable to parse 'byte_size': expected an unsigned integer"),
+        (b'{"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 8}', "expected a raw_handle of 64 bytes, got 0"),
+    ],
+)
+def test_malformed_registrations_are_refused(server: ServerProcess, body: bytes, told: str) -> None:
+    url = f"http://{server.http}/v2/cudasharedmemory/region/r/register"
+    came = httpx.post(url, content=body, timeout=LONG_S)
+    assert came.status_code == 400
+    assert told in came.json()["error"]
+
+
+def test_the_server_says_that_it_can(server: ServerProcess) -> None:
+    assert "cuda_shared_memory" in httpx.get(f"{server.url}/v2", timeout=LONG_S).json()["extensions"]
