@@ -1,6 +1,10 @@
 """Which failures exist. What each becomes on the wire is said in ``frontends/status.py`` alone."""
 
 from enum import StrEnum
+from typing import Final
+
+_MAX_MESSAGE: Final = 4096
+"""Characters. What a message quotes may be as large as the request; over gRPC it travels in a header."""
 
 
 class ErrorKind(StrEnum):
@@ -45,6 +49,8 @@ class ServeError(Exception):
     """
 
     def __init__(self, kind: ErrorKind, message: str, *, retry_after_s: float | None = None) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[:_MAX_MESSAGE]}…"
         super().__init__(message)
         self.kind = kind
         self.message = message

@@ -157,6 +157,20 @@ def test_rest_call_needs_a_key_of_its_group(server: ServerProcess, group: str, c
             assert ask(**bearer(key)).status_code == 200
 
 
+@each_http_call
+def test_line_feed_at_the_end_of_a_path_leads_nowhere(
+    server: ServerProcess, group: str, call: tuple[str, str, bytes]
+) -> None:
+    """A pattern's ``$`` matches before it, so that a route might answer whose guard was not asked."""
+    method, path, body = call
+    path, _, query = path.partition("?")
+    for spelled in (f"{path}%0A", f"{path}%0a/", f"{path}%0A?{query}"):
+        for headers in ({}, bearer(KEYS[group][0])):
+            url = f"http://{server.http}{spelled}"
+            came = httpx.request(method, url, content=body, headers=headers, timeout=LONG_S)
+            assert (came.status_code, came.json()) == (404, {"error": "Not Found"})
+
+
 def call_grpc(server: ServerProcess, path: str, message: bytes, key: str | None) -> tuple[StatusCode, str]:
     metadata = () if key is None else tuple(bearer(key).items())
     with grpc.insecure_channel(server.grpc) as channel:

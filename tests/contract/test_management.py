@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders
+from ortserve.frontends.http.json_body import SMALL_BYTES
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving, triton_clients
 
 FORM = {"content-type": "application/x-www-form-urlencoded"}
@@ -135,12 +137,29 @@ def test_load_and_unload_answer_nothing_with_status_200(managed: ServerProcess, 
     assert call(managed, path, body, FORM) is None
 
 
-def test_body_over_the_limit_is_refused(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "path", ["/v2/logging", "/v2/repository/index", "/v2/cudasharedmemory/region/r/register", "/v2/trace/setting"]
+)
+def test_body_of_a_call_that_needs_little_is_to_be_small(managed: ServerProcess, path: str) -> None:
+    status, text = refusal(managed, path, b'{"log_info":true,"x":"' + b"y" * SMALL_BYTES + b'"}')
+    assert (status, text) == (413, "expected a body of at most 65536 bytes for this call, got more")
+
+
+def test_body_of_a_load_is_bounded_and_counted(tmp_path: Any) -> None:
     add_model(tmp_path, "m", builders.identity)
-    with serving(tmp_path, "--max-body-bytes", "1000", *SHORT_WARMUP) as server:
-        for path in ("/v2/logging", "/v2/systemsharedmemory/region/r/register"):
-            status, text = refusal(server, path, b'{"log_info":true,"x":"' + b"y" * 1000 + b'"}')
-            assert (status, text) == (413, "max_body_bytes: expected a body of at most 1000 bytes, got more")
+    load = "/v2/repository/models/m/load"
+    arguments = ("--max-body-bytes", "200_000", "--max-inflight-bytes", "300_000", "--model-control-mode", "explicit")
+    with serving(tmp_path, *arguments, *SHORT_WARMUP) as server:
+        status, text = refusal(server, load, b'{"x":"' + b"y" * 200_000 + b'"}')
+        assert (status, text.partition(":")[0]) == (413, "request body is larger than max_body_bytes")
+        host, port = server.http.split(":")
+        with socket.create_connection((host, int(port)), timeout=LONG_S) as other:
+            head = f"POST {load} HTTP/1.1\r\nHost: x\r\nContent-Length: 199999\r\n\r\n"
+            other.sendall(head.encode() + b" " * 199_998)
+            ends = time.monotonic() + LONG_S
+            while (came := refusal(server, load, b'["' + b"y" * 150_000 + b'"]'))[0] == 400:
+                assert time.monotonic() < ends, "what the other one has sent is counted by now"
+            assert (came[0], came[1].partition(":")[0]) == (429, "max_inflight_bytes")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shutil import which
 from typing import Any, Final
 
 import httpx
@@ -342,3 +344,103 @@ def test_old_connection_without_a_request_is_left_open_for_one(ageing_server: Se
         status, headers, document = answers.next()
         assert (status, headers["connection"], first_value(document)) == (200, "close", 5)
         assert answers.is_at_end()
+
+
+# --- what else a head may ask for
+
+
+def offering(request: bytes, *headers: str) -> bytes:
+    """The same request, whose client would rather speak another protocol."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    return head + b"\r\n" + "\r\n".join(headers).encode() + b"\r\n\r\n" + body
+
+
+OFFERS: Final = (
+    ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAA"),
+    ("Connection: keep-alive, upgrade", "Upgrade: websocket"),
+    ("Upgrade: x", "Connection: Upgrade"),
+)
+
+
+@pytest.mark.parametrize("gap_s", [0, 0.05], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "another"])
+def test_who_offers_another_protocol_is_answered_in_this_one(
+    connection: socket.socket, offer: tuple[str, ...], gap_s: float
+) -> None:
+    """As curl and Java's client do with every request: RFC 9110, section 7.8, lets a server pass over the offer."""
+    answers = Answers(connection)
+    requests = [
+        offering(post("identity", body_of(1)), *offer),
+        get("/v2/health/live"),
+        offering(get("/v2/health/ready"), *offer),
+        offering(post("nowhere", body_of(2)), *offer),
+        post("identity", body_of(3)),
+        offering(post("identity", body_of(4), "Connection: close"), *offer),
+    ]
+    if gap_s:
+        for request in requests:
+            for first in range(0, len(request), 40):
+                connection.sendall(request[first : first + 40])
+                time.sleep(gap_s / 10)
+    else:
+        connection.sendall(b"".join(requests))
+    came = [answers.next() for _ in requests]
+    assert [status for status, *_ in came] == [200, 200, 200, 404, 200, 200]
+    assert [came[number][2]["id"] for number in (0, 4, 5)] == ["1", "3", "4"]
+    assert answers.is_at_end()
+
+
+@pytest.mark.skipif(not which("curl"), reason="curl is not installed")
+def test_curl_that_would_rather_speak_http2_is_answered(server: ServerProcess, tmp_path: Path) -> None:
+    if server.client is not None:
+        pytest.skip("over TLS it asks by ALPN, and is told")
+    (tmp_path / "body").write_bytes(body_of(5))
+    came = subprocess.run(
+        ["curl", "--silent", "--http2", "--data-binary", f"@{tmp_path / 'body'}", rest_url(server, "identity")],
+        capture_output=True,
+        timeout=LONG_S,
+        check=True,
+    )
+    assert json.loads(came.stdout)["id"] == "5"
+
+
+def test_what_follows_such_an_offer_as_its_body_is_no_request(connection: socket.socket) -> None:
+    hidden = b"POST /v2/repository/index HTTP/1.1\r\nHost: y\r\nContent-Length: 0\r\n\r\n"
+    answers = Answers(connection)
+    for request in (post("identity", hidden), post("identity", b"").replace(b"infer", b"config")):
+        whole = offering(request, *OFFERS[0])
+        connection.sendall(whole[: -len(hidden)] if request.endswith(hidden) else whole)
+        time.sleep(0.05)
+        if request.endswith(hidden):
+            connection.sendall(hidden)
+            status, _, document = answers.next()
+            assert status == 400
+            assert "failed to parse" in document["error"]
+        else:
+            assert answers.next()[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("request_line", "header", "status", "text"),
+    [
+        ("POST /v2/models/identity/infer HTTP/2.0", "Host: x", 400, "expected HTTP/1.1 or HTTP/1.0, got HTTP/2.0"),
+        ("CONNECT /v2/health/live HTTP/1.1", "Host: x", 501, "CONNECT: this server is no proxy"),
+        ("CONNECT x:80 HTTP/1.1", "Host: x", 501, "CONNECT: this server is no proxy"),
+        (
+            "POST /v2/models/identity/infer HTTP/1.1",
+            "Transfer-Encoding: gzip, chunked",
+            501,
+            "Transfer-Encoding: expected chunked, got gzip, chunked",
+        ),
+        ("POST /v2/logging HTTP/1.1", "Transfer-Encoding: gzip, chunked", 501, "Transfer-Encoding: expected chunked"),
+    ],
+)
+def test_what_no_server_of_this_kind_does_is_refused_and_the_connection_closed(
+    connection: socket.socket, request_line: str, header: str, status: int, text: str
+) -> None:
+    connection.sendall(f"{request_line}\r\n{header}\r\n\r\n".encode() + get("/v2/health/live"))
+    answers = Answers(connection)
+    answered, headers, document = answers.next()
+    assert (answered, headers["connection"]) == (status, "close")
+    assert document["error"].startswith(text)
+    assert answers.is_at_end()

@@ -204,6 +204,7 @@ class _Frontends:
             self.models,
             self.management,
             self.shared_memory,
+            self.inference.hold,
             title=options.server_name,
             version=__version__,
             max_body_bytes=options.max_body_bytes,

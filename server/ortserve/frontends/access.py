@@ -1,5 +1,6 @@
 """To which group each call belongs, on both protocols. None is open to everybody: probes bring no keys."""
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -37,6 +38,17 @@ GRPC_GROUPS: Final[Mapping[str, Group | None]] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Group.METADATA,
 }
 """Every call that there is; the router refuses to begin with another."""
+
+
+_CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def is_plain(path: str) -> bool:
+    """Whether a decoded path holds no control character. To others ``http_group`` has no answer.
+
+    A route's pattern takes a line feed at the end of a path for none, so that another route might answer than it seems.
+    """
+    return _CONTROL_CHARACTERS.search(path) is None
 
 
 def http_group(method: str, path: str) -> Group | None:

@@ -1,6 +1,7 @@
 """Every call belongs to a group, on both protocols to the same one, and no spelling of a path leads past its guard."""
 
 import re
+import sys
 from typing import Any, Final
 
 import pytest
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from ortserve.frontends.access import GRPC_GROUPS, http_group
+from ortserve.frontends.access import GRPC_GROUPS, http_group, is_plain
 from ortserve.frontends.grpc.calls import answering
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.http.control import make_control_app
@@ -55,13 +56,14 @@ def all_routes() -> list[Route]:
         def __getattr__(self, _: str) -> Any:
             return None
 
-    app = make_control_app(nothing, Nothing(), nothing, title="t", version="1", max_body_bytes=1)  # type: ignore[arg-type]
+    app = make_control_app(nothing, Nothing(), nothing, nothing, title="t", version="1", max_body_bytes=1)  # type: ignore[arg-type]
     app.include_router(make_generate_router(nothing, nothing, max_body_bytes=1, clock=lambda: 0))
     known = iter_route_contexts(app.routes)
     return [Route(route.path or "", answer_nothing, methods=list(route.methods or ())) for route in known]
 
 
 ROUTES: Final = all_routes()
+GENERATE_ROUTES: Final = [route for route in ROUTES if route.path.endswith("/generate")]
 
 
 def test_every_route_is_in_the_group_that_its_path_says() -> None:
@@ -78,7 +80,9 @@ v2 health live ready models m 1 versions infer generate generate_stream config s
 unload logging trace setting systemsharedmemory cudasharedmemory region r register unregister status docs openapi.json
 redoc .. %2e%2e Load
 """
-SEGMENTS: Final = st.sampled_from(["", " ", *WORDS.split()])
+SEGMENTS: Final = st.builds(
+    str.__add__, st.sampled_from(["", " ", *WORDS.split()]), st.sampled_from(["", "", "\n", "\r", "\x85", "\u2028"])
+)
 
 
 @given(st.lists(SEGMENTS, max_size=8), st.sampled_from(["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS"]))
@@ -86,8 +90,18 @@ def test_group_of_a_path_is_that_of_the_route_that_takes_it(segments: list[str],
     path = "/" + "/".join(segments)
     scope = {"type": "http", "path": path, "method": method, "root_path": "", "headers": []}
     taken = next((route for route in ROUTES if route.matches(scope)[0] is Match.FULL), None)
-    if taken is not None:
+    if taken is not None and is_plain(path):  # to others nobody is let
         assert http_group(method, path) is expected_group(taken.path)
+
+
+def test_only_line_feeds_lead_to_another_route_than_it_seems() -> None:
+    """And so no character that ``is_plain`` lets pass."""
+    scope = {"type": "http", "method": "POST", "root_path": "", "headers": []}
+    for code in range(sys.maxunicode + 1):
+        character = chr(code)
+        path = f"/v2/models/m/generate{character}"
+        if is_plain(path) and not character.isalnum():
+            assert not any(route.matches(scope | {"path": path})[0] is Match.FULL for route in GENERATE_ROUTES), code
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])

@@ -3,7 +3,8 @@
 uvicorn writes head and body of an answer one after the other, and uvloop hands each to the kernel at once; on a small
 answer the second call costs as much as decoding the request. And a request handler that waits for something else than
 its caller learns only when it asks that the caller is gone. It bounds neither headers nor the time that a request takes
-to come, nor how many connections there are.
+to come, nor how many connections there are. What came of a request that offers another protocol it takes for the next
+request.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+import httptools
 from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -29,6 +31,10 @@ _MAX_LINGERING: Final = 64
 
 _FRAMING_PART: Final = 16
 """By how much a chunked body may be longer than its content; a chunk of one byte takes six."""
+
+_VERSIONS: Final = ("1.1", "1.0")
+_OFFERS: Final = (b"upgrade", b"http2-settings")
+"""Headers with which a client offers another protocol; its ``Connection`` names them, too."""
 
 _REQUEST: Final = Stage.REQUEST
 _HEADERS: Final = Stage.HEADERS
@@ -100,7 +106,7 @@ class CorkedTransport(asyncio.Transport):
             self._transport.writelines(pending)
 
 
-class HeadersTooLargeError(Exception):
+class RefusedHeadError(Exception):
     """Ends the parsing of a request, whose refusal is known by then."""
 
 
@@ -114,6 +120,7 @@ class Connection(HttpToolsProtocol):
         is_old: Whether its next answer is to be its last. An old connection that is idle is not closed: a request could
             be on its way.
         stage: How far the request has come that is read now: REQUEST, HEADERS or BODY.
+        is_offer: Whether that request offers another protocol, for which it is read once more without its offer.
     """
 
     corked: CorkedTransport
@@ -121,6 +128,7 @@ class Connection(HttpToolsProtocol):
     has_left = False
     is_old = False
     stage = _REQUEST
+    is_offer = False
     _refusal: ServeError | None = None
     _is_refused = False
     _ageing: asyncio.TimerHandle | None = None
@@ -169,7 +177,8 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._chunk_bytes = len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self.stage is not _REQUEST:
             self.on_unfinished()
 
@@ -178,35 +187,52 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # the ASGI text allows keys of one's own
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
+            text = f"Transfer-Encoding: expected chunked, got {value.decode('latin-1'):.100}"
+            self._refusal = ServeError(ErrorKind.UNSUPPORTED, text)
+            raise RefusedHeadError
+
     def on_headers_complete(self) -> None:
         self.check_headers()
-        super().on_headers_complete()
+        if not self.is_offer:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.stage = _REQUEST
-        super().on_message_complete()
+        if not self.is_offer:
+            self.stage = _REQUEST
+            super().on_message_complete()
 
     def check_headers(self) -> None:
-        """Refuse headers over the limits, now that they are whole.
+        """Refuse a head that is no request's to this server, or over the limits, now that it is whole.
 
         Raises:
-            HeadersTooLargeError: They are.
+            RefusedHeadError: It is.
         """
         self.stage = _BODY
+        parser = self.parser
+        if parser.get_http_version() not in _VERSIONS:
+            self._refusal = invalid_input(f"expected HTTP/1.1 or HTTP/1.0, got HTTP/{parser.get_http_version()}")
+            raise RefusedHeadError
+        self.is_offer = parser.should_upgrade()
+        if self.is_offer and parser.get_method() == b"CONNECT":
+            self._refusal = ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy")
+            raise RefusedHeadError
         limits = self._limits
         if len(self.headers) > limits.max_headers:
             self._refusal = _too_many_headers(len(self.headers), limits)
-            raise HeadersTooLargeError
+            raise RefusedHeadError
         # What came in one piece is no larger than that.
         if self._chunk_bytes > limits.max_header_bytes or self._unfinished[0] is self.headers:
             size = header_bytes(self.url, self.headers)
             if size > limits.max_header_bytes:
                 self._refusal = _too_large_headers(size, limits)
-                raise HeadersTooLargeError
+                raise RefusedHeadError
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn does with what it cannot parse; with what we do not let it parse, too."""
@@ -263,6 +289,34 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         else:
             self._refuse(error)
+
+    def _parse(self, data: bytes) -> None:
+        pieces: list[bytes | memoryview] = [data]
+        while pieces:
+            piece = pieces.pop()
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as offer:
+                pieces += memoryview(piece)[offer.args[0] :], self._without_offer()
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _without_offer(self) -> bytes:
+        """The head that was read last without its offer of another protocol, which a server may ignore.
+
+        The parser takes what follows such a head for bytes of the other protocol, and so needs to read it anew.
+        """
+        old = self.parser
+        lines = [b"%s %s HTTP/%s" % (old.get_method(), self.url, old.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(part for part in value.split(b",") if part.strip().lower() not in _OFFERS)
+            if name not in _OFFERS:
+                lines.append(b"%s: %s" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _grow_old(self) -> None:
         self.is_old = True

@@ -1,6 +1,6 @@
 """Everything of REST but inference itself: health, metadata, the documentation page and OpenAPI."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -32,6 +32,7 @@ from ortserve.frontends.http.settings_routes import settings_routes
 from ortserve.frontends.http.shared_memory_routes import shared_memory_routes
 from ortserve.frontends.http.statistics_routes import statistics_routes
 from ortserve.service.access import Group
+from ortserve.service.gate import Hold
 from ortserve.service.management import Management
 from ortserve.service.models import ModelService
 from ortserve.service.shared_memory import SharedMemory
@@ -41,6 +42,7 @@ def make_control_app(
     models: ModelService,
     management: Management,
     shared_memory: SharedMemory,
+    hold: Callable[[int], Hold],
     *,
     title: str,
     version: str,
@@ -49,7 +51,8 @@ def make_control_app(
 ) -> FastAPI:
     """The FastAPI application; its OpenAPI document also describes the infer routes, which are served beside it.
 
-    ``guarded`` are the groups whose operations the document says to need a key; who asks for it is ``RestApp``.
+    ``hold`` lets bodies that may be large in, by their bytes. ``guarded`` are the groups whose operations the document
+    says to need a key; who asks for it is ``RestApp``.
     """
     app = FastAPI(
         title=title,
@@ -61,10 +64,10 @@ def make_control_app(
     app.include_router(_health_routes(models))
     app.include_router(statistics_routes(management.statistics))
     app.include_router(configuration_routes(models))
-    app.include_router(repository_routes(management.repository, max_body_bytes=max_body_bytes))
-    app.include_router(settings_routes(management.logs, management.traces, max_body_bytes=max_body_bytes))
+    app.include_router(repository_routes(management.repository, hold, max_body_bytes=max_body_bytes))
+    app.include_router(settings_routes(management.logs, management.traces))
     app.include_router(_metadata_routes(models))
-    app.include_router(shared_memory_routes(shared_memory, max_body_bytes=max_body_bytes))
+    app.include_router(shared_memory_routes(shared_memory))
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_malformed_path)

@@ -71,8 +71,10 @@ class LaneConnection(Connection):
 
     def on_headers_complete(self) -> None:
         self.check_headers()
+        if self.is_offer:
+            return
         parser = self.parser
-        target = _target(self.url) if parser.get_method() == b"POST" and not parser.should_upgrade() else None
+        target = _target(self.url) if parser.get_method() == b"POST" else None
         if target is None:
             self._begin_asgi()
             return
@@ -96,7 +98,7 @@ class LaneConnection(Connection):
 
     def on_message_complete(self) -> None:
         exchange: object = self.cycle
-        if type(exchange) is Exchange:
+        if type(exchange) is Exchange and not self.is_offer:
             self.stage = _REQUEST
             exchange.on_end()
         else:

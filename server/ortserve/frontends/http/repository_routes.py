@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.frontends.http.json_body import read_json_object, read_parameters
+from ortserve.frontends.http.answers import body_too_large
+from ortserve.frontends.http.json_body import read_json_object, read_large_parameters, read_parameters
 from ortserve.frontends.http.management_documents import (
     IndexEntryDocument,
     IndexRequestDocument,
@@ -19,34 +20,42 @@ from ortserve.frontends.http.management_documents import (
     request_body,
 )
 from ortserve.frontends.http.path_parameters import ModelName
+from ortserve.service.gate import Hold
 from ortserve.service.repository import LoadParameter, RepositoryService
 
 
-def repository_routes(repository: RepositoryService, *, max_body_bytes: int) -> APIRouter:
-    """Routes of what lies in the repositories and what is served of it."""
+def repository_routes(repository: RepositoryService, hold: Callable[[int], Hold], *, max_body_bytes: int) -> APIRouter:
+    """Routes of what lies in the repositories and what is served of it.
+
+    ``hold`` lets the body of a load in, by its bytes; raises ServeError: overloaded.
+    """
     router = APIRouter(prefix="/v2/repository", tags=["repository"])
 
     @router.post("/index", response_model=list[IndexEntryDocument], openapi_extra=request_body(IndexRequestDocument))
     async def index(request: Request) -> JSONResponse:
         """The versions that the server knows, and the models that lie in its repositories."""
-        document = await read_json_object(request, max_body_bytes=max_body_bytes)
+        document = await read_json_object(request)
         only_ready = document.get("ready", False)
         if not isinstance(only_ready, bool):
-            raise invalid_input(f"Invalid value for 'ready': expected a boolean, got {only_ready!r}")
+            raise invalid_input(f"Invalid value for 'ready': expected a boolean, got {only_ready!r:.100}")
         entries = await repository.index(only_ready=only_ready)
         return JSONResponse([{key: value for key, value in asdict(entry).items() if value} for entry in entries])
 
     @router.post("/models/{model}/load")
     async def load(model: ModelName, request: Request) -> Response:
         """Load a model, or load it anew if it has changed; answered when it serves."""
-        parameters = await read_parameters(request, max_body_bytes=max_body_bytes)
-        await repository.load(model, await asyncio.to_thread(_decoded, parameters))
+        announced = int(request.headers.get("content-length", 0))  # the HTTP parser took it for a number already
+        if announced > max_body_bytes:
+            raise body_too_large(announced, max_body_bytes)
+        with hold(announced) as held:
+            parameters = await read_large_parameters(request, held, max_body_bytes=max_body_bytes)
+            await repository.load(model, await asyncio.to_thread(_decoded, parameters))
         return _nothing()
 
     @router.post("/models/{model}/unload", openapi_extra=request_body(UnloadRequestDocument))
     async def unload(model: ModelName, request: Request) -> Response:
         """Unload a model; answered when its last request is."""
-        await repository.unload(model, await read_parameters(request, max_body_bytes=max_body_bytes))
+        await repository.unload(model, await read_parameters(request))
         return _nothing()
 
     @router.post("/{repository}/index", include_in_schema=False)

@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.access import http_group
+from ortserve.frontends.access import http_group, is_plain
 from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.answers import Answer, failure
 from ortserve.frontends.http.connection import Connection, connection_of
@@ -43,7 +43,7 @@ class RestApp:
         path = scope["path"]
         if target is None and path.endswith("/") and len(path) > 1:
             scope["path"] = path.rstrip("/")
-        if self._guards and (error := self._refusal(scope, is_infer=target is not None)) is not None:
+        if (error := self._refusal(scope, is_infer=target is not None)) is not None:
             await _refuse(scope, receive, send, error)
         elif target is None:
             await self._control(scope, receive, send)
@@ -54,6 +54,8 @@ class RestApp:
 
     def _refusal(self, scope: Scope, *, is_infer: bool) -> ServeError | None:
         """Why the caller may not come in, decided by the path that the request is routed by."""
+        if not (is_infer or is_plain(scope["path"])):
+            return ServeError(ErrorKind.NOT_FOUND, "Not Found")
         group = Group.INFER if is_infer else http_group(scope["method"], scope["path"])
         guard = None if group is None else self._guards.get(group)
         if guard is None:

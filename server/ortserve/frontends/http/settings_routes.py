@@ -20,7 +20,7 @@ _TRACE_BODY: Final = {
 }
 
 
-def settings_routes(logs: LogSettings, traces: TraceSettings, *, max_body_bytes: int) -> APIRouter:
+def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:
     """Routes of what clients may change while the server runs."""
     router = APIRouter(prefix="/v2", tags=["settings"])
 
@@ -32,7 +32,7 @@ def settings_routes(logs: LogSettings, traces: TraceSettings, *, max_body_bytes:
     @router.post("/logging", response_model=LogSettingsDocument, openapi_extra=_LOG_BODY)
     async def change_log_settings(request: Request) -> JSONResponse:
         """Change which lines are logged; keys that are not there stay as they are."""
-        return JSONResponse(logs.update(await read_json_object(request, max_body_bytes=max_body_bytes)))
+        return JSONResponse(logs.update(await read_json_object(request)))
 
     @router.get("/trace/setting", response_model=TraceSettingsDocument)
     async def trace_settings() -> JSONResponse:
@@ -46,7 +46,7 @@ def settings_routes(logs: LogSettings, traces: TraceSettings, *, max_body_bytes:
     )
     async def change_trace_settings(request: Request) -> JSONResponse:
         """Change the server's trace settings; null takes one back to what it began with."""
-        return JSONResponse(traces.update(await read_json_object(request, max_body_bytes=max_body_bytes)))
+        return JSONResponse(traces.update(await read_json_object(request)))
 
     @router.get("/models/{model}/trace/setting", response_model=TraceSettingsDocument)
     async def model_trace_settings(model: ModelName) -> JSONResponse:
@@ -60,6 +60,6 @@ def settings_routes(logs: LogSettings, traces: TraceSettings, *, max_body_bytes:
     )
     async def change_model_trace_settings(model: ModelName, request: Request) -> JSONResponse:
         """Change the trace settings of a model; null takes one back to the server's."""
-        return JSONResponse(traces.update(await read_json_object(request, max_body_bytes=max_body_bytes), model))
+        return JSONResponse(traces.update(await read_json_object(request), model))
 
     return router

@@ -49,15 +49,15 @@ def _body(document: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def shared_memory_routes(regions: SharedMemory, *, max_body_bytes: int) -> APIRouter:
+def shared_memory_routes(regions: SharedMemory) -> APIRouter:
     """Routes for both kinds of shared memory. Success is 200 with nothing in it: clients accept no other status."""
     router = APIRouter(prefix="/v2", tags=["shared memory"])
-    router.include_router(_system_routes(regions, max_body_bytes), prefix="/systemsharedmemory")
-    router.include_router(_cuda_routes(regions, max_body_bytes), prefix="/cudasharedmemory")
+    router.include_router(_system_routes(regions), prefix="/systemsharedmemory")
+    router.include_router(_cuda_routes(regions), prefix="/cudasharedmemory")
     return router
 
 
-def _system_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
+def _system_routes(regions: SharedMemory) -> APIRouter:
     router = APIRouter()
 
     @router.get("/status", response_model=list[RegionDocument])
@@ -73,7 +73,7 @@ def _system_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
     @router.post("/region/{region}/register", openapi_extra=_body(RegistrationDocument), response_class=Response)
     async def register(region: RegionName, request: Request) -> Response:
         """Let requests use a shared memory object, where the operator allows it."""
-        document = await read_json_object(request, max_body_bytes=max_body_bytes)
+        document = await read_json_object(request)
         offset, byte_size = _unsigned(document, "offset", 0), _unsigned(document, "byte_size", None)
         regions.register(region, _key(document), offset, byte_size)
         return Response()
@@ -93,7 +93,7 @@ def _system_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
     return router
 
 
-def _cuda_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
+def _cuda_routes(regions: SharedMemory) -> APIRouter:
     router = APIRouter()
 
     @router.get("/status", response_model=list[CudaRegionDocument])
@@ -109,7 +109,7 @@ def _cuda_routes(regions: SharedMemory, max_body_bytes: int) -> APIRouter:
     @router.post("/region/{region}/register", openapi_extra=_body(CudaRegistrationDocument), response_class=Response)
     async def register_cuda(region: RegionName, request: Request) -> Response:
         """Let requests use another process's memory on a GPU, where the operator allows it and there is one."""
-        document = await read_json_object(request, max_body_bytes=max_body_bytes)
+        document = await read_json_object(request)
         device_id, byte_size = _unsigned(document, "device_id", None), _unsigned(document, "byte_size", None)
         await regions.register_cuda(region, _handle(document), device_id, byte_size)
         return Response()
