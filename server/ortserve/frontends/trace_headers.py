@@ -1,7 +1,7 @@
 """Where a request's trace is said: W3C Trace Context, in headers of HTTP as in metadata of gRPC."""
 
 from collections.abc import Iterable
-from typing import Final
+from typing import AnyStr, Final
 
 from ortserve.errors import ErrorKind
 from ortserve.frontends.status import STATUSES
@@ -38,25 +38,33 @@ def infer_operation(version: str) -> Operation:
 
 def begin_http_trace(tracing: Tracing, operation: Operation, headers: Iterable[tuple[bytes, bytes]]) -> Trace | None:
     """The trace of a request by its headers, whose names are in lower case; None for one that is not sampled."""
-    parents = []
-    states = []
-    for name, value in headers:
-        if name == b"traceparent":
-            parents.append(value.decode("latin-1"))
-        elif name == b"tracestate":
-            states.append(value.decode("latin-1"))
-    return tracing.begin(operation, parents[0] if len(parents) == 1 else None, states)
+    return _begin(tracing, operation, headers, b"traceparent", b"tracestate")
 
 
 def begin_grpc_trace(
     tracing: Tracing, operation: Operation, metadata: Iterable[tuple[str, str | bytes]] | None
 ) -> Trace | None:
     """The same by the metadata of a call."""
+    return _begin(tracing, operation, metadata or (), "traceparent", "tracestate")
+
+
+def _begin(
+    tracing: Tracing,
+    operation: Operation,
+    headers: Iterable[tuple[AnyStr, str | bytes]],
+    parent_name: AnyStr,
+    state_name: AnyStr,
+) -> Trace | None:
+    """Both names are spelled as those of ``headers`` are; of several parents none counts."""
     parents = []
     states = []
-    for name, value in metadata or ():
-        if name == "traceparent":
-            parents.append(str(value))
-        elif name == "tracestate":
-            states.append(str(value))
+    for name, value in headers:
+        if name == parent_name:
+            parents.append(_text(value))
+        elif name == state_name:
+            states.append(_text(value))
     return tracing.begin(operation, parents[0] if len(parents) == 1 else None, states)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")
