@@ -30,10 +30,10 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 from ortserve.clock import monotonic_ns
 from ortserve.core.timing import PHASES, Timing
-from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
+from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.telemetry.otlp import OtlpTracing
 from ortserve.telemetry.spans import RequestSpans
-from ortserve.telemetry.tracing import EndedRequest
+from ortserve.telemetry.tracing import EndedRequest, http_operation
 
 ROUNDS: Final = 11
 REQUESTS: Final = 20_000
@@ -41,6 +41,7 @@ TIMING: Final = Timing(1_000_000, 1_040_000, 1_070_000, 1_080_000, 1_330_000, 1_
 ENDED: Final = EndedRequest(TIMING, TIMING.done_ns, None, "model", "1", "a-request-id", 1)
 BATCH: Final = 256
 
+PATH: Final = b"/v2/models/model/infer"
 HEADERS: Final = [
     (b"host", b"127.0.0.1:8000"),
     (b"accept", b"*/*"),
@@ -66,15 +67,17 @@ def tracing(sample_ratio: float) -> OtlpTracing:
 def main() -> None:
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # that nobody listens is meant to be so
     never, always = tracing(0), tracing(1)
-    infer = infer_operation("")
+    infer = http_operation("/v2/models/{model}/infer", "http", {None: 200})
     for _ in range(2500):  # more than may wait
         trace = always.begin(infer, None, ())
         assert trace is not None
         trace.end(ENDED)
 
     def request(tracing: OtlpTracing, headers: list[tuple[bytes, bytes]]) -> Callable[[], bool]:
+        traces = HttpTraces(tracing, "http")
+
         def run() -> bool:
-            trace = begin_http_trace(tracing, infer, headers)
+            trace = traces.begin("infer", "", PATH, headers)
             if trace is None:
                 return False
             trace.end(EndedRequest(TIMING, TIMING.done_ns, None, "model", "1", "a-request-id", 1))
@@ -91,7 +94,7 @@ def main() -> None:
     taken: dict[str, list[float]] = {name: [] for name in cases}
     exporting: list[float] = []
     context = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-    requests = [RequestSpans(infer, context, None, ENDED) for _ in range(BATCH)]
+    requests = [RequestSpans(infer, PATH, context, None, ENDED) for _ in range(BATCH)]
     resource = Resource({"service.name": "ortserve"})
     for name, (run, is_sampled) in cases.items():
         if run() is not is_sampled:

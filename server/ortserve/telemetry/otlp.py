@@ -50,13 +50,19 @@ _EXPORTED_REQUESTS: Final = 256
 class OtlpTrace:
     """A request that is sampled; see ``Trace``."""
 
-    __slots__ = ("_context", "_operation", "_parent", "_tracing")
+    __slots__ = ("_context", "_operation", "_parent", "_path", "_tracing")
 
     def __init__(
-        self, tracing: "OtlpTracing", operation: Operation, context: SpanContext, parent: SpanContext | None
+        self,
+        tracing: "OtlpTracing",
+        operation: Operation,
+        path: bytes,
+        context: SpanContext,
+        parent: SpanContext | None,
     ) -> None:
         self._tracing = tracing
         self._operation = operation
+        self._path = path
         self._context = context
         self._parent = parent
 
@@ -69,7 +75,7 @@ class OtlpTrace:
         return f"{self._context.span_id:016x}"
 
     def end(self, request: EndedRequest) -> None:
-        self._tracing.hand_over(RequestSpans(self._operation, self._context, self._parent, request))
+        self._tracing.hand_over(RequestSpans(self._operation, self._path, self._context, self._parent, request))
 
 
 class OtlpTracing:
@@ -107,7 +113,9 @@ class OtlpTracing:
     def dropped_spans(self) -> int:
         return self._exporter.dropped_spans + self._turned_away_spans
 
-    def begin(self, operation: Operation, traceparent: str | None, tracestate: Sequence[str]) -> OtlpTrace | None:
+    def begin(
+        self, operation: Operation, traceparent: str | None, tracestate: Sequence[str], path: bytes = b""
+    ) -> OtlpTrace | None:
         if traceparent is not None:
             if _IS_UNSAMPLED(traceparent):
                 return None
@@ -118,11 +126,11 @@ class OtlpTracing:
                 context = SpanContext(
                     parent.trace_id, _new_id(64), is_remote=False, trace_flags=_SAMPLED, trace_state=parent.trace_state
                 )
-                return OtlpTrace(self, operation, context, parent)
+                return OtlpTrace(self, operation, path, context, parent)
         trace_id = _new_id(128)
         if trace_id & TraceIdRatioBased.TRACE_ID_LIMIT >= self._root_bound:
             return None
-        return OtlpTrace(self, operation, SpanContext(trace_id, _new_id(64), False, _SAMPLED), None)
+        return OtlpTrace(self, operation, path, SpanContext(trace_id, _new_id(64), False, _SAMPLED), None)
 
     def hand_over(self, spans: RequestSpans) -> None:
         """Have the spans of a request exported, or dropped where too many wait already."""

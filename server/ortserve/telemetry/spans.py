@@ -28,13 +28,19 @@ class RequestSpans:
     request comes, and costs several times as much.
     """
 
-    __slots__ = ("_operation", "_parent", "_request", "context")
+    __slots__ = ("_operation", "_parent", "_path", "_request", "context")
 
     def __init__(
-        self, operation: Operation, context: SpanContext, parent: SpanContext | None, request: EndedRequest
+        self,
+        operation: Operation,
+        path: bytes,
+        context: SpanContext,
+        parent: SpanContext | None,
+        request: EndedRequest,
     ) -> None:
         self.context = context
         self._operation = operation
+        self._path = path
         self._parent = parent
         self._request = request
 
@@ -82,6 +88,7 @@ class RequestSpans:
         if request.kind is not None:
             attributes["error.type"] = outcome
         for key, text in (
+            ("url.path", self._path.decode("latin-1")),
             ("ortserve.model.name", request.model),
             ("ortserve.model.version", request.version),
             ("ortserve.request.id", request.request_id),
