@@ -73,13 +73,12 @@ def compare_scrapes() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     TritonMetrics(registry, metrics)
-    numbers = BatchingNumbers(
-        1, {f"decision_{n}": n for n in range(11)}, {2**n: 0.001 for n in range(7)}, 0.001, 1, 0.5
-    )
+    numbers = BatchingNumbers(1, {f"decision_{n}": n for n in range(11)}, {2**n: 0.001 for n in range(7)}, 0.001, 1)
     models = [metrics.model(f"model-{number}", "1") for number in range(MODELS)]
     for model in models:
         model.set_state("ready")
         model.set_batching_source(lambda: numbers)
+        model.set_saturation_source(lambda: 0.5)
         model.observe_success("rest", TIMING, 1)
     writers: dict[str, Callable[[], bytes]] = {
         "prometheus_client": lambda: generate_latest(registry),
