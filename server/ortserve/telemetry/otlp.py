@@ -5,7 +5,6 @@ of the process ends up in these traces.
 """
 
 import logging
-import random
 import re
 import threading
 import time
@@ -29,7 +28,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from ortserve import __version__
 from ortserve.clock import Clock
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.spans import RequestSpans
+from ortserve.telemetry.spans import IDS, RequestSpans
 from ortserve.telemetry.tracing import EndedRequest, Operation
 
 logger: Final = logging.getLogger(__name__)
@@ -124,13 +123,17 @@ class OtlpTracing:
                 if not parent.trace_flags.sampled:
                     return None
                 context = SpanContext(
-                    parent.trace_id, _new_id(64), is_remote=False, trace_flags=_SAMPLED, trace_state=parent.trace_state
+                    parent.trace_id,
+                    IDS.generate_span_id(),
+                    is_remote=False,
+                    trace_flags=_SAMPLED,
+                    trace_state=parent.trace_state,
                 )
                 return OtlpTrace(self, operation, path, context, parent)
-        trace_id = _new_id(128)
+        trace_id = IDS.generate_trace_id()
         if trace_id & TraceIdRatioBased.TRACE_ID_LIMIT >= self._root_bound:
             return None
-        return OtlpTrace(self, operation, path, SpanContext(trace_id, _new_id(64), False, _SAMPLED), None)
+        return OtlpTrace(self, operation, path, SpanContext(trace_id, IDS.generate_span_id(), False, _SAMPLED), None)
 
     def hand_over(self, spans: RequestSpans) -> None:
         """Have the spans of a request exported, or dropped where too many wait already."""
@@ -215,8 +218,3 @@ def _read_parent(traceparent: str, tracestate: Sequence[str]) -> SpanContext | N
     carrier = {"traceparent": [traceparent], "tracestate": list(tracestate)}
     parent = get_current_span(_PROPAGATOR.extract(carrier)).get_span_context()
     return parent if parent.is_valid else None
-
-
-def _new_id(bits: int) -> int:
-    """Random, and not 0, which stands for none."""
-    return random.getrandbits(bits) or 1

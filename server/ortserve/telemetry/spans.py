@@ -13,8 +13,10 @@ from ortserve import __version__
 from ortserve.core.timing import PHASES
 from ortserve.telemetry.tracing import EndedRequest, Operation
 
+IDS: Final = RandomIdGenerator()
+"""Of traces and spans; 0, which stands for none, is not among them."""
+
 _SCOPE: Final = InstrumentationScope("ortserve", __version__)
-_IDS: Final = RandomIdGenerator()
 
 _MAX_TEXT: Final = 256
 """Characters of what callers make up."""
@@ -69,7 +71,7 @@ class RequestSpans:
         for name, begin_ns, end_ns in _phases(request):
             yield ReadableSpan(
                 name,
-                SpanContext(context.trace_id, _IDS.generate_span_id(), False, context.trace_flags, context.trace_state),
+                SpanContext(context.trace_id, IDS.generate_span_id(), False, context.trace_flags, context.trace_state),
                 context,
                 resource,
                 start_time=begin_ns + wall_minus_monotonic_ns,
