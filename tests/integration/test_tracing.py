@@ -46,7 +46,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traced")
     add_model(folder, "identity", builders.identity)
     add_model(folder, "poison", builders.poison)
-    add_model(folder, "slow", builders.slow)
+    (add_model(folder, "slow", builders.slow) / "model.yaml").write_text("max_rows: 32\n")
     return folder
 
 
@@ -158,12 +158,13 @@ def test_a_caller_that_wants_no_spans_gets_none(traced: Traced) -> None:
 def test_requests_of_one_batch_name_it(traced: Traced) -> None:
     server, collector = traced
     names = [f"mate-{number}" for number in range(16)]
-    _stream(server, [_message(name, array=np.ones((2, 4), np.float32)) for name in names], **SAMPLED)
+    _stream(server, [_message(name, "slow", np.ones((2, 4), np.float32)) for name in names], **SAMPLED)
     told = [collector.wait_for(name).attributes for name in names]
     batches: dict[Any, list[Any]] = {}
     for one in told:
         assert one["ortserve.rows"] == 2
         batches.setdefault(one["ortserve.batch.id"], []).append(one["ortserve.batch.rows"])
+    assert len(batches) < len(names)  # those that came while the first was computed rode together
     assert all(rows == [2 * len(rows)] * len(rows) for rows in batches.values())
 
 
