@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True)
 class Call:
-    """A request whose body is complete. Nothing of it changes; to freeze it would make it take thrice as long to make.
+    """A request whose body is complete. Nothing of it changes; it is not frozen, because that costs at each making.
 
     Attributes:
         protocol: ``http`` or ``grpc``, for metrics.
@@ -136,7 +136,7 @@ class InferenceService:
             begun_ns: When its head was there, 0 where that is not known.
         """
         timing = Timing(self._clock())
-        timing.begun_ns = begun_ns  # a third of what a keyword costs
+        timing.begun_ns = begun_ns  # a keyword would cost more
         return Call(protocol, timing, timeout_ns, trace)
 
     def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:

@@ -37,7 +37,7 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 _IS_UNSAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]").fullmatch
-"""A ``traceparent`` by which the caller wants no spans, told for a tenth of what reading it by the library costs."""
+"""A ``traceparent`` by which the caller wants no spans: most need not be read by the library, which costs more."""
 
 _QUEUED_REQUESTS: Final = 2048
 """That wait to be exported; at most six spans each."""
