@@ -4,33 +4,34 @@ Counting: prometheus_client's Histogram, or plain lists?
 
 A request is six observations (its duration and five phases), labels bound beforehand in both arms. Expected: a lock and
 a linear search each make the library several times dearer. Both arms run interleaved; the figures are the medians of
-the rounds and their spread. Process level, one thread, nothing else running. Before printing, the arms' buckets are
-compared.
+the rounds and their spread. Function level, one thread, nothing else running. Before anything is written, the arms'
+buckets are compared.
 
 Scraping: prometheus_client's text writer, or ``telemetry.text_format``? A thousand models that have all been used, and
 of which one in ten is used between scrapes. Expected: the library makes each sample anew, ours only what changed, so
-several times less. Both arms run interleaved, on the same numbers, and the processor's time is measured.
+several times less. Both arms run interleaved, on the same numbers, and the processor's time is measured. Writes
+``loadtests/results/metrics_cost.md``.
 
-    PYTHONPATH=server python loadtests/metrics_cost.py
+    python loadtests/metrics_cost.py [--rounds 11]
 """
 
-import platform
-import statistics
+import argparse
+import os
 import time
 import timeit
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from harness import circumstances, spread, table
 from ortserve.core.timing import PHASES, Timing
 from ortserve.telemetry.declarations import PHASE_DURATION, REQUEST_DURATION
 from ortserve.telemetry.metrics import BatchingNumbers, Metrics
 from ortserve.telemetry.text_format import TextFormat
 from ortserve.telemetry.triton_metrics import TritonMetrics
 
-ROUNDS = 11
-REQUESTS = 20_000
 # Durations of a small model on a CPU: 40 µs, 30 µs, 10 µs, 250 µs, 60 µs.
 TIMING = Timing(1_000_000, 1_040_000, 1_070_000, 1_080_000, 1_330_000, 1_390_000)
 
@@ -65,58 +66,86 @@ def buckets_of(registry: CollectorRegistry) -> list[str]:
     return sorted(line for line in lines if line.startswith(names) and ("_bucket{" in line or "_count{" in line))
 
 
-MODELS = 1000
+def compare_counting(rounds: int, requests: int) -> str:
+    """What counting a request takes, as Markdown."""
+    arms = {"prometheus_client.Histogram": library_arm(), "telemetry.metrics": collector_arm()}
+    taken_us: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, (_, observe) in arms.items():
+            taken_us[name].append(timeit.timeit(observe, number=requests) / requests * 1e6)
+    outputs = [buckets_of(registry) for registry, _ in arms.values()]
+    if not outputs[0] or outputs[0] != outputs[1]:
+        raise SystemExit("the two arms counted differently; the figures mean nothing")
+    return _compared(taken_us, "µs a request")
 
 
-def compare_scrapes() -> None:
-    """Print how long each writer takes for a thousand models, and how much it writes."""
+def compare_scrapes(rounds: int, models: int) -> tuple[str, float]:
+    """What a scrape takes, as Markdown, and how much is written in each, in MB."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     TritonMetrics(registry, metrics)
-    numbers = BatchingNumbers(
-        1, {f"decision_{n}": n for n in range(11)}, {2**n: 0.001 for n in range(7)}, 0.001, 1, 0.5
-    )
-    models = [metrics.model(f"model-{number}", "1") for number in range(MODELS)]
-    for model in models:
+    numbers = BatchingNumbers(1, {f"decision_{n}": n for n in range(11)}, {2**n: 0.001 for n in range(7)}, 0.001, 1)
+    versions = [metrics.model(f"model-{number}", "1") for number in range(models)]
+    for model in versions:
         model.set_state("ready")
         model.set_batching_source(lambda: numbers)
+        model.set_saturation_source(lambda: 0.5)
         model.observe_success("rest", TIMING, 1)
     writers: dict[str, Callable[[], bytes]] = {
         "prometheus_client": lambda: generate_latest(registry),
         "telemetry.text_format": TextFormat(registry).write,
     }
-    taken: dict[str, list[float]] = {name: [] for name in writers}
+    taken_ms: dict[str, list[float]] = {name: [] for name in writers}
     for write in writers.values():
         write()
     size = 0
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, write in writers.items():
-            for model in models[::10]:
+            for model in versions[::10]:
                 model.observe_success("rest", TIMING, 1)
             begin_s = time.thread_time()
             size = len(write())
-            taken[name].append((time.thread_time() - begin_s) * 1e3)
-    print(f"a scrape of {MODELS} models, {size / 1e6:.1f} MB")
-    for name, samples in taken.items():
-        print(f"{name:30}{statistics.median(samples):8.0f} ms/scrape  ({min(samples):.0f} to {max(samples):.0f})")
+            taken_ms[name].append((time.thread_time() - begin_s) * 1e3)
+    return _compared(taken_ms, "ms a scrape"), size / 1e6
 
 
-def main() -> None:
-    arms = {"prometheus_client.Histogram": library_arm(), "telemetry.metrics": collector_arm()}
-    taken: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(ROUNDS):
-        for name, (_, observe) in arms.items():
-            taken[name].append(timeit.timeit(observe, number=REQUESTS) / REQUESTS * 1e9)
-    outputs = [buckets_of(registry) for registry, _ in arms.values()]
-    if not outputs[0] or outputs[0] != outputs[1]:
-        raise SystemExit("the two arms counted differently; the figures mean nothing")
+def _compared(taken: dict[str, list[float]], unit: str) -> str:
+    library, ours = taken.values()
+    ratios = [one / other for one, other in zip(library, ours, strict=True)]
+    rows = [(name, spread(samples)) for name, samples in taken.items()]
+    return f"{table(('arm', unit), rows)}\n\nThe library takes {spread(ratios)} times as much."
 
-    print(f"Python {platform.python_version()}, prometheus_client {version('prometheus_client')}, {platform.machine()}")
-    for name, samples in taken.items():
-        print(f"{name:30}{statistics.median(samples):8.0f} ns/request  ({min(samples):.0f} to {max(samples):.0f})")
-    library, collector = (statistics.median(samples) for samples in taken.values())
-    print(f"ratio {library / collector:.1f}")
-    compare_scrapes()
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--requests", type=int, default=20_000, help="of each arm in a round")
+    parser.add_argument("--models", type=int, default=1000, help="that are scraped")
+    parser.add_argument("--report", type=Path, default=Path(__file__).parent / "results" / "metrics_cost.md")
+    options = parser.parse_args(arguments)
+
+    load = os.getloadavg()[0]
+    counting = compare_counting(options.rounds, options.requests)
+    scraping, size_mb = compare_scrapes(options.rounds, options.models)
+    text = f"""\
+# Cost of counting a request, and of a scrape
+
+{circumstances()}
+
+prometheus_client {version("prometheus_client")}. Load average at the beginning: {load:.1f}; at 0 the machine was quiet.
+
+Medians of {options.rounds} rounds in which both arms took turns, and their range.
+
+## Counting an answered request
+
+{counting}
+
+## A scrape of {options.models} models, a tenth of them used since the last one: {size_mb:.1f} MB
+
+{scraping}
+"""
+    options.report.write_text(text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -9,38 +9,39 @@ On the exporting thread: making six spans and encoding them, but not sending the
 some ten times what the loop spends. It takes turns with the loop for the interpreter, so of a loop that is always busy
 it takes that share of requests.
 
-The cases run interleaved; the figures are the medians of the rounds and their spread. Process level, nothing else
-running. Before printing, the encoded spans are read back and counted.
+The cases run interleaved; the figures are the medians of the rounds and their spread. Function level, nothing else
+running. Before anything is written, the encoded spans are counted. Writes ``loadtests/results/tracing_cost.md``.
 
-    PYTHONPATH=server python loadtests/tracing_cost.py
+    python loadtests/tracing_cost.py [--rounds 11]
 """
 
+import argparse
 import logging
-import platform
-import statistics
+import os
 import time
 import timeit
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Final
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import SpanContext, TraceFlags
 
+from harness import circumstances, spread, table
 from ortserve.clock import monotonic_ns
 from ortserve.core.timing import PHASES, Timing
-from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
+from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.telemetry.otlp import OtlpTracing
 from ortserve.telemetry.spans import RequestSpans
-from ortserve.telemetry.tracing import EndedRequest
+from ortserve.telemetry.tracing import EndedRequest, http_operation
 
-ROUNDS: Final = 11
-REQUESTS: Final = 20_000
 TIMING: Final = Timing(1_000_000, 1_040_000, 1_070_000, 1_080_000, 1_330_000, 1_390_000, batch_rows=4)
 ENDED: Final = EndedRequest(TIMING, TIMING.done_ns, None, "model", "1", "a-request-id", 1)
 BATCH: Final = 256
 
+PATH: Final = b"/v2/models/model/infer"
 HEADERS: Final = [
     (b"host", b"127.0.0.1:8000"),
     (b"accept", b"*/*"),
@@ -48,6 +49,7 @@ HEADERS: Final = [
     (b"content-type", b"application/json"),
     (b"content-length", b"600"),
 ]
+INFER: Final = http_operation("/v2/models/{model}/infer", "http", {None: 200})
 PARENT: Final = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0"
 
 
@@ -63,18 +65,14 @@ def tracing(sample_ratio: float) -> OtlpTracing:
     )
 
 
-def main() -> None:
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # that nobody listens is meant to be so
-    never, always = tracing(0), tracing(1)
-    infer = infer_operation("")
-    for _ in range(2500):  # more than may wait
-        trace = always.begin(infer, None, ())
-        assert trace is not None
-        trace.end(ENDED)
+def cases_of(never: OtlpTracing, always: OtlpTracing) -> dict[str, Callable[[], bool]]:
+    """What a request costs the loop, by what its caller wants; each says whether it was sampled."""
 
     def request(tracing: OtlpTracing, headers: list[tuple[bytes, bytes]]) -> Callable[[], bool]:
+        traces = HttpTraces(tracing, "http")
+
         def run() -> bool:
-            trace = begin_http_trace(tracing, infer, headers)
+            trace = traces.begin("infer", "", PATH, headers)
             if trace is None:
                 return False
             trace.end(EndedRequest(TIMING, TIMING.done_ns, None, "model", "1", "a-request-id", 1))
@@ -82,36 +80,73 @@ def main() -> None:
 
         return run
 
-    cases = {
-        "left out by the ratio": (request(never, HEADERS), False),
-        "its caller wants none": (request(always, [*HEADERS, (b"traceparent", PARENT + b"0")]), False),
-        "begins a trace": (request(always, HEADERS), True),
-        "in its caller's trace": (request(always, [*HEADERS, (b"traceparent", PARENT + b"1")]), True),
+    return {
+        "left out by the ratio": request(never, HEADERS),
+        "its caller wants none": request(always, [*HEADERS, (b"traceparent", PARENT + b"0")]),
+        "begins a trace": request(always, HEADERS),
+        "in its caller's trace": request(always, [*HEADERS, (b"traceparent", PARENT + b"1")]),
     }
-    taken: dict[str, list[float]] = {name: [] for name in cases}
-    exporting: list[float] = []
+
+
+def export_us() -> float:
+    """Time of this thread a request, of making and encoding spans."""
     context = SpanContext(1, 2, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-    requests = [RequestSpans(infer, context, None, ENDED) for _ in range(BATCH)]
+    requests = [RequestSpans(INFER, PATH, context, None, ENDED) for _ in range(BATCH)]
     resource = Resource({"service.name": "ortserve"})
-    for name, (run, is_sampled) in cases.items():
-        if run() is not is_sampled:
-            raise SystemExit(f"{name}: sampled {not is_sampled}; the figures mean nothing")
-    for _ in range(ROUNDS):
-        for name, (run, _) in cases.items():
-            taken[name].append(timeit.timeit(run, number=REQUESTS) / REQUESTS * 1e6)
-        begin_s = time.thread_time()
-        encoded = encode_spans([span for one in requests for span in one.make(resource, 0)])
-        encoded.SerializeToString()
-        exporting.append((time.thread_time() - begin_s) / BATCH * 1e6)
-        spans = encoded.resource_spans[0].scope_spans[0].spans
-        if len(spans) != BATCH * (1 + len(PHASES)):
-            raise SystemExit(f"{len(spans)} spans of {BATCH} requests; the figures mean nothing")
+    begin_s = time.thread_time()
+    encoded = encode_spans([span for one in requests for span in one.make(resource, 0)])
+    encoded.SerializeToString()
+    taken_s = time.thread_time() - begin_s
+    spans = encoded.resource_spans[0].scope_spans[0].spans
+    if len(spans) != BATCH * (1 + len(PHASES)):
+        raise SystemExit(f"{len(spans)} spans of {BATCH} requests; the figures mean nothing")
+    return taken_s / BATCH * 1e6
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--requests", type=int, default=20_000, help="of each case in a round")
+    parser.add_argument("--report", type=Path, default=Path(__file__).parent / "results" / "tracing_cost.md")
+    options = parser.parse_args(arguments)
+
+    load = os.getloadavg()[0]
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # that nobody listens is meant to be so
+    never, always = tracing(0), tracing(1)
+    for _ in range(2500):  # more than may wait
+        trace = always.begin(INFER, None, ())
+        assert trace is not None
+        trace.end(ENDED)
+    cases = cases_of(never, always)
+    if [run() for run in cases.values()] != [False, False, True, True]:
+        raise SystemExit("other requests were sampled than should have been; the figures mean nothing")
+    taken_us: dict[str, list[float]] = {name: [] for name in cases}
+    exporting_us: list[float] = []
+    for _ in range(options.rounds):
+        for name, run in cases.items():
+            taken_us[name].append(timeit.timeit(run, number=options.requests) / options.requests * 1e6)
+        exporting_us.append(export_us())
     for one in (never, always):
         one.close(0)
+    text = f"""\
+# Cost of a trace
 
-    print(f"Python {platform.python_version()}, opentelemetry-sdk {version('opentelemetry-sdk')}, {platform.machine()}")
-    for name, samples in (*taken.items(), ("spans made and encoded", exporting)):
-        print(f"{name:26}{statistics.median(samples):8.2f} µs/request  ({min(samples):.2f} to {max(samples):.2f})")
+{circumstances()}
+
+opentelemetry-sdk {version("opentelemetry-sdk")}. Load average at the beginning: {load:.1f}; at 0 the machine was quiet.
+
+Medians of {options.rounds} rounds in which all cases took turns, and their range.
+
+## On the event loop
+
+{table(("request", "µs a request"), [(name, spread(samples)) for name, samples in taken_us.items()])}
+
+## On the exporting thread
+
+{table(("", "µs a request"), [("spans made and encoded", spread(exporting_us))])}
+"""
+    options.report.write_text(text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

@@ -128,15 +128,23 @@ def test_with_never_nobody_is_told(repository: Path) -> None:
         assert unary(server, "text") == streamed(server, "bin") == {}
 
 
-def test_the_report_follows_the_load(server: ServerProcess) -> None:
-    for _ in range(5000):
-        report = numbers(rest(server, "text")["endpoint-load-metrics"])
-        if report["named_metrics.saturation"] > 0 and report["rps_fractional"] > 1:
-            break
-    else:
-        pytest.fail(f"after 5000 requests: {report}")
-    assert report["application_utilization"] >= report["named_metrics.saturation"]
-    assert report["eps"] == 0
+def test_the_report_grows_with_the_load(server: ServerProcess) -> None:
+    growing = ("rps_fractional", "named_metrics.saturation")
+    with httpx.Client(timeout=LONG_S) as client:  # one request after the other, where the tests before made a few
+
+        def report() -> dict[str, float]:
+            answer = client.post(rest_url(server, "slow"), json=DOCUMENT, headers={ASKING: "text"})
+            return numbers(answer.headers["endpoint-load-metrics"])
+
+        calm = busy = report()
+        for _ in range(5000):
+            if all(busy[name] > 2 * calm[name] for name in growing):
+                break
+            busy = report()
+        else:
+            pytest.fail(f"after 5000 requests: {busy}, at first {calm}")
+    assert busy["application_utilization"] >= busy["named_metrics.saturation"]
+    assert busy["eps"] == 0
 
 
 def test_a_grpc_client_sends_more_to_the_server_that_says_it_is_less_busy(tmp_path: Path) -> None:

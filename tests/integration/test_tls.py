@@ -19,6 +19,7 @@ import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2
 
 from certificates import HOST, Secret, serial_of
+from collector import Collector, collecting
 from encodings_of_requests import triton_inputs
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, json_input, rest_url, serving, starting
 
@@ -29,11 +30,12 @@ HANDSHAKE_S: Final = 0.5
 
 
 class Mutual:
-    """A server that lets in whoever has a certificate of ``secret``'s authority."""
+    """A server that lets in whoever has a certificate of ``secret``'s authority, and where its traces go."""
 
-    def __init__(self, server: ServerProcess, secret: Secret) -> None:
+    def __init__(self, server: ServerProcess, secret: Secret, collector: Collector) -> None:
         self.server = server
         self.secret = secret
+        self.collector = collector
         self.cert, self.key = secret.client_files()
 
     def connect(self, port: str, context: ssl.SSLContext) -> ssl.SSLSocket:
@@ -47,8 +49,11 @@ def mutual(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> I
     secret = Secret(tmp_path_factory.mktemp("tls") / "secret")
     client = secret.client_context(has_certificate=True)
     flags = (*secret.mutual_flags, "--tls-metrics", "--tls-handshake-timeout-s", str(HANDSHAKE_S))
-    with serving("--example", *SHORT_WARMUP, *ways, *flags, client=client) as server:
-        yield Mutual(server, secret)
+    with collecting("http/protobuf") as collector:
+        flags += (f"--otlp-endpoint={collector.endpoint}",)
+        environment = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # ms
+        with serving("--example", *SHORT_WARMUP, *ways, *flags, client=client, env=environment) as server:
+            yield Mutual(server, secret, collector)
 
 
 def by_httpx(mutual: Mutual) -> np.ndarray:
@@ -112,6 +117,16 @@ def call_grpc(channel: grpc.Channel) -> np.ndarray:
 @pytest.mark.parametrize("ask", [by_httpx, by_curl, by_triton_http, by_triton_grpc, by_grpcio])
 def test_client_with_a_certificate_is_answered(mutual: Mutual, ask: Callable[[Mutual], np.ndarray]) -> None:
     np.testing.assert_array_equal(ask(mutual), ROW + ROW)
+
+
+@pytest.mark.parametrize("call", ["infer", "generate"])
+def test_spans_of_rest_tell_that_it_was_https(mutual: Mutual, call: str) -> None:
+    document = DOCUMENT if call == "infer" else {name: array.tolist() for name, array in INPUTS.items()}
+    url = f"https://{mutual.server.http}/v2/models/simple/{call}"
+    context = mutual.secret.client_context(has_certificate=True)
+    answer = httpx.post(url, json={"id": call, **document}, verify=context, timeout=LONG_S)
+    assert answer.status_code == 200, answer.text
+    assert mutual.collector.wait_for(call).attributes["url.scheme"] == "https"
 
 
 @pytest.mark.parametrize("port", ["http", "grpc"])

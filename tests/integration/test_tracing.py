@@ -46,7 +46,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traced")
     add_model(folder, "identity", builders.identity)
     add_model(folder, "poison", builders.poison)
-    add_model(folder, "slow", builders.slow)
+    (add_model(folder, "slow", builders.slow) / "model.yaml").write_text("max_rows: 32\n")
     return folder
 
 
@@ -127,6 +127,7 @@ def test_a_request_is_a_span_within_the_callers_trace_and_its_phases_sum_to_it(t
         assert root.name == "POST /v2/models/{model}/infer"
         assert (told["http.request.method"], told["http.response.status_code"]) == ("POST", 200)
         assert told["http.route"] == "/v2/models/{model}/infer"
+        assert (told["url.scheme"], told["url.path"]) == ("http", "/v2/models/identity/infer")
     else:
         method = f"{SERVICE}/{'ModelInfer' if protocol == 'grpc' else 'ModelStreamInfer'}"
         assert root.name == told["rpc.method"] == method
@@ -157,12 +158,13 @@ def test_a_caller_that_wants_no_spans_gets_none(traced: Traced) -> None:
 def test_requests_of_one_batch_name_it(traced: Traced) -> None:
     server, collector = traced
     names = [f"mate-{number}" for number in range(16)]
-    _stream(server, [_message(name, array=np.ones((2, 4), np.float32)) for name in names], **SAMPLED)
+    _stream(server, [_message(name, "slow", np.ones((2, 4), np.float32)) for name in names], **SAMPLED)
     told = [collector.wait_for(name).attributes for name in names]
     batches: dict[Any, list[Any]] = {}
     for one in told:
         assert one["ortserve.rows"] == 2
         batches.setdefault(one["ortserve.batch.id"], []).append(one["ortserve.batch.rows"])
+    assert len(batches) < len(names)  # those that came while the first was computed rode together
     assert all(rows == [2 * len(rows)] * len(rows) for rows in batches.values())
 
 
@@ -210,14 +212,28 @@ def test_a_caller_that_leaves_is_a_span_until_then_although_its_batch_goes_on(tr
     assert trace.phases["queue"].end_time_unix_nano == trace.root.end_time_unix_nano
 
 
-def test_generate_is_traced_by_its_own_route(traced: Traced) -> None:
+@pytest.mark.parametrize("call", ["generate", "generate_stream"])
+def test_generate_is_traced_by_its_own_route(traced: Traced, call: str) -> None:
     server, collector = traced
-    document = {"id": "generated", "x": [1.0, 2.0, 3.0, 4.0]}
-    url = f"http://{server.http}/v2/models/identity/generate"
+    document = {"id": f"by-{call}", "x": [1.0, 2.0, 3.0, 4.0]}
+    url = f"http://{server.http}/v2/models/identity/versions/1/{call}"
     httpx.post(url, json=document, headers=SAMPLED, timeout=LONG_S).raise_for_status()
-    root = collector.wait_for("generated").root
-    assert root.trace_id.hex() == TRACE_ID
-    assert root.name == "POST /v2/models/{model}/generate"
+    trace = collector.wait_for(f"by-{call}")
+    assert trace.root.trace_id.hex() == TRACE_ID
+    assert trace.root.name == f"POST /v2/models/{{model}}/versions/{{version}}/{call}"
+    assert trace.attributes["url.path"] == f"/v2/models/identity/versions/1/{call}"
+
+
+@pytest.mark.parametrize("call", ["infer", "generate"])
+def test_the_path_of_a_span_is_spelled_as_it_came_and_ends_before_the_query(traced: Traced, call: str) -> None:
+    server, collector = traced
+    request_id = f"{call}-by-path"
+    inputs: dict[str, Any] = {"inputs": [json_input("x", ROW)]} if call == "infer" else {"x": [1.0, 2.0, 3.0, 4.0]}
+    path = f"/v2/models/%69dentity/{call}"
+    url = f"http://{server.http}{path}?key={SECRET}"
+    httpx.post(url, json={"id": request_id, **inputs}, timeout=LONG_S).raise_for_status()
+    assert collector.wait_for(request_id).attributes["url.path"] == path
+    assert SECRET not in str(collector.spans)
 
 
 def test_log_lines_of_traced_requests_carry_the_ids_of_their_spans(traced: Traced) -> None:

@@ -44,6 +44,7 @@ from ortserve.frontends.http.limits import http_limits
 from ortserve.frontends.http.server import HttpServer, RestApp
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
 from ortserve.service.inference import InferenceService
@@ -144,6 +145,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         access.guards,
         certificate,
         tracing,
+        HttpTraces(tracing, "https" if certificate else "http") if tracing else None,
         _load_reports(options, metrics),
     )
     lane = frontends.lane()
@@ -176,6 +178,7 @@ class _Frontends:
     guards: Mapping[Group, Guard]
     certificate: "ServerCertificate | None"
     tracing: Tracing | None
+    http_traces: HttpTraces | None
     load_reports: LoadReports | None
 
     def lane(self) -> Lane | None:
@@ -194,7 +197,7 @@ class _Frontends:
             compression_min_bytes=options.compression_min_bytes,
             clock=monotonic_ns,
             guard=self.guards.get(Group.INFER),
-            tracing=self.tracing,
+            traces=self.http_traces,
             load_reports=self.load_reports,
         )
 
@@ -216,7 +219,7 @@ class _Frontends:
                 self.models,
                 max_body_bytes=options.max_body_bytes,
                 clock=monotonic_ns,
-                tracing=self.tracing,
+                traces=self.http_traces,
                 load_reports=self.load_reports,
             )
         )
@@ -225,7 +228,7 @@ class _Frontends:
             max_body_bytes=options.max_body_bytes,
             compression_min_bytes=options.compression_min_bytes,
             clock=monotonic_ns,
-            tracing=self.tracing,
+            traces=self.http_traces,
             load_reports=self.load_reports,
         )
         return HttpServer(

@@ -12,7 +12,7 @@ import numpy as np
 
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, python_number, write_json
-from ortserve.codecs.rest import read_parameters
+from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.request import InferRequest, InferResponse, Parameter
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
@@ -101,19 +101,16 @@ def _tensor(value: object, spec: TensorSpec, model: str) -> Tensor:
 def _parameters(
     given: dict[str, object], inputs: Sequence[TensorSpec], model: str, *, is_stream: bool
 ) -> dict[str, Parameter]:
-    for key, value in given.items():
-        if key == "stream" and (value is False or (value is True and is_stream)):
-            continue
+    stream = given.get("stream")
+    if stream is False or (stream is True and is_stream):
+        del given["stream"]
+    for key in given:
         if key in _SAMPLING:
             raise ServeError(
                 ErrorKind.UNSUPPORTED,
                 f"parameter '{key}' is not supported: it is no input of model '{model}', "
                 "and an ONNX model cannot honour it otherwise",
             )
-        if not isinstance(value, (str, int, float, bool)):
-            names = ", ".join(f"'{spec.name}'" for spec in inputs)
-            raise invalid_input(
-                f"Unable to parse '{key}': expected a string, number or boolean parameter, or an input of model "
-                f"'{model}', which takes {names}"
-            )
-    return read_parameters({key: value for key, value in given.items() if key != "stream"}, "parameters")
+    names = ", ".join(f"'{spec.name}'" for spec in inputs)
+    expected = f"{A_PARAMETER}, or an input of model '{model}', which takes {names}"
+    return read_parameters(given, "parameters", expected)

@@ -121,15 +121,22 @@ def _parse_error(key: str, expected: str, got: object) -> ServeError:
     return invalid_input(f"Unable to parse '{key}': expected {expected}, got {names.get(type(got), repr(got))}")
 
 
-def read_parameters(value: object, where: str) -> dict[str, Parameter]:
-    """Check a JSON object of parameters. Raises ServeError: invalid_input, naming ``where`` it is, or the parameter."""
+A_PARAMETER: Final = "a string, number or boolean parameter"
+
+
+def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> dict[str, Parameter]:
+    """Check a JSON object of parameters, each of which is ``expected``.
+
+    Raises:
+        ServeError: invalid_input, naming ``where`` it is, or the parameter.
+    """
     if value is None:
         return {}
     if type(value) is not dict:
         raise _parse_error(where, "an object", value)
     for key, item in value.items():
         if type(item) not in (str, int, float, bool):
-            raise _parse_error(key, "a string, number or boolean parameter", item)
+            raise _parse_error(key, expected, item)
         if key.startswith("triton_"):
             raise invalid_input(
                 "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified: "

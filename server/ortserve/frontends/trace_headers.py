@@ -1,7 +1,7 @@
 """Where a request's trace is said: W3C Trace Context, in headers of HTTP as in metadata of gRPC."""
 
 from collections.abc import Iterable
-from typing import Final
+from typing import AnyStr, Final, Literal
 
 from ortserve.errors import ErrorKind
 from ortserve.frontends.status import STATUSES
@@ -15,11 +15,7 @@ _GRPC_STATUSES: Final[dict[ErrorKind | None, str]] = {
     None: "OK",
     **{kind: status.grpc.name for kind, status in STATUSES.items()},
 }
-
-
-def http_route(path: str) -> Operation:
-    """POST of a path whose variable parts are in braces."""
-    return http_operation(path, _HTTP_STATUSES)
+_HTTP_CALLS: Final = ("infer", "generate", "generate_stream")
 
 
 def grpc_method(method: str) -> Operation:
@@ -27,36 +23,61 @@ def grpc_method(method: str) -> Operation:
     return grpc_operation(method, _GRPC_STATUSES)
 
 
-_INFER: Final = http_route("/v2/models/{model}/infer")
-_INFER_VERSION: Final = http_route("/v2/models/{model}/versions/{version}/infer")
+class HttpTraces:
+    """Begins the traces of what comes in at the HTTP port, all of one scheme. Loop thread only."""
 
+    def __init__(self, tracing: Tracing, scheme: Literal["http", "https"]) -> None:
+        """``scheme`` is that of whoever connects to us; what a proxy before us was asked for is not looked at."""
+        self._tracing = tracing
+        self._operations = {
+            (call, has_version): http_operation(
+                f"/v2/models/{{model}}{'/versions/{version}' if has_version else ''}/{call}", scheme, _HTTP_STATUSES
+            )
+            for call in _HTTP_CALLS
+            for has_version in (False, True)
+        }
 
-def infer_operation(version: str) -> Operation:
-    """REST inference; ``version`` is the one in the path, ``""`` for none."""
-    return _INFER_VERSION if version else _INFER
+    def begin(self, call: str, version: str, path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Trace | None:
+        """Begin the trace of a request.
 
+        Args:
+            call: ``infer``, ``generate`` or ``generate_stream``.
+            version: In the path, ``""`` for none.
+            path: As it came, without a query.
+            headers: Their names in lower case.
 
-def begin_http_trace(tracing: Tracing, operation: Operation, headers: Iterable[tuple[bytes, bytes]]) -> Trace | None:
-    """The trace of a request by its headers, whose names are in lower case; None for one that is not sampled."""
-    parents = []
-    states = []
-    for name, value in headers:
-        if name == b"traceparent":
-            parents.append(value.decode("latin-1"))
-        elif name == b"tracestate":
-            states.append(value.decode("latin-1"))
-    return tracing.begin(operation, parents[0] if len(parents) == 1 else None, states)
+        Returns:
+            None for a request that is not sampled.
+        """
+        operation = self._operations[call, bool(version)]
+        return _begin(self._tracing, operation, headers, b"traceparent", b"tracestate", path)
 
 
 def begin_grpc_trace(
     tracing: Tracing, operation: Operation, metadata: Iterable[tuple[str, str | bytes]] | None
 ) -> Trace | None:
-    """The same by the metadata of a call."""
+    """The trace of a call by its metadata; None for one that is not sampled."""
+    return _begin(tracing, operation, metadata or (), "traceparent", "tracestate")
+
+
+def _begin(
+    tracing: Tracing,
+    operation: Operation,
+    headers: Iterable[tuple[AnyStr, str | bytes]],
+    parent_name: AnyStr,
+    state_name: AnyStr,
+    path: bytes = b"",
+) -> Trace | None:
+    """Both names are spelled as those of ``headers`` are; of several parents none counts."""
     parents = []
     states = []
-    for name, value in metadata or ():
-        if name == "traceparent":
-            parents.append(str(value))
-        elif name == "tracestate":
-            states.append(str(value))
-    return tracing.begin(operation, parents[0] if len(parents) == 1 else None, states)
+    for name, value in headers:
+        if name == parent_name:
+            parents.append(_text(value))
+        elif name == state_name:
+            states.append(_text(value))
+    return tracing.begin(operation, parents[0] if len(parents) == 1 else None, states, path)
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("latin-1")

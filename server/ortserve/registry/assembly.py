@@ -115,7 +115,6 @@ def _numbers(learned: Learned, queue: RiderQueue) -> BatchingNumbers:
         {rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
         latest.error_ms / 1e3 if latest else 0.0,
         sum(len(shape_class.riders) for shape_class in queue.classes()),
-        learned.saturation,
     )
 
 

@@ -33,7 +33,7 @@ class TraceWriter:
 
         Args:
             protocol: ``http`` or ``grpc``.
-            timing: With the points that it reached; nothing is stamped any more.
+            timing: With the points that it reached; it is read in the next turn of the loop, and stamped no more.
             request_id: What its caller named it.
             model: That it was for.
             version: That was found for it.

@@ -5,7 +5,6 @@ of the process ends up in these traces.
 """
 
 import logging
-import random
 import re
 import threading
 import time
@@ -29,7 +28,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from ortserve import __version__
 from ortserve.clock import Clock
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.spans import RequestSpans
+from ortserve.telemetry.spans import IDS, RequestSpans
 from ortserve.telemetry.tracing import EndedRequest, Operation
 
 logger: Final = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 _IS_UNSAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]").fullmatch
-"""A ``traceparent`` by which the caller wants no spans, told for a tenth of what reading it by the library costs."""
+"""A ``traceparent`` by which the caller wants no spans: most need not be read by the library, which costs more."""
 
 _QUEUED_REQUESTS: Final = 2048
 """That wait to be exported; at most six spans each."""
@@ -50,13 +49,19 @@ _EXPORTED_REQUESTS: Final = 256
 class OtlpTrace:
     """A request that is sampled; see ``Trace``."""
 
-    __slots__ = ("_context", "_operation", "_parent", "_tracing")
+    __slots__ = ("_context", "_operation", "_parent", "_path", "_tracing")
 
     def __init__(
-        self, tracing: "OtlpTracing", operation: Operation, context: SpanContext, parent: SpanContext | None
+        self,
+        tracing: "OtlpTracing",
+        operation: Operation,
+        path: bytes,
+        context: SpanContext,
+        parent: SpanContext | None,
     ) -> None:
         self._tracing = tracing
         self._operation = operation
+        self._path = path
         self._context = context
         self._parent = parent
 
@@ -69,7 +74,7 @@ class OtlpTrace:
         return f"{self._context.span_id:016x}"
 
     def end(self, request: EndedRequest) -> None:
-        self._tracing.hand_over(RequestSpans(self._operation, self._context, self._parent, request))
+        self._tracing.hand_over(RequestSpans(self._operation, self._path, self._context, self._parent, request))
 
 
 class OtlpTracing:
@@ -107,7 +112,9 @@ class OtlpTracing:
     def dropped_spans(self) -> int:
         return self._exporter.dropped_spans + self._turned_away_spans
 
-    def begin(self, operation: Operation, traceparent: str | None, tracestate: Sequence[str]) -> OtlpTrace | None:
+    def begin(
+        self, operation: Operation, traceparent: str | None, tracestate: Sequence[str], path: bytes = b""
+    ) -> OtlpTrace | None:
         if traceparent is not None:
             if _IS_UNSAMPLED(traceparent):
                 return None
@@ -116,13 +123,17 @@ class OtlpTracing:
                 if not parent.trace_flags.sampled:
                     return None
                 context = SpanContext(
-                    parent.trace_id, _new_id(64), is_remote=False, trace_flags=_SAMPLED, trace_state=parent.trace_state
+                    parent.trace_id,
+                    IDS.generate_span_id(),
+                    is_remote=False,
+                    trace_flags=_SAMPLED,
+                    trace_state=parent.trace_state,
                 )
-                return OtlpTrace(self, operation, context, parent)
-        trace_id = _new_id(128)
+                return OtlpTrace(self, operation, path, context, parent)
+        trace_id = IDS.generate_trace_id()
         if trace_id & TraceIdRatioBased.TRACE_ID_LIMIT >= self._root_bound:
             return None
-        return OtlpTrace(self, operation, SpanContext(trace_id, _new_id(64), False, _SAMPLED), None)
+        return OtlpTrace(self, operation, path, SpanContext(trace_id, IDS.generate_span_id(), False, _SAMPLED), None)
 
     def hand_over(self, spans: RequestSpans) -> None:
         """Have the spans of a request exported, or dropped where too many wait already."""
@@ -207,8 +218,3 @@ def _read_parent(traceparent: str, tracestate: Sequence[str]) -> SpanContext | N
     carrier = {"traceparent": [traceparent], "tracestate": list(tracestate)}
     parent = get_current_span(_PROPAGATOR.extract(carrier)).get_span_context()
     return parent if parent.is_valid else None
-
-
-def _new_id(bits: int) -> int:
-    """Random, and not 0, which stands for none."""
-    return random.getrandbits(bits) or 1

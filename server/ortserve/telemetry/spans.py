@@ -13,8 +13,10 @@ from ortserve import __version__
 from ortserve.core.timing import PHASES
 from ortserve.telemetry.tracing import EndedRequest, Operation
 
+IDS: Final = RandomIdGenerator()
+"""Of traces and spans; 0, which stands for none, is not among them."""
+
 _SCOPE: Final = InstrumentationScope("ortserve", __version__)
-_IDS: Final = RandomIdGenerator()
 
 _MAX_TEXT: Final = 256
 """Characters of what callers make up."""
@@ -28,13 +30,19 @@ class RequestSpans:
     request comes, and costs several times as much.
     """
 
-    __slots__ = ("_operation", "_parent", "_request", "context")
+    __slots__ = ("_operation", "_parent", "_path", "_request", "context")
 
     def __init__(
-        self, operation: Operation, context: SpanContext, parent: SpanContext | None, request: EndedRequest
+        self,
+        operation: Operation,
+        path: bytes,
+        context: SpanContext,
+        parent: SpanContext | None,
+        request: EndedRequest,
     ) -> None:
         self.context = context
         self._operation = operation
+        self._path = path
         self._parent = parent
         self._request = request
 
@@ -63,7 +71,7 @@ class RequestSpans:
         for name, begin_ns, end_ns in _phases(request):
             yield ReadableSpan(
                 name,
-                SpanContext(context.trace_id, _IDS.generate_span_id(), False, context.trace_flags, context.trace_state),
+                SpanContext(context.trace_id, IDS.generate_span_id(), False, context.trace_flags, context.trace_state),
                 context,
                 resource,
                 start_time=begin_ns + wall_minus_monotonic_ns,
@@ -82,6 +90,7 @@ class RequestSpans:
         if request.kind is not None:
             attributes["error.type"] = outcome
         for key, text in (
+            ("url.path", self._path.decode("latin-1")),
             ("ortserve.model.name", request.model),
             ("ortserve.model.version", request.version),
             ("ortserve.request.id", request.request_id),

@@ -42,9 +42,9 @@ class Operation:
     statuses: Mapping[ErrorKind | None, int | str]
 
 
-def http_operation(route: str, statuses: Mapping[ErrorKind | None, int]) -> Operation:
+def http_operation(route: str, scheme: str, statuses: Mapping[ErrorKind | None, int]) -> Operation:
     """A POST; see OpenTelemetry's "Semantic conventions for HTTP spans"."""
-    attributes = {"http.request.method": "POST", "http.route": route, "url.scheme": "http"}
+    attributes = {"http.request.method": "POST", "http.route": route, "url.scheme": scheme}
     return Operation(f"POST {route}", attributes, "http.response.status_code", statuses)
 
 
@@ -107,13 +107,16 @@ class Tracing(Protocol):
         """For want of room, or because no collector took them."""
         ...
 
-    def begin(self, operation: Operation, traceparent: str | None, tracestate: Sequence[str]) -> Trace | None:
+    def begin(
+        self, operation: Operation, traceparent: str | None, tracestate: Sequence[str], path: bytes = b""
+    ) -> Trace | None:
         """Take part in the caller's trace, or begin one for some of those that bring none.
 
         Args:
             operation: Asked for.
             traceparent: The header, None where there was none, or more than one; one that is malformed counts as none.
             tracestate: All headers of that name.
+            path: Of the URL, as it came; empty for a protocol whose spans name none.
 
         Returns:
             None for a request that is not sampled.

@@ -100,7 +100,7 @@ def test_stream_may_be_said_where_it_is_true() -> None:
         ([], "expected an object"),
         (
             {"txet": ["hi"]},
-            "expected a string, number or boolean parameter, or an input of model 'm', which takes 'text', 'row', 'num",
+            "parameter, or an input of model 'm', which takes 'text', 'row', 'number', 'rows', got an array",
         ),
         ({"parameters": {"txet": None}}, "Unable to parse 'txet': expected a string, number or boolean parameter"),
         ({"text": "hi", "triton_x": 1}, "parameter keys starting with 'triton_' are reserved for Triton usage"),

@@ -113,3 +113,15 @@ async def test_request_whose_caller_left_is_traced_and_has_not_been_sent(stage: 
     (trace,) = await stage.traces()
     assert trace["model_name"] == "slow"
     assert names(trace)[-1] == "REQUEST_END"
+
+
+async def test_trace_of_a_caller_that_left_ends_there_although_its_batch_goes_on(stage: Stage) -> None:
+    call = stage.service.receive("http")
+    pending = stage.service.begin(call, lambda: request("slow"))
+    pending.leave()
+    with pytest.raises(asyncio.CancelledError):
+        stage.service.finish(pending, lambda _, response: response)
+    # As its batch does when it is over, which may be in this turn of the loop; the trace is spelled in the next.
+    call.timing.taken_ns = call.timing.staged_ns = call.timing.computed_ns = time.monotonic_ns()
+    (trace,) = await stage.traces()
+    assert names(trace)[-2:] == ["QUEUE_START", "REQUEST_END"]

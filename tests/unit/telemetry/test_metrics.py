@@ -108,6 +108,15 @@ def test_what_a_batcher_learned_and_decided_is_shown_in_seconds(metrics: Metrics
     assert value("ortserve_batch_latency_error_seconds") == 0.001
 
 
+def test_saturation_is_asked_for_at_each_scrape_and_left_out_while_it_is_not_known(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    labels = {"model": "m", "version": "1"}
+    known = [None, 0.5, 1.5]
+    metrics.model("m", "1").set_saturation_source(lambda: known.pop(0))
+    assert [registry.get_sample_value("ortserve_saturation", labels) for _ in range(3)] == [None, 0.5, 1.5]
+
+
 def test_padding_is_asked_for_at_each_scrape(metrics: Metrics, registry: CollectorRegistry) -> None:
     labels = {"model": "m", "version": "1"}
     model = metrics.model("m", "1")
@@ -159,7 +168,8 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.set_state("ready")
     model.observe_success("rest", TIMING, 1)
     model.observe_batch(1, 1_000, BatchResult((), 3_000, 8_000, 5_000), 9_000)
-    model.set_batching_source(lambda: BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001, 2, 0.5))
+    model.set_batching_source(lambda: BatchingNumbers(3, {"batches": 7}, {1: 0.002, 8: 0.004}, 0.001, 2))
+    model.set_saturation_source(lambda: 0.5)
     metrics.rejected("", "overloaded")
     metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
     metrics.loaded("m", is_ok=True)

@@ -15,7 +15,7 @@ from ortserve.errors import ErrorKind
 from ortserve.telemetry.otlp import OtlpTracing
 from ortserve.telemetry.tracing import EndedRequest, http_operation
 
-OPERATION: Final = http_operation("/infer", {None: 200, ErrorKind.DEADLINE: 504, ErrorKind.INTERNAL: 500})
+OPERATION: Final = http_operation("/infer", "http", {None: 200, ErrorKind.DEADLINE: 504, ErrorKind.INTERNAL: 500})
 TRACE_ID: Final = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID: Final = "00f067aa0ba902b7"
 ANSWERED: Final = Timing(1_000, 2_000, 4_000, 5_000, 9_000, 10_000, batch_rows=7)
@@ -45,10 +45,10 @@ def nowhere() -> str:
         return f"http://127.0.0.1:{closed.getsockname()[1]}"
 
 
-def export(collector: Collector, **ended: Any) -> Trace:
+def export(collector: Collector, path: bytes = b"", **ended: Any) -> Trace:
     """The trace of one request, as it reaches the collector."""
     tracing = tracing_to(collector.endpoint)
-    trace = tracing.begin(OPERATION, None, ())
+    trace = tracing.begin(OPERATION, None, (), path)
     assert trace is not None
     trace.end(EndedRequest(**({"ended_ns": 10_000, "kind": None, "request_id": "it"} | ended)))
     tracing.close(60)
@@ -86,7 +86,8 @@ def test_a_request_that_failed_shows_the_phases_it_passed_and_the_one_it_waited_
 
 
 def test_what_callers_make_up_is_cut_short_and_made_text(collector: Collector) -> None:
-    trace = export(collector, timing=ANSWERED, model="m" * 5000, version="\ud800")
+    trace = export(collector, b"/" + b"p" * 5000, timing=ANSWERED, model="m" * 5000, version="\ud800")
+    assert trace.attributes["url.path"] == "/" + "p" * 255
     assert trace.attributes["ortserve.model.name"] == "m" * 256
     assert trace.attributes["ortserve.model.version"] == "?"
 

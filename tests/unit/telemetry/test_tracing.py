@@ -11,7 +11,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.telemetry.tracing import Tracing, http_operation, start_tracing
 
 ENDPOINT = "http://127.0.0.1:9"
-OPERATION = http_operation("/infer", {None: 200})
+OPERATION = http_operation("/infer", "http", {None: 200})
 
 
 def start(environment: dict[str, str], **options: Any) -> Tracing | None:

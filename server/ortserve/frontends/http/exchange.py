@@ -22,11 +22,11 @@ from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_l
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import CorkedTransport
 from ortserve.frontends.load_reports import LoadReports
-from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
+from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.access import Guard, RefusedKeyError
 from ortserve.service.gate import Hold
 from ortserve.service.inference import Call, InferenceService, Pending
-from ortserve.telemetry.tracing import Trace, Tracing
+from ortserve.telemetry.tracing import Trace
 
 logger: Final = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Lane:
         compression_min_bytes: int,
         clock: Clock,
         guard: Guard | None = None,
-        tracing: Tracing | None = None,
+        traces: HttpTraces | None = None,
         load_reports: LoadReports | None = None,
     ) -> None:
         """``guard`` asks callers for their key; None lets everybody in."""
@@ -54,7 +54,7 @@ class Lane:
         self.max_body_bytes: Final = max_body_bytes
         self.compression_min_bytes: Final = compression_min_bytes
         self.clock: Final = clock
-        self.tracing: Final = tracing
+        self.traces: Final = traces
         self.load_reports: Final = load_reports
         self.is_draining = False
         """Whether answers ask their callers to open new connections, elsewhere."""
@@ -63,6 +63,7 @@ class Lane:
 class LaneSide(Protocol):
     """What an exchange needs of its connection."""
 
+    url: bytes
     exchange: "Exchange | None"
     corked: CorkedTransport
     transport: asyncio.Transport
@@ -144,8 +145,8 @@ class Exchange:
         self.response_complete = False
         self._received_ns = lane.clock()
         self._trace: Trace | None = None
-        if lane.tracing is not None:
-            self._trace = begin_http_trace(lane.tracing, infer_operation(version), headers)
+        if lane.traces is not None:
+            self._trace = lane.traces.begin("infer", version, connection.url.partition(b"?")[0], headers)
         try:
             if lane.guard is not None:
                 lane.guard.check(authorizations(headers))

@@ -17,21 +17,13 @@ from ortserve.frontends.http.connection import connection_of
 from ortserve.frontends.http.encodings import UnknownEncodingError
 from ortserve.frontends.http.path_parameters import ModelName, ModelVersion
 from ortserve.frontends.load_reports import LoadReports
-from ortserve.frontends.trace_headers import begin_http_trace, http_route
+from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.inference import InferenceService
 from ortserve.service.models import ModelService
-from ortserve.telemetry.tracing import Operation, Trace, Tracing
+from ortserve.telemetry.tracing import Trace
 
 _JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream; charset=utf-8"
-
-_OPERATIONS: Final[dict[tuple[bool, bool], Operation]] = {
-    (has_version, is_stream): http_route(
-        f"/v2/models/{{model}}{'/versions/{version}' if has_version else ''}/generate{'_stream' if is_stream else ''}"
-    )
-    for has_version in (False, True)
-    for is_stream in (False, True)
-}
 
 _LEFT: Final = 499  # sent to nobody
 
@@ -51,13 +43,13 @@ def make_generate_router(
     *,
     max_body_bytes: int,
     clock: Clock,
-    tracing: Tracing | None = None,
+    traces: HttpTraces | None = None,
     load_reports: LoadReports | None = None,
 ) -> APIRouter:
     """The four routes. The body is read as bytes, whatever its Content-Type says."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
     route = GenerateRoute(
-        inference, models, max_body_bytes=max_body_bytes, clock=clock, tracing=tracing, load_reports=load_reports
+        inference, models, max_body_bytes=max_body_bytes, clock=clock, traces=traces, load_reports=load_reports
     )
 
     @router.post("/generate", openapi_extra=_REQUEST)
@@ -93,14 +85,14 @@ class GenerateRoute:
         *,
         max_body_bytes: int,
         clock: Clock,
-        tracing: Tracing | None = None,
+        traces: HttpTraces | None = None,
         load_reports: LoadReports | None = None,
     ) -> None:
         self._inference = inference
         self._models = models
         self._max_body_bytes = max_body_bytes
         self._clock = clock
-        self._tracing = tracing
+        self._traces = traces
         self._load_reports = load_reports
 
     async def answer(self, request: Request, model: str, version: str, *, is_stream: bool) -> Response:
@@ -124,8 +116,9 @@ class GenerateRoute:
     async def _run(self, request: Request, model: str, version: str, received_ns: int, *, is_stream: bool) -> Response:
         inference = self._inference
         trace: Trace | None = None
-        if self._tracing is not None:
-            trace = begin_http_trace(self._tracing, _OPERATIONS[bool(version), is_stream], request.scope["headers"])
+        if self._traces is not None:
+            scope, route = request.scope, "generate_stream" if is_stream else "generate"
+            trace = self._traces.begin(route, version, scope["raw_path"], scope["headers"])
         try:
             announced = self._announced(request)
             hold = inference.hold(announced.body_size)

@@ -20,10 +20,10 @@ from ortserve.frontends.http.body import read_body
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import connection_of
 from ortserve.frontends.load_reports import LoadReports
-from ortserve.frontends.trace_headers import begin_http_trace, infer_operation
+from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.gate import Hold
 from ortserve.service.inference import InferenceService
-from ortserve.telemetry.tracing import Trace, Tracing
+from ortserve.telemetry.tracing import Trace
 
 
 def match_infer_path(raw_path: str) -> tuple[str, str] | None:
@@ -52,22 +52,22 @@ class InferRoute:
         max_body_bytes: int,
         compression_min_bytes: int,
         clock: Clock,
-        tracing: Tracing | None = None,
+        traces: HttpTraces | None = None,
         load_reports: LoadReports | None = None,
     ) -> None:
         self._service = service
         self._max_body_bytes = max_body_bytes
         self._compression_min_bytes = compression_min_bytes
         self._clock = clock
-        self._tracing = tracing
+        self._traces = traces
         self._load_reports = load_reports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
         """Answer one request; ``model`` and ``version`` come from ``match_infer_path``."""
         received_ns = self._clock()
         trace: Trace | None = None
-        if self._tracing is not None:
-            trace = begin_http_trace(self._tracing, infer_operation(version), scope["headers"])
+        if self._traces is not None:
+            trace = self._traces.begin("infer", version, scope["raw_path"], scope["headers"])
         try:
             announced = read_announcement(scope["headers"])
             if announced.body_size > self._max_body_bytes:
