@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "server" / "ortserve"
 # A room may import rooms of lower levels; rooms of one level do not import each other.
 LEVELS = (
     ("errors", "clock"),
-    ("core",),
+    ("core", "listening"),
     ("telemetry", "config"),
     ("_pb",),
     ("codecs", "batching", "engine"),

@@ -9,12 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
 from typing import Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry
 
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.listening import open_listener
 from ortserve.telemetry.text_format import CONTENT_TYPE, TextFormat
 
 Refusal: TypeAlias = tuple[int, bytes, Sequence[tuple[bytes, bytes]]]
@@ -73,18 +72,14 @@ class MetricsServer:
             def refusal(self) -> Refusal | None:
                 return refuse(self.headers.get_all("Authorization", ()))
 
-        try:
-            self._server = _Server(
-                (host, port),
-                Handler,
-                tls=tls,
-                handshake_timeout_s=handshake_timeout_s,
-                max_s=max_s,
-                max_connections=max_connections,
-            )
-        except OSError as error:
-            message = f"metrics_port: cannot listen on {host}:{port}: {error.strerror}"
-            raise ServeError(ErrorKind.CONFLICT, message) from error
+        self._server = _Server(
+            open_listener("metrics_port", host, port),
+            Handler,
+            tls=tls,
+            handshake_timeout_s=handshake_timeout_s,
+            max_s=max_s,
+            max_connections=max_connections,
+        )
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -103,7 +98,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(
         self,
-        address: tuple[str, int],
+        listener: socket.socket,
         handler: type[BaseHTTPRequestHandler],
         *,
         tls: Callable[[], ssl.SSLContext] | None,
@@ -117,7 +112,13 @@ class _Server(ThreadingHTTPServer):
         self._max_connections = max_connections
         self._ends_s: dict[Any, float] = {}
         """When each connection that is open has had its time, by its socket."""
-        super().__init__(address, handler)
+        # With a socket of ours, in the place of one that would know one family, and ask a name server for our name.
+        self.address_family = listener.family
+        super().__init__(("", 0), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_port = listener.getsockname()[1]
+        self.server_activate()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         return len(self._ends_s) < self._max_connections
@@ -159,10 +160,6 @@ class _Server(ThreadingHTTPServer):
             if now_s >= end_s:
                 with contextlib.suppress(OSError):  # its thread may have closed it meanwhile
                     request.shutdown(socket.SHUT_RDWR)
-
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's would ask a name server for our name
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
 
 class _Handler(BaseHTTPRequestHandler):

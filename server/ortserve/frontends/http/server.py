@@ -19,6 +19,7 @@ from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, re
 from ortserve.frontends.http.lane import LaneConnection
 from ortserve.frontends.http.limits import HttpLimits
 from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.listening import open_listener
 from ortserve.service.access import Group, Guard
 
 _WRONG_METHOD = Answer(
@@ -126,7 +127,7 @@ class HttpServer:
         Raises:
             ServeError: conflict, naming the option, when the address cannot be listened on.
         """
-        listener = _listen(self._host, self._port)
+        listener = open_listener("http_port", self._host, self._port)
         connection = partial(LaneConnection, self._lane) if self._lane else Connection
         connect = partial(
             connection, max_age_s=self._max_connection_age_s, limits=self._limits, on_refusal=self._on_refusal
@@ -191,14 +192,3 @@ class _Server(uvicorn.Server):
                 server.close()
             self._tls.close()
         await super().shutdown(sockets)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ServeError(ErrorKind.CONFLICT, f"http_port: cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.connection_age import draw_age_s
 from ortserve.frontends.grpc.calls import Handler, QuickCall
 from ortserve.frontends.grpc.native.calls_work import CallsWork
@@ -13,6 +12,7 @@ from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.listening import open_listener
 from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
 
@@ -81,15 +81,10 @@ class NativeGrpcServer:
             own_s = None if age_s is None else draw_age_s(age_s)
             return Connection(work, self._limits, self._connections, self._clock, own_s)
 
-        try:
-            factory = self._tls.before(connect) if self._tls else connect
-            self._server = await loop.create_server(factory, self._host, self._port, backlog=_BACKLOG)
-        except OSError as error:
-            raise ServeError(
-                ErrorKind.CONFLICT, f"grpc_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
-            ) from error
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        factory = self._tls.before(connect) if self._tls else connect
+        listener = open_listener("grpc_port", self._host, self._port)
+        self._server = await loop.create_server(factory, sock=listener, backlog=_BACKLOG)
+        return int(listener.getsockname()[1])
 
     async def stop(self, grace_s: float) -> None:
         """Take no new calls (clients are told by GOAWAY) and finish the running ones; streams read nothing more.
