@@ -313,7 +313,8 @@ REGISTER: Final = "v2/systemsharedmemory/region/r/register"
         (b'{"byte_size": 1e30, "key": "/k"}', 400, "Unable to parse 'byte_size'"),
         (b"[]", 400, "expected a JSON object, got list"),
         (b"key=%2Fk&byte_size=8", 400, "failed to parse the request JSON buffer"),
-        (b" " * 70_000, 400, "failed to parse the request JSON buffer"),
+        (b" " * 60_000, 400, "failed to parse the request JSON buffer"),
+        (b" " * 70_000, 413, "expected a body of at most 65536 bytes for this call, got more"),
     ],
 )
 @pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded"])
