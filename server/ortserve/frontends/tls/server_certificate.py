@@ -1,10 +1,4 @@
-"""The server's certificate in the form that each port takes it, and its renewal while the server runs.
-
-Its files are looked at rather than waited for: what mounts secrets (a symbolic link that is swapped), copies or renames
-differs too much for notifications to see all of it, and three small files cost next to nothing on another thread. Nor
-is a signal needed, of which SIGHUP would be the customary one: it ends a server whose terminal is closed, and may go on
-to do so.
-"""
+"""The server's certificate in the form that each port takes it, and its renewal while the server runs."""
 
 import asyncio
 import logging
@@ -12,18 +6,20 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final, Literal, Protocol
 
 import grpc
 
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import invalid_input
 from ortserve.frontends.tls.certificate import Certificate, FileContents, TlsFiles, judge, read_files
-from ortserve.telemetry.logs import log_event, log_fault
+from ortserve.service.followed_files import FollowedFiles
+from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""Between looks at the files. What has changed is taken when it is the same in two looks: it may be half copied."""
+"""Between looks at the files."""
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Of TLS 1.2; those of 1.3 are all good. HTTP/2 forbids any other (RFC 9113, section 9.2.2)."""
@@ -59,8 +55,13 @@ class ServerCertificate:
         self._min_version = min_version
         self._metrics = metrics
         self._serve(self._build(read_files(files)))
-        self._seen: FileContents | str = self._serving.certificate.contents
-        self._refused: FileContents | str | None = None
+        self._followed = FollowedFiles(
+            self._serving.certificate.contents,
+            read=partial(read_files, files),
+            take=self._take,
+            refuse=self._refuse,
+            recover=lambda: log_event(logger, logging.INFO, "the files hold the certificate again that serves"),
+        )
 
     @property
     def asks_clients(self) -> bool:
@@ -95,38 +96,18 @@ class ServerCertificate:
 
     async def watch(self) -> None:
         """Follow the files until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look()
-            except Exception as fault:  # noqa: BLE001 - whatever it is, the next look may go better
-                log_fault(logger, "the certificate could not be looked at", fault)
+        await self._followed.follow(LOOK_S)
 
     async def look(self) -> None:
         """Look at the files once, and serve with what they hold where that is new, settled and usable."""
-        try:
-            now: FileContents | str = await asyncio.to_thread(read_files, self._files)
-        except ServeError as error:
-            now = error.message
-        is_settled, self._seen = now == self._seen, now
-        if now == self._serving.certificate.contents:
-            self._refused = None
-        if not is_settled or now in (self._serving.certificate.contents, self._refused):
-            return
-        if isinstance(now, str):
-            self._refuse(now, now)
-            return
-        try:
-            serving = await asyncio.to_thread(self._build, now)
-        except ServeError as error:
-            self._refuse(now, error.message)
-        else:
-            self._refused = None
-            self._metrics.certificate_reloaded(is_ok=True)
-            self._serve(serving)
+        await self._followed.look()
 
-    def _refuse(self, what: FileContents | str, reason: str) -> None:
-        self._refused = what
+    async def _take(self, contents: FileContents) -> None:
+        serving = await asyncio.to_thread(self._build, contents)
+        self._metrics.certificate_reloaded(is_ok=True)
+        self._serve(serving)
+
+    def _refuse(self, reason: str) -> None:
         self._metrics.certificate_reloaded(is_ok=False)
         message = "the new certificate cannot be used, the old one serves on"
         log_event(logger, logging.ERROR, message, reason=reason)
