@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from typing import Final, Literal, Protocol
 
 import grpc
 
-from ortserve.errors import invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.tls.certificate import Certificate, FileContents, TlsFiles, judge, read_files
 from ortserve.service.followed_files import FollowedFiles
 from ortserve.telemetry.logs import log_event
@@ -45,8 +46,20 @@ class _Serving:
 class ServerCertificate:
     """Usable from construction on. ``watch`` runs on the loop; contexts may be asked for in any thread."""
 
-    def __init__(self, files: TlsFiles, min_version: Literal["1.2", "1.3"], metrics: CertificateMetrics) -> None:
-        """Read the files.
+    def __init__(
+        self,
+        files: TlsFiles,
+        min_version: Literal["1.2", "1.3"],
+        metrics: CertificateMetrics,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Read the files. Whatever its dates, what they hold serves: there is nothing better.
+
+        Args:
+            files: Where they are.
+            min_version: Oldest version of TLS that is spoken.
+            metrics: Told what becomes of the certificate.
+            now_s: Seconds since 1970, which the dates of certificates are compared with.
 
         Raises:
             ServeError: invalid_input, naming the option of a file that cannot be used.
@@ -54,7 +67,9 @@ class ServerCertificate:
         self._files = files
         self._min_version = min_version
         self._metrics = metrics
+        self._now_s = now_s
         self._serve(self._build(read_files(files)))
+        self._built = self._serving
         self._followed = FollowedFiles(
             self._serving.certificate.contents,
             read=partial(read_files, files),
@@ -103,9 +118,13 @@ class ServerCertificate:
         await self._followed.look()
 
     async def _take(self, contents: FileContents) -> None:
-        serving = await asyncio.to_thread(self._build, contents)
+        if self._built.certificate.contents != contents:  # else it waits for its time, and is asked for at each look
+            self._built = await asyncio.to_thread(self._build, contents)
+        reason = _reason_to_wait(self._serving.certificate, self._built.certificate, self._now_s())
+        if reason is not None:
+            raise ServeError(ErrorKind.NOT_READY, reason)
         self._metrics.certificate_reloaded(is_ok=True)
-        self._serve(serving)
+        self._serve(self._built)
 
     def _refuse(self, reason: str) -> None:
         self._metrics.certificate_reloaded(is_ok=False)
@@ -116,8 +135,8 @@ class ServerCertificate:
         self._serving = serving
         certificate = serving.certificate
         self._metrics.certificate_serves(certificate.expires_s)
-        expires = datetime.fromtimestamp(certificate.expires_s, UTC).isoformat()
-        if certificate.is_valid:
+        expires = _date(certificate.expires_s)
+        if certificate.is_valid(self._now_s()):
             log_event(logger, logging.INFO, "certificate serves", expires=expires)
         else:
             log_event(logger, logging.WARNING, "certificate serves, but clients will refuse its dates", expires=expires)
@@ -154,6 +173,18 @@ class ServerCertificate:
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             context.load_verify_locations(cadata=client_ca_der)
         return context
+
+
+def _reason_to_wait(old: Certificate, new: Certificate, now_s: float) -> str | None:
+    """Why the old certificate serves on for the time being: clients take it, and would not take the new one."""
+    if new.is_valid(now_s) or not old.is_valid(now_s):
+        return None
+    dates = f"{_date(new.begins_s)} to {_date(new.expires_s)}"
+    return f"tls_cert_file: expected a certificate that is valid now, got one from {dates}"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
