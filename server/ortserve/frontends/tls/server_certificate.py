@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import os
 import ssl
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -158,10 +161,11 @@ class ServerCertificate:
         context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
         context.set_ciphers(_CIPHERS)
         context.set_alpn_protocols([alpn])
+        contents = certificate.contents
         try:
-            # By path, since it takes nothing else. Files that have changed since they were read are seen at the next
-            # look; certificate and key always belong together, or this fails.
-            context.load_cert_chain(self._files.cert, self._files.key, password="")
+            # By path, since it takes nothing else; not by that of the files, which may hold others by now.
+            with _path_of(contents.cert) as cert, _path_of(contents.key) as key:
+                context.load_cert_chain(cert, key, password="")
         except (ssl.SSLError, OSError) as error:
             reason = getattr(error, "reason", None) or error.strerror
             raise invalid_input(
@@ -173,6 +177,16 @@ class ServerCertificate:
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             context.load_verify_locations(cadata=client_ca_der)
         return context
+
+
+@contextmanager
+def _path_of(content: bytes) -> Iterator[str]:
+    """A path by which this process alone reads the content: from memory, where the system has files there."""
+    in_memory = hasattr(os, "memfd_create")
+    with os.fdopen(os.memfd_create("tls"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield f"/dev/fd/{file.fileno()}"
 
 
 def _reason_to_wait(old: Certificate, new: Certificate, now_s: float) -> str | None:

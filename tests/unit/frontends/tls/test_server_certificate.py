@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from certificates import Secret, serial_of
 from ortserve.errors import ServeError
-from ortserve.frontends.tls.certificate import TlsFiles
+from ortserve.frontends.tls import server_certificate
+from ortserve.frontends.tls.certificate import FileContents, TlsFiles, read_files
 from ortserve.frontends.tls.server_certificate import Port, ServerCertificate
 
 
@@ -99,6 +100,22 @@ async def test_files_that_are_copied_one_after_the_other_are_not_taken_half(
     assert served.serial() == serial_of(cert)
     assert served.counts.reloads == [True]
     assert "cannot be used" not in caplog.text
+
+
+def test_files_that_change_while_they_are_read_are_not_mixed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was judged serves, also when the files go there and back and no later look would see a difference."""
+    swapped = Secret(tmp_path / "secret")
+    judged = serial_of(swapped.cert.read_bytes())
+
+    def read_and_swap(files: TlsFiles) -> FileContents:
+        contents = read_files(files)
+        swapped.renew()
+        return contents
+
+    monkeypatch.setattr(server_certificate, "read_files", read_and_swap)
+    assert Served(tmp_path, secret=swapped).serial() == judged
 
 
 @pytest.mark.parametrize("fault", ["malformed", "missing", "mismatched"])
