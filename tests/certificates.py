@@ -50,10 +50,10 @@ class Secret:
         """The same, and clients must have certificates of the same authority."""
         return (*self.flags, "--tls-client-ca-file", str(self.ca))
 
-    def renew(self, *, expires: datetime | None = None) -> int:
+    def renew(self, *, begins: datetime | None = None, expires: datetime | None = None) -> int:
         """Put a new certificate in the place of the old one; returns its serial number."""
         expires = expires or datetime.now(UTC) + timedelta(days=30)
-        made = self.authority.issue_cert(HOST, not_after=expires)
+        made = self.authority.issue_cert(HOST, not_before=begins, not_after=expires)
         chain = b"".join(part.bytes() for part in made.cert_chain_pems)
         self.put(chain, made.private_key_pem.bytes())
         return serial_of(chain)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ from certificates import HOST, Secret, serial_of
 from collector import Collector, collecting
 from encodings_of_requests import triton_inputs
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, json_input, rest_url, serving, starting
+from tls_records import ClientRecords
 
 ROW: Final = np.arange(16, dtype=np.int32).reshape(1, 16)
 INPUTS: Final = {"INPUT0": ROW, "INPUT1": ROW}
@@ -201,6 +203,25 @@ def test_handshakes_that_never_end_are_cut_off_and_hold_up_nobody(mutual: Mutual
     for raw in slow:
         with raw:
             assert raw.recv(1) == b""
+
+
+@pytest.mark.parametrize("port", ["http", "grpc"])
+def test_flood_of_key_updates_is_cut_off_and_holds_up_nobody(
+    mutual: Mutual, tmp_path: Path, port: str, ways: tuple[str, ...]
+) -> None:
+    context = mutual.secret.client_context(has_certificate=True, alpn="h2" if port == "grpc" else "http/1.1")
+    context.keylog_filename = str(tmp_path / "keys")
+    with mutual.connect(port, context) as session:
+        records = ClientRecords(session, tmp_path / "keys")
+        flood = b"".join(records.key_update() for _ in range(20_000))
+        is_grpcio = port == "grpc" and "--grpc-transport=grpcio" in ways
+        # Ours is cut off in the midst of it, grpcio reads on and says farewell.
+        with suppress(ConnectionError) if is_grpcio else pytest.raises(ConnectionError):
+            socket.socket.sendall(session, flood)  # past the session, which would encrypt it once more
+            by_httpx(mutual)
+            while socket.socket.recv(session, 1 << 16):
+                pass
+    by_grpcio(mutual)
 
 
 def read_metrics(mutual: Mutual) -> Samples:

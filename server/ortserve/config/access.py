@@ -23,5 +23,6 @@ class AccessOptions(BaseModel):
     metrics_keys_file: Path | None = None
     """The same for the metrics port. Unset: open to everybody."""
     keys_poll_s: float = Field(default=5.0, ge=0.01, le=3600)
-    """How often the files of keys are read again. Put a changed file in place by renaming; where it is gone, empty or
-    malformed, the keys that were read before go on to count."""
+    """How often the files of keys are read again. New keys count when the next reading, a second later at most, finds
+    the same. Put a changed file in place by renaming all the same: one whose writing takes longer would be taken half
+    written. Where it is gone, empty or malformed, the keys that were read before go on to count."""

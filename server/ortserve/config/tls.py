@@ -18,7 +18,8 @@ class TlsOptions(BaseModel):
     tls_cert_file: Path | None = None
     """The server's certificate in PEM, followed by those that lead to its authority: the HTTP and the gRPC port speak
     TLS with it, and nothing else. The files of TLS are looked at every second; new ones are used for the next
-    connections, and ones that cannot be used are logged and change nothing. Unset: no TLS."""
+    connections when two looks found the same, and ones that cannot be used, or not yet or no more while the old ones
+    can, are logged and change nothing. Unset: no TLS."""
     tls_key_file: Path | None = None
     """The private key of ``tls_cert_file`` in PEM, without a passphrase."""
     tls_client_ca_file: Path | None = None

@@ -8,11 +8,13 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from ortserve.errors import ServeError, invalid_input
 from ortserve.service.access import Access, Group, Keyring, digest_of
+from ortserve.service.followed_files import FollowedFiles
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ def _digests(content: bytes, name: str) -> Iterator[bytes]:
 
 
 class KeyFiles:
-    """Follows the files of each group. What was read last and was good counts."""
+    """The keys of each group. What was read last, settled and was good counts."""
 
     def __init__(self, paths: Mapping[Group, Path]) -> None:
         """Read all files; ``paths`` holds the groups that are guarded.
@@ -87,7 +89,6 @@ class KeyFiles:
         """
         self._paths = dict(paths)
         self._digests: dict[Group, frozenset[bytes]] = {}
-        self._problems: dict[Group, str] = {}
         for group, path in self._paths.items():
             try:
                 self._digests[group] = read_keys(path)
@@ -98,33 +99,38 @@ class KeyFiles:
         """The keys that count now."""
         return Keyring(self._digests)
 
-    def read_again(self, access: Access) -> None:
-        """Read all files again and have ``access`` go by what they hold. Any thread, one at a time.
+    def followed(self, access: Access) -> list[FollowedFiles[frozenset[bytes]]]:
+        """What has ``access`` go by the files of each group, whatever becomes of those of the others.
 
         Where a file is gone, empty or malformed its old keys go on to count, and the log says so once: a mistake there
         shall lock nobody out, nor let anybody in.
         """
-        for group, path in self._paths.items():
-            try:
-                digests = read_keys(path)
-            except ServeError as error:
-                if self._problems.get(group) != error.message:
-                    self._problems[group] = error.message
-                    told = {"group": group, "reason": error.message}
-                    log_event(logger, logging.WARNING, "new keys cannot be used, old ones still count", **told)
-                continue
-            old = self._digests[group]
-            if digests != old:
-                self._digests[group] = digests
-                access.keyring = self.keyring()
-                counts = {"keys": len(digests), "added": len(digests - old), "gone": len(old - digests)}
-                log_event(logger, logging.INFO, "keys have changed", group=group, **counts)
-            elif group in self._problems:
-                log_event(logger, logging.INFO, "keys can be read again", group=group, keys=len(digests))
-            self._problems.pop(group, None)
+        return [
+            FollowedFiles(
+                self._digests[group],
+                read=partial(read_keys, path),
+                take=partial(self._take, access, group),
+                refuse=partial(self._refuse, group),
+                recover=partial(self._recover, group),
+            )
+            for group, path in self._paths.items()
+        ]
 
     async def follow(self, access: Access, interval_s: float) -> None:
         """Have ``access`` go by the files for as long as the server runs."""
-        while self._paths:
-            await asyncio.sleep(interval_s)
-            await asyncio.to_thread(self.read_again, access)
+        async with asyncio.TaskGroup() as tasks:
+            for files in self.followed(access):
+                tasks.create_task(files.follow(interval_s))
+
+    async def _take(self, access: Access, group: Group, digests: frozenset[bytes]) -> None:
+        old, self._digests[group] = self._digests[group], digests
+        access.keyring = self.keyring()
+        counts = {"keys": len(digests), "added": len(digests - old), "gone": len(old - digests)}
+        log_event(logger, logging.INFO, "keys have changed", group=group, **counts)
+
+    def _refuse(self, group: Group, reason: str) -> None:
+        message = "new keys cannot be used, old ones still count"
+        log_event(logger, logging.WARNING, message, group=group, reason=reason)
+
+    def _recover(self, group: Group) -> None:
+        log_event(logger, logging.INFO, "keys can be read again", group=group, keys=len(self._digests[group]))

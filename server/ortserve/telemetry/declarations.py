@@ -190,7 +190,8 @@ CERTIFICATE_RELOADS: Final = Declaration(
     "ortserve_tls_certificate_reloads_total",
     "counter",
     ("outcome",),
-    "New contents of the files of TLS, by what became of them: ok, or failed, where the old ones serve on.",
+    "New contents of the files of TLS, by what became of them: ok, or failed, where the old ones serve on. What "
+    "is for later counts as failed, and as ok when its time comes.",
 )
 EXPORTED_SPANS: Final = Declaration(
     "ortserve_exported_spans_total",

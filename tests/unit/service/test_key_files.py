@@ -1,6 +1,7 @@
 """Files of keys: what is read of them, and that a bad one changes nothing."""
 
 import logging
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,21 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def opened_with(files: KeyFiles) -> Access:
-    """What goes by the files."""
-    return Access(list(Group), files.keyring(), on_refusal=lambda *_: None)
+class Opened:
+    """What goes by the files of some groups. Looks are taken by hand."""
+
+    def __init__(self, paths: dict[Group, Path]) -> None:
+        files = KeyFiles(paths)
+        self.access = Access(list(Group), files.keyring(), on_refusal=lambda *_: None)
+        self._followed = files.followed(self.access)
+
+    def groups_of(self, key: str) -> Set[Group]:
+        return self.access.keyring.groups_of(key.encode())
+
+    async def look(self, times: int = 1) -> None:
+        for _ in range(times):
+            for files in self._followed:
+                await files.look()
 
 
 def put(file: Path, text: str) -> None:
@@ -33,6 +46,21 @@ def put(file: Path, text: str) -> None:
     new = file.with_name(".new")
     new.write_text(text)
     new.replace(file)
+
+
+def write(file: Path, text: str) -> None:
+    """Write over a file, as an editor or a copy does."""
+    file.write_text(text)
+
+
+def do_spoil(file: Path, spoil: str) -> None:
+    if spoil == "gone":
+        file.unlink()
+    elif spoil == "unreadable":
+        file.unlink()
+        file.symlink_to(file.name)  # a circle
+    else:
+        put(file, "" if spoil == "empty" else "short")
 
 
 @pytest.mark.parametrize(
@@ -95,17 +123,18 @@ def test_bad_file_in_a_folder_is_named(tmp_path: Path) -> None:
         KeyFiles({Group.CONTROL: tmp_path})
 
 
-def test_changed_file_counts_when_it_is_read_again(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_changed_file_counts_when_two_looks_agree(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    files = KeyFiles({Group.INFER: file})
-    access = opened_with(files)
-    files.read_again(access)
+    opened = Opened({Group.INFER: file})
+    await opened.look()
     put(file, f"{FIRST}\n{SECOND}\n")
-    files.read_again(access)
-    assert access.keyring.groups_of(FIRST.encode()) == access.keyring.groups_of(SECOND.encode()) == {Group.INFER}
+    await opened.look()
+    assert not opened.groups_of(SECOND)
+    await opened.look()
+    assert opened.groups_of(FIRST) == opened.groups_of(SECOND) == {Group.INFER}
     put(file, SECOND)
-    files.read_again(access)
-    assert not access.keyring.groups_of(FIRST.encode())
+    await opened.look(2)
+    assert not opened.groups_of(FIRST)
     fields = [vars(record)["fields"] for record in caplog.records]
     assert fields == [
         {"group": Group.INFER, "keys": 2, "added": 1, "gone": 0},
@@ -113,40 +142,44 @@ def test_changed_file_counts_when_it_is_read_again(file: Path, caplog: pytest.Lo
     ]
 
 
+async def test_half_written_file_changes_nothing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened = Opened({Group.INFER: file})
+    for half in ("", SECOND[:-3], f"{SECOND}\n{THIRD[:-4]}"):
+        write(file, half)
+        await opened.look()
+        assert opened.groups_of(FIRST)
+    assert not opened.groups_of(SECOND[:-3])
+    write(file, f"{SECOND}\n{THIRD}")
+    await opened.look(2)
+    assert not opened.groups_of(FIRST)
+    assert opened.groups_of(SECOND) == opened.groups_of(THIRD) == {Group.INFER}
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("spoil", ["empty", "malformed", "gone", "unreadable"])
-def test_spoilt_file_leaves_the_old_keys_and_says_so_once(
+async def test_spoilt_file_leaves_the_old_keys_and_says_so_once(
     file: Path, spoil: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    files = KeyFiles({Group.INFER: file})
-    access = opened_with(files)
-    if spoil == "gone":
-        file.unlink()
-    elif spoil == "unreadable":
-        file.unlink()
-        file.symlink_to(file.name)  # a circle
-    else:
-        put(file, "" if spoil == "empty" else "short")
-    for _ in range(3):
-        files.read_again(access)
-        assert access.keyring.groups_of(FIRST.encode()) == {Group.INFER}
+    opened = Opened({Group.INFER: file})
+    do_spoil(file, spoil)
+    for _ in range(4):
+        await opened.look()
+        assert opened.groups_of(FIRST) == {Group.INFER}
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "new keys cannot be used, old ones still count")
     ]
-    file.unlink(missing_ok=True)
-    file.write_text(FIRST)
-    files.read_again(access)
+    put(file, FIRST)
+    await opened.look(2)
     assert caplog.records[-1].getMessage() == "keys can be read again"
 
 
-def test_one_spoilt_file_does_not_hold_up_another(file: Path) -> None:
+async def test_one_spoilt_file_does_not_hold_up_another(file: Path) -> None:
     control = file.with_name("control")
     control.write_text(SECOND)
-    files = KeyFiles({Group.INFER: file, Group.CONTROL: control})
-    access = opened_with(files)
+    opened = Opened({Group.INFER: file, Group.CONTROL: control})
     put(file, "")
     put(control, THIRD)
-    files.read_again(access)
-    keyring = access.keyring
-    assert keyring.groups_of(FIRST.encode()) == {Group.INFER}
-    assert keyring.groups_of(THIRD.encode()) == {Group.CONTROL}
+    await opened.look(2)
+    assert opened.groups_of(FIRST) == {Group.INFER}
+    assert opened.groups_of(THIRD) == {Group.CONTROL}

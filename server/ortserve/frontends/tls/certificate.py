@@ -4,7 +4,6 @@
 OpenSSL by ``ssl``, and grpc, take the same files after it. Imported only where TLS is on, since it is large.
 """
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -49,14 +48,18 @@ class Certificate:
     Attributes:
         contents: The files that it came from.
         client_ca_der: The authorities of clients; None where clients need no certificate.
-        expires_s: When the first certificate of the chain expires, in seconds since 1970.
-        is_valid: Whether it was so when it was read: neither expired nor for later.
+        begins_s: When the last certificate of the chain begins to be valid, in seconds since 1970.
+        expires_s: When the first one expires.
     """
 
     contents: FileContents
     client_ca_der: bytes | None
+    begins_s: float
     expires_s: float
-    is_valid: bool
+
+    def is_valid(self, now_s: float) -> bool:
+        """Whether it is neither expired nor for later."""
+        return self.begins_s <= now_s <= self.expires_s
 
 
 def read_files(files: TlsFiles) -> FileContents:
@@ -96,7 +99,7 @@ def judge(contents: FileContents, files: TlsFiles) -> Certificate:
         client_ca = b"".join(one.public_bytes(Encoding.DER) for one in authorities)
     expires_s = min(one.not_valid_after_utc.timestamp() for one in chain)
     begins_s = max(one.not_valid_before_utc.timestamp() for one in chain)
-    return Certificate(contents, client_ca, expires_s, begins_s <= time.time() <= expires_s)
+    return Certificate(contents, client_ca, begins_s, expires_s)
 
 
 def _read(option: str, path: Path) -> bytes:

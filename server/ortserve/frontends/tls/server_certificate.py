@@ -1,29 +1,29 @@
-"""The server's certificate in the form that each port takes it, and its renewal while the server runs.
-
-Its files are looked at rather than waited for: what mounts secrets (a symbolic link that is swapped), copies or renames
-differs too much for notifications to see all of it, and three small files cost next to nothing on another thread. Nor
-is a signal needed, of which SIGHUP would be the customary one: it ends a server whose terminal is closed, and may go on
-to do so.
-"""
+"""The server's certificate in the form that each port takes it, and its renewal while the server runs."""
 
 import asyncio
 import logging
+import os
 import ssl
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final, Literal, Protocol
 
 import grpc
 
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.tls.certificate import Certificate, FileContents, TlsFiles, judge, read_files
-from ortserve.telemetry.logs import log_event, log_fault
+from ortserve.service.followed_files import FollowedFiles
+from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""Between looks at the files. What has changed is taken when it is the same in two looks: it may be half copied."""
+"""Between looks at the files."""
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Of TLS 1.2; those of 1.3 are all good. HTTP/2 forbids any other (RFC 9113, section 9.2.2)."""
@@ -49,8 +49,20 @@ class _Serving:
 class ServerCertificate:
     """Usable from construction on. ``watch`` runs on the loop; contexts may be asked for in any thread."""
 
-    def __init__(self, files: TlsFiles, min_version: Literal["1.2", "1.3"], metrics: CertificateMetrics) -> None:
-        """Read the files.
+    def __init__(
+        self,
+        files: TlsFiles,
+        min_version: Literal["1.2", "1.3"],
+        metrics: CertificateMetrics,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Read the files. Whatever its dates, what they hold serves: there is nothing better.
+
+        Args:
+            files: Where they are.
+            min_version: Oldest version of TLS that is spoken.
+            metrics: Told what becomes of the certificate.
+            now_s: Seconds since 1970, which the dates of certificates are compared with.
 
         Raises:
             ServeError: invalid_input, naming the option of a file that cannot be used.
@@ -58,9 +70,16 @@ class ServerCertificate:
         self._files = files
         self._min_version = min_version
         self._metrics = metrics
+        self._now_s = now_s
         self._serve(self._build(read_files(files)))
-        self._seen: FileContents | str = self._serving.certificate.contents
-        self._refused: FileContents | str | None = None
+        self._built = self._serving
+        self._followed = FollowedFiles(
+            self._serving.certificate.contents,
+            read=partial(read_files, files),
+            take=self._take,
+            refuse=self._refuse,
+            recover=lambda: log_event(logger, logging.INFO, "the files hold the certificate again that serves"),
+        )
 
     @property
     def asks_clients(self) -> bool:
@@ -95,38 +114,22 @@ class ServerCertificate:
 
     async def watch(self) -> None:
         """Follow the files until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.look()
-            except Exception as fault:  # noqa: BLE001 - whatever it is, the next look may go better
-                log_fault(logger, "the certificate could not be looked at", fault)
+        await self._followed.follow(LOOK_S)
 
     async def look(self) -> None:
         """Look at the files once, and serve with what they hold where that is new, settled and usable."""
-        try:
-            now: FileContents | str = await asyncio.to_thread(read_files, self._files)
-        except ServeError as error:
-            now = error.message
-        is_settled, self._seen = now == self._seen, now
-        if now == self._serving.certificate.contents:
-            self._refused = None
-        if not is_settled or now in (self._serving.certificate.contents, self._refused):
-            return
-        if isinstance(now, str):
-            self._refuse(now, now)
-            return
-        try:
-            serving = await asyncio.to_thread(self._build, now)
-        except ServeError as error:
-            self._refuse(now, error.message)
-        else:
-            self._refused = None
-            self._metrics.certificate_reloaded(is_ok=True)
-            self._serve(serving)
+        await self._followed.look()
 
-    def _refuse(self, what: FileContents | str, reason: str) -> None:
-        self._refused = what
+    async def _take(self, contents: FileContents) -> None:
+        if self._built.certificate.contents != contents:  # else it waits for its time, and is asked for at each look
+            self._built = await asyncio.to_thread(self._build, contents)
+        reason = _reason_to_wait(self._serving.certificate, self._built.certificate, self._now_s())
+        if reason is not None:
+            raise ServeError(ErrorKind.NOT_READY, reason)
+        self._metrics.certificate_reloaded(is_ok=True)
+        self._serve(self._built)
+
+    def _refuse(self, reason: str) -> None:
         self._metrics.certificate_reloaded(is_ok=False)
         message = "the new certificate cannot be used, the old one serves on"
         log_event(logger, logging.ERROR, message, reason=reason)
@@ -135,8 +138,8 @@ class ServerCertificate:
         self._serving = serving
         certificate = serving.certificate
         self._metrics.certificate_serves(certificate.expires_s)
-        expires = datetime.fromtimestamp(certificate.expires_s, UTC).isoformat()
-        if certificate.is_valid:
+        expires = _date(certificate.expires_s)
+        if certificate.is_valid(self._now_s()):
             log_event(logger, logging.INFO, "certificate serves", expires=expires)
         else:
             log_event(logger, logging.WARNING, "certificate serves, but clients will refuse its dates", expires=expires)
@@ -158,10 +161,11 @@ class ServerCertificate:
         context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
         context.set_ciphers(_CIPHERS)
         context.set_alpn_protocols([alpn])
+        contents = certificate.contents
         try:
-            # By path, since it takes nothing else. Files that have changed since they were read are seen at the next
-            # look; certificate and key always belong together, or this fails.
-            context.load_cert_chain(self._files.cert, self._files.key, password="")
+            # By path, since it takes nothing else; not by that of the files, which may hold others by now.
+            with _path_of(contents.cert) as cert, _path_of(contents.key) as key:
+                context.load_cert_chain(cert, key, password="")
         except (ssl.SSLError, OSError) as error:
             reason = getattr(error, "reason", None) or error.strerror
             raise invalid_input(
@@ -173,6 +177,28 @@ class ServerCertificate:
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             context.load_verify_locations(cadata=client_ca_der)
         return context
+
+
+@contextmanager
+def _path_of(content: bytes) -> Iterator[str]:
+    """A path by which this process alone reads the content: from memory, where the system has files there."""
+    in_memory = hasattr(os, "memfd_create")
+    with os.fdopen(os.memfd_create("tls"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield f"/dev/fd/{file.fileno()}"
+
+
+def _reason_to_wait(old: Certificate, new: Certificate, now_s: float) -> str | None:
+    """Why the old certificate serves on for the time being: clients take it, and would not take the new one."""
+    if new.is_valid(now_s) or not old.is_valid(now_s):
+        return None
+    dates = f"{_date(new.begins_s)} to {_date(new.expires_s)}"
+    return f"tls_cert_file: expected a certificate that is valid now, got one from {dates}"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:

@@ -37,15 +37,17 @@ def test_expiration_is_that_of_the_first_certificate_to_expire(secret: Secret) -
     secret.put(authority_behind := secret.cert.read_bytes() + authority, secret.key.read_bytes())
     certificate = read(secret)
     assert certificate.expires_s == expires.timestamp()
-    assert certificate.is_valid
+    assert certificate.is_valid(expires.timestamp())
     assert certificate.contents.cert == authority_behind
     assert certificate.client_ca_der is None
 
 
-@pytest.mark.parametrize("expires", [datetime.now(UTC) - timedelta(hours=1)])
-def test_expired_certificate_is_usable_but_known(secret: Secret, expires: datetime) -> None:
-    secret.renew(expires=expires)
-    assert not read(secret).is_valid
+def test_certificate_is_valid_between_its_dates_alone(secret: Secret) -> None:
+    certificate = read(secret)
+    assert certificate.begins_s < certificate.expires_s
+    assert certificate.is_valid(certificate.begins_s)
+    assert not certificate.is_valid(certificate.begins_s - 1)
+    assert not certificate.is_valid(certificate.expires_s + 1)
 
 
 def test_all_authorities_of_clients_are_taken(secret: Secret, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from certificates import Secret, serial_of
 from ortserve.errors import ServeError
-from ortserve.frontends.tls.certificate import TlsFiles
+from ortserve.frontends.tls import server_certificate
+from ortserve.frontends.tls.certificate import FileContents, TlsFiles, read_files
 from ortserve.frontends.tls.server_certificate import Port, ServerCertificate
 
 
@@ -36,11 +37,19 @@ class Counts:
 class Served:
     """A certificate, its files and its numbers."""
 
-    def __init__(self, folder: Path, *, is_mutual: bool = False, min_version: Literal["1.2", "1.3"] = "1.2") -> None:
-        self.secret = Secret(folder)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_mutual: bool = False,
+        min_version: Literal["1.2", "1.3"] = "1.2",
+        secret: Secret | None = None,
+    ) -> None:
+        self.secret = secret or Secret(folder)
         self.counts = Counts()
         files = TlsFiles(self.secret.cert, self.secret.key, self.secret.ca if is_mutual else None)
-        self.certificate = ServerCertificate(files, min_version, self.counts)
+        self.now_s = datetime.now(UTC).timestamp()
+        self.certificate = ServerCertificate(files, min_version, self.counts, lambda: self.now_s)
 
     def serial(self, port: Port = "http", client: ssl.SSLContext | None = None) -> int:
         """The serial number that a client of a port sees, in a handshake without a network."""
@@ -93,6 +102,22 @@ async def test_files_that_are_copied_one_after_the_other_are_not_taken_half(
     assert "cannot be used" not in caplog.text
 
 
+def test_files_that_change_while_they_are_read_are_not_mixed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was judged serves, also when the files go there and back and no later look would see a difference."""
+    swapped = Secret(tmp_path / "secret")
+    judged = serial_of(swapped.cert.read_bytes())
+
+    def read_and_swap(files: TlsFiles) -> FileContents:
+        contents = read_files(files)
+        swapped.renew()
+        return contents
+
+    monkeypatch.setattr(server_certificate, "read_files", read_and_swap)
+    assert Served(tmp_path, secret=swapped).serial() == judged
+
+
 @pytest.mark.parametrize("fault", ["malformed", "missing", "mismatched"])
 async def test_bad_certificate_changes_nothing_and_is_told_once(
     served: Served, caplog: pytest.LogCaptureFixture, fault: str
@@ -121,6 +146,32 @@ async def test_bad_certificate_changes_nothing_and_is_told_once(
         await served.certificate.look()
         assert served.serial() == new
         assert served.counts.reloads == [False, True]
+
+
+@pytest.mark.parametrize("fault", ["expired", "not yet valid"])
+async def test_certificate_that_is_not_valid_now_leaves_the_old_one_while_that_is(
+    served: Served, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    old, old_expires_s = served.serial(), served.counts.expires_s
+    if fault == "expired":
+        new = served.secret.renew(expires=datetime.now(UTC) - timedelta(hours=1))
+    else:
+        new = served.secret.renew(begins=datetime.now(UTC) + timedelta(hours=1))
+    for _ in range(5):
+        await served.certificate.look()
+    assert (served.serial(), served.counts.expires_s) == (old, old_expires_s)
+    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert told.getMessage() == "the new certificate cannot be used, the old one serves on"
+    reason = told.__dict__["fields"]["reason"]
+    assert reason.startswith("tls_cert_file: expected a certificate that is valid now, got one from 20")
+    assert served.counts.reloads == [False]
+
+    served.now_s += 2 * 3600 if fault == "not yet valid" else 31 * 86400  # when the one is valid, or the other not
+    await served.certificate.look()
+    blind = served.secret.client_context()
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    assert served.serial(client=blind) == new
+    assert served.counts.reloads == [False, True]
 
 
 async def test_renewed_authority_refuses_clients_of_the_old_one(tmp_path: Path) -> None:

@@ -8,13 +8,17 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Final, TypeVar, cast
 
 import pytest
 import trustme
 import uvloop
 
+from fakes.clock import FakeClock
 from ortserve.frontends.tls.transport import TlsEntrance, TlsTransport
+from tls_records import ClientRecords
 
 T = TypeVar("T")
 LONG_S: Final = 30.0
@@ -74,6 +78,7 @@ class Listener:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
+        self.clock = FakeClock()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["h2"])
         AUTHORITY.issue_cert("127.0.0.1").configure_cert(context)
@@ -83,6 +88,7 @@ class Listener:
             handshake_timeout_s=handshake_timeout_s,
             max_handshakes=MAX_HANDSHAKES,
             alpn=alpn,
+            clock=self.clock,
         )
         self._made: list[Recorder] = []
         self._server = self.run(self._listen)
@@ -109,7 +115,13 @@ class Listener:
         """Wait until what a recorder was told is so."""
         self.run(lambda: recorder.until(claim))
 
-    def connect(self, *, alpn: str = "h2", receive_bytes: int | None = None) -> tuple[ssl.SSLSocket, Recorder]:
+    def connect(
+        self,
+        *,
+        alpn: str = "h2",
+        receive_bytes: int | None = None,
+        version: ssl.TLSVersion = ssl.TLSVersion.MAXIMUM_SUPPORTED,
+    ) -> tuple[ssl.SSLSocket, Recorder]:
         """A client whose handshake is over, and the protocol that was made for it."""
         count = len(self._made)
         raw = socket.socket()
@@ -120,6 +132,7 @@ class Listener:
         client = ssl.create_default_context()
         AUTHORITY.configure_trust(client)
         client.set_alpn_protocols([alpn])
+        client.maximum_version = version
         session = client.wrap_socket(raw, server_hostname="127.0.0.1", suppress_ragged_eofs=False)
 
         self.run(lambda: _until(lambda: len(self._made) > count))
@@ -403,6 +416,120 @@ def test_handshakes_under_way_end_with_the_entrance(listener: Listener) -> None:
             assert raw.recv(1) == b""
 
 
+@pytest.mark.parametrize("way", ["alone", "asking for answers", "between bytes of data"])
+def test_flood_of_key_updates_is_cut_off(listener: Listener, tmp_path: Path, way: str) -> None:
+    with by_hand(listener, tmp_path / "keys") as (raw, session, _):
+        recorder = listener.newest()
+        records = ClientRecords(session, tmp_path / "keys")
+        flood = bytearray()
+        while len(flood) < 512 * 1024:
+            flood += records.key_update(is_answer_wanted=way == "asking for answers")
+            if way == "between bytes of data":
+                flood += records.data(b"x")
+        with suppress(ConnectionError):
+            raw.sendall(flood)
+            listener.wait(recorder, lambda told: "lost" in told.calls)
+        listener.wait(recorder, lambda told: "lost" in told.calls)
+        assert "eof" not in recorder.calls
+        assert len(recorder.came) < 8 * 1024
+
+
+def test_peer_that_changes_its_keys_now_and_then_goes_on(listener: Listener, tmp_path: Path) -> None:
+    with by_hand(listener, tmp_path / "keys") as (raw, session, _):
+        recorder = listener.newest()
+        records = ClientRecords(session, tmp_path / "keys")
+        for turn in range(1, 6):
+            raw.sendall(b"".join(records.key_update(is_answer_wanted=True) for _ in range(1000)) + records.data(b"x"))
+            listener.wait(recorder, partial(_has_bytes_or_lost, turn))
+            assert "lost" not in recorder.calls
+            listener.clock.advance(1_000_000_000)
+
+
+def test_peer_that_reads_no_answer_may_ask_for_fewer(listener: Listener, tmp_path: Path) -> None:
+    with by_hand(listener, tmp_path / "keys") as (raw, session, _):
+        recorder = listener.newest()
+        records = ClientRecords(session, tmp_path / "keys")
+        listener.call(lambda: recorder.transport.write(bytes(LARGE)))
+        for seconds in range(1, 10):
+            raw.sendall(b"".join(records.key_update(is_answer_wanted=True) for _ in range(1000)) + records.data(b"x"))
+            listener.wait(recorder, partial(_has_bytes_or_lost, seconds))
+            if "lost" in recorder.calls:
+                break
+            listener.clock.advance(1_000_000_000)
+        assert seconds == 2
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_records_of_any_size_are_never_too_many(listener: Listener, version: ssl.TLSVersion) -> None:
+    session, recorder = listener.connect(version=version)
+    with session:
+        for _ in range(20_000):
+            session.sendall(b"x")
+        session.sendall(bytes(LARGE))
+        listener.wait(recorder, lambda told: len(told.came) == 20_000 + LARGE)
+
+
+def test_peer_that_has_much_to_say_has_one_long_read_in_a_turn(listener: Listener) -> None:
+    """Others are read in the same turn, before or after it."""
+    session, recorder = listener.connect()
+    with session:
+        turns, reads = [0], list[int]()
+
+        def turn() -> None:
+            turns[0] += 1
+            asyncio.get_running_loop().call_soon(turn)
+
+        def take(data: bytes) -> None:
+            recorder.came += data
+            reads.append(turns[0])
+            recorder.news.set()
+
+        def begin() -> None:
+            recorder.data_received = take  # type: ignore[method-assign]
+            recorder.transport.pause_reading()
+            turn()
+
+        listener.call(begin)
+        sent = os.urandom(2_000_000)
+        sending = threading.Thread(target=session.sendall, args=(sent,))
+        sending.start()
+        listener.run(lambda: asyncio.sleep(0.2))  # the kernel has some of it then
+        listener.call(recorder.transport.resume_reading)
+        listener.wait(recorder, lambda told: len(told.came) == len(sent))
+        sending.join(LONG_S)
+        assert recorder.came == sent
+        assert len(reads) == len(set(reads))
+
+
+def test_protocol_may_pause_and_go_on_in_the_midst_of_an_upload(listener: Listener) -> None:
+    session, recorder = listener.connect()
+    with session:
+        take = recorder.data_received
+
+        def data_received(data: bytes) -> None:
+            assert recorder.transport.is_reading()
+            take(data)
+            recorder.transport.pause_reading()
+            loop = asyncio.get_running_loop()
+            if recorder.pieces % 2:
+                loop.call_soon(recorder.transport.resume_reading)
+            else:
+                loop.call_later(0.001, recorder.transport.resume_reading)
+
+        def begin() -> None:
+            recorder.data_received = data_received  # type: ignore[method-assign]
+
+        listener.call(begin)
+        sent = os.urandom(LARGE)
+        session.sendall(sent)
+        listener.wait(recorder, lambda told: len(told.came) == len(sent))
+        assert recorder.came == sent
+
+
+def _has_bytes_or_lost(count: int, told: Recorder) -> bool:
+    return len(told.came) == count or "lost" in told.calls
+
+
 async def _until(claim: Callable[[], bool]) -> None:
     async with asyncio.timeout(LONG_S):
         while not claim():  # noqa: ASYNC110  # there is no event for it
@@ -410,9 +537,13 @@ async def _until(claim: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def by_hand(listener: Listener) -> Iterator[tuple[socket.socket, ssl.SSLObject, ssl.MemoryBIO]]:
+def by_hand(
+    listener: Listener, key_log: Path | None = None
+) -> Iterator[tuple[socket.socket, ssl.SSLObject, ssl.MemoryBIO]]:
     """A client whose records go to the socket as the test likes, and its handshake over."""
     client = ssl.create_default_context()
+    if key_log is not None:
+        client.keylog_filename = str(key_log)
     AUTHORITY.configure_trust(client)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     session = client.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")

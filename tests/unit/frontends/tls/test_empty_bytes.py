@@ -1,0 +1,58 @@
+"""The account of bytes that bring no data, by numbers alone; real sessions are in ``test_transport``."""
+
+import pytest
+
+from fakes.clock import FakeClock
+from ortserve.frontends.tls.empty_bytes import EmptyBytes
+
+KEY_UPDATE = 27
+RECORD = 5 + 16 * 1024 + 17
+SECOND_NS = 1_000_000_000
+
+
+def spend(account: EmptyBytes, came: int) -> int:
+    """Bytes without data until the peer is cut off, ``came`` at a time."""
+    spent = came
+    while not account.are_too_many(came, data=0, records=0):
+        spent += came
+        assert spent < 10_000_000
+    return spent
+
+
+def test_48_kib_of_nothing_are_borne_at_once_and_32_more_each_second() -> None:
+    clock = FakeClock()
+    account = EmptyBytes("TLSv1.3", clock)
+    assert spend(account, KEY_UPDATE) == pytest.approx(48 * 1024, rel=0.02)
+    clock.advance(SECOND_NS // 2)
+    assert spend(account, KEY_UPDATE) == pytest.approx(16 * 1024, rel=0.02)
+    clock.advance(100 * SECOND_NS)
+    assert spend(account, KEY_UPDATE) == pytest.approx(32 * 1024, rel=0.02)
+
+
+def test_refill_can_be_forgone() -> None:
+    clock = FakeClock()
+    account = EmptyBytes("TLSv1.3", clock)
+    spend(account, KEY_UPDATE)
+    clock.advance(100 * SECOND_NS)
+    account.forgo_refill()
+    assert spend(account, KEY_UPDATE) == KEY_UPDATE
+
+
+@pytest.mark.parametrize(("version", "head"), [("TLSv1.3", 22), ("TLSv1.2", 29), ("TLSv1.2", 21)])
+def test_records_of_one_byte_bring_enough(version: str, head: int) -> None:
+    account = EmptyBytes(version, FakeClock())
+    assert not any(account.are_too_many(head + 1, data=1, records=1) for _ in range(100_000))
+
+
+def test_parts_of_records_are_explained_by_what_comes_after_them() -> None:
+    account = EmptyBytes("TLSv1.3", FakeClock())
+    for _ in range(1000):
+        assert not account.are_too_many(RECORD - 1, data=0, records=0)
+        assert not account.are_too_many(1, data=RECORD - 22, records=1)
+
+
+@pytest.mark.parametrize("records", [1, 4, 100])
+def test_records_of_data_pay_for_nothing_else(records: int) -> None:
+    account = EmptyBytes("TLSv1.3", FakeClock())
+    came = KEY_UPDATE + records * 23
+    assert any(account.are_too_many(came, data=records, records=records) for _ in range(2_500))
