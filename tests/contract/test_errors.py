@@ -476,6 +476,29 @@ def test_unknown_path_and_wrong_method_are_told_in_json(
     assert ("allow" in answer.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v2/models/simple/infer", "POST"),
+        ("POST", "/v2/health/live", "GET, HEAD"),
+        ("DELETE", "/v2/models/simple", "GET, HEAD"),
+        ("GET", "/v2/repository/index", "POST"),
+        ("PUT", "/v2/logging", "GET, HEAD, POST"),
+    ],
+)
+def test_wrong_method_is_told_which_are_right(server: ServerProcess, method: str, path: str, allowed: str) -> None:
+    answer = httpx.request(method, f"http://{server.http}{path}", timeout=LONG_S)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
+def test_head_is_answered_as_get_without_its_body(server: ServerProcess) -> None:
+    with httpx.Client(base_url=f"http://{server.http}", timeout=LONG_S) as client:
+        for path in ("/v2/health/live", "/v2/models/simple", "/v2/models/nowhere", "/v2/logging"):
+            head, get = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (get.status_code, b"")
+            assert head.headers["content-length"] == str(len(get.content))
+
+
 @pytest.fixture(scope="module")
 def narrow_server(ways: tuple[str, ...]) -> Iterator[ServerProcess]:
     """Takes only short bodies."""

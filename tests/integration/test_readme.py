@@ -2,13 +2,18 @@
 
 import json
 import re
+import ssl
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
-from servers import ServerProcess
+from ortserve.config.model import ModelOptions
+from ortserve.config.options import read_options
+from servers import SHORT_WARMUP, ServerProcess, serving
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -67,3 +72,31 @@ def test_the_readme_shows_a_command_that_classifies_a_digit() -> None:
     commands = [command for command, printed in console_commands() if '"data":[2]' in printed]
     assert len(commands) == 1
     assert "/v2/models/digits/infer" in commands[0]
+
+
+def test_samples_of_options_are_such(tmp_path: Path) -> None:
+    of_model, of_server = blocks("yaml")
+    assert ModelOptions.model_validate(yaml.safe_load(of_model)).max_rows == 64
+    (tmp_path / "options.yaml").write_text(of_server)
+    options = read_options({}, tmp_path / "options.yaml")
+    assert (options.http_port, options.log_format) == (9000, "json")
+
+
+def test_commands_for_tls_do_what_they_seem_to(tmp_path: Path) -> None:
+    """As they stand, with other ports, and the server in the place of the line that starts it."""
+    made, asked = re.findall(r"^    openssl .*?\.crt\n|^    curl --cacert.*?health\n", README, re.MULTILINE | re.DOTALL)
+
+    def bash(script: str) -> str:
+        command = ["bash", "-ec", textwrap.dedent(script)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    bash(made)
+    flags = re.findall(r"(--tls-\S+) (tls\.\w+)", README)
+    arguments = [word for flag, file in dict(flags).items() for word in (flag, tmp_path / file)]
+    client = ssl.create_default_context(cafile=str(tmp_path / "tls.crt"))
+    with serving("--example", *SHORT_WARMUP, *arguments, client=client) as server:
+        port = server.http.rpartition(":")[2]
+        asked = asked.replace(":8000", f":{port}").replace(" ortserve", f" {sys.executable} -m ortserve")
+        told = bash(f"    export ORTSERVE_HTTP_PORT={port}\n{asked}")
+    assert '"name":"simple"' in told
+    assert told.rstrip().endswith("ready")

@@ -4,13 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from ortserve.cli.environment import installed_runtimes, runtime_problem
 from ortserve.config.expectation import describe_default, describe_unit, describe_values
 from ortserve.config.options import OPTION_GROUPS, OptionsError, ServerOptions, flag_name, read_options, split_list
+from ortserve.config.suggestion import did_you_mean
 from ortserve.config.tls import tls_problems
 
 _EPILOG: Final = """\
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(f"load_model: expected model_control_mode to be 'explicit', got '{options.model_control_mode}'")
     if options.trace_level != "OFF" and options.trace_file is None:
         return _refuse(f"trace_level: expected trace_file to be set, too, got '{options.trace_level}' alone")
+    if shared := _shared_port(options):
+        return _refuse(shared)
     if problems := list(tls_problems(options, grpc_transport=options.grpc_transport)):
         return _refuse(*problems)
     if missing := [path for path in options.repositories if not path.is_dir()]:
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """A flag for each option. Values stay text, so that one place judges them whatever source they come from."""
     # argparse rather than pydantic-settings' own parser, whose help shows no bounds and "tuple[str,...]" for a list.
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ortserve serve",
         usage="ortserve serve [REPOSITORY ...] [--example] [--config FILE] [options]",
         description="Serve the models of one or more repositories over REST and gRPC.",
@@ -69,6 +72,28 @@ def build_parser() -> argparse.ArgumentParser:
             flags = next((flags for flags, group in inherited.items() if name in group.model_fields), server)
             _add_flag(flags, name, field)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Guesses what was meant by flags that nobody knows."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments:"):
+            flags = [flag_name(name) for name in ServerOptions.model_fields]
+            unknown = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            message += "".join(did_you_mean(flag, flags) for flag in unknown)
+        super().error(message)
+
+
+def _shared_port(options: ServerOptions) -> str:
+    """Which two options name one port; empty where none do."""
+    taken: dict[int, str] = {}
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        port: int = getattr(options, name)
+        if port and port in taken:
+            return f"{name}: expected another port than {taken[port]}, got {port} for both"
+        taken[port] = name
+    return ""
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:

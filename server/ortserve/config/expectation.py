@@ -14,6 +14,8 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from ortserve.config.suggestion import did_you_mean
+
 _TYPE_WORDS: Final = {
     bool: "true or false",
     int: "integer",
@@ -39,7 +41,8 @@ def describe_values(field: FieldInfo) -> str:
 
 def describe_unit(name: str) -> str:
     """The unit a field's name ends in, spelled out; empty where it has none."""
-    return next((unit for suffix, unit in _UNITS.items() if name.endswith(suffix)), "")
+    is_rate = name.endswith("_per_s")
+    return "" if is_rate else next((unit for suffix, unit in _UNITS.items() if name.endswith(suffix)), "")
 
 
 def describe_default(field: FieldInfo) -> str:
@@ -74,8 +77,18 @@ def describe_problems(
         elif field is not None:
             problems.setdefault(name, f"expected {describe_values(field)}, got {value!r}")
         else:
-            problems.setdefault(name, "unknown key")
+            problems.setdefault(name, f"unknown key{_meant(finding['loc'], fields)}")
     return problems
+
+
+def _meant(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
+    """What an unknown key of the declaration itself, or of a mapping in it, was probably meant to be."""
+    *outer, key = [part for part in loc if isinstance(part, str)]
+    known: Mapping[str, FieldInfo] | None = fields
+    for name in outer:
+        field = (known or {}).get(name)
+        known = None if field is None else nested_fields(field)
+    return did_you_mean(key, known or ())
 
 
 def nested_fields(field: FieldInfo) -> Mapping[str, FieldInfo] | None:

@@ -4,8 +4,9 @@ ONNX Runtime takes any key and says nothing of those it does not know, so that a
 hence this list, of ONNX Runtime 1.31.
 """
 
-import difflib
 from typing import Final
+
+from ortserve.config.suggestion import did_you_mean
 
 FILE_ENTRIES: Final = frozenset(
     {
@@ -92,6 +93,5 @@ def check_session_entry(key: str) -> str:
         ValueError: There is no such entry; the text names the one that was probably meant.
     """
     if key not in SESSION_ENTRIES:
-        close = difflib.get_close_matches(key, SESSION_ENTRIES, n=1)
-        raise ValueError(f"no such entry: '{key}'" + (f"; did you mean '{close[0]}'?" if close else ""))
+        raise ValueError(f"no such entry: '{key}'{did_you_mean(key, SESSION_ENTRIES)}")
     return key

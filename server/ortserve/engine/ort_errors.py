@@ -15,12 +15,18 @@ ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
 )
 
 _PATH: Final = re.compile(r"(?<![\w.])/[^\s:'\",)]+")
+_SOURCE: Final = (".cc", ".h", ".cpp", ".cu", ".hpp")
 _LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\b[A-Z][a-z]+ )")
 
 
 def without_paths(message: str) -> str:
-    """ONNX Runtime's text without file-system paths and source locations, on one line."""
-    return " ".join(_LOCATION.sub("", _PATH.sub("…", message)).split())
+    """ONNX Runtime's text without source locations, and of paths with their last part alone, on one line."""
+    return " ".join(_LOCATION.sub("", _PATH.sub(_last_part, message)).split())
+
+
+def _last_part(path: re.Match[str]) -> str:
+    name = path[0].rpartition("/")[2]
+    return "…" if name.endswith(_SOURCE) else f"…/{name}"
 
 
 def run_error(error: Exception) -> ServeError:

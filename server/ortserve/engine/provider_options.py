@@ -4,11 +4,11 @@ ONNX Runtime itself refuses a name it does not know in three ways, depending on 
 in its log, or not at all. The lists are those of ONNX Runtime 1.31.1 and OpenVINO's plug-in 1.8.1.
 """
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
+from ortserve.config.suggestion import did_you_mean
 from ortserve.errors import ServeError, invalid_input
 
 CPU: Final = "CPUExecutionProvider"
@@ -39,9 +39,7 @@ def make_provider_options(name: str, given: Mapping[str, str]) -> dict[str, str]
     checked = dict(_DEFAULTS.get(name, {}))
     for option, value in given.items():
         if option not in rules:
-            close = difflib.get_close_matches(option, rules, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise _invalid(name, f"there is no option '{option}'{hint}")
+            raise _invalid(name, f"there is no option '{option}'{did_you_mean(option, rules)}")
         try:
             checked[option] = rules[option](value)
         except ValueError as error:

@@ -196,7 +196,7 @@ class Registry:
             raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
         source = next((source for source in found if source.name == name), None)
         if source is None:
-            raise _load_failure(name, _NOT_POLLED)
+            raise _load_failure(name, f"{_NOT_POLLED}: no repository has a model of this name")
         return source
 
     async def _unload(self, name: str) -> None:

@@ -45,6 +45,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
                 content = opened.read(_MAX_FILE_BYTES + 1)
             digests.update(_digests(content, name))
     except OSError as error:
+        # Without what came, which may be a key in the place of a path.
         raise invalid_input(f"expected a file of keys, or a folder of such files: {error.strerror}") from None
     if not digests:
         raise invalid_input("expected at least one key, got none")

@@ -72,6 +72,11 @@ class ModelService:
         """Whether the server was told to stop; requests are still answered for a while."""
         return self._is_exiting
 
+    @property
+    def lost(self) -> str:
+        """Which device is lost, and why, so that only a new process is of use; empty while none is."""
+        return self._registry.lost
+
     def begin_exit(self) -> None:
         """Turn readiness off for good."""
         self._is_exiting = True
@@ -87,14 +92,14 @@ class ModelService:
 
     def is_live(self) -> bool:
         """Whether the process is of use: not once it was told to stop, nor once a device is lost, until a new one."""
-        return not self._is_exiting and not self._registry.lost
+        return not self._is_exiting and not self.lost
 
     def is_ready(self) -> bool:
         """Whether initial loading is over, the server is not stopping, and no model that must serve has failed to.
 
         Never again once a device is lost.
         """
-        if self._is_exiting or not self._registry.is_loaded or self._registry.lost:
+        if self._is_exiting or not self._registry.is_loaded or self.lost:
             return False
         return all(self._may_be_ready_with(records) for records in self._registry.models().values())
 

@@ -1,5 +1,7 @@
 """Checking a request against the signature of the model it is for. The texts are those that Triton's clients know."""
 
+from collections.abc import Sequence
+
 from ortserve.core.absent import absent
 from ortserve.core.batch import Arrays
 from ortserve.core.request import InferRequest
@@ -84,7 +86,12 @@ def _output_error(name: str, signature: ModelSignature, model: str) -> ServeErro
             ErrorKind.UNSUPPORTED,
             f"inference output '{name}' of model '{model}' is not served: {signature.unserved_outputs[name]}",
         )
-    return invalid_input(f"unexpected inference output '{name}' for model '{model}'")
+    known = [spec.name for spec in signature.outputs]
+    return invalid_input(f"unexpected inference output '{name}' for model '{model}', expected {_listed(known)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def _names_error(given: dict[str, Tensor], signature: ModelSignature, model: str) -> ServeError:
@@ -95,10 +102,11 @@ def _names_error(given: dict[str, Tensor], signature: ModelSignature, model: str
                 f"inference input '{name}' of model '{model}' is not served: {signature.unserved_inputs[name]}",
             )
         if name not in signature.inputs_by_name:
-            return invalid_input(f"unexpected inference input '{name}' for model '{model}'")
+            known = list(signature.inputs_by_name)
+            return invalid_input(f"unexpected inference input '{name}' for model '{model}', expected {_listed(known)}")
     missing = [spec.name for spec in signature.inputs if spec.name not in given and not spec.is_optional]
     if not missing:
-        names = ", ".join(f"'{spec.name}'" for spec in signature.inputs if not spec.is_whole)
+        names = _listed([spec.name for spec in signature.inputs if not spec.is_whole])
         return invalid_input(
             f"model '{model}' needs at least one of its inputs {names} to tell how many rows there are"
         )

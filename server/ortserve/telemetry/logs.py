@@ -161,4 +161,7 @@ def _json_value(value: object) -> object:
 def _spell(value: object) -> str:
     text = str(value)
     # Quoted where it could be misread as more than one field or line.
-    return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)
+    is_printable = text.isprintable()
+    if text and is_printable and not set(text) & set(' "='):
+        return text
+    return json.dumps(text, ensure_ascii=not is_printable)

@@ -98,6 +98,10 @@ def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_pa
             ["serve", "--example", "--tls-handshake-timeout-s", "0"],
             "ortserve serve: --tls-handshake-timeout-s: expected number, 0.1 to 600, got '0'\n",
         ),
+        (
+            ["serve", "--example", "--http-port", "9000", "--grpc-port", "9000"],
+            "ortserve serve: grpc_port: expected another port than http_port, got 9000 for both\n",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(
@@ -117,6 +121,11 @@ def test_unknown_words_are_refused(
     assert not served
 
 
+def test_flag_that_is_nearly_one_is_told_what_was_probably_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--example", "--http-prt=9000"]) == 2
+    assert "unrecognized arguments: --http-prt=9000; did you mean '--http-port'?" in capsys.readouterr().err
+
+
 def test_serve_help_shows_every_option_with_its_bounds_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -124,6 +133,7 @@ def test_serve_help_shows_every_option_with_its_bounds_and_default(capsys: pytes
     assert all(flag_name(name) in told for name in ServerOptions.model_fields if name != "repositories")
     assert "--drain-timeout-s SECONDS" in told
     assert "[number, 0 to 3600, in seconds; default: 30]" in told
+    assert "--http-min-body-bytes-per-s N" in told
 
 
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])

@@ -58,7 +58,7 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("max_row: 4", "max_row: unknown key"),
+        ("max_row: 4", "max_row: unknown key; did you mean 'max_rows'?"),
         ("max_rows: 0", "max_rows: expected integer, 1 to 65536, got 0"),
         ("max_rows: true", "max_rows: expected integer, 1 to 65536, got True"),
         ("warmup_s: '3'", "warmup_s: expected number, 0 to 3600, got '3'"),
@@ -140,7 +140,10 @@ def test_bad_padding_is_told_with_the_form_it_should_have(file: Path, entry: str
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("session: {graph_optimisation: all}", "session.graph_optimisation: unknown key"),
+        (
+            "session: {graph_optimisation: all}",
+            "session.graph_optimisation: unknown key; did you mean 'graph_optimization'?",
+        ),
         (
             "session: {graph_optimization: most}",
             "session.graph_optimization: expected one of none, basic, extended, layout, all, got 'most'",

@@ -98,7 +98,7 @@ def test_every_bad_value_is_told_with_its_source_expectation_and_value(monkeypat
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("http_prot: 8000", "http_prot: unknown key"),
+        ("http_prot: 8000", "http_prot: unknown key; did you mean 'http_port'?"),
         ("http_port: true", "http_port: expected integer, 0 to 65535, got True"),
         ("http_port: '8000'", "http_port: expected integer, 0 to 65535, got '8000'"),
         ("queue_delay_s: .nan", "queue_delay_s: expected number, 0 to 60, got nan"),

@@ -69,15 +69,15 @@ GOOD_A, GOOD_B = tensor("a", FP32, 2, 4), tensor("b", INT32, 2, 1, 2)
     [
         (
             request(GOOD_A, GOOD_B, outputs=["y", "q"]),
-            "unexpected inference output 'q' for model 'm'",
+            "unexpected inference output 'q' for model 'm', expected 'y', 'z'",
         ),
         (
             request(GOOD_A, GOOD_B, tensor("c", FP32, 2)),
-            "unexpected inference input 'c' for model 'm'",
+            "unexpected inference input 'c' for model 'm', expected 'a', 'b'",
         ),
         (
             request(tensor("c", FP32, 2)),
-            "unexpected inference input 'c' for model 'm'",
+            "unexpected inference input 'c' for model 'm', expected 'a', 'b'",
         ),
         (
             request(GOOD_A),
@@ -191,7 +191,10 @@ def test_optional_inputs_that_are_left_out_are_absent_in_their_places() -> None:
                 "['b']. Please provide all required input(s)."
             ),
         ),
-        (request(tensor("b", INT32, 3), tensor("c", FP32, 3)), "unexpected inference input 'c' for model 'm'"),
+        (
+            request(tensor("b", INT32, 3), tensor("c", FP32, 3)),
+            "unexpected inference input 'c' for model 'm', expected 'a', 'b', 'w'",
+        ),
         (
             request(tensor("b", INT32, 3), tensor("a", FP32, 2, 4)),
             "input 'b' batch size does not match other inputs for 'm': expected 2, got 3",

@@ -45,8 +45,10 @@ def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str
 
     LOGGER.info("asked for %s", "a\nb")
     log_event(LOGGER, logging.INFO, "refused", model="c\nd e=f")
+    log_event(LOGGER, logging.INFO, "refused", model="1, 2, … é", other="g\u2028h …")
 
-    first, second = capsys.readouterr().err.splitlines()
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert third.endswith('refused model="1, 2, … é" other="g\\u2028h \\u2026"')
     assert first.endswith("asked for a\\nb")
     assert second.endswith('refused model="c\\nd e=f"')
 

@@ -1,7 +1,9 @@
 """Everything of REST but inference itself: health, metadata, the documentation page and OpenAPI."""
 
+import re
 from collections.abc import Callable, Container
 from dataclasses import asdict
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -9,8 +11,9 @@ from fastapi import APIRouter, Body, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
+from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import compile_path
 
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
@@ -116,7 +119,7 @@ def _health_routes(models: ModelService) -> APIRouter:
 
     @router.get("/health/live")
     async def live() -> Response:
-        """Whether the process answers."""
+        """Whether the process is of use: not once it was told to stop, nor once a device is lost."""
         return _as_response(answer_health(models, "live"))
 
     @router.get("/health/ready")
@@ -237,10 +240,21 @@ async def _answer_http_error(request: Request, error: Exception) -> JSONResponse
     headers = error.headers
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         # Starlette tells those of the first route of the path only.
-        matching = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-        allowed = {method for route in matching for method in getattr(route, "methods", None) or ()}
+        path = request.scope["path"]
+        matching = [route for route in iter_route_contexts(request.app.routes) if _is_of(path, route.path or "")]
+        allowed = {method for route in matching for method in route.methods or ()}
+        allowed |= {"HEAD"} if "GET" in allowed else set()
         headers = {"Allow": ", ".join(sorted(allowed))}
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=headers)
+
+
+@lru_cache(maxsize=256)
+def _pattern(template: str) -> re.Pattern[str]:
+    return compile_path(template)[0]
+
+
+def _is_of(path: str, template: str) -> bool:
+    return _pattern(template).match(path) is not None
 
 
 async def _answer_malformed_path(_: Request, __: Exception) -> JSONResponse:

@@ -23,13 +23,15 @@ class Readiness(Protocol):
 
     @property
     def is_exiting(self) -> bool: ...
+    @property
+    def lost(self) -> str: ...
     def is_ready(self) -> bool: ...
 
 
 def answer_health(models: Readiness, question: Question) -> Answer:
-    """Say on the loop whether the server answers, or whether it should be sent requests."""
-    if models.is_exiting:
-        return failure(ServeError(ErrorKind.NOT_READY, "Server exiting"))
+    """Say on the loop whether the server is of use, or whether it should be sent requests."""
+    if models.is_exiting or models.lost:
+        return failure(ServeError(ErrorKind.NOT_READY, "Server exiting" if models.is_exiting else models.lost))
     if question == "live":
         return Answer(200, b'{"live":true}', _JSON)
     return Answer(200, b'{"ready":true}', _JSON) if models.is_ready() else Answer(400, b'{"ready":false}', _JSON)

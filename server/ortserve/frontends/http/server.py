@@ -47,7 +47,9 @@ class RestApp:
         if (error := self._refusal(scope, is_infer=target is not None)) is not None:
             await _refuse(scope, receive, send, error)
         elif target is None:
-            await self._control(scope, receive, send)
+            # uvicorn keeps the body of an answer to HEAD, by the scope of its own.
+            is_head = scope["method"] == "HEAD"
+            await self._control({**scope, "method": "GET"} if is_head else scope, receive, send)
         elif scope["method"] == "POST":
             await self._infer(scope, receive, send, *target)
         else:

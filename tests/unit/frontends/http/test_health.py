@@ -16,6 +16,7 @@ class Models:
     """What the answers depend on."""
 
     is_exiting: bool = False
+    lost: str = ""
     is_loaded: bool = True
 
     def is_ready(self) -> bool:
@@ -41,6 +42,8 @@ def test_both_questions_are_answered_and_no_other(loop: asyncio.AbstractEventLoo
     assert answer("/metrics") is None
     models.is_loaded = False
     assert answer("/v2/health/ready") == (400, b'{"ready":false}')
+    models.lost = "cuda:0 is lost"
+    assert answer("/v2/health/live") == answer("/v2/health/ready") == (503, b'{"error":"cuda:0 is lost"}')
     models.is_exiting = True
     assert answer("/v2/health/live") == answer("/v2/health/ready") == (503, b'{"error":"Server exiting"}')
 
