@@ -142,7 +142,7 @@ async def test_stream_of_the_aio_client_answers_in_order(zoo_server: ServerProce
 
 
 def test_requests_of_one_stream_ride_in_one_batch(tmp_path: Path, grpc_transport: str) -> None:
-    add_model(tmp_path, "slow", builders.slow, steps=20_000)
+    (add_model(tmp_path, "slow", builders.slow, steps=20_000) / "model.yaml").write_text("batched: true\n")
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with (
         serving(tmp_path, f"--grpc-transport={grpc_transport}", "--warmup-s", "0", "--max-rows", "16") as server,

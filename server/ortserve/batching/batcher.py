@@ -408,6 +408,8 @@ class Batcher:
             if halves:
                 self._retries.extend(halves)
                 return
+            if not isinstance(error, OutOfMemoryError):
+                error = _not_told_apart()  # its own text may quote any of them
         _fail(group, taken_ns, error if isinstance(error, ServeError) else _unexpected(error))
 
     def _on_device_lost(self, runner: Runner, error: DeviceLostError) -> None:
@@ -428,6 +430,11 @@ def _fail(group: Group, taken_ns: int, error: ServeError) -> None:
     for rider in group.riders:
         rider.timing.taken_ns = taken_ns  # work was done for it, which tells it from a refusal
         settle(rider.future, error=error)
+
+
+def _not_told_apart() -> ServeError:
+    text = "the run failed, and whether because of this request or of others that it ran with was not found out"
+    return ServeError(ErrorKind.INTERNAL, text)
 
 
 def _unexpected(error: Exception) -> ServeError:

@@ -48,7 +48,8 @@ class LoadOptions(BaseModel):
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
-    """Longest time that a version may spend measuring batch sizes before it serves."""
+    """Longest time that a version may spend measuring batch sizes before it serves. With 0 nothing is run; then nobody
+    has seen that rows do not influence each other, and requests run one at a time unless ``batched`` is ``true``."""
     max_rows: int | None = Field(default=None, ge=1, le=65536)
     """Most rows that run together in one batch. Unset: learned in warm-up."""
     queue_delay_s: float = Field(default=0.0, ge=0, le=60)
@@ -139,8 +140,9 @@ class ModelOptions(LoadOptions):
     )
     """Name of the file in each version's folder."""
     batched: bool | None = None
-    """Whether axis 0 of the inputs is a batch axis. Unset: where it looks like one; ``true`` fails the load where it
-    does not; with ``false`` each request runs alone."""
+    """Whether axis 0 of the inputs is a batch axis. Unset: where it looks like one, and warm-up has seen that rows do
+    not influence each other; ``true`` fails the load where it does not look like one, and is believed where warm-up
+    could not try it; with ``false`` each request runs alone."""
     inputs: Mapping[str, InputOptions] = Field(default_factory=dict)
     """How clients see an input, by its name. Those that are named are listed first in the metadata, in this order."""
     outputs: Mapping[str, OutputOptions] = Field(default_factory=dict)

@@ -141,8 +141,12 @@ def load_model(
             found = warm_up(
                 instance, signature, budget_s=options.warmup_s, max_rows=most_rows, clock=clock, padding=padding
             )
-            if found.rows_depend:
-                interface = interface.unbatched(found.rows_depend)
+            alone_because = found.rows_depend
+            if signature.is_batched and not (found.latencies or options.batched):
+                alone_because = _untried(found)
+                log_event(logger, logging.WARNING, "requests run one at a time", model=name, reason=alone_because)
+            if alone_because:
+                interface = interface.unbatched(alone_because)
                 padding = resolve_padding(options, interface.model)  # what runs alone is not padded
             on_device = OnDevice(
                 no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
@@ -216,6 +220,12 @@ def load_model(
     for reason in loaded.interface.without_effect:
         log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
     return loaded
+
+
+def _untried(found: WarmUp) -> str:
+    """Why rows do not run together of which nothing is known, and nobody said that they may."""
+    because = "the model refuses made-up inputs" if found.refused else "the model was not warmed up"
+    return f"nobody has seen whether rows influence each other, as {because}; 'batched: true' says that they do not"
 
 
 def _is_short(found: WarmUp) -> bool:

@@ -226,8 +226,10 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.fixed_batch, "fixed")
     put(tmp_path, builders.refuses_synthetic, "refuses")
     put(tmp_path, builders.identity, "cold", options="warmup_s: 0")
+    put(tmp_path, builders.identity, "believed", options="warmup_s: 0\nbatched: true")
     registry = await load(intra_op_threads=1)
-    properties = {name: registry.find(name, "").properties for name in ("batched", "mixer", "fixed", "refuses", "cold")}
+    names = ("batched", "mixer", "fixed", "refuses", "cold", "believed")
+    properties = {name: registry.find(name, "").properties for name in names}
     for told in properties.values():
         assert told["execution_provider"] == "CPUExecutionProvider"
         assert told["intra_op_threads"] == "1"
@@ -239,9 +241,13 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
         "one request at a time: output 'y' of a row depends on the rows beside it"
     )
     assert properties["fixed"]["batching"] == "one request at a time: the first dimension of input 'x' is fixed at 1"
-    assert properties["refuses"]["batching"] == "up to 64 rows run together, unverified"
+    unseen = (
+        "one request at a time: nobody has seen whether rows influence each other, as the model {}; 'batched: true'"
+    )
+    assert properties["refuses"]["batching"].startswith(unseen.format("refuses made-up inputs"))
+    assert properties["believed"]["batching"] == "up to 64 rows run together, unverified"
     assert properties["refuses"]["warm_up"].startswith("not warmed up: the model refuses made-up inputs: ")
-    assert properties["cold"]["batching"] == "up to 64 rows run together, unverified"
+    assert properties["cold"]["batching"].startswith(unseen.format("was not warmed up"))
     assert properties["cold"]["warm_up"] == "not warmed up"
 
 
@@ -357,7 +363,7 @@ async def test_instances_run_at_the_same_time_and_answers_are_ones_own(tmp_path:
 
 
 async def test_options_of_batching_reach_the_batcher(tmp_path: Path, load: Load) -> None:
-    options = "queue_delay_s: 0.02\npreferred_rows: [3, 2]\nbuckets: [8, 4]\nwarmup_s: 0"
+    options = "queue_delay_s: 0.02\npreferred_rows: [3, 2]\nbuckets: [8, 4]\nwarmup_s: 0\nbatched: true"
     put(tmp_path, builders.unnamed_dims, "m", options=options)
     served = (await load()).find("m", "")
     assert served.learned().max_rows == 8

@@ -95,7 +95,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     folder = tmp_path / "slow" / "3"
     folder.mkdir(parents=True)
     builders.slow(folder / "model.onnx", steps=3000)
-    (tmp_path / "slow" / "model.yaml").write_text("max_rows: 2\nwarmup_s: 0\nmax_queue_rows: 2")
+    (tmp_path / "slow" / "model.yaml").write_text("max_rows: 2\nwarmup_s: 0\nbatched: true\nmax_queue_rows: 2")
     prometheus = CollectorRegistry()
     metrics = Metrics(prometheus)
     registry = Registry([tmp_path], LoadOptions(warmup_s=0.05), metrics, time.monotonic_ns)
