@@ -1,5 +1,7 @@
-"""How many gRPC connections there may be, on both transports, and how large the metadata of a call."""
+"""What callers of gRPC may cost, on both transports: connections, metadata, messages and the memory that they leave."""
 
+import gc
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -65,3 +67,30 @@ async def test_metadata_over_16_kib_is_refused(front: Frontend, metadata: tuple[
         assert caught.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
     async with open_channel(front) as channel:
         await ask(channel)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+async def test_refused_messages_leave_nothing_for_the_garbage_collector(grpc_transport: str, method: str) -> None:
+    size = 4_000_000
+    garbage = b"\xff" * size
+    inference, models = FakeInferenceService(), FakeModelService()
+    async with frontend(inference, models, grpc_transport, max_body_bytes=size) as (_, channel):
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE_NAME}/{method}")
+
+        async def refuse() -> None:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(garbage, timeout=LONG_S, metadata=(("triton_grpc_error", "true"),))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        await refuse()
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(8):
+                await refuse()
+            left = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert left < 2.5 * size  # one may still wind up, on either side

@@ -6,7 +6,7 @@ import grpc
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import GRPC_GROUPS
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, Handler, abort, check, streaming
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, Handler, abort, check, status_of, streaming
 from ortserve.service.access import Group, Guard
 
 
@@ -56,8 +56,9 @@ def _unknown(path: str) -> Handler:
 
 def _refusing(error: ServeError) -> Handler:
     """Ends a call without reading anything of it."""
+    status = status_of(error)
 
     async def refuse(context: Context) -> None:
-        await abort(context, error)
+        await abort(context, status)
 
     return streaming(refuse)
