@@ -143,8 +143,9 @@ class Wire:
         self._loop = loop
         self._releases: list[asyncio.Future[None]] = []
         quick = {ECHO: self._echo, FAIL: self._fail, HOLD: self._hold}
+        max_message_bytes = limits.max_message_bytes
         self.work = CallsWork(
-            self._find, quick, self.gate.hold, max_message_bytes=limits.max_message_bytes, encoding=encoding
+            self._find, quick, self.gate.hold, max_message_bytes=lambda _: max_message_bytes, encoding=encoding
         )
         self.connection = Connection(self.work, limits, self.connections, clock, max_age_s)
         self.transport = FakeTransport(loop, self.connection)

@@ -10,7 +10,9 @@ import pytest
 
 from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, Frontend, frontend
+from ortserve.codecs.grpc_wire import varint
 from ortserve.frontends.grpc.calls import SERVICE_NAME
+from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES
 
 LIVE = f"/{SERVICE_NAME}/ServerLive"
 
@@ -67,6 +69,35 @@ async def test_metadata_over_16_kib_is_refused(front: Frontend, metadata: tuple[
         assert caught.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
     async with open_channel(front) as channel:
         await ask(channel)
+
+
+SMALL_CALLS = [
+    LIVE,
+    f"/{SERVICE_NAME}/ServerMetadata",
+    f"/{SERVICE_NAME}/SystemSharedMemoryStatus",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+]
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+@pytest.mark.parametrize("path", SMALL_CALLS)
+async def test_call_that_brings_no_tensors_takes_small_messages_alone(
+    front: Frontend, path: str, compression: grpc.Compression
+) -> None:
+    async with open_channel(front) as channel:
+        for size, is_refused in ((SMALL_MESSAGE_BYTES + 1, True), (SMALL_MESSAGE_BYTES, False)):
+            call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
+            # A field that nobody knows, so that it is a valid message of every type.
+            message = b"\xfa\x7f" + varint(size - 5) + bytes(size - 5)
+            answers = call(message, timeout=LONG_S, compression=compression)
+            if is_refused:
+                assert await answers.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "larger than such a call takes: expected at most 65536 bytes" in await answers.details()
+            else:
+                assert await answers.read() is not grpc.aio.EOF
+            answers.cancel()
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])

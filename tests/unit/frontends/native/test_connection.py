@@ -147,7 +147,7 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
         (STREAM, b"\0\0", INTERNAL, b"the stream ended in the middle of a message"),
         (ECHO, framed(b"x", flag=2), INTERNAL, b"message flags: expected 0 or 1, got 2"),
         (STREAM, framed(b"x", flag=1), INTERNAL, b"a message is compressed, but grpc-encoding names nothing"),
-        (ECHO, b"\0\xff\xff\xff\xff", EXHAUSTED, b"message is larger than max_body_bytes"),
+        (ECHO, b"\0\xff\xff\xff\xff", EXHAUSTED, b"message larger than max_body_bytes"),
         (FAIL, framed(b"x"), 3, b"it is 100 %25 wrong: %C3%BC"),
         (BOOM, framed(b"x"), INTERNAL, b"internal error"),
         ("/nothing/Here", framed(b"x"), UNIMPLEMENTED, b"no such call"),

@@ -28,7 +28,7 @@ class CallsWork:
         quick: Mapping[str, QuickCall],
         hold: Callable[[int], Hold],
         *,
-        max_message_bytes: int,
+        max_message_bytes: Callable[[str], int],
         encoding: bytes = b"",
         guards: Mapping[str, Guard] | None = None,
     ) -> None:
@@ -38,7 +38,8 @@ class CallsWork:
             find: The handler of a path; there is one for each.
             quick: By path, unary calls that need no task.
             hold: Lets so many bytes of a request in. Raises ServeError: overloaded.
-            max_message_bytes: Of a message, without compression.
+            max_message_bytes: Of a message by its path, also without its compression; quick calls take as large ones
+                as the connection.
             encoding: How answers are compressed to callers who understand it; empty for not at all.
             guards: By path, what asks callers for their keys.
         """
@@ -63,6 +64,7 @@ class CallsWork:
         if self._encoding and self._encoding in stream.head.accepts:
             stream.encoding = self._encoding
         if stream.head.path not in self._quick:
+            stream.reader.max_bytes = self._max_message_bytes(stream.head.path)
             self._start_handler(stream, sending)
 
     def on_message(self, stream: Stream, sending: Sending) -> None:
@@ -112,7 +114,7 @@ class CallsWork:
 
     def _start_handler(self, stream: Stream, sending: Sending) -> None:
         stream.takes_messages = True
-        context = NativeContext(stream, sending, max_message_bytes=self._max_message_bytes)
+        context = NativeContext(stream, sending)
         self._start(stream, _run(self._find(stream.head.path), stream, sending, context))
 
     def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:

@@ -5,6 +5,7 @@ from typing import Final
 
 import grpc
 
+from ortserve.frontends.grpc.message_limits import too_large
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
 
 _WINDOW_BITS: Final = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
@@ -43,8 +44,7 @@ def inflate(message: bytes, encoding: bytes, max_bytes: int) -> bytes:
         raise RefusedMessageError(grpc.StatusCode.INTERNAL, f"a message is no {encoding.decode()}: {error}") from None
     if len(inflated) > max_bytes:
         raise RefusedMessageError(
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"decompressed message larger than max_body_bytes: expected at most {max_bytes} bytes, got more",
+            grpc.StatusCode.RESOURCE_EXHAUSTED, too_large(max_bytes, None, "decompressed message").message
         )
     if inflater.unused_data:
         raise RefusedMessageError(grpc.StatusCode.INTERNAL, f"a message is {encoding.decode()} and something more")

@@ -21,10 +21,9 @@ _DEFLATED_INLINE_BYTES: Final = 32 * 1024
 class NativeContext:
     """Loop thread only, from within the call's task."""
 
-    def __init__(self, stream: Stream, sending: Sending, *, max_message_bytes: int) -> None:
+    def __init__(self, stream: Stream, sending: Sending) -> None:
         self._stream = stream
         self._sending = sending
-        self._max_message_bytes = max_message_bytes
         self.trailing: tuple[tuple[str, str | bytes], ...] = ()
 
     def time_remaining(self) -> float | None:
@@ -54,7 +53,7 @@ class NativeContext:
             self._sending.credit(stream)
         if not is_compressed:
             return message
-        arguments = (message, stream.head.encoding, self._max_message_bytes)
+        arguments = (message, stream.head.encoding, stream.reader.max_bytes)
         try:
             if len(message) <= _INFLATED_INLINE_BYTES:
                 return inflate(*arguments)

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.connection_age import draw_age_s
 from ortserve.frontends.grpc.calls import Handler, QuickCall
+from ortserve.frontends.grpc.message_limits import max_message_bytes
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
@@ -71,7 +73,7 @@ class NativeGrpcServer:
             self._find,
             self._quick,
             self._hold,
-            max_message_bytes=self._limits.max_message_bytes,
+            max_message_bytes=partial(max_message_bytes, max_body_bytes=self._limits.max_message_bytes),
             encoding=self._encoding,
             guards=self._guards,
         )
