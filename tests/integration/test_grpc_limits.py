@@ -1,9 +1,14 @@
 """What callers of gRPC may cost, on both transports: connections, metadata, messages and the memory that they leave."""
 
+import asyncio
 import gc
+import gzip
+import re
 import tracemalloc
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,8 +18,28 @@ from grpc_frontends import LONG_S, Frontend, frontend
 from ortserve.codecs.grpc_wire import varint
 from ortserve.frontends.grpc.calls import SERVICE_NAME
 from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES
+from ortserve.service.gate import BodyGate
+from raw_grpc import end_of_call
 
 LIVE = f"/{SERVICE_NAME}/ServerLive"
+INFER = f"/{SERVICE_NAME}/ModelInfer"
+MIB = 1024 * 1024
+
+
+class PeakMemory:
+    """By how much this process grows at most from here on, all libraries included."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, proc(5)
+        self._begun = self._peak()
+
+    def by_bytes(self) -> int:
+        return self._peak() - self._begun
+
+    def _peak(self) -> int:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
 
 
 @pytest.fixture
@@ -98,6 +123,40 @@ async def test_call_that_brings_no_tensors_takes_small_messages_alone(
             else:
                 assert await answers.read() is not grpc.aio.EOF
             answers.cancel()
+
+
+async def test_bomb_that_inflates_beyond_the_limit_takes_no_memory(front: Frontend) -> None:
+    bomb = gzip.compress(bytes(48 * MIB), 9)
+    sent = b"\x01" + len(bomb).to_bytes(4, "big") + bomb
+    grown = PeakMemory()
+    end = await asyncio.to_thread(end_of_call, front.address, INFER, sent, {"grpc-encoding": "gzip"})
+    assert end["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+    assert "ecompressed message larger than max" in end["grpc-message"]
+    assert grown.by_bytes() < 16 * MIB
+
+
+async def test_bombs_take_no_more_memory_together_than_the_server_may_hold() -> None:
+    size, count, threads = 32 * MIB, 20, 8
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(threads))
+    inference = FakeInferenceService(gate=BodyGate(8 * MIB))
+    bomb = gzip.compress(b"\xff" * size, 9)
+    sent = b"\x01" + len(bomb).to_bytes(4, "big") + bomb
+    async with frontend(inference, FakeModelService(), "native", max_body_bytes=size) as (front, _):
+        with ThreadPoolExecutor(count) as callers:
+            tracemalloc.start()
+            try:
+                arguments = (front.address, INFER, sent, {"grpc-encoding": "gzip"})
+                ends = await asyncio.gather(
+                    *(loop.run_in_executor(callers, end_of_call, *arguments) for _ in range(count))
+                )
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+    assert sum("max_inflight_bytes" in end["grpc-message"] for end in ends) >= count // 2
+    assert inference.gate.held_bytes == 0
+    # What may be held, a step in each thread, and the last of all, which is alone, in parts and whole.
+    assert peak < (8 + 4 * threads) * MIB + 2 * size + MIB
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])

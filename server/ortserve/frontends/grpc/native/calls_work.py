@@ -9,7 +9,8 @@ import grpc
 
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import Handler, Metadata, MetadataEntry, QuickCall, check, status_of
-from ortserve.frontends.grpc.native.context import NativeContext, compressed
+from ortserve.frontends.grpc.native.compression import compressed
+from ortserve.frontends.grpc.native.context import NativeContext
 from ortserve.frontends.grpc.native.header_blocks import literal
 from ortserve.frontends.grpc.native.sending import Sending, metadata_block
 from ortserve.frontends.grpc.native.stream import Stream
@@ -114,7 +115,7 @@ class CallsWork:
 
     def _start_handler(self, stream: Stream, sending: Sending) -> None:
         stream.takes_messages = True
-        context = NativeContext(stream, sending)
+        context = NativeContext(stream, sending, self.open_hold)
         self._start(stream, _run(self._find(stream.head.path), stream, sending, context))
 
     def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
