@@ -8,6 +8,7 @@ from typing import Final
 import h2.config
 import h2.connection
 import h2.events
+from h2.settings import SettingCodes, Settings
 
 LONG_S: Final = 60.0
 """A wait that only a failing test sees the end of."""
@@ -28,10 +29,17 @@ def trailers_of_call(
     }
 
 
-def end_of_call(address: str, path: str, body: bytes, metadata: Mapping[str, str] | None = None) -> Mapping[str, str]:
-    """Send what fits the first windows, messages or not, and return the headers that end the call."""
+def end_of_call(
+    address: str, path: str, body: bytes, metadata: Mapping[str, str] | None = None, *, window: int | None = None
+) -> Mapping[str, str]:
+    """Send what fits the first windows, messages or not, and return the headers that end the call.
+
+    Of the answer ``window`` bytes are taken, None for as many as HTTP/2 has it.
+    """
     host, _, port = address.rpartition(":")
     connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+    if window is not None:
+        connection.local_settings = Settings(initial_values={SettingCodes.INITIAL_WINDOW_SIZE: window})
     connection.initiate_connection()
     head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": address, "te": "trailers"}
     head |= {"content-type": "application/grpc", **(metadata or {})}

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from fakes.service import FakeInferenceService, FakeModelService
-from grpc_frontends import LONG_S, Frontend, frontend
+from grpc_frontends import LONG_S, Frontend, frontend, infer_request
 from ortserve.codecs.grpc_wire import varint
 from ortserve.frontends.grpc.calls import SERVICE_NAME
 from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES
@@ -157,6 +157,19 @@ async def test_bombs_take_no_more_memory_together_than_the_server_may_hold() -> 
     assert inference.gate.held_bytes == 0
     # What may be held, a step in each thread, and the last of all, which is alone, in parts and whole.
     assert peak < (8 + 4 * threads) * MIB + 2 * size + MIB
+
+
+async def test_answer_that_its_caller_does_not_take_ends_with_the_time_and_its_memory_is_free() -> None:
+    request = infer_request(size=10_000)
+    sent = b"\x00" + len(request).to_bytes(4, "big") + request
+    async with frontend(FakeInferenceService(), FakeModelService(), "native", grpc_send_timeout_s=0.2) as (
+        front,
+        channel,
+    ):
+        end = await asyncio.to_thread(end_of_call, front.address, INFER, sent, window=0)
+        assert end["grpc-status"] == str(grpc.StatusCode.CANCELLED.value[0])
+        assert end["grpc-message"].startswith("grpc_send_timeout_s: nothing of an answer was taken")
+        await ask(channel)
 
 
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])

@@ -13,6 +13,7 @@ from ortserve.frontends.grpc.message_limits import max_message_bytes
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.service.access import Guard
@@ -78,10 +79,12 @@ class NativeGrpcServer:
             guards=self._guards,
         )
 
+        room = UnsentRoom(self._limits.max_unsent_bytes)
+
         def connect() -> Connection:
             age_s = self._limits.max_age_s
             own_s = None if age_s is None else draw_age_s(age_s)
-            return Connection(work, self._limits, self._connections, self._clock, own_s)
+            return Connection(work, self._limits, self._connections, room, self._clock, own_s)
 
         try:
             factory = self._tls.before(connect) if self._tls else connect
