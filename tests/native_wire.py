@@ -19,6 +19,7 @@ from ortserve.frontends.grpc.calls import CallHead, Context, Handler, MetadataEn
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 from ortserve.service.gate import BodyGate
 
 ECHO: Final = "/test/Echo"
@@ -82,8 +83,7 @@ class FakeTransport(asyncio.Transport):
             self._lose()
         return data
 
-    @property
-    def buffered_bytes(self) -> int:
+    def get_write_buffer_size(self) -> int:
         return len(self._buffer)
 
     def pause_reading(self) -> None:
@@ -132,6 +132,7 @@ class Wire:
         max_age_s: float | None = None,
         max_inflight_bytes: int = 10**9,
         encoding: bytes = b"",
+        room: UnsentRoom | None = None,
     ) -> None:
         limits = limits or Limits()
         self.clock = clock
@@ -143,10 +144,12 @@ class Wire:
         self._loop = loop
         self._releases: list[asyncio.Future[None]] = []
         quick = {ECHO: self._echo, FAIL: self._fail, HOLD: self._hold}
+        max_message_bytes = limits.max_message_bytes
         self.work = CallsWork(
-            self._find, quick, self.gate.hold, max_message_bytes=limits.max_message_bytes, encoding=encoding
+            self._find, quick, self.gate.hold, max_message_bytes=lambda _: max_message_bytes, encoding=encoding
         )
-        self.connection = Connection(self.work, limits, self.connections, clock, max_age_s)
+        self.room = room or UnsentRoom(limits.max_unsent_bytes)
+        self.connection = Connection(self.work, limits, self.connections, self.room, clock, max_age_s)
         self.transport = FakeTransport(loop, self.connection)
         self.connection.connection_made(self.transport)
 
@@ -405,3 +408,4 @@ async def end(wire: Wire) -> None:
     await wire.work.until_done()
     assert wire.connection.closed.done()
     assert (wire.running, wire.gate.held_bytes, len(wire.connections)) == (0, 0, 0)
+    assert (wire.room.held_bytes, len(wire.room._holders)) == (0, 0)

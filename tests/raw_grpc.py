@@ -8,6 +8,7 @@ from typing import Final
 import h2.config
 import h2.connection
 import h2.events
+from h2.settings import SettingCodes, Settings
 
 LONG_S: Final = 60.0
 """A wait that only a failing test sees the end of."""
@@ -19,14 +20,33 @@ def trailers_of_call(
     address: str, path: str, messages: Sequence[bytes], metadata: Mapping[str, str] | None = None
 ) -> Trailers:
     """Make a call, which must end well, and return its trailing metadata; values of ``-bin`` names are decoded."""
+    body = b"".join(b"\x00" + len(message).to_bytes(4, "big") + message for message in messages)
+    trailers = end_of_call(address, path, body, metadata)
+    assert trailers["grpc-status"] == "0", trailers
+    return {
+        name: base64.b64decode(value + "=" * (-len(value) % 4), validate=True) if name.endswith("-bin") else value
+        for name, value in trailers.items()
+    }
+
+
+def end_of_call(
+    address: str, path: str, body: bytes, metadata: Mapping[str, str] | None = None, *, window: int | None = None
+) -> Mapping[str, str]:
+    """Send what fits the first windows, messages or not, and return the headers that end the call.
+
+    Of the answer ``window`` bytes are taken, None for as many as HTTP/2 has it.
+    """
     host, _, port = address.rpartition(":")
     connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+    if window is not None:
+        connection.local_settings = Settings(initial_values={SettingCodes.INITIAL_WINDOW_SIZE: window})
     connection.initiate_connection()
     head = {":method": "POST", ":scheme": "http", ":path": path, ":authority": address, "te": "trailers"}
     head |= {"content-type": "application/grpc", **(metadata or {})}
     connection.send_headers(1, list(head.items()))
-    body = b"".join(b"\x00" + len(message).to_bytes(4, "big") + message for message in messages)
-    connection.send_data(1, body, end_stream=True)
+    step = connection.max_outbound_frame_size
+    for begin in range(0, max(1, len(body)), step):
+        connection.send_data(1, body[begin : begin + step], end_stream=begin + step >= len(body))
     trailers: dict[str, str] = {}
     with socket.create_connection((host, int(port)), LONG_S) as peer:
         peer.sendall(connection.data_to_send())
@@ -34,12 +54,9 @@ def trailers_of_call(
             data = peer.recv(65536)
             assert data, "the server closed the connection"
             for event in connection.receive_data(data):
-                if isinstance(event, h2.events.TrailersReceived):
-                    trailers = {str(name): str(value) for name, value in event.headers}
+                if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
+                    headers = {str(name): str(value) for name, value in event.headers}
+                    trailers = headers if "grpc-status" in headers else {}
                 assert not isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated), event
             peer.sendall(connection.data_to_send())
-    assert trailers["grpc-status"] == "0", trailers
-    return {
-        name: base64.b64decode(value + "=" * (-len(value) % 4), validate=True) if name.endswith("-bin") else value
-        for name, value in trailers.items()
-    }
+    return trailers

@@ -27,7 +27,7 @@ class ErrorKind(StrEnum):
     HEADERS_TOO_LARGE = "headers_too_large"
     """The headers are more, or larger, than is configured."""
     TOO_SLOW = "too_slow"
-    """The request did not come in the time that it may take."""
+    """The request did not come in the time that it may take, or nothing of its answer was taken in that."""
     OVERLOADED = "overloaded"
     """A queue is full; nothing was started, and a later try may succeed."""
     CANCELLED = "cancelled"

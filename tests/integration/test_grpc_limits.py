@@ -1,16 +1,45 @@
-"""How many gRPC connections there may be, on both transports, and how large the metadata of a call."""
+"""What callers of gRPC may cost, on both transports: connections, metadata, messages and the memory that they leave."""
 
+import asyncio
+import gc
+import gzip
+import re
+import tracemalloc
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import pytest
 
 from fakes.service import FakeInferenceService, FakeModelService
-from grpc_frontends import LONG_S, Frontend, frontend
+from grpc_frontends import LONG_S, Frontend, frontend, infer_request
+from ortserve.codecs.grpc_wire import varint
 from ortserve.frontends.grpc.calls import SERVICE_NAME
+from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES
+from ortserve.service.gate import BodyGate
+from raw_grpc import end_of_call
 
 LIVE = f"/{SERVICE_NAME}/ServerLive"
+INFER = f"/{SERVICE_NAME}/ModelInfer"
+MIB = 1024 * 1024
+
+
+class PeakMemory:
+    """By how much this process grows at most from here on, all libraries included."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, proc(5)
+        self._begun = self._peak()
+
+    def by_bytes(self) -> int:
+        return self._peak() - self._begun
+
+    def _peak(self) -> int:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
 
 
 @pytest.fixture
@@ -65,3 +94,106 @@ async def test_metadata_over_16_kib_is_refused(front: Frontend, metadata: tuple[
         assert caught.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
     async with open_channel(front) as channel:
         await ask(channel)
+
+
+SMALL_CALLS = [
+    LIVE,
+    f"/{SERVICE_NAME}/ServerMetadata",
+    f"/{SERVICE_NAME}/SystemSharedMemoryStatus",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+]
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+@pytest.mark.parametrize("path", SMALL_CALLS)
+async def test_call_that_brings_no_tensors_takes_small_messages_alone(
+    front: Frontend, path: str, compression: grpc.Compression
+) -> None:
+    async with open_channel(front) as channel:
+        for size, is_refused in ((SMALL_MESSAGE_BYTES + 1, True), (SMALL_MESSAGE_BYTES, False)):
+            call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
+            # A field that nobody knows, so that it is a valid message of every type.
+            message = b"\xfa\x7f" + varint(size - 5) + bytes(size - 5)
+            answers = call(message, timeout=LONG_S, compression=compression)
+            if is_refused:
+                assert await answers.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "larger than such a call takes: expected at most 65536 bytes" in await answers.details()
+            else:
+                assert await answers.read() is not grpc.aio.EOF
+            answers.cancel()
+
+
+async def test_bomb_that_inflates_beyond_the_limit_takes_no_memory(front: Frontend) -> None:
+    bomb = gzip.compress(bytes(48 * MIB), 9)
+    sent = b"\x01" + len(bomb).to_bytes(4, "big") + bomb
+    grown = PeakMemory()
+    end = await asyncio.to_thread(end_of_call, front.address, INFER, sent, {"grpc-encoding": "gzip"})
+    assert end["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+    assert "ecompressed message larger than max" in end["grpc-message"]
+    assert grown.by_bytes() < 16 * MIB
+
+
+async def test_bombs_take_no_more_memory_together_than_the_server_may_hold() -> None:
+    size, count, threads = 32 * MIB, 20, 8
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(threads))
+    inference = FakeInferenceService(gate=BodyGate(8 * MIB))
+    bomb = gzip.compress(b"\xff" * size, 9)
+    sent = b"\x01" + len(bomb).to_bytes(4, "big") + bomb
+    async with frontend(inference, FakeModelService(), "native", max_body_bytes=size) as (front, _):
+        with ThreadPoolExecutor(count) as callers:
+            tracemalloc.start()
+            try:
+                arguments = (front.address, INFER, sent, {"grpc-encoding": "gzip"})
+                ends = await asyncio.gather(
+                    *(loop.run_in_executor(callers, end_of_call, *arguments) for _ in range(count))
+                )
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+    assert sum("max_inflight_bytes" in end["grpc-message"] for end in ends) >= count // 2
+    assert inference.gate.held_bytes == 0
+    # What may be held, a step in each thread, and the last of all, which is alone, in parts and whole.
+    assert peak < (8 + 4 * threads) * MIB + 2 * size + MIB
+
+
+async def test_answer_that_its_caller_does_not_take_ends_with_the_time_and_its_memory_is_free() -> None:
+    request = infer_request(size=10_000)
+    sent = b"\x00" + len(request).to_bytes(4, "big") + request
+    async with frontend(FakeInferenceService(), FakeModelService(), "native", grpc_send_timeout_s=0.2) as (
+        front,
+        channel,
+    ):
+        end = await asyncio.to_thread(end_of_call, front.address, INFER, sent, window=0)
+        assert end["grpc-status"] == str(grpc.StatusCode.CANCELLED.value[0])
+        assert end["grpc-message"].startswith("grpc_send_timeout_s: nothing of an answer was taken")
+        await ask(channel)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
+async def test_refused_messages_leave_nothing_for_the_garbage_collector(grpc_transport: str, method: str) -> None:
+    size = 4_000_000
+    garbage = b"\xff" * size
+    inference, models = FakeInferenceService(), FakeModelService()
+    async with frontend(inference, models, grpc_transport, max_body_bytes=size) as (_, channel):
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE_NAME}/{method}")
+
+        async def refuse() -> None:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(garbage, timeout=LONG_S, metadata=(("triton_grpc_error", "true"),))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        await refuse()
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for _ in range(8):
+                await refuse()
+            left = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert left < 2.5 * size  # one may still wind up, on either side

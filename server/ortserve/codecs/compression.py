@@ -1,4 +1,4 @@
-"""Compressed bodies: gzip and zlib, the two that REST inference knows. Pure of HTTP: who asked is not known here."""
+"""Compressed bodies and messages: gzip and zlib, the two that REST inference and gRPC know. Pure of both protocols."""
 
 import zlib
 from enum import Enum
@@ -36,11 +36,21 @@ class Inflater:
     A body is one gzip member or zlib stream, and nothing behind it.
     """
 
-    def __init__(self, body: bytes, encoding: Encoding, max_bytes: int) -> None:
-        """``max_bytes`` is the limit that the option ``max_body_bytes`` sets."""
+    def __init__(
+        self,
+        body: bytes,
+        encoding: Encoding,
+        max_bytes: int,
+        *,
+        subject: str = "the request body",
+        header: str = "Content-Encoding",
+    ) -> None:
+        """``max_bytes`` is the limit that ``max_body_bytes`` sets; errors name ``subject`` and ``header``."""
         self._view = memoryview(body)
         self._encoding = encoding
         self._max_bytes = max_bytes
+        self._subject = subject
+        self._header = header
         self._stream = zlib.decompressobj(encoding.window_bits)
         self._taken = 0
         self._given = 0
@@ -75,8 +85,8 @@ class Inflater:
         if self._given > self._max_bytes:
             raise ServeError(
                 ErrorKind.TOO_LARGE,
-                f"request body is larger than max_body_bytes once its {self._encoding.value} is undone: expected at "
-                f"most {self._max_bytes} bytes, got more",
+                f"{self._subject} is larger than max_body_bytes once its {self._encoding.value} is undone: expected "
+                f"at most {self._max_bytes} bytes, got more",
             )
         if stream.eof:
             left = len(self._view) - self._taken - len(fed) + len(stream.unused_data)
@@ -89,7 +99,7 @@ class Inflater:
         return part
 
     def _malformed(self, reason: str) -> ServeError:
-        return invalid_input(f"the request body is not {self._encoding.value} as its Content-Encoding says: {reason}")
+        return invalid_input(f"{self._subject} is not {self._encoding.value} as its {self._header} says: {reason}")
 
 
 def compress(body: bytes, encoding: Encoding) -> bytes:

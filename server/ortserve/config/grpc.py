@@ -36,6 +36,13 @@ class GrpcOptions(BaseModel):
     such bound."""
     grpc_min_message_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
     """How fast a request message must come that takes longer than ``grpc_message_timeout_s``."""
+    grpc_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
+    """How long a caller may take nothing of an answer before its call ends with CANCELLED, or nothing at all of what is
+    sent to it before its connection is closed. On the ``native`` transport: grpcio has no such bound."""
+    grpc_unsent_bytes: int = Field(default=1024**3, ge=1, le=2**44)
+    """Bytes of answers that callers have not taken, of all gRPC connections, beyond which the one that has most of them
+    loses its oldest calls as ``overloaded``; one that has a quarter begins no more. On the ``native`` transport:
+    grpcio has no such bound."""
     grpc_max_connection_calls: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Most calls that one gRPC connection may have under way; more wait at the client. Unset: any number."""
     grpc_max_connection_age_s: float | None = Field(default=None, ge=0.001, le=365 * _DAY_S)

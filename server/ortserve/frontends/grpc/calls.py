@@ -96,8 +96,9 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
         try:
             return answer(data).SerializeToString()
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
-            failure = _seen(error)
-        return await abort(context, failure)
+            status = status_of(_seen(error))
+        del data
+        return await abort(context, status)
 
     return unary(call)
 
@@ -109,8 +110,9 @@ def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHa
         try:
             return (await answer(data)).SerializeToString()
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
-            failure = _seen(error)
-        return await abort(context, failure)
+            status = status_of(_seen(error))
+        del data
+        return await abort(context, status)
 
     return unary(call)
 
@@ -124,7 +126,7 @@ def _seen(error: Exception) -> ServeError:
 
 
 def unary(call: Callable[[bytes, Context], Awaitable[bytes]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A call that sees its context: one message in, one out. It ends a failure with ``abort``."""
+    """A call that sees its context: one message in, one out. It ends a failure with ``abort``, which see."""
     return grpc.unary_unary_rpc_method_handler(call)
 
 
@@ -140,10 +142,10 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
-            failure = _seen(error)
+            status = status_of(_seen(error))
         else:
             return
-        await abort(context, failure)
+        await abort(context, status)
 
     return grpc.stream_stream_rpc_method_handler(stream)
 
@@ -192,14 +194,22 @@ _MAX_DETAILS_BYTES: Final = 2000
 refuse from 8 KiB on: the caller would see that refusal instead of our error."""
 
 
-async def abort(context: Context, error: ServeError) -> NoReturn:
-    """End a call with the status of an error, and with the time to come back where there is one."""
-    await context.abort(*status_of(error))
+Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+"""Code, details and trailing metadata of a call that fails."""
+
+
+async def abort(context: Context, status: Status) -> NoReturn:
+    """End a call with a status.
+
+    Whoever calls this has let go of the error, whose frames hold the request, and of the request: grpc keeps what it
+    raises here, and so the frames that wait for it, until the garbage collector finds that circle.
+    """
+    await context.abort(*status)
     raise AssertionError("abort always raises")
 
 
-def status_of(error: ServeError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Code, details and trailing metadata of a call that fails."""
+def status_of(error: ServeError) -> Status:
+    """How a call ends that failed, with the time to come back where there is one."""
     details = error.message.encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
     metadata: tuple[tuple[str, str], ...] = ()
     if error.retry_after_s is not None:

@@ -18,6 +18,7 @@ from ortserve.frontends.grpc.calls import (
     Metadata,
     MetadataEntry,
     abort,
+    status_of,
     unary,
 )
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
@@ -127,14 +128,17 @@ class InferCalls:
             with hold_request(self._inference, call, len(data)):
                 answer = await self._inference.serve(call, partial(decode_request, data), _encode)
         except ServeError as error:
-            return await abort(context, error)
-        trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
-        if self._load_reports is not None:
-            report = load_report(self._load_reports, asked_load_format(context))
-            if report is not None:
-                trailing += (report,)
-        context.set_trailing_metadata(trailing)
-        return answer
+            status = status_of(error)
+        else:
+            trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
+            if self._load_reports is not None:
+                report = load_report(self._load_reports, asked_load_format(context))
+                if report is not None:
+                    trailing += (report,)
+            context.set_trailing_metadata(trailing)
+            return answer
+        del data
+        return await abort(context, status)
 
 
 def hold_request(inference: Inference, call: Call, size: int) -> Hold:

@@ -14,7 +14,17 @@ from ortserve.codecs.grpc_infer import decode_request
 from ortserve.codecs.grpc_stream import encode_stream_answer, encode_stream_error
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import ServeError
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Context, Handlers, read, streaming, write
+from ortserve.frontends.grpc.calls import (
+    SERVICE_NAME,
+    Context,
+    Handlers,
+    Status,
+    abort,
+    read,
+    status_of,
+    streaming,
+    write,
+)
 from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, hold_request, load_report, time_left_ns
 from ortserve.frontends.grpc.stream_room import StreamRoom
 from ortserve.frontends.grpc.streams import Streams, stopping
@@ -63,7 +73,9 @@ class InferStreamCalls:
     async def _model_stream_infer(self, context: Context) -> None:
         with self._streams.open():
             room = StreamRoom(self._max_requests, self._max_bytes)
-            await InferStream(self._inference, self._streams, context, room, self._tracing).serve()
+            refusal = await InferStream(self._inference, self._streams, context, room, self._tracing).serve()
+        if refusal is not None:
+            await abort(context, refusal)
         if self._load_reports is not None:
             report = load_report(self._load_reports, asked_load_format(context))
             if report is not None:
@@ -82,15 +94,17 @@ class InferStream:
         self._context = context
         self._room = room
         self._ends_at_error = _asks_for_status(context)
-        self._under_way: deque[asyncio.Task[bytes | ServeError]] = deque()
+        self._under_way: deque[asyncio.Task[bytes | Status]] = deque()
         self._has_news = asyncio.Event()
 
-    async def serve(self) -> None:
+    async def serve(self) -> Status | None:
         """Answer until the caller has sent all and has all answers, or the server drains and what was read is answered.
 
+        Returns:
+            The status of the first request that failed, where the caller wants the stream to end by it; else None.
+
         Raises:
-            ServeError: not_ready, when a drain cut the stream before the caller had sent all; the first error of a
-                request, where the caller wants the stream to end by it.
+            ServeError: not_ready, when a drain cut the stream before the caller had sent all.
         """
         reading = asyncio.create_task(self._streams.until_drain(self._read()))
         reading.add_done_callback(lambda _: self._has_news.set())
@@ -98,11 +112,12 @@ class InferStream:
             while True:
                 if self._under_way:
                     answer = await self._under_way[0]
-                    if isinstance(answer, ServeError):
-                        raise answer
+                    if not isinstance(answer, bytes):
+                        return answer
                     await write(self._context, answer)
                     self._under_way.popleft()
                     self._room.leave(len(answer))
+                    del answer  # the next one may be long in coming
                 elif reading.done():
                     break
                 else:
@@ -110,8 +125,10 @@ class InferStream:
                     await self._has_news.wait()
             if not reading.result():
                 raise stopping()
+            return None
         finally:
             reading.cancel()
+            del reading  # as in ``until_drain``
             for task in self._under_way:
                 task.cancel()
 
@@ -125,8 +142,9 @@ class InferStream:
             self._room.enter(len(data))
             self._under_way.append(asyncio.create_task(self._answer(data)))
             self._has_news.set()
+            del data  # the next one may be long in coming
 
-    async def _answer(self, data: bytes) -> bytes | ServeError:
+    async def _answer(self, data: bytes) -> bytes | Status:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())
@@ -136,7 +154,7 @@ class InferStream:
                 answer = await self._inference.serve(call, partial(decode_request, data), _encode)
         except ServeError as error:
             if self._ends_at_error:
-                return error
+                return status_of(error)
             answer = encode_stream_error(data, error.message)
         self._room.exchange(len(data), len(answer))
         return answer

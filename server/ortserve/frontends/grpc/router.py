@@ -6,7 +6,8 @@ import grpc
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import GRPC_GROUPS
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, Handler, abort, check, streaming
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, Handler, abort, check, status_of, streaming
+from ortserve.frontends.grpc.message_limits import is_small, limited
 from ortserve.service.access import Group, Guard
 
 
@@ -20,6 +21,7 @@ class Router(grpc.GenericRpcHandler):
             ValueError: Two classes answer the same method, or one that belongs to no group.
         """
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
+        self._limited: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
         self.guards: dict[str, Guard] = {}
         """By path, of the calls that need a key."""
         for calls in all_calls:
@@ -28,6 +30,8 @@ class Router(grpc.GenericRpcHandler):
                 if path in self._handlers:
                     raise ValueError(f"two handlers for {path}")
                 self._handlers[path] = handler
+                if is_small(path):
+                    self._limited[path] = limited(handler)
                 if path not in GRPC_GROUPS:
                     raise ValueError(f"no group for {path}")
                 group = GRPC_GROUPS[path]
@@ -35,6 +39,7 @@ class Router(grpc.GenericRpcHandler):
                     self.guards[path] = guards[group]
 
     def find(self, path: str) -> Handler:
+        """What answers a call, whose messages the transport has held to ``message_limits``."""
         return self._handlers.get(path) or _unknown(path)
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
@@ -42,7 +47,7 @@ class Router(grpc.GenericRpcHandler):
         guard = self.guards.get(details.method)
         if guard is not None and (error := check(guard, details.invocation_metadata)) is not None:
             return _refusing(error)
-        return self.find(details.method)
+        return self._limited.get(details.method) or self.find(details.method)
 
 
 def _unknown(path: str) -> Handler:
@@ -56,8 +61,9 @@ def _unknown(path: str) -> Handler:
 
 def _refusing(error: ServeError) -> Handler:
     """Ends a call without reading anything of it."""
+    status = status_of(error)
 
     async def refuse(context: Context) -> None:
-        await abort(context, error)
+        await abort(context, status)
 
     return streaming(refuse)

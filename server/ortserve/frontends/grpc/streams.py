@@ -69,7 +69,10 @@ class Streams:
             task.cancel()
         if task.cancelled() and self._is_draining:
             return False
-        task.result()
+        try:
+            task.result()
+        finally:
+            del task  # it holds its exception, whose frames hold what was sent, and this one, which would hold the task
         return True
 
     def begin_drain(self) -> None:

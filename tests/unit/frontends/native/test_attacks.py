@@ -236,6 +236,22 @@ def test_frame_that_no_peer_may_send_ends_the_connection_with_its_code(sent: byt
     on_wire(test)
 
 
+def test_number_that_nobody_can_mean_resets_its_stream_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        held = client.open(HOLD)
+        client.send(held, framed(b"x"), is_end=True)
+        wrong = client.open(ECHO, ("content-length", "1" * 4301))
+        await client.exchange()
+        assert client.answers[wrong].reset == ErrorCode.PROTOCOL_ERROR
+        wire.release()
+        await client.exchange()
+        assert client.answers[held].messages == [b"x"]
+        assert not client.goaways
+
+    on_wire(test)
+    assert not caplog.records
+
+
 def test_stream_that_overruns_its_window_is_reset_and_the_connection_goes_on() -> None:
     async def test(wire: Wire, client: Client) -> None:
         assert (await client.call(ECHO, b"x")).messages == [b"x"]

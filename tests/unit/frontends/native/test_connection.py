@@ -147,7 +147,7 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
         (STREAM, b"\0\0", INTERNAL, b"the stream ended in the middle of a message"),
         (ECHO, framed(b"x", flag=2), INTERNAL, b"message flags: expected 0 or 1, got 2"),
         (STREAM, framed(b"x", flag=1), INTERNAL, b"a message is compressed, but grpc-encoding names nothing"),
-        (ECHO, b"\0\xff\xff\xff\xff", EXHAUSTED, b"message is larger than max_body_bytes"),
+        (ECHO, b"\0\xff\xff\xff\xff", EXHAUSTED, b"message larger than max_body_bytes"),
         (FAIL, framed(b"x"), 3, b"it is 100 %25 wrong: %C3%BC"),
         (BOOM, framed(b"x"), INTERNAL, b"internal error"),
         ("/nothing/Here", framed(b"x"), UNIMPLEMENTED, b"no such call"),
@@ -375,7 +375,7 @@ def test_peer_that_reads_nothing_is_read_no_further_and_all_comes_when_it_reads_
             client.h2.reset_stream(failed[-1])  # else h2 would open no more; nobody is told
             client.h2.data_to_send()
             assert len(failed) < 20_000
-        assert wire.transport.buffered_bytes < 3_000_000
+        assert wire.transport.get_write_buffer_size() < 3_000_000
         wire.transport.is_stuck = False
         sent = b""
         while came := await wire.turn():
@@ -568,11 +568,148 @@ def test_message_that_came_fast_at_first_has_no_credit_for_later() -> None:
     on_wire(test, limits=Limits(message_timeout_s=4, min_message_bytes_per_s=100))
 
 
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+def test_answer_of_which_nothing_is_taken_ends_its_call_and_no_other(path: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        client.h2.increment_flow_control_window(10_000_000)
+        stuck = client.open(path)
+        await client.send_all(stuck, framed(bytes(100_000)))
+        await client.exchange()
+        assert wire.room.held_bytes > 30_000
+        await asyncio.sleep(59)
+        await client.exchange()
+        assert not client.answers[stuck].is_ended
+        assert (await client.call(ECHO, b"x")).messages == [b"x"]
+        await asyncio.sleep(3)
+        await client.exchange()
+        assert client.answers[stuck].status == CANCELLED
+        assert client.answers[stuck].text == b"grpc_send_timeout_s: nothing of an answer was taken for 60 s"
+        assert wire.room.held_bytes == 0
+        assert (await client.call(ECHO, b"y")).messages == [b"y"]
+
+    on_wire(test)
+
+
+def test_answer_that_is_taken_bit_by_bit_is_sent_to_its_end() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        stream = client.open(ECHO)
+        await client.send_all(stream, framed(bytes(70_000)))
+        await client.exchange()
+        for _ in range(5):
+            await asyncio.sleep(50)
+            client.h2.increment_flow_control_window(1000)
+            client.h2.increment_flow_control_window(1000, stream)
+            await client.exchange()
+        assert client.answers[stream].messages == [bytes(70_000)]
+        assert client.answers[stream].status == OK
+
+    on_wire(test)
+
+
+def test_answers_that_wait_for_their_turn_on_a_slow_connection_are_not_late() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        streams = [client.open(ECHO) for _ in range(3)]
+        for stream in streams:
+            await client.send_all(stream, framed(bytes(60_000)))
+        await client.exchange()
+        for _ in range(12):
+            await asyncio.sleep(30)
+            client.h2.increment_flow_control_window(10_000)
+            await client.exchange()
+        assert [client.answers[stream].status for stream in streams] == [OK] * 3
+
+    on_wire(test)
+
+
+def test_connection_of_which_nothing_is_taken_is_closed() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.transport.is_stuck = True
+        client.h2.ping(bytes(8))
+        wire.feed(client.h2.data_to_send())
+        await wire.turn()
+        assert wire.transport.get_write_buffer_size() > 0
+        await asyncio.sleep(59)
+        assert not wire.transport.is_lost
+        await asyncio.sleep(3)
+        assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+def test_connection_whose_peer_takes_a_little_now_and_then_is_kept() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.transport.is_stuck = True
+        for _ in range(6):
+            wire.feed(frames.settings({}) * 2)  # what is written grows as fast as it is taken
+            await wire.turn()
+            del wire.transport._buffer[:9]
+            await asyncio.sleep(50)
+        assert not wire.transport.is_lost
+
+    on_wire(test)
+
+
+def test_connection_with_most_unsent_loses_its_oldest_calls_and_others_nothing() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        other = Wire(asyncio.get_running_loop(), wire.clock, room=wire.room)
+        honest = Client(other)
+        await honest.exchange()
+        honest.reads = False
+        streams = [client.open(STREAM) for _ in range(3)]
+        for stream in streams:
+            await client.send_all(stream, framed(bytes(50_000)))
+        await client.exchange()
+        assert wire.room.held_bytes == 3 * 50_005
+        slow = honest.open(ECHO)
+        await honest.send_all(slow, framed(bytes(130_000)))
+        await honest.exchange()
+        await client.exchange()
+        ended = [answer for answer in client.answers.values() if answer.is_ended]
+        assert ended == [client.answers[streams[0]]]
+        assert ended[0].status == EXHAUSTED
+        assert ended[0].text.startswith(b"grpc_unsent_bytes: callers have not taken")
+        honest.h2.increment_flow_control_window(1_000_000)
+        honest.h2.increment_flow_control_window(1_000_000, slow)
+        await honest.exchange()
+        assert honest.answers[slow].messages == [bytes(130_000)]
+        other.lose()
+        await other.turn()
+
+    on_wire(test, limits=Limits(max_unsent_bytes=200_000), settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+
+
+def test_only_answer_there_is_may_be_larger_than_the_room() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        assert (await client.call(ECHO, bytes(60_000))).messages == [bytes(60_000)]
+
+    on_wire(test, limits=Limits(max_unsent_bytes=1), settings={SettingCodes.INITIAL_WINDOW_SIZE: 1000})
+
+
+def test_connection_that_takes_no_answers_begins_no_more_calls_until_it_does() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        client.reads = False
+        stream = client.open(STREAM)
+        await client.send_all(stream, framed(bytes(100_000)))
+        await client.exchange()
+        refused = client.open(ECHO)
+        await client.exchange()
+        assert client.answers[refused].reset == ErrorCodes.REFUSED_STREAM
+        client.h2.increment_flow_control_window(1_000_000)
+        client.h2.increment_flow_control_window(1_000_000, stream)
+        await client.exchange()
+        assert (await client.call(ECHO, b"x")).messages == [b"x"]
+
+    on_wire(test, limits=Limits(max_unsent_bytes=4 * 30_000))
+
+
 def test_connection_beyond_the_limit_is_closed_without_settings() -> None:
     """Clients who got SETTINGS would come again at once."""
 
     async def test(wire: Wire, client: Client) -> None:
-        other = Connection(wire.work, Limits(max_connections=1), wire.connections, wire.clock, None)
+        other = Connection(wire.work, Limits(max_connections=1), wire.connections, wire.room, wire.clock, None)
         transport = FakeTransport(asyncio.get_running_loop(), other)
         other.connection_made(transport)
         assert transport.take() == b""

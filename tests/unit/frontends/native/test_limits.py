@@ -25,6 +25,8 @@ def test_every_option_of_connections_has_its_limit() -> None:
         grpc_max_connections=11,
         grpc_message_timeout_s=12,
         grpc_min_message_bytes_per_s=13,
+        grpc_send_timeout_s=14,
+        grpc_unsent_bytes=15,
     )
     expected = Limits(
         max_streams=1,
@@ -41,6 +43,8 @@ def test_every_option_of_connections_has_its_limit() -> None:
         max_connections=11,
         message_timeout_s=12,
         min_message_bytes_per_s=13,
+        send_timeout_s=14,
+        max_unsent_bytes=15,
     )
     assert connection_limits(options, max_message_bytes=10) == expected
 

@@ -69,6 +69,8 @@ def test_encodings_that_the_caller_takes_are_a_set() -> None:
         (*PSEUDO, (b"a", b" x")),
         (*PSEUDO, (b"a", b"x\t")),
         (*PSEUDO, (b"content-length", b"+1")),
+        (*PSEUDO, (b"content-length", b"9" * 19)),
+        (*PSEUDO, (b"content-length", b"1" * 4301)),  # int() takes no more than 4300 digits
         (*PSEUDO, (b"content-length", b"1"), (b"content-length", b"2")),
     ],
 )

@@ -69,7 +69,8 @@ class TransportMachine(RuleBasedStateMachine):
     @initialize(window=st.sampled_from([0, 1000, 65_535, 1_000_000]), table=st.sampled_from([0, 50, 4096]))
     def connect(self, window: int, table: int) -> None:
         async def make() -> None:
-            self.wire = Wire(self.loop, self.clock, limits=Limits(max_streams=50))
+            # Here callers may take as long over their answers as they like.
+            self.wire = Wire(self.loop, self.clock, limits=Limits(max_streams=50, send_timeout_s=10**6))
             chosen = {SettingCodes.INITIAL_WINDOW_SIZE: window, SettingCodes.HEADER_TABLE_SIZE: table}
             self.client = Client(self.wire, chosen)
             await self.client.exchange()

@@ -9,7 +9,8 @@ import grpc
 
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import Handler, Metadata, MetadataEntry, QuickCall, check, status_of
-from ortserve.frontends.grpc.native.context import NativeContext, compressed
+from ortserve.frontends.grpc.native.compression import compressed
+from ortserve.frontends.grpc.native.context import NativeContext
 from ortserve.frontends.grpc.native.header_blocks import literal
 from ortserve.frontends.grpc.native.sending import Sending, metadata_block
 from ortserve.frontends.grpc.native.stream import Stream
@@ -28,7 +29,7 @@ class CallsWork:
         quick: Mapping[str, QuickCall],
         hold: Callable[[int], Hold],
         *,
-        max_message_bytes: int,
+        max_message_bytes: Callable[[str], int],
         encoding: bytes = b"",
         guards: Mapping[str, Guard] | None = None,
     ) -> None:
@@ -38,7 +39,8 @@ class CallsWork:
             find: The handler of a path; there is one for each.
             quick: By path, unary calls that need no task.
             hold: Lets so many bytes of a request in. Raises ServeError: overloaded.
-            max_message_bytes: Of a message, without compression.
+            max_message_bytes: Of a message by its path, also without its compression; quick calls take as large ones
+                as the connection.
             encoding: How answers are compressed to callers who understand it; empty for not at all.
             guards: By path, what asks callers for their keys.
         """
@@ -63,6 +65,7 @@ class CallsWork:
         if self._encoding and self._encoding in stream.head.accepts:
             stream.encoding = self._encoding
         if stream.head.path not in self._quick:
+            stream.reader.max_bytes = self._max_message_bytes(stream.head.path)
             self._start_handler(stream, sending)
 
     def on_message(self, stream: Stream, sending: Sending) -> None:
@@ -112,7 +115,7 @@ class CallsWork:
 
     def _start_handler(self, stream: Stream, sending: Sending) -> None:
         stream.takes_messages = True
-        context = NativeContext(stream, sending, max_message_bytes=self._max_message_bytes)
+        context = NativeContext(stream, sending, self.open_hold)
         self._start(stream, _run(self._find(stream.head.path), stream, sending, context))
 
     def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:

@@ -15,8 +15,10 @@ from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionErro
 from ortserve.frontends.grpc.native.lifetime import STALL_S, Due, Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.receiving import CONNECTION_WINDOW, DRAIN_PING, MAX_HEADER_BYTES, Receiving, Work
+from ortserve.frontends.grpc.native.send_waits import SendWaits
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW, Stream
+from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 
 logger: Final = logging.getLogger(__name__)
 
@@ -30,12 +32,23 @@ class Connection(asyncio.Protocol):
     """Made for each socket; ``connections`` holds those that are open."""
 
     def __init__(
-        self, work: Work, limits: Limits, connections: "set[Connection]", clock: Clock, max_age_s: float | None
+        self,
+        work: Work,
+        limits: Limits,
+        connections: "set[Connection]",
+        room: UnsentRoom,
+        clock: Clock,
+        max_age_s: float | None,
     ) -> None:
-        """``max_age_s`` is this connection's own, so that not all that came together leave together."""
+        """``max_age_s`` is this connection's own, so that not all that came together leave together.
+
+        ``room`` is for the answers of all connections.
+        """
         self._work = work
         self._limits = limits
         self._connections = connections
+        self._room = room
+        self._waits = SendWaits(limits.send_timeout_s)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.closed: Final = self._loop.create_future()
@@ -50,7 +63,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        self._sending = Sending(self._loop, self._clock, self._transport, self._on_over)
+        self._sending = Sending(self._loop, self._clock, self._transport, self._on_over, self._room)
         self._receiving = Receiving(self._work, self._limits, self._loop, self._sending, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving)
         if len(self._connections) >= self._limits.max_connections:
@@ -59,6 +72,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._connections.add(self)
+        self._room.enter(self._receiving)
         ours = {
             frames.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
@@ -90,6 +104,7 @@ class Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self._receiving.close()
+        self._room.leave(self._receiving)
         if not self.closed.done():
             self.closed.set_result(None)
 
@@ -134,6 +149,11 @@ class Connection(asyncio.Protocol):
         elif due is Due.PING:
             self._sending.control(frames.frame(frames.PING, 0, 0, bytes(8)))
         self._receiving.end_stalled(now_ns)
+        untaken = self._waits.late(now_ns, self._sending.taken(self._receiving.streams.values()))
+        if 0 in untaken:
+            self._transport.abort()
+        else:
+            self._receiving.end_untaken(untaken)
 
     def _on_over(self, stream: Stream) -> None:
         self._receiving.on_over(stream)

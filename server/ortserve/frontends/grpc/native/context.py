@@ -1,30 +1,28 @@
 """What a handler sees of its call: the part of ``grpc.aio.ServicerContext`` that the calls use."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import grpc
 
-from ortserve.frontends.grpc.native.compression import deflate, inflate
-from ortserve.frontends.grpc.native.messages import Message, RefusedMessageError
+from ortserve.errors import ServeError
+from ortserve.frontends.grpc.calls import status_of
+from ortserve.frontends.grpc.native.compression import compressed, inflate
+from ortserve.frontends.grpc.native.messages import RefusedMessageError
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
-
-_INFLATED_INLINE_BYTES: Final = 1024
-"""Compressed messages up to this size are inflated on the loop; they may grow a thousandfold."""
-
-_DEFLATED_INLINE_BYTES: Final = 32 * 1024
-"""Messages up to this size are compressed on the loop, in less than 1 ms."""
+from ortserve.service.gate import Hold
 
 
 class NativeContext:
     """Loop thread only, from within the call's task."""
 
-    def __init__(self, stream: Stream, sending: Sending, *, max_message_bytes: int) -> None:
+    def __init__(self, stream: Stream, sending: Sending, open_hold: Callable[[], Hold]) -> None:
+        """``open_hold`` has room counted for what compressed messages become."""
         self._stream = stream
         self._sending = sending
-        self._max_message_bytes = max_message_bytes
+        self._open_hold = open_hold
         self.trailing: tuple[tuple[str, str | bytes], ...] = ()
 
     def time_remaining(self) -> float | None:
@@ -54,14 +52,16 @@ class NativeContext:
             self._sending.credit(stream)
         if not is_compressed:
             return message
-        arguments = (message, stream.head.encoding, self._max_message_bytes)
         try:
-            if len(message) <= _INFLATED_INLINE_BYTES:
-                return inflate(*arguments)
-            return await asyncio.get_running_loop().run_in_executor(None, inflate, *arguments)
+            # Let go of where the handler takes over, which counts what it keeps: nothing comes between.
+            with self._open_hold() as hold:
+                hold.count(len(message))
+                return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
         except RefusedMessageError as error:
             self._sending.end(stream, error.code, error.text, is_prompt=True)
-            return grpc.aio.EOF
+        except ServeError as error:
+            self._sending.end(stream, *status_of(error), is_prompt=True)
+        return grpc.aio.EOF
 
     async def write(self, message: bytes) -> None:
         """Send a message; returns when the transport has taken it."""
@@ -84,12 +84,3 @@ class NativeContext:
     ) -> NoReturn:
         self._sending.end(self._stream, code, details, (*self.trailing, *trailing_metadata))
         raise grpc.aio.AbortError
-
-
-async def compressed(message: bytes, encoding: bytes) -> Message:
-    """What to send for a message: itself where compression makes it no smaller."""
-    if len(message) <= _DEFLATED_INLINE_BYTES:
-        smaller = deflate(message, encoding)
-    else:
-        smaller = await asyncio.get_running_loop().run_in_executor(None, deflate, message, encoding)
-    return (smaller, True) if len(smaller) < len(message) else (message, False)

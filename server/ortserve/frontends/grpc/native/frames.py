@@ -67,15 +67,6 @@ class Http2ConnectionError(Exception):
         self.text = text
 
 
-class Http2StreamError(Exception):
-    """The peer did what ends one stream."""
-
-    def __init__(self, stream_id: int, code: ErrorCode, text: str) -> None:
-        super().__init__(text)
-        self.stream_id = stream_id
-        self.code = code
-
-
 read_header: Final = struct.Struct(">IBI").unpack_from
 """Length and type (``length << 8 | type``), flags, and stream id with its reserved bit, of nine bytes."""
 

@@ -1,4 +1,4 @@
-"""What one connection may have, and for how long; and how many there may be."""
+"""What one connection may have, and for how long; and what all may have together."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +11,7 @@ _MAX_STREAMS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of each connection. Times are seconds, None for no bound.
+    """Of each connection, where nothing else is said. Times are seconds, None for no bound.
 
     Attributes:
         max_connections: Of the port.
@@ -19,6 +19,8 @@ class Limits:
         max_message_bytes: Of a message, also without its compression.
         message_timeout_s: A message that has begun is whole in so long, or comes at the rate below in each such time.
         min_message_bytes_per_s: That rate.
+        send_timeout_s: While its caller takes nothing of what is sent.
+        max_unsent_bytes: Of answers that were not taken, of all connections.
         keepalive_s: Silence after which the peer is asked whether it is there.
         keepalive_timeout_s: For its answer.
         pings_without_calls: Whether either side may ask while there are no calls.
@@ -35,6 +37,8 @@ class Limits:
     max_message_bytes: int = 2**31 - 1
     message_timeout_s: float = 60.0
     min_message_bytes_per_s: int = 4096
+    send_timeout_s: float = 60.0
+    max_unsent_bytes: int = 1024**3
     keepalive_s: float = 7200.0
     keepalive_timeout_s: float = 20.0
     pings_without_calls: bool = False
@@ -50,6 +54,7 @@ class Limits:
         """How often to look at the clock, so that each bound is kept within a quarter of it."""
         bounds = (
             self.message_timeout_s,
+            self.send_timeout_s,
             self.keepalive_s,
             self.keepalive_timeout_s,
             self.max_idle_s,
@@ -67,6 +72,8 @@ def connection_limits(options: GrpcOptions, *, max_message_bytes: int) -> Limits
         max_message_bytes=max_message_bytes,
         message_timeout_s=options.grpc_message_timeout_s,
         min_message_bytes_per_s=options.grpc_min_message_bytes_per_s,
+        send_timeout_s=options.grpc_send_timeout_s,
+        max_unsent_bytes=options.grpc_unsent_bytes,
         keepalive_s=options.grpc_keepalive_time_s,
         keepalive_timeout_s=options.grpc_keepalive_timeout_s,
         pings_without_calls=options.grpc_keepalive_permit_without_calls,

@@ -4,6 +4,8 @@ from typing import Final
 
 import grpc
 
+from ortserve.frontends.grpc.message_limits import too_large
+
 PREFIX_BYTES: Final = 5
 
 _SMALL_BYTES: Final = 4096
@@ -26,14 +28,15 @@ class MessageReader:
     """Puts the messages of one stream together.
 
     Attributes:
+        max_bytes: Of a message that begins.
         length: Of the message that has begun and is not whole, -1 where there is none.
         kept_bytes: Of that message, what is here.
     """
 
-    __slots__ = ("_is_compressed", "_max_bytes", "_parts", "_prefix", "kept_bytes", "length")
+    __slots__ = ("_is_compressed", "_parts", "_prefix", "kept_bytes", "length", "max_bytes")
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._prefix = b""
         self.length = -1
         self._is_compressed = False
@@ -98,10 +101,7 @@ class MessageReader:
         length = int.from_bytes(prefix[1:], "big")
         if prefix[0] > 1:
             raise RefusedMessageError(grpc.StatusCode.INTERNAL, f"message flags: expected 0 or 1, got {prefix[0]}")
-        if length > self._max_bytes:
-            raise RefusedMessageError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"message is larger than max_body_bytes: expected at most {self._max_bytes} bytes, got {length}",
-            )
+        if length > self.max_bytes:
+            raise RefusedMessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, too_large(self.max_bytes, length).message)
         self.length = length
         self._is_compressed = prefix[0] == 1

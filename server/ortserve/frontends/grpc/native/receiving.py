@@ -5,7 +5,7 @@ brings nobody an answer. Header blocks and frames are bounded where they are rea
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
 import grpc
@@ -34,8 +34,8 @@ CONNECTION_WINDOW: Final = 16 * 1024 * 1024
 MAX_HEADER_BYTES: Final = 16 * 1024
 """Of a header list, as grpc has it."""
 
-_MAX_UNSENT_BYTES: Final = 256 * 1024 * 1024
-"""Of answers that one connection does not take, from which on it begins no more calls."""
+_UNSENT_SHARE: Final = 4
+"""A connection that does not take this part of the answers that may wait for all begins no more calls."""
 
 DRAIN_PING: Final = b"draining"
 """What the PING after a first GOAWAY carries: its answer shows that the peer knows."""
@@ -78,6 +78,7 @@ class Receiving:
         """``on_drain_answer`` is told when the peer knows that the connection drains."""
         self._work = work
         self._limits = limits
+        self._max_unsent_bytes = limits.max_unsent_bytes // _UNSENT_SHARE
         self._sending = sending
         self._life = life
         self._on_drain_answer = on_drain_answer
@@ -191,7 +192,7 @@ class Receiving:
             self._charge()
             return
         sending = self._sending
-        if len(self.streams) >= self._limits.max_streams or sending.unsent_bytes > _MAX_UNSENT_BYTES:
+        if len(self.streams) >= self._limits.max_streams or sending.unsent_bytes > self._max_unsent_bytes:
             self._reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         try:
@@ -378,6 +379,26 @@ class Receiving:
                 self._sending.end(stream, *status_of(ServeError(ErrorKind.TOO_SLOW, text)), is_prompt=True)
             else:
                 stream.since_ns, stream.since_bytes = now_ns, kept
+
+    def end_untaken(self, stream_ids: Iterable[int]) -> None:
+        """End calls of whose answers the caller takes nothing."""
+        for stream_id in stream_ids:
+            text = f"grpc_send_timeout_s: nothing of an answer was taken for {self._limits.send_timeout_s:g} s"
+            error = ServeError(ErrorKind.TOO_SLOW, text)
+            self._sending.end(self.streams[stream_id], *status_of(error), is_prompt=True)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._sending.unsent_bytes
+
+    def end_oldest_unsent(self, text: str, *, is_alone: bool) -> bool:
+        """As a ``Holder`` of the room for answers."""
+        unsent = (stream for stream in self.streams.values() if stream.unsent)
+        oldest = next(unsent, None)
+        if oldest is None or (is_alone and next(unsent, None) is None):
+            return False
+        self._sending.end(oldest, *status_of(ServeError(ErrorKind.OVERLOADED, text)), is_prompt=True)
+        return True
 
     def _on_late(self, stream: Stream) -> None:
         self._sending.end(stream, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", is_prompt=True)

@@ -28,6 +28,7 @@ _TIMEOUT_UNITS_NS: Final = {
     b"n": 1,
 }
 _MAX_TIMEOUT_DIGITS: Final = 8
+_MAX_LENGTH_DIGITS: Final = 18  # of a number of bytes; int() refuses some thousands, and 64 bits hold 19
 _LOAD_FORMAT: Final = LOAD_FORMAT_HEADER.encode()
 
 
@@ -101,7 +102,7 @@ def read_head(headers: Headers) -> RequestHead:
         elif name == _LOAD_FORMAT:
             load_format = value.decode("latin-1")
         elif name == b"content-length":
-            if not value.isdigit() or content_length not in (None, int(value)):
+            if not (value.isdigit() and len(value) <= _MAX_LENGTH_DIGITS) or content_length not in (None, int(value)):
                 raise MalformedRequestError(f"content-length {value!r}")
             content_length = int(value)
         elif name == b"grpc-encoding":

@@ -17,6 +17,7 @@ from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.compression import ENCODINGS
 from ortserve.frontends.grpc.native.header_blocks import RESIZED_TO_NOTHING, literal
 from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 
 _TURN_BYTES: Final = 256 * 1024
 """Of one stream's message that go out before others have their turn."""
@@ -54,6 +55,8 @@ class Sending:
         window: Bytes that the peer takes on the whole connection.
         initial_window: Bytes that it takes of a new stream.
         unsent_bytes: Of messages that no window or transport has room for yet.
+        sent_bytes: Of messages that had to wait, of all streams.
+        written_bytes: All that the transport got.
         has_answered: Whether anything of a call was sent since somebody last asked.
         short_frames: DATA that was cut short for want of room, and that nobody has held against the peer yet.
     """
@@ -64,12 +67,15 @@ class Sending:
         clock: Clock,
         transport: asyncio.Transport,
         on_over: Callable[[Stream], None],
+        room: UnsentRoom,
     ) -> None:
-        """``on_over`` is told when nothing more will be queued of a stream."""
+        """``on_over`` is told when nothing more will be queued of a stream; ``room`` is that of all connections."""
         self.clock = clock
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.unsent_bytes = 0
+        self.sent_bytes = 0
+        self.written_bytes = 0
         self.short_frames = 0
         self.has_answered = False
         self._max_frame_size = frames.MIN_FRAME_SIZE
@@ -84,6 +90,7 @@ class Sending:
         self._waiting: dict[int, Stream] = {}
         self._is_pump_due = False
         self._on_over = on_over
+        self._room = room
 
     def control(self, frame: bytes) -> None:
         """Send a frame that no window holds back."""
@@ -147,9 +154,10 @@ class Sending:
         else:
             stream.unsent.append(prefix)
             stream.unsent.append(memoryview(message))
-        self.unsent_bytes += len(prefix) + len(message)
+        self._count_unsent(len(prefix) + len(message))
         if stream.id not in self._waiting:
             self._send_data(stream)
+        self._room.look()
 
     def end(
         self,
@@ -203,6 +211,21 @@ class Sending:
         if stream.unsent and stream.id not in self._waiting:
             self._send_data(stream)
 
+    def taken(self, streams: Iterable[Stream]) -> dict[int, int]:
+        """For ``SendWaits``, what the peer has taken of each stream that has something unsent, and of the transport.
+
+        A stream that waits for the connection, not for its own window, gets its turns as the connection goes on.
+        """
+        taken = {
+            stream.id: self.sent_bytes if stream.id in self._waiting else stream.sent_bytes
+            for stream in streams
+            if stream.unsent
+        }
+        buffered = self._transport.get_write_buffer_size()
+        if buffered:
+            taken[0] = self.written_bytes - buffered
+        return taken
+
     def set_max_frame_size(self, size: int) -> None:
         self._max_frame_size = min(size, _MAX_FRAME_BYTES)
 
@@ -230,8 +253,10 @@ class Sending:
         out, self._out = self._out, []
         if out and not self._transport.is_closing():
             if len(out) == 1:
+                self.written_bytes += len(out[0])
                 self._transport.write(out[0])
             else:
+                self.written_bytes += sum(map(len, out))
                 self._transport.writelines(out)
 
     def _begin(self, stream: Stream) -> None:
@@ -283,7 +308,9 @@ class Sending:
             size = len(part)
             stream.send_window -= size
             self.window -= size
-            self.unsent_bytes -= size
+            self._count_unsent(-size)
+            self.sent_bytes += size
+            stream.sent_bytes += size
             budget -= size
             self.has_answered = True
             self.control(frames.frame_header(frames.DATA, 0, stream.id, size))
@@ -305,8 +332,12 @@ class Sending:
 
     def _forget_unsent(self, stream: Stream) -> None:
         self._waiting.pop(stream.id, None)
-        self.unsent_bytes -= sum(len(part) for part in stream.unsent)
+        self._count_unsent(-sum(len(part) for part in stream.unsent))
         stream.unsent.clear()
+
+    def _count_unsent(self, change: int) -> None:
+        self.unsent_bytes += change
+        self._room.held_bytes += change
 
     def _pump_soon(self) -> None:
         if not self._is_pump_due:

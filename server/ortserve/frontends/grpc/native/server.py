@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.frontends.connection_age import draw_age_s
 from ortserve.frontends.grpc.calls import Handler, QuickCall
+from ortserve.frontends.grpc.message_limits import max_message_bytes
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.listening import open_listener
@@ -71,15 +74,17 @@ class NativeGrpcServer:
             self._find,
             self._quick,
             self._hold,
-            max_message_bytes=self._limits.max_message_bytes,
+            max_message_bytes=partial(max_message_bytes, max_body_bytes=self._limits.max_message_bytes),
             encoding=self._encoding,
             guards=self._guards,
         )
 
+        room = UnsentRoom(self._limits.max_unsent_bytes)
+
         def connect() -> Connection:
             age_s = self._limits.max_age_s
             own_s = None if age_s is None else draw_age_s(age_s)
-            return Connection(work, self._limits, self._connections, self._clock, own_s)
+            return Connection(work, self._limits, self._connections, room, self._clock, own_s)
 
         factory = self._tls.before(connect) if self._tls else connect
         listener = open_listener("grpc_port", self._host, self._port)

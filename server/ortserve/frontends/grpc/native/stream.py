@@ -37,6 +37,7 @@ class Stream:
         reading: Done when there is something new to read; None where nobody waits.
         send_window: Bytes that the caller takes; below 0 after it has lowered its settings.
         unsent: Parts of messages, in order.
+        sent_bytes: Of messages that had to wait.
         trailers: The header block that ends it, once all messages are sent; None while it goes on.
         writing: Done when nothing is unsent any more; None where nobody waits.
         has_headers: Whether its headers were sent.
@@ -62,6 +63,7 @@ class Stream:
         "reader",
         "reading",
         "send_window",
+        "sent_bytes",
         "since_bytes",
         "since_ns",
         "takes_messages",
@@ -87,6 +89,7 @@ class Stream:
         self.reading: asyncio.Future[None] | None = None
         self.send_window = send_window
         self.unsent: deque[bytes | memoryview] = deque()
+        self.sent_bytes = 0
         self.trailers: bytes | None = None
         self.writing: asyncio.Future[None] | None = None
         self.has_headers = False
