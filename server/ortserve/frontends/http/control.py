@@ -74,6 +74,7 @@ def make_control_app(
     app.add_exception_handler(ServeError, _answer_serve_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RequestValidationError, _answer_malformed_path)
+    app.add_exception_handler(Exception, _answer_fault)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -255,6 +256,11 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 def _is_of(path: str, template: str) -> bool:
     return _pattern(template).match(path) is not None
+
+
+async def _answer_fault(_: Request, __: Exception) -> Response:
+    # Starlette raises it again, for who logs it.
+    return _as_response(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
 
 
 async def _answer_malformed_path(_: Request, __: Exception) -> JSONResponse:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +23,9 @@ from ortserve.frontends.http.limits import HttpLimits
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.listening import open_listener
 from ortserve.service.access import Group, Guard
+from ortserve.telemetry.logs import log_fault
+
+logger: Final = logging.getLogger(__name__)
 
 _WRONG_METHOD = Answer(
     405, b'{"error":"Method Not Allowed"}', ((b"content-type", b"application/json"), (b"allow", b"POST"))
@@ -49,7 +54,10 @@ class RestApp:
         elif target is None:
             # uvicorn keeps the body of an answer to HEAD, by the scope of its own.
             is_head = scope["method"] == "HEAD"
-            await self._control({**scope, "method": "GET"} if is_head else scope, receive, send)
+            try:
+                await self._control({**scope, "method": "GET"} if is_head else scope, receive, send)
+            except Exception as fault:  # noqa: BLE001 - it was answered, and is nobody else's
+                log_fault(logger, "a call failed unexpectedly", fault)
         elif scope["method"] == "POST":
             await self._infer(scope, receive, send, *target)
         else:
