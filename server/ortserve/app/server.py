@@ -74,7 +74,7 @@ class Server:
             loads_models=options.model_control_mode == "explicit",
             shares_memory=options.allow_client_shm,
         ):
-            told = "what has no keys is open to everybody who reaches this address"
+            told = "calls of these groups need no key, and everybody who reaches this address may make them"
             log_event(logger, logging.WARNING, told, host=host, open=", ".join(is_open))
         if parts.access.guards and certificate is None and not is_loopback(host):
             told = "keys travel in plain text, unless something in front of the server encrypts"
@@ -90,7 +90,12 @@ class Server:
         # What start-up made will live as long as the process: the garbage collector need not look at it again.
         gc.collect()
         gc.freeze()
-        log_event(logger, logging.INFO, "loading is over", ready=self._parts.models.is_ready())
+        models = self._parts.models
+        served, failed = models.tally()
+        level = logging.WARNING if failed else logging.INFO
+        log_event(logger, level, "loading is over", ready=models.is_ready(), models=served, failed=failed)
+        if not served and not failed and self._options.model_control_mode != "explicit":
+            log_event(logger, logging.WARNING, "no models were found in the repositories")
 
     async def watch(self) -> None:
         """Follow the repositories for as long as the server runs, where its mode is to."""

@@ -18,11 +18,11 @@ class AccessOptions(BaseModel):
     """The same for what tells of the server and its models: metadata, configurations, statistics, what batchers
     learned, the repository index, the documentation and gRPC reflection. Unset: open to everybody."""
     control_keys_file: Path | None = None
-    """The same for what changes the server, and for reading it: loading and unloading, shared memory, trace and log
-    settings. Unset: open to everybody."""
+    """The same for calls that change the server, or read what they change: loading and unloading, shared memory, trace
+    and log settings. Unset: open to everybody."""
     metrics_keys_file: Path | None = None
     """The same for the metrics port. Unset: open to everybody."""
     keys_poll_s: float = Field(default=5.0, ge=0.01, le=3600)
     """How often the files of keys are read again. New keys count when the next reading, a second later at most, finds
     the same. Put a changed file in place by renaming all the same: one whose writing takes longer would be taken half
-    written. Where it is gone, empty or malformed, the keys that were read before go on to count."""
+    written. Where it is gone, empty or malformed, the keys that were read before stay valid."""

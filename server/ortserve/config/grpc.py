@@ -31,11 +31,10 @@ class GrpcOptions(BaseModel):
     """Most gRPC connections that are open at one time; further ones are closed as they come, and their calls end with
     UNAVAILABLE. The process must be allowed as many open files."""
     grpc_message_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
-    """In so long a request message that has begun must come to its end, or bring ``grpc_min_message_bytes_per_s`` on
-    the mean and then in so long again; else its call ends with CANCELLED. On the ``native`` transport: grpcio has no
-    such bound."""
+    """A request message that has begun must be complete within this time; it gets the same time again while it averages
+    at least ``grpc_min_message_bytes_per_s``; else its call ends with CANCELLED. On the ``native`` transport alone."""
     grpc_min_message_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
-    """How fast a request message must come that takes longer than ``grpc_message_timeout_s``."""
+    """How fast a request message must come that takes longer than ``grpc_message_timeout_s``, in bytes per second."""
     grpc_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """How long a caller may take nothing of an answer before its call ends with CANCELLED, or nothing at all of what is
     sent to it before its connection is closed. On the ``native`` transport: grpcio has no such bound."""

@@ -19,9 +19,9 @@ class HttpOptions(BaseModel):
     http_header_timeout_s: float = Field(default=20.0, ge=0.01, le=3600)
     """How long the headers of an HTTP request may take to come, from the first byte to the last; else 408."""
     http_body_timeout_s: float = Field(default=30.0, ge=0.01, le=3600)
-    """In so long a body must come to its end, or bring ``http_min_body_bytes_per_s`` on the mean and then in so long
-    again; else 408. Time in which the server does not read does not count."""
+    """A body must be complete within this time; it gets the same time again while it averages at least
+    ``http_min_body_bytes_per_s``; else 408. Time in which the server does not read does not count."""
     http_min_body_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
-    """How fast a body must come that takes longer than ``http_body_timeout_s``."""
+    """How fast a body must come that takes longer than ``http_body_timeout_s``, in bytes per second."""
     http_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """How long a caller may take nothing of its answer before its connection is closed."""

@@ -124,7 +124,8 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     """How a line is written: ``text`` for people, ``json`` for what collects lines, one object each with ``time``,
     ``level``, ``logger``, ``message`` and the event's fields, such as ``model`` and ``request_id``."""
     access_log: bool = False
-    """Log one line for each request."""
+    """Log one line for each inference request that reached the server's models; refusals of keys and limits before that
+    are counted in the metrics."""
 
 
 class OptionsError(Exception):

@@ -26,7 +26,7 @@ Batches are formed with and without `dynamic_batching`; it sets preferred sizes,
 `max_batch_size: 0` with the shape of an input or output means, as with Triton, that there is no batch dimension and
 each request runs alone. A request's `timeout` counts where no queue policy is set.
 
-| field | | |
+| field | fate | option that it sets, or what to know |
 |---|---|---|
 """
 

@@ -90,6 +90,12 @@ class ModelService:
         self._news.set()
         self._news = asyncio.Event()
 
+    def tally(self) -> tuple[int, int]:
+        """How many models have a version that is ready, and how many have none but one that failed."""
+        states = [{version.state for version in versions} for versions in self._registry.models().values()]
+        served = sum(State.READY in known for known in states)
+        return served, sum(State.FAILED in known and State.READY not in known for known in states)
+
     def is_live(self) -> bool:
         """Whether the process is of use: not once it was told to stop, nor once a device is lost, until a new one."""
         return not self._is_exiting and not self.lost

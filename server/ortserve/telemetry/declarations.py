@@ -78,7 +78,7 @@ BATCH_LATENCY_ERROR: Final = Declaration(
     "ortserve_batch_latency_error_seconds",
     "gauge",
     ("model", "version"),
-    "By how much batches take longer than expected, in all but one of twenty.",
+    "By how much batches take longer than expected: the 95th percentile.",
 )
 STAGED_ELEMENTS: Final = Declaration(
     "ortserve_staged_elements_total",

@@ -72,6 +72,7 @@ async def test_failed_model_holds_readiness_back_only_where_it_must_serve(
     assert models.is_ready() is is_ready
     assert models.is_known("bad")
     assert not models.is_model_ready("bad", "1")
+    assert models.tally() == (1, 1)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -89,7 +89,7 @@ class LearnedClassDocument(BaseModel):
     observations: int = Field(description="Batches that the prediction rests on")
     a_ms: float | None = Field(description="Time a row adds to a batch")
     b_ms: float | None = Field(description="Time a batch takes besides its rows")
-    error_ms: float = Field(description="By how much batches take longer than predicted in all but one of twenty")
+    error_ms: float = Field(description="By how much batches take longer than predicted: the 95th percentile")
     latency_ms: dict[int, float] = Field(description="Predicted time of a batch, by rows")
 
 
