@@ -11,12 +11,12 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.bytes_elements import object_array
+from ortserve.codecs.shape_bounds import MAX_DIMS
 from ortserve.core.dtypes import DataType
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
 
 _WANTED: Final = {"f": "numbers", "i": "integers", "u": "integers", "b": "booleans (true, false, 0 or 1)"}
-_MAX_DEPTH: Final = 64  # numpy's own bound on dimensions
 
 
 def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...], name: str) -> np.ndarray:
@@ -60,8 +60,8 @@ def _flatten(data: list[Any], shape: tuple[int, ...], name: str) -> tuple[list[A
         depth += 1
         if len(types) > 1 or len(set(map(len, data))) > 1:
             raise _count_error(name, shape, "ragged lists")
-        if depth > _MAX_DEPTH:
-            raise _count_error(name, shape, f"lists nested deeper than {_MAX_DEPTH}")
+        if depth > MAX_DIMS:
+            raise _count_error(name, shape, f"lists nested deeper than {MAX_DIMS}")
         data = list(chain.from_iterable(data))
         types = set(map(type, data))
     return data, types
