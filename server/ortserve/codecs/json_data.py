@@ -12,6 +12,7 @@ import numpy as np
 
 from ortserve.codecs.bytes_elements import object_array
 from ortserve.codecs.shape_bounds import MAX_DIMS
+from ortserve.core.bfloat16 import narrow, widen
 from ortserve.core.dtypes import DataType
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
@@ -44,7 +45,7 @@ def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list
     if datatype is DataType.BYTES:
         return flat.tolist()
     if datatype is DataType.BF16:
-        return (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return widen(flat)
     return flat
 
 
@@ -97,12 +98,10 @@ def _floats(elements: list[Any], datatype: DataType, name: str) -> np.ndarray:
 
 
 def _bfloat16_bits(array: np.ndarray, name: str) -> np.ndarray:
-    """Round float32 to bfloat16 (to nearest, ties to even) and give the upper halves; NaN stays NaN."""
-    bits = array.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    if (np.isfinite(array) & ((rounded & 0x7FFF) == 0x7F80)).any():
+    bits = narrow(array)
+    if (np.isfinite(array) & ((bits & 0x7FFF) == 0x7F80)).any():
         raise _range_error(name, DataType.BF16)
-    return np.where(np.isnan(array), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    return bits
 
 
 def _texts(elements: list[Any], types: set[type], shape: tuple[int, ...], name: str) -> np.ndarray:
