@@ -5,10 +5,14 @@ rather than mangled there.
 """
 
 import struct
+from math import prod
+from typing import Final
 
 import numpy as np
 
-from ortserve.errors import invalid_input
+from ortserve.errors import ServeError, invalid_input
+
+_LENGTH: Final = struct.Struct("<I")
 
 
 def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> np.ndarray:
@@ -20,33 +24,49 @@ def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name
     Raises:
         ServeError: invalid_input, when the elements do not fill ``data`` exactly or are not UTF-8.
     """
-    count = 1
-    for dim in shape:
-        count *= dim
-    view = memoryview(data)
-    end = len(view)
+    count = prod(shape)
+    end = len(data)
     if count * 4 > end:  # checked before anything of that size is allocated
         raise invalid_input(f"expected {count} string elements for inference input '{name}', got {end} bytes")
+    raw = bytes(data)  # slices of a memoryview are objects of their own and would have to be copied once more each
     elements: list[str] = []
-    offset = 0
-    while offset < end:
-        if end - offset < 4:
-            raise invalid_input(f"incomplete string length indicator for inference input '{name}' at byte {offset}")
-        (length,) = struct.unpack_from("<I", view, offset)
-        offset += 4
-        if length > end - offset:
-            raise invalid_input(
-                f"string element {len(elements)} of inference input '{name}' has length {length}, "
-                f"but only {end - offset} bytes are left"
-            )
-        elements.append(decode_element(bytes(view[offset : offset + length]), len(elements), name))
-        offset += length
-        if len(elements) > count:
-            break
-    if len(elements) != count:
-        got = f"{len(elements)}" if len(elements) < count else "more"
-        raise invalid_input(f"expected {count} string elements for inference input '{name}', got {got}")
+    append, read_length = elements.append, _LENGTH.unpack_from
+    offset = 0  # of the first element that was not read
+    # What this costs is paid for each element, on the loop: what is wrong with one is found out afterwards.
+    try:
+        for _ in range(count):
+            (length,) = read_length(raw, offset)
+            start = offset + 4
+            stop = start + length
+            if stop > end:
+                break
+            append(raw[start:stop].decode())
+            offset = stop
+    except (struct.error, UnicodeDecodeError):
+        pass
+    if offset < end or len(elements) < count:
+        raise _fault(raw, offset, len(elements), count, name)
     return object_array(elements, shape)
+
+
+def _fault(raw: bytes, offset: int, index: int, count: int, name: str) -> ServeError:
+    """What is wrong with element ``index`` at ``offset``, or with there being one, or none."""
+    left = len(raw) - offset
+    if left == 0:
+        return invalid_input(f"expected {count} string elements for inference input '{name}', got {index}")
+    if left < 4:
+        return invalid_input(f"incomplete string length indicator for inference input '{name}' at byte {offset}")
+    (length,) = _LENGTH.unpack_from(raw, offset)
+    start, left = offset + 4, left - 4
+    if length > left:
+        return invalid_input(
+            f"string element {index} of inference input '{name}' has length {length}, but only {left} bytes are left"
+        )
+    try:
+        decode_element(raw[start : start + length], index, name)
+    except ServeError as error:
+        return error
+    return invalid_input(f"expected {count} string elements for inference input '{name}', got more")
 
 
 def decode_element(element: bytes, index: int, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
-from ortserve.codecs.json_text import parse_json, python_number, write_json
+from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.request import InferRequest, InferResponse, Parameter
 from ortserve.core.signature import TensorSpec
@@ -78,7 +78,11 @@ def encode_generate_event(response: InferResponse) -> bytes:
 
 
 def _bare(element: str | np.generic) -> Any:
-    return element if isinstance(element, str) else python_number(element)
+    if isinstance(element, str) or not np.isfinite(element):  # for which ``write_json`` has tokens
+        return element
+    if isinstance(element, np.float16 | np.float32):
+        return float(str(element))  # 0.1 as 0.1, not 0.10000000149
+    return element.item()
 
 
 def _tensor(value: object, spec: TensorSpec, model: str) -> Tensor:

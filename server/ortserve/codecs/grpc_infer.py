@@ -17,6 +17,7 @@ from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_te
 from ortserve.codecs.bytes_elements import decode_element, object_array
 from ortserve.codecs.grpc_wire import RAW_OUTPUT_TAG, raw_contents, raw_contents_start, varint
 from ortserve.codecs.region_span import BYTE_SIZE, OFFSET, REGION, read_span
+from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
@@ -120,10 +121,6 @@ def require_version_number(version: str) -> None:
         )
 
 
-_MAX_DIMS: Final = 64  # numpy's own bound
-_MAX_ELEMENTS: Final = (2**63 - 1) // 8  # of the widest datatype, so that byte counts fit 63 bits
-
-
 def _inputs(
     entries: Sequence[ModelInferRequest.InferInputTensor],
     raw: Sequence[bytes | memoryview],
@@ -176,16 +173,10 @@ def _check_shape(shape: tuple[int, ...], name: str, model: str) -> None:
             f"All input dimensions should be specified for input '{name}' for model '{model}', "
             f"got {format_shape(shape)}"
         )
-    # Other shapes are held to the size of the data that came. Zeros are left out of the product: numpy cannot hold such
-    # a shape either, whatever its true size.
-    if len(shape) > _MAX_DIMS:  # first: the product of very many takes very long
-        raise invalid_input(
-            f"input '{name}' for model '{model}' may have {_MAX_DIMS} dimensions at most, got {len(shape)}"
-        )
-    if 0 in shape and math.prod(dim for dim in shape if dim) > _MAX_ELEMENTS:
-        raise invalid_input(
-            f"input '{name}' for model '{model}' may have {_MAX_ELEMENTS} elements at most, got {format_shape(shape)}"
-        )
+    if 0 in shape or len(shape) > MAX_DIMS:  # others are held to the size of the data that came
+        fault = shape_fault(shape)
+        if fault is not None:
+            raise invalid_input(f"input '{name}' for model '{model}' may have {fault}")
 
 
 _CONTENTS_FIELDS: Final = {

@@ -11,12 +11,13 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.bytes_elements import object_array
+from ortserve.codecs.shape_bounds import MAX_DIMS
+from ortserve.core.bfloat16 import narrow, widen
 from ortserve.core.dtypes import DataType
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
 
 _WANTED: Final = {"f": "numbers", "i": "integers", "u": "integers", "b": "booleans (true, false, 0 or 1)"}
-_MAX_DEPTH: Final = 64  # numpy's own bound on dimensions
 
 
 def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...], name: str) -> np.ndarray:
@@ -44,7 +45,7 @@ def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list
     if datatype is DataType.BYTES:
         return flat.tolist()
     if datatype is DataType.BF16:
-        return (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return widen(flat)
     return flat
 
 
@@ -60,8 +61,8 @@ def _flatten(data: list[Any], shape: tuple[int, ...], name: str) -> tuple[list[A
         depth += 1
         if len(types) > 1 or len(set(map(len, data))) > 1:
             raise _count_error(name, shape, "ragged lists")
-        if depth > _MAX_DEPTH:
-            raise _count_error(name, shape, f"lists nested deeper than {_MAX_DEPTH}")
+        if depth > MAX_DIMS:
+            raise _count_error(name, shape, f"lists nested deeper than {MAX_DIMS}")
         data = list(chain.from_iterable(data))
         types = set(map(type, data))
     return data, types
@@ -97,12 +98,10 @@ def _floats(elements: list[Any], datatype: DataType, name: str) -> np.ndarray:
 
 
 def _bfloat16_bits(array: np.ndarray, name: str) -> np.ndarray:
-    """Round float32 to bfloat16 (to nearest, ties to even) and give the upper halves; NaN stays NaN."""
-    bits = array.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    if (np.isfinite(array) & ((rounded & 0x7FFF) == 0x7F80)).any():
+    bits = narrow(array)
+    if (np.isfinite(array) & ((bits & 0x7FFF) == 0x7F80)).any():
         raise _range_error(name, DataType.BF16)
-    return np.where(np.isnan(array), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    return bits
 
 
 def _texts(elements: list[Any], types: set[type], shape: tuple[int, ...], name: str) -> np.ndarray:

@@ -4,7 +4,6 @@ Request and response follow the Open Inference Protocol's REST text and its bina
 document is checked before it is used: it comes from anywhere.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,10 +12,11 @@ from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_te
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.region_span import REGION, read_span
+from ortserve.codecs.shape_bounds import shape_fault
 from ortserve.core.dtypes import DATATYPES
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
-from ortserve.core.tensor import Tensor, format_shape
+from ortserve.core.tensor import Tensor
 from ortserve.errors import ServeError, invalid_input
 
 
@@ -112,8 +112,6 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
 
 
 _NO_BYTES = memoryview(b"")
-_MAX_DIMS: Final = 64  # numpy's own bound
-_MAX_ELEMENTS: Final = (2**63 - 1) // 8  # of the widest datatype, so that byte counts fit 63 bits
 
 
 def _parse_error(key: str, expected: str, got: object) -> ServeError:
@@ -246,17 +244,10 @@ def _shape(value: object, name: str) -> tuple[int, ...]:
                 f"Unable to parse 'shape' of input '{name}': attempt to access JSON non-unsigned-integer as "
                 f"unsigned-integer: {dim!r}"
             )
-    if len(value) > _MAX_DIMS:  # first: the product of very many takes very long
-        raise invalid_input(
-            f"Unable to parse 'shape' of input '{name}': at most {_MAX_DIMS} dimensions, got {len(value)}"
-        )
-    shape = tuple(value)
-    # zeros left out: numpy cannot hold such a shape either, whatever its true size
-    if math.prod(dim for dim in shape if dim) > _MAX_ELEMENTS:
-        raise invalid_input(
-            f"Unable to parse 'shape' of input '{name}': at most {_MAX_ELEMENTS} elements, got {format_shape(shape)}"
-        )
-    return shape
+    fault = shape_fault(value)
+    if fault is not None:
+        raise invalid_input(f"Unable to parse 'shape' of input '{name}': {fault}")
+    return tuple(value)
 
 
 def _source_error(name: str, given: Mapping[str, bool]) -> ServeError:

@@ -88,6 +88,27 @@ def test_huge_shape_is_refused_by_the_size_of_the_data() -> None:
     expect_invalid(b"", (2**31, 2**29), f"expected {2**60} string elements for inference input 'x', got 0 bytes")
 
 
+def test_the_first_fault_is_told_also_where_it_is_in_one_element_too_many() -> None:
+    bad = "is not valid UTF-8 (invalid start byte at byte 1); ONNX string tensors hold text"
+    expect_invalid(spell(b"a", b"b\xff", b"\xff"), (3,), f"string element 1 of inference input 'x' {bad}")
+    expect_invalid(spell(b"a", b"b\xff"), (1,), f"string element 1 of inference input 'x' {bad}")
+    expect_invalid(
+        spell(b"a", b"bcd")[:-1],
+        (1,),
+        "string element 1 of inference input 'x' has length 3, but only 2 bytes are left",
+    )
+    # cut off within a character: the length is what is wrong, not the text
+    cut = spell(b"a", "ü".encode())[:-1]
+    expect_invalid(cut, (2,), "string element 1 of inference input 'x' has length 2, but only 1 bytes are left")
+
+
+def test_as_many_elements_as_asked_for_may_be_followed_by_nothing() -> None:
+    two = spell(b"a", b"b")
+    for rest in (b"\0", b"\0\0", b"\0\0\0"):
+        expect_invalid(two + rest, (2,), "incomplete string length indicator for inference input 'x' at byte 10")
+    expect_invalid(two + b"\0\0\0\0", (2,), "expected 2 string elements for inference input 'x', got more")
+
+
 @pytest.mark.parametrize("element", [b"\xff", b"a\xc3", b"\xed\xa0\x80", b"\xc0\x80"])
 def test_bytes_that_are_not_utf8_are_refused_and_named(element: bytes) -> None:
     with pytest.raises(ServeError) as caught:

@@ -151,6 +151,18 @@ def test_event_is_one_line_and_an_empty_one_and_has_no_id_where_none_was_given()
     assert encode_generate_event(response) == b'data: {"model_name":"m","model_version":"1","y":"a\\nb"}\n\n'
 
 
+@pytest.mark.parametrize("datatype", [DataType.FP16, DataType.FP32, DataType.FP64])
+def test_bare_number_has_as_few_digits_as_its_type_needs_or_is_a_token(datatype: DataType) -> None:
+    outputs = [
+        Tensor(name, datatype, np.array([value], datatype.numpy))
+        for name, value in {"tenth": 0.1, "nan": np.nan, "inf": np.inf, "low": -np.inf}.items()
+    ]
+    text = encode_generate_response(InferResponse("m", "1", "", outputs[:1]))
+    assert text == b'{"model_name":"m","model_version":"1","tenth":0.1}'
+    text = encode_generate_response(InferResponse("m", "1", "", outputs))
+    assert text == b'{"model_name":"m","model_version":"1","tenth":0.1,"nan":NaN,"inf":Infinity,"low":-Infinity}'
+
+
 def test_number_that_is_none_is_written_as_its_token_bare_or_in_a_list() -> None:
     outputs = [Tensor(str(n), DataType.FP32, np.full(n, np.nan, np.float32)) for n in (1, 2)]
     text = encode_generate_response(InferResponse("m", "1", "", outputs))

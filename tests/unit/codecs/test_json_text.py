@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from ortserve.codecs.json_text import parse_json, python_number, write_json
+from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.core.dtypes import DataType
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
@@ -27,21 +27,52 @@ def test_what_is_no_json_is_refused(text: bytes) -> None:
     assert caught.value.kind is ErrorKind.INVALID_INPUT
 
 
+def spell(array: np.ndarray, datatype: DataType, text: str = "") -> bytes:
+    return write_json({"data": array, "text": text}, [Tensor("y", datatype, array)])
+
+
 def test_tokens_are_written_and_negative_zero_keeps_its_sign() -> None:
     array = np.array([np.nan, np.inf, -np.inf, -0.0, 0.1], np.float32)
     tensor = Tensor("y", DataType.FP32, array)
     assert write_json({"data": array}, [tensor]) == b'{"data":[NaN,Infinity,-Infinity,-0.0,0.1]}'
-    assert write_json({"y": python_number(array[0]), "z": python_number(array[4])}, [tensor]) == b'{"y":NaN,"z":0.1}'
+    assert write_json({"y": array[0], "z": array[4]}, [tensor]) == b'{"y":NaN,"z":0.1}'
     finite = array[3:]
     assert write_json({"data": finite}, [Tensor("y", DataType.FP32, finite)]) == b'{"data":[-0.0,0.1]}'
 
 
+@pytest.mark.parametrize("datatype", [DataType.FP16, DataType.FP32, DataType.FP64])
+@pytest.mark.parametrize("odd", [[np.nan], [-np.inf], [np.nan, np.inf, np.nan, -np.inf]])
+@pytest.mark.parametrize("stride", [1, 3, 499, 10_000])
+def test_numbers_beside_tokens_are_spelled_as_without(datatype: DataType, odd: list[float], stride: int) -> None:
+    bits = np.random.default_rng(0).integers(0, 256, 1000 * datatype.itemsize, np.uint8)
+    array = bits.view(datatype.numpy).copy()
+    array[~np.isfinite(array)] = 0
+    array[::stride] = 123.5
+    plain = spell(array, datatype).decode()
+    tokens = [{"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(number)] for number in odd]
+    places = range(0, array.size, stride)
+    for count, place in enumerate(places):
+        array[place] = odd[count % len(odd)]
+        plain = plain.replace("123.5", tokens[count % len(odd)], 1)
+    assert spell(array, datatype).decode() == plain
+
+
+def test_each_array_has_its_own_tokens_and_those_without_stay() -> None:
+    with_tokens, whole, numbers = np.array([np.nan, 0.5]), np.array([1.5], np.float32), np.array([7], np.uint64)
+    outputs = [
+        Tensor("a", DataType.FP64, with_tokens),
+        Tensor("b", DataType.FP32, whole),
+        Tensor("c", DataType.UINT64, numbers),
+    ]
+    document = {"a": with_tokens, "b": [{"data": whole}, {"data": numbers}], "d": numbers[0], "e": whole[:0]}
+    assert write_json(document, outputs) == b'{"a":[NaN,0.5],"b":[{"data":[1.5]},{"data":[7]}],"d":7,"e":[]}'
+
+
 def test_text_is_written_alike_with_and_without_tokens() -> None:
-    text = '\u2028 "ñ" \\ \n 😀'
-    plain = write_json({"t": [text, None]}, [])
-    array = np.array([np.nan])
-    with_token = write_json({"t": [text, None], "d": array}, [Tensor("y", DataType.FP64, array)])
-    assert json.loads(plain)["t"] == json.loads(with_token)["t"] == [text, None]
+    text = '\u2028 "ñ" \\ \n 😀 null NaN'
+    one = np.array([1.0])
+    assert spell(one, DataType.FP64, text).replace(b"1.0", b"NaN") == spell(one * np.nan, DataType.FP64, text)
+    assert json.loads(spell(one, DataType.FP64, text))["text"] == text
 
 
 def test_half_a_surrogate_pair_is_refused_beside_the_bare_tokens_too() -> None:

