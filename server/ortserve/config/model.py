@@ -7,7 +7,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,6 +17,9 @@ from ortserve.config.queueing import QueuePolicy
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
 from ortserve.errors import invalid_input
+
+MOST_INSTANCES: Final = 64
+"""Of one version of a model."""
 
 
 class LoadOptions(BaseModel):
@@ -105,7 +108,7 @@ VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
 class ModelOptions(LoadOptions):
     """What holds for one model; the keys of ``model.yaml``."""
 
-    instances: int = Field(default=1, ge=1, le=64)
+    instances: int = Field(default=1, ge=1, le=MOST_INSTANCES)
     """Sessions of the model that may run at the same time, each with a worker thread of its own."""
     gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, 0 to 1023"}
