@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ortserve.config.expectation import describe_problems
 from ortserve.config.queueing import QueuePolicy
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
+from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
 
 MOST_INSTANCES: Final = 64
@@ -204,24 +204,3 @@ def make_model_options(given: Mapping[str, object], defaults: LoadOptions, sourc
         problems = describe_problems(error, ModelOptions.model_fields, given)
         told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise invalid_input(f"{source}: {told}") from None
-
-
-def read_yaml(path: Path) -> dict[str, object]:
-    """Read a file of ``key: value`` lines; an empty one has none.
-
-    Raises:
-        ValueError: It cannot be read or is no such file; the text says what and in which line, and names no path.
-    """
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(f"expected keys with values, got a {type(content).__name__}")
-    return {str(key): value for key, value in content.items()}

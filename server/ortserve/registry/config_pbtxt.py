@@ -7,7 +7,7 @@ from typing import Any, Final
 from ortserve._pb import model_config_pb2 as pb
 from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.config_fields import check_fields
+from ortserve.registry.config_fields import check_fields, value_name
 from ortserve.registry.config_parameters import read_parameters
 from ortserve.registry.config_providers import choose_wishes
 
@@ -44,12 +44,6 @@ def translate_config(config: pb.ModelConfig, name: str, defaults: LoadOptions, s
     except ServeError as error:
         raise ServeError(error.kind, f"{source}: {error.message}") from None
     return Translation(make_model_options(given, defaults, source), (*without_effect, *more))
-
-
-def datatype_name(datatype: int) -> str:
-    """The wire's name of a configured datatype."""
-    name = pb.DataType.Name(datatype).removeprefix("TYPE_")
-    return "BYTES" if name == "STRING" else name
 
 
 def _check_identity(config: pb.ModelConfig, name: str) -> None:
@@ -110,7 +104,7 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
 def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if tensor.data_type:
-        options["datatype"] = datatype_name(tensor.data_type)
+        options["datatype"] = _datatype_name(tensor.data_type, f"data_type of '{tensor.name}'")
     if any(dim < 1 and dim != -1 for dim in tensor.dims):
         raise invalid_input(f"dims of '{tensor.name}': expected sizes of at least 1, or -1, got {list(tensor.dims)}")
     if tensor.dims:
@@ -118,6 +112,12 @@ def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
     if tensor.HasField("reshape"):
         options["reshape"] = list(tensor.reshape.shape)
     return options
+
+
+def _datatype_name(datatype: int, path: str) -> str:
+    """The wire's name of a configured datatype."""
+    name = value_name(pb.DataType, datatype, path).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
 
 
 def _version_policy(policy: pb.ModelVersionPolicy) -> dict[str, Any]:
@@ -146,18 +146,20 @@ def _dynamic_batching(batching: pb.ModelDynamicBatching) -> dict[str, Any]:
             )
         given["default_priority_level"] = level or 1
     if batching.HasField("default_queue_policy"):
-        given["queue_policy"] = _queue_policy(batching.default_queue_policy)
+        given["queue_policy"] = _queue_policy(batching.default_queue_policy, "dynamic_batching.default_queue_policy")
     given["priority_queue_policies"] = {
-        level: _queue_policy(policy) for level, policy in batching.priority_queue_policy.items()
+        level: _queue_policy(policy, f"dynamic_batching.priority_queue_policy[{level}]")
+        for level, policy in batching.priority_queue_policy.items()
     }
     return given
 
 
-def _queue_policy(policy: pb.ModelQueuePolicy) -> dict[str, Any]:
+def _queue_policy(policy: pb.ModelQueuePolicy, path: str) -> dict[str, Any]:
+    action = value_name(pb.ModelQueuePolicy.TimeoutAction, policy.timeout_action, f"{path}.timeout_action")
     return {
         "timeout_s": policy.default_timeout_microseconds / 1e6 or None,
         "timeout_override": policy.allow_timeout_override,
-        "timeout_action": pb.ModelQueuePolicy.TimeoutAction.Name(policy.timeout_action).lower(),
+        "timeout_action": action.lower(),
         "max_requests": policy.max_queue_size or None,
     }
 
@@ -175,7 +177,7 @@ def _sample_inputs(sample: str, inputs: Mapping[str, pb.ModelWarmup.Input]) -> I
     for name, tensor in inputs.items():
         options: dict[str, Any] = {"dims": list(tensor.dims)}
         if tensor.data_type:
-            options["datatype"] = datatype_name(tensor.data_type)
+            options["datatype"] = _datatype_name(tensor.data_type, f"model_warmup '{sample}': data_type of '{name}'")
         match tensor.WhichOneof("input_data_type"):
             case "zero_data":
                 options["data"] = "zeros"

@@ -1,15 +1,18 @@
 """What a model is loaded from: its files as they lie there now, and its configuration. Blocks on the disk."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ortserve.config.model import LoadOptions
 from ortserve.errors import ServeError
 from ortserve.registry.configuration import Configuration, read_configuration
 from ortserve.registry.repository import ModelFiles, read_repositories
 from ortserve.registry.versions import choose_versions
+
+logger: Final = logging.getLogger(__name__)
 
 FileStamp: TypeAlias = tuple[str, int, int, int]
 """A file's name, inode, size and time of change: another one where it was replaced or rewritten."""
@@ -80,6 +83,9 @@ def _read_source(files: ModelFiles, defaults: LoadOptions) -> ModelSource:
         return ModelSource(files.name, problem=error.message)
     except OSError as error:  # somebody changes the folder meanwhile
         return ModelSource(files.name, problem=f"its files cannot be read: {error.strerror}")
+    except Exception as error:  # else a fault of ours, or of a parser, would keep every other model from loading
+        logger.error("configuration of '%s' cannot be read", files.name, exc_info=error)
+        return ModelSource(files.name, problem="its configuration cannot be read")
 
 
 def _version_source(files: ModelFiles, version: int, configuration: Configuration) -> VersionSource:

@@ -99,6 +99,15 @@ def test_file_that_is_no_yaml_mapping_is_told_without_its_folder(file: Path, con
     assert str(file.parent) not in raised.value.message
 
 
+def test_long_value_is_told_by_its_beginning(file: Path) -> None:
+    file.write_text(f"max_rows: [{'1, ' * 5000}]")
+
+    with pytest.raises(ServeError, match=r"max_rows: expected integer, 1 to 65536, got \[1, 1, ") as raised:
+        load_model_options(file, DEFAULTS)
+
+    assert len(raised.value.message) < 300
+
+
 def test_padding_is_declared_by_input(file: Path) -> None:
     file.write_text(
         "pad:\n  ids: {axis: 1, multiple: 16, value: 0}\n  mask: {axis: 2, multiple: 8, value: -.inf}\n"

@@ -173,6 +173,19 @@ def test_model_file_lies_in_its_versions_folder(name: str) -> None:
     assert "model_file: expected name of a file, without a folder" in refusal({"default_model_filename": name})
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"instance_group": [{"kind": 7}]},
+        {"input": [{"name": "x", "data_type": 99}]},
+        {"dynamic_batching": {"default_queue_policy": {"timeout_action": 5}}},
+        {"parameters": {"gpu_mem_limit": {"string_value": "9" * 5000}}},
+    ],
+)
+def test_value_that_there_is_not_is_refused_by_its_name(config: dict[str, Any]) -> None:
+    assert "expected " in refusal(config)
+
+
 @pytest.mark.parametrize("config", ["", "{", '{"max_batch": 1}', '{"name": "other"}', '{"sequence_batching": {}}'])
 def test_bad_configuration_is_refused_under_the_parameters_name(config: str) -> None:
     assert refusal(config).startswith("config: ")

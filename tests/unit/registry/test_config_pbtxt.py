@@ -128,6 +128,36 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
         ("max_batch_size: 100000", ErrorKind.INVALID_INPUT, "max_rows: expected integer, 1 to 65536, got 100000"),
         ('input [{ name: "x" dims: 0 }]', ErrorKind.INVALID_INPUT, "dims of 'x': expected sizes of at least 1, or -1"),
         ('input [{ name: "x" }, { name: "x" }]', ErrorKind.INVALID_INPUT, "input: expected a name of its own for each"),
+        (
+            'input [{ name: "x" data_type: 99 }]',
+            ErrorKind.INVALID_INPUT,
+            "data_type of 'x': expected one of TYPE_INVALID, TYPE_BOOL, TYPE_UINT8",
+        ),
+        (
+            'model_warmup { name: "w" inputs { key: "x" value { data_type: 77 zero_data: true } } }',
+            ErrorKind.INVALID_INPUT,
+            "model_warmup 'w': data_type of 'x': expected one of TYPE_INVALID, ",
+        ),
+        (
+            "dynamic_batching { default_queue_policy { timeout_action: 5 } }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.default_queue_policy.timeout_action: expected one of REJECT, DELAY, got 5",
+        ),
+        (
+            "dynamic_batching { priority_queue_policy { key: 2 value { timeout_action: 5 } } }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.priority_queue_policy[2].timeout_action: expected one of REJECT, DELAY, got 5",
+        ),
+        (
+            "instance_group { kind: 7 }",
+            ErrorKind.INVALID_INPUT,
+            "instance_group.kind: expected one of KIND_AUTO, KIND_GPU, KIND_CPU, KIND_MODEL, got 7",
+        ),
+        (
+            'parameters { key: "gpu_mem_limit" value { string_value: "' + "9" * 5000 + '" } }',
+            ErrorKind.INVALID_INPUT,
+            "parameters['gpu_mem_limit']: expected an unsigned integer, got '999",
+        ),
         ("output [{ dims: 1 }]", ErrorKind.INVALID_INPUT, "output: expected a name of its own for each"),
         ("sequence_batching {}", ErrorKind.UNSUPPORTED, "sequence_batching is not supported"),
         (

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from ortserve.config.model import LoadOptions
+from ortserve.registry import source
+from ortserve.registry.configuration import Configuration, read_configuration
 from ortserve.registry.source import ModelSource, read_sources
 
 
@@ -97,3 +99,39 @@ def test_version_without_its_file_has_a_problem_of_its_own(root: Path) -> None:
     assert versions[1].problem == ""
     assert versions[1].path == root / "m" / "1" / "other.onnx"
     assert versions[2].problem == "version folder 2 has no file other.onnx"
+
+
+def test_fault_in_reading_one_model_is_logged_and_keeps_no_other_from_being_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read_faultily(name: str, path: Path | None, defaults: LoadOptions) -> Configuration:
+        if name == "m":
+            raise RecursionError("too deep")
+        return read_configuration(name, path, defaults)
+
+    monkeypatch.setattr(source, "read_configuration", read_faultily)
+    sources = read(root)
+    assert sources["m"] == ModelSource("m", problem="its configuration cannot be read")
+    assert sources["f"].versions.keys() == {1}
+    assert "RecursionError: too deep" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("model.yaml", "inputs: {2020-01-01: {dims: none}}"),
+        ("model.yaml", "pad: &a {x: *a}"),
+        ("model.yaml", "max_rows: 0x" + "f" * 6000),
+        ("model.yaml", r'model_file: "\ud800"'),
+        ("model.yaml", "inputs: " + "[" * 5000 + "]" * 5000),
+        ("config.pbtxt", "instance_group [{ kind: 7 }]"),
+        ("config.pbtxt", 'input [{ name: "x" data_type: 99 }]'),
+        ("config.pbtxt", "dynamic_batching { default_queue_policy { timeout_action: 5 } }"),
+        ("config.pbtxt", 'parameters { key: "gpu_mem_limit" value { string_value: "' + "9" * 5000 + '" } }'),
+    ],
+    ids=lambda text: text[:32],
+)
+def test_odd_configuration_is_told_as_what_is_wrong_with_it(root: Path, file: str, text: str) -> None:
+    (root / "m" / "model.yaml").unlink()
+    (root / "m" / file).write_text(text)
+    assert read(root)["m"].problem.startswith(f"{file}: ")
