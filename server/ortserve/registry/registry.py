@@ -330,11 +330,10 @@ class Registry:
         assert record.served is not None
         await record.served.close()
         record.served = None
+        record.metrics.release_sources()  # else its numbers, which may be shown for ever, would keep its buffers
 
     async def _retire(self, record: VersionRecord) -> None:
-        assert record.served is not None
-        await record.served.close()
-        record.served = None
+        await self._free(record)
         record.advance(State.GONE, record.reason)
         if record.is_unloaded and self._catalog.of(record.model).get(record.version) is record:
             self._metrics.forget(record.model, str(record.version))

@@ -1,7 +1,9 @@
 """A registry over repositories on disk, with the real ONNX Runtime."""
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -474,3 +476,32 @@ async def test_series_of_a_version_begin_anew_with_each_load_and_go_when_it_is_u
     await registry.unload("m")
     assert prometheus.get_sample_value(name, labels) is None
     assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "ok"}) is None
+
+
+async def test_unloaded_version_keeps_neither_its_session_nor_its_buffers(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.unnamed_dims, "m")
+    registry = await load()
+    await double(registry, "m")
+    served = registry.find("m", "")
+    parts: list[object] = [served, served._batcher, *served._instances]
+    kept = [weakref.ref(part) for part in parts]
+    del parts
+    del served
+    await registry.unload("m")
+    assert [record.state for record in registry.records()] == [State.GONE]
+    await asyncio.sleep(0)
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+
+
+async def test_counts_of_a_version_outlive_it(tmp_path: Path, load: Load, prometheus: CollectorRegistry) -> None:
+    put(tmp_path, builders.unnamed_dims, "m", options="buckets: [4]")
+    registry = await load()
+    await double(registry, "m")
+    labels = {"model": "m", "version": "1"}
+    staged = prometheus.get_sample_value("ortserve_staged_elements_total", labels)
+    assert staged
+    await registry.close()
+    assert prometheus.get_sample_value("ortserve_model_state", labels | {"state": "gone"}) == 1
+    assert prometheus.get_sample_value("ortserve_staged_elements_total", labels) == staged
+    assert prometheus.get_sample_value("ortserve_saturation", labels) is None
