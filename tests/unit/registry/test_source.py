@@ -67,6 +67,54 @@ def test_file_that_is_replaced_by_one_of_the_same_size_and_time_is_seen(root: Pa
     assert changed(before["m"], read(root)["m"]) == [1]
 
 
+@pytest.mark.parametrize("path", ["m/.model.yaml.swp", "m/1/.model.onnx.swp", "m/1/.cache/x", "m/.git/index"])
+def test_names_that_begin_with_a_dot_are_nothing_of_the_models(root: Path, path: str) -> None:
+    before = read(root)
+    (root / path).parent.mkdir(exist_ok=True)
+    (root / path).write_text("x")
+    assert read(root) == before
+
+
+@pytest.mark.parametrize("link", ["m/.#model.yaml", "m/dangling", "m/1/dangling", "m/1/weights/dangling"])
+def test_link_to_nowhere_is_passed_over(root: Path, link: str) -> None:
+    before = read(root)
+    (root / link).symlink_to("user@host.1234:1700000000")
+    assert read(root) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ("session: {optimized_model_file: ROOT/m/1/optimized.onnx}", "1/optimized.onnx"),
+        ("session: {optimized_model_file: LINK/m/1/optimized.onnx}", "1/optimized.onnx"),
+        (
+            (
+                "session: {optimized_model_file: ROOT/m/1/o.onnx, "
+                "entries: {session.optimized_model_external_initializers_file_name: o.bin}}"
+            ),
+            "1/o.bin",
+        ),
+        ("session: {entries: {ep.context_enable: 1, ep.context_file_path: ROOT/m/context.onnx}}", "context.onnx"),
+        ("execution_providers: [{tensorrt: {trt_engine_cache_path: ROOT/m/1/engines}}, cpu]", "1/engines/a.engine"),
+        ("execution_providers: [{openvino: {cache_dir: ROOT/m/cache}}, cpu]", "cache/blob"),
+    ],
+)
+def test_what_loading_writes_into_the_folder_is_no_change(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, options: str, written: str
+) -> None:
+    link = tmp_path_factory.mktemp("elsewhere") / "link"
+    link.symlink_to(root)
+    text = options.replace("ROOT", str(root)).replace("LINK", str(link))
+    (root / "m" / "model.yaml").write_text(text + "\nversion_policy: {all: true}")
+    before = read(root)
+    assert not before["m"].problem
+    (root / "m" / written).parent.mkdir(exist_ok=True)
+    (root / "m" / written).write_bytes(b"written")
+    assert read(root) == before
+    (root / "m" / "1" / "model.onnx").write_bytes(b"another model")
+    assert changed(before["m"], read(root)["m"]) == [1]
+
+
 def test_options_change_every_version(root: Path) -> None:
     before = read(root)
     (root / "m" / "model.yaml").write_text("version_policy: {all: true}\nmax_rows: 3\nrequired: true")
