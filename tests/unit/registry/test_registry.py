@@ -414,6 +414,19 @@ async def test_model_is_loaded_on_although_its_caller_has_left(tmp_path: Path, l
     assert registry.ready_versions("m") == [1]
 
 
+async def test_unload_waits_for_what_an_earlier_load_still_answers(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, lambda path: builders.slow(path, steps=6000), "m", options="max_rows: 1\nwarmup_s: 0")
+    registry = await load()
+    served = registry.find("m", "")
+    rows = np.zeros((1, 4), np.float32)
+    running = [served.submit((rows,), 1, Timing(0), NO_TERMS).outputs for _ in range(25)]
+    (tmp_path / "m" / "model.yaml").write_text("max_rows: 2\nwarmup_s: 0")
+    await registry.load("m")
+    assert not all(output.done() for output in running), "else nothing is tried here"
+    await registry.unload("m")
+    assert all(output.done() for output in running)
+
+
 async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: Load) -> None:
     registry = await load()
     seen: list[tuple[State, str] | None] = []
