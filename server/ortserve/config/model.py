@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ortserve.config.expectation import describe_problems
 from ortserve.config.queueing import QueuePolicy
@@ -68,6 +68,12 @@ class LoadOptions(BaseModel):
     """Most bytes of tensors that may wait for one model; requests beyond are refused as ``overloaded``."""
 
 
+def _equal_to_itself(value: bool | int | float | str) -> bool | int | float | str:
+    if value != value:  # then the options would differ from what was loaded, and each poll load anew
+        raise ValueError("value: expected a number other than NaN, true, false or a text, got nan")
+    return value
+
+
 class PadAxis(BaseModel):
     """How one axis of an input is padded."""
 
@@ -75,7 +81,7 @@ class PadAxis(BaseModel):
 
     axis: int
     multiple: int = Field(ge=1, le=1_048_576)
-    value: bool | int | float | str
+    value: Annotated[bool | int | float | str, AfterValidator(_equal_to_itself)]
 
 
 class LatestVersions(BaseModel):

@@ -179,6 +179,18 @@ def test_bad_key_inside_a_value_is_told_by_its_path(file: Path, text: str, probl
     assert raised.value.message == f"model.yaml: {problem}"
 
 
+def test_padding_is_with_a_value_that_equals_itself(file: Path) -> None:
+    file.write_text("pad: {x: {axis: 1, multiple: 4, value: .nan}}")
+
+    with pytest.raises(ServeError) as raised:
+        load_model_options(file, DEFAULTS)
+
+    assert (
+        raised.value.message
+        == "model.yaml: pad: value: expected a number other than NaN, true, false or a text, got nan"
+    )
+
+
 def test_execution_providers_may_have_options(file: Path) -> None:
     file.write_text("execution_providers: [{cuda: {device_id: 1, use_tf32: false}}, cpu]")
 
