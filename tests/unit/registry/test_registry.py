@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -412,6 +413,22 @@ async def test_model_is_loaded_on_although_its_caller_has_left(tmp_path: Path, l
         await caller
     await registry.load("m")  # waits for the first
     assert registry.ready_versions("m") == [1]
+
+
+async def test_fault_after_loading_fails_the_version_and_frees_its_instances(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no properties")
+
+    put(tmp_path, builders.identity, "m", options="instances: 2")
+    with monkeypatch.context() as patch:
+        patch.setattr("ortserve.registry.assembly.describe_properties", fail)
+        registry = await load()
+    assert state_of(registry, "m") == {1: (State.FAILED, "unexpected error")}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("run m/1")]
+    await registry.load("m")
+    assert state_of(registry, "m") == {1: (State.READY, "")}
 
 
 async def test_unload_waits_for_what_an_earlier_load_still_answers(tmp_path: Path, load: Load) -> None:
