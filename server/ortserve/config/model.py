@@ -5,9 +5,9 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -182,7 +182,7 @@ def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions
             and what came.
     """
     if path is None:
-        return ModelOptions(**inherited_options(defaults))
+        return make_model_options({}, defaults, "the server's options")
     try:
         given = read_yaml(path)
     except ValueError as error:
@@ -190,23 +190,39 @@ def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions
     return make_model_options(given, defaults, path.name)
 
 
-def inherited_options(defaults: LoadOptions) -> dict[str, Any]:
-    """What a model is given that says nothing itself."""
-    return {name: getattr(defaults, name) for name in LoadOptions.model_fields}
-
-
 def make_model_options(given: Mapping[str, object], defaults: LoadOptions, source: str) -> ModelOptions:
     """Check values as they stand in a file; keys that are not given are taken from ``defaults``.
+
+    Returns:
+        The options; ``model_fields_set`` is what was given.
 
     Raises:
         ServeError: ``INVALID_INPUT``, beginning with ``source``, with every bad key.
     """
+    inherited = {name: getattr(defaults, name) for name in LoadOptions.model_fields}
     try:
         # Through JSON, because strict validation takes a list for a tuple there, but no text or boolean for a number.
-        return ModelOptions.model_validate_json(
-            json.dumps(inherited_options(defaults) | dict(given), default=str), strict=True
-        )
+        options = ModelOptions.model_validate_json(json.dumps(inherited | dict(given), default=str), strict=True)
     except ValidationError as error:
         problems = describe_problems(error, ModelOptions.model_fields, given)
         told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise invalid_input(f"{source}: {told}") from None
+    if problem := "; ".join(_priority_problems(options)):
+        raise invalid_input(f"{source}: {problem}")
+    return ModelOptions.model_construct(set(given), **dict(options))
+
+
+def _priority_problems(options: ModelOptions) -> Iterator[str]:
+    """Say which options name levels that the model has not."""
+    levels = max(1, options.priority_levels)
+    if options.default_priority_level > levels:
+        yield (
+            f"default_priority_level: expected 1 to {levels}, as priority_levels is {options.priority_levels}, "
+            f"got {options.default_priority_level}"
+        )
+    for level in options.priority_queue_policies:
+        if not 1 <= level <= levels:
+            yield (
+                f"priority_queue_policies: expected levels from 1 to {levels}, as priority_levels is "
+                f"{options.priority_levels}, got {level}"
+            )

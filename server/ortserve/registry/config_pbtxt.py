@@ -75,6 +75,12 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
     given |= _version_policy(config.version_policy)
     if config.HasField("dynamic_batching"):
         given |= _dynamic_batching(config.dynamic_batching)
+        largest = max(config.dynamic_batching.preferred_batch_size, default=0)
+        if largest > config.max_batch_size > 0:
+            raise invalid_input(
+                "dynamic_batching.preferred_batch_size: expected sizes up to max_batch_size, "
+                f"{config.max_batch_size}, got {largest}"
+            )
     given["warmup_samples"] = [_sample(sample) for sample in config.model_warmup]
 
     groups = list(config.instance_group)
@@ -138,12 +144,13 @@ def _dynamic_batching(batching: pb.ModelDynamicBatching) -> dict[str, Any]:
         "queue_delay_s": batching.max_queue_delay_microseconds / 1e6,
         "priority_levels": batching.priority_levels,
     }
+    level, levels = batching.default_priority_level, max(1, batching.priority_levels)
+    if level > levels:
+        raise invalid_input(f"dynamic_batching.default_priority_level: expected 1 to {levels}, got {level}")
+    for named in batching.priority_queue_policy:
+        if not 1 <= named <= levels:
+            raise invalid_input(f"dynamic_batching.priority_queue_policy: expected keys 1 to {levels}, got {named}")
     if batching.priority_levels:
-        level = batching.default_priority_level
-        if level > batching.priority_levels:
-            raise invalid_input(
-                f"dynamic_batching.default_priority_level: expected 1 to {batching.priority_levels}, got {level}"
-            )
         given["default_priority_level"] = level or 1
     if batching.HasField("default_queue_policy"):
         given["queue_policy"] = _queue_policy(batching.default_queue_policy, "dynamic_batching.default_queue_policy")

@@ -215,7 +215,7 @@ def load_model(
         raise
     if is_placed:
         loaded = replace(loaded, placed=tuple(place(choice, n).device_id for n in range(options.instances)))
-    for reason in loaded.interface.without_effect:
+    for reason in (*loaded.interface.without_effect, *loaded.interface.in_vain_alone(options)):
         log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
     return loaded
 

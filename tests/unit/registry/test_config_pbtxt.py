@@ -144,9 +144,9 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
             "dynamic_batching.default_queue_policy.timeout_action: expected one of REJECT, DELAY, got 5",
         ),
         (
-            "dynamic_batching { priority_queue_policy { key: 2 value { timeout_action: 5 } } }",
+            "dynamic_batching { priority_queue_policy { key: 1 value { timeout_action: 5 } } }",
             ErrorKind.INVALID_INPUT,
-            "dynamic_batching.priority_queue_policy[2].timeout_action: expected one of REJECT, DELAY, got 5",
+            "dynamic_batching.priority_queue_policy[1].timeout_action: expected one of REJECT, DELAY, got 5",
         ),
         (
             "instance_group { kind: 7 }",
@@ -169,6 +169,24 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
             "dynamic_batching { priority_levels: 2 default_priority_level: 3 }",
             ErrorKind.INVALID_INPUT,
             "dynamic_batching.default_priority_level: expected 1 to 2, got 3",
+        ),
+        (
+            "dynamic_batching { default_priority_level: 2 }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.default_priority_level: expected 1 to 1, got 2",
+        ),
+        *(
+            (
+                f"dynamic_batching {{ priority_levels: 2 priority_queue_policy {{ key: {key} value {{ }} }} }}",
+                ErrorKind.INVALID_INPUT,
+                f"dynamic_batching.priority_queue_policy: expected keys 1 to 2, got {key}",
+            )
+            for key in (0, 3)
+        ),
+        (
+            "max_batch_size: 8 dynamic_batching { preferred_batch_size: [4, 64] }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.preferred_batch_size: expected sizes up to max_batch_size, 8, got 64",
         ),
         (
             'parameters { key: "execution_mode" value { string_value: "2" } }',

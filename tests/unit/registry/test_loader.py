@@ -187,6 +187,12 @@ def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) 
     assert not workers()
 
 
+def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
+    (told,) = [record for record in caplog.records if record.message == "configured without effect"]
+    assert "buckets: each request runs alone: output 'y' of a row depends on the rows beside it" in str(vars(told))
+
+
 AZURE = "AzureExecutionProvider"
 """Built into every ONNX Runtime; it takes no node of ours."""
 
