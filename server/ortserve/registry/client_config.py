@@ -6,7 +6,6 @@ only those are let through that are known to do nothing of the kind.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,12 @@ from ortserve.config.session import provider_parts
 from ortserve.config.session_entries import FILE_ENTRIES
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.configuration import Configuration, configure
-from ortserve.registry.repository import ModelFiles
+from ortserve.registry.repository import VERSION, ModelFiles
 
 SOURCE: Final = "config"
 """What errors of such a configuration begin with: the name of the parameter."""
 
 _FILE_PREFIX: Final = "file:"
-_VERSION: Final = re.compile("[1-9][0-9]*")
 _LONGEST_NAME: Final = 255
 
 _PROVIDER_OPTIONS: Final = frozenset(
@@ -103,7 +101,7 @@ class ClientModel:
             except OSError as error:
                 raise invalid_input(f"{_FILE_PREFIX}{path}: cannot be kept: {error.strerror}") from None
             version = path.partition("/")[0]
-            if "/" in path and _VERSION.fullmatch(version):
+            if "/" in path and VERSION.fullmatch(version):
                 versions[int(version)] = folder / version / "model.onnx"
         if not versions:
             raise invalid_input("no file of a version was sent: expected file:<version>/<file>")

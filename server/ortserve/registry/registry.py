@@ -18,7 +18,7 @@ from ortserve.registry.client_source import client_source
 from ortserve.registry.lifecycle import UNLOADED, State, VersionRecord
 from ortserve.registry.loading import VersionLoader
 from ortserve.registry.repository import read_repositories
-from ortserve.registry.source import ModelSource, VersionSource, read_sources
+from ortserve.registry.source import ModelSource, VersionSource, read_source, read_sources
 from ortserve.registry.swap import plan_swap
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
@@ -192,10 +192,9 @@ class Registry:
         except ServeError as error:
             raise _load_failure(name, f"{_NOT_POLLED}: {error.message}") from None
         try:
-            found = read_sources(self._repositories, self._defaults)
+            source = read_source(name, self._repositories, self._defaults)
         except ServeError:  # its text names the folder, which is none of a client's business
             raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
-        source = next((source for source in found if source.name == name), None)
         if source is None:
             raise _load_failure(name, f"{_NOT_POLLED}: no repository has a model of this name")
         return source

@@ -55,6 +55,16 @@ def read_sources(roots: Sequence[Path], defaults: LoadOptions) -> list[ModelSour
     return [_read_source(files, defaults) for files in read_repositories(roots)]
 
 
+def read_source(name: str, roots: Sequence[Path], defaults: LoadOptions) -> ModelSource | None:
+    """The one model of this name, None where there is none; no other's configuration is read.
+
+    Raises:
+        ServeError: invalid_input, when a repository is not a readable folder.
+    """
+    found = next((files for files in read_repositories(roots) if files.name == name), None)
+    return None if found is None else _read_source(found, defaults)
+
+
 def make_source(files: ModelFiles, configuration: Configuration) -> ModelSource:
     """The source of a model whose files and configuration are known.
 

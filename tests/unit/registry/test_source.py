@@ -8,7 +8,7 @@ import pytest
 from ortserve.config.model import LoadOptions
 from ortserve.registry import source
 from ortserve.registry.configuration import Configuration, read_configuration
-from ortserve.registry.source import ModelSource, read_sources
+from ortserve.registry.source import ModelSource, read_source, read_sources
 
 
 def read(root: Path) -> dict[str, ModelSource]:
@@ -147,6 +147,20 @@ def test_version_without_its_file_has_a_problem_of_its_own(root: Path) -> None:
     assert versions[1].problem == ""
     assert versions[1].path == root / "m" / "1" / "other.onnx"
     assert versions[2].problem == "version folder 2 has no file other.onnx"
+
+
+def test_one_model_is_read_as_among_all_and_without_the_others(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def read_noted(name: str, path: Path | None, defaults: LoadOptions) -> Configuration:
+        names.append(name)
+        return read_configuration(name, path, defaults)
+
+    all_of_them = read(root)
+    monkeypatch.setattr(source, "read_configuration", read_noted)
+    assert read_source("m", [root], LoadOptions()) == all_of_them["m"]
+    assert read_source("none", [root], LoadOptions()) is None
+    assert names == ["m"]
 
 
 def test_fault_in_reading_one_model_is_logged_and_keeps_no_other_from_being_read(
