@@ -4,9 +4,8 @@ Indices of lists and keys of maps are not part of a path.
 """
 
 from collections.abc import Iterator
-from typing import cast
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 
@@ -26,21 +25,6 @@ def set_fields(message: Message, prefix: str = "") -> Iterator[str]:
             items = list(value) if field.is_repeated else [value]
         for item in items:
             yield from set_fields(item, f"{path}.")
-
-
-def leaf_fields(message: type[Message]) -> Iterator[str]:
-    """The paths of all fields of a kind of message that hold a value, and no message."""
-    yield from _leaves(cast("Descriptor", message.DESCRIPTOR), "")
-
-
-def _leaves(descriptor: Descriptor, prefix: str) -> Iterator[str]:
-    for field in descriptor.fields:
-        of_values = _map_values(field)
-        inner = field.message_type if of_values is None else of_values.message_type
-        if inner is None or not inner.fields:
-            yield prefix + field.name
-        else:
-            yield from _leaves(inner, f"{prefix}{field.name}.")
 
 
 def _map_values(field: FieldDescriptor) -> FieldDescriptor | None:

@@ -23,6 +23,8 @@ _TYPE_WORDS: Final = {
     str: "text",
     Path: "path",
 }
+_LONGEST_VALUE: Final = 200
+"""Characters of a value in an error: logs and answers show them."""
 _UNITS: Final = {"_s": "seconds", "_bytes": "bytes", "_rows": "rows"}
 
 
@@ -75,10 +77,15 @@ def describe_problems(
         if finding["type"] == "value_error":  # raised by a validator of ours, which says all there is to say
             problems.setdefault(name, str(finding["ctx"]["error"]))
         elif field is not None:
-            problems.setdefault(name, f"expected {describe_values(field)}, got {value!r}")
+            problems.setdefault(name, f"expected {describe_values(field)}, got {_shown(value)}")
         else:
             problems.setdefault(name, f"unknown key{_meant(finding['loc'], fields)}")
     return problems
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _meant(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:

@@ -5,18 +5,21 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ortserve.config.expectation import describe_problems
 from ortserve.config.queueing import QueuePolicy
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
+from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
+
+MOST_INSTANCES: Final = 64
+"""Of one version of a model."""
 
 
 class LoadOptions(BaseModel):
@@ -66,6 +69,12 @@ class LoadOptions(BaseModel):
     """Most bytes of tensors that may wait for one model; requests beyond are refused as ``overloaded``."""
 
 
+def _equal_to_itself(value: bool | int | float | str) -> bool | int | float | str:
+    if value != value:  # then the options would differ from what was loaded, and each poll load anew
+        raise ValueError("value: expected a number other than NaN, true, false or a text, got nan")
+    return value
+
+
 class PadAxis(BaseModel):
     """How one axis of an input is padded."""
 
@@ -73,7 +82,7 @@ class PadAxis(BaseModel):
 
     axis: int
     multiple: int = Field(ge=1, le=1_048_576)
-    value: bool | int | float | str
+    value: Annotated[bool | int | float | str, AfterValidator(_equal_to_itself)]
 
 
 class LatestVersions(BaseModel):
@@ -106,7 +115,7 @@ VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
 class ModelOptions(LoadOptions):
     """What holds for one model; the keys of ``model.yaml``."""
 
-    instances: int = Field(default=1, ge=1, le=64)
+    instances: int = Field(default=1, ge=1, le=MOST_INSTANCES)
     """Sessions of the model that may run at the same time, each with a worker thread of its own."""
     gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, 0 to 1023"}
@@ -175,7 +184,7 @@ def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions
             and what came.
     """
     if path is None:
-        return ModelOptions(**inherited_options(defaults))
+        return make_model_options({}, defaults, "the server's options")
     try:
         given = read_yaml(path)
     except ValueError as error:
@@ -183,44 +192,39 @@ def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions
     return make_model_options(given, defaults, path.name)
 
 
-def inherited_options(defaults: LoadOptions) -> dict[str, Any]:
-    """What a model is given that says nothing itself."""
-    return {name: getattr(defaults, name) for name in LoadOptions.model_fields}
-
-
 def make_model_options(given: Mapping[str, object], defaults: LoadOptions, source: str) -> ModelOptions:
     """Check values as they stand in a file; keys that are not given are taken from ``defaults``.
+
+    Returns:
+        The options; ``model_fields_set`` is what was given.
 
     Raises:
         ServeError: ``INVALID_INPUT``, beginning with ``source``, with every bad key.
     """
+    inherited = {name: getattr(defaults, name) for name in LoadOptions.model_fields}
     try:
         # Through JSON, because strict validation takes a list for a tuple there, but no text or boolean for a number.
-        return ModelOptions.model_validate_json(
-            json.dumps(inherited_options(defaults) | dict(given), default=str), strict=True
-        )
+        options = ModelOptions.model_validate_json(json.dumps(inherited | dict(given), default=str), strict=True)
     except ValidationError as error:
         problems = describe_problems(error, ModelOptions.model_fields, given)
         told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise invalid_input(f"{source}: {told}") from None
+    if problem := "; ".join(_priority_problems(options)):
+        raise invalid_input(f"{source}: {problem}")
+    return ModelOptions.model_construct(set(given), **dict(options))
 
 
-def read_yaml(path: Path) -> dict[str, object]:
-    """Read a file of ``key: value`` lines; an empty one has none.
-
-    Raises:
-        ValueError: It cannot be read or is no such file; the text says what and in which line, and names no path.
-    """
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ValueError(f"expected keys with values, got a {type(content).__name__}")
-    return {str(key): value for key, value in content.items()}
+def _priority_problems(options: ModelOptions) -> Iterator[str]:
+    """Say which options name levels that the model has not."""
+    levels = max(1, options.priority_levels)
+    if options.default_priority_level > levels:
+        yield (
+            f"default_priority_level: expected 1 to {levels}, as priority_levels is {options.priority_levels}, "
+            f"got {options.default_priority_level}"
+        )
+    for level in options.priority_queue_policies:
+        if not 1 <= level <= levels:
+            yield (
+                f"priority_queue_policies: expected levels from 1 to {levels}, as priority_levels is "
+                f"{options.priority_levels}, got {level}"
+            )

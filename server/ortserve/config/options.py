@@ -23,10 +23,11 @@ from ortserve.config.access import AccessOptions
 from ortserve.config.expectation import describe_problems
 from ortserve.config.grpc import GrpcOptions
 from ortserve.config.http import HttpOptions
-from ortserve.config.model import LoadOptions, read_yaml
+from ortserve.config.model import LoadOptions
 from ortserve.config.otlp import OtlpOptions
 from ortserve.config.tls import TlsOptions
 from ortserve.config.trace_files import TraceFileOptions
+from ortserve.config.yaml_file import read_yaml
 
 ENV_PREFIX: Final = "ORTSERVE_"
 CONFIG_VARIABLE: Final = "ORTSERVE_CONFIG"
@@ -64,7 +65,8 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     """Models to load at the start in the mode ``explicit``; ``*`` for all. May be given more than once."""
     repository_poll_s: float = Field(default=15.0, gt=0, le=86400)
     """How often the repositories are looked at in the mode ``poll``. What is being copied there may be seen half done:
-    it fails to load, what served before goes on, and the next look tries again; put folders in place by renaming."""
+    it fails to load, what served before goes on, and the next look tries again; put folders in place by renaming.
+    Names that begin with a dot are passed over."""
 
     execution_provider_libraries: tuple[Path, ...] = ()
     """Shared libraries of plug-in execution providers that are not installed as packages. One that cannot be used stops

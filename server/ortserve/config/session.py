@@ -69,7 +69,8 @@ class SessionSettings(BaseModel):
     )
     """File to keep the rewritten graph in, of the version that was opened last: for a look at it, or to be served with
     ``graph_optimization: none``, which loads faster, but only on this kind of machine with this version of ONNX Runtime
-    and these execution providers."""
+    and these execution providers. Within the model's folder it is no change of the model, nor is what execution
+    providers keep there by their options (``trt_engine_cache_path``) or by ``ep.context_file_path``."""
     deterministic: bool = False
     """Choose kernels that give the same result for the same input every time, where there are such."""
     entries: Mapping[SessionEntry, Scalar] = Field(default_factory=dict)

@@ -6,7 +6,6 @@ only those are let through that are known to do nothing of the kind.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,12 @@ from ortserve.config.session import provider_parts
 from ortserve.config.session_entries import FILE_ENTRIES
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.configuration import Configuration, configure
-from ortserve.registry.repository import ModelFiles
+from ortserve.registry.repository import VERSION, ModelFiles
 
 SOURCE: Final = "config"
 """What errors of such a configuration begin with: the name of the parameter."""
 
 _FILE_PREFIX: Final = "file:"
-_VERSION: Final = re.compile("[1-9][0-9]*")
 _LONGEST_NAME: Final = 255
 
 _PROVIDER_OPTIONS: Final = frozenset(
@@ -103,7 +101,7 @@ class ClientModel:
             except OSError as error:
                 raise invalid_input(f"{_FILE_PREFIX}{path}: cannot be kept: {error.strerror}") from None
             version = path.partition("/")[0]
-            if "/" in path and _VERSION.fullmatch(version):
+            if "/" in path and VERSION.fullmatch(version):
                 versions[int(version)] = folder / version / "model.onnx"
         if not versions:
             raise invalid_input("no file of a version was sent: expected file:<version>/<file>")
@@ -135,7 +133,7 @@ def read_client_model(
     message = parse_config_json(config)
     _check_message(message)
     configuration = configure(name, message, defaults, SOURCE)
-    _check_options(configuration.options)
+    _check_options(configuration.options, defaults)
     return ClientModel(name, configuration, paths)
 
 
@@ -161,18 +159,21 @@ def _check_message(config: ModelConfig) -> None:
         raise _not_for_clients("runtime")
 
 
-def _check_options(options: ModelOptions) -> None:
+def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
+    """Refuse what clients may not say. What is as the operator's defaults have it was said by the operator."""
     for key in options.session.entries:
         if key in FILE_ENTRIES:
             raise _not_for_clients(f"parameters['{key}']")
+    usual = dict(provider_parts(wish) for wish in defaults.execution_providers)
     for wish in options.execution_providers:
         name, given = provider_parts(wish)
-        for key in given:
-            if key not in _PROVIDER_OPTIONS:
+        for key, value in given.items():
+            if key not in _PROVIDER_OPTIONS and usual.get(name, {}).get(key) != value:
                 raise _not_for_clients(f"option '{key}' of the execution provider {name}")
     threads = options.instances * ((options.intra_op_threads or 1) + options.session.inter_op_threads - 1)
-    if threads > _MOST_THREADS:
-        raise invalid_input(f"{SOURCE}: expected at most {_MOST_THREADS} threads in all instances, got {threads}")
+    most_threads = max(_MOST_THREADS, defaults.intra_op_threads or 1)
+    if threads > most_threads:
+        raise invalid_input(f"{SOURCE}: expected at most {most_threads} threads in all instances, got {threads}")
     for output in options.outputs.values():
         if isinstance(output.labels, str):
             _check_inside(output.labels, "label_filename")

@@ -6,11 +6,11 @@ that only changes how Triton itself goes about its work is reported, once a load
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.codecs.model_config_fields import set_fields
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 
 class Fate(Enum):
@@ -117,3 +117,22 @@ def check_fields(config: ModelConfig) -> list[str]:
             ErrorKind.UNSUPPORTED, "; ".join(f"{path} is not supported: {why}" for path, why in refused.items())
         )
     return [f"{path}: {why}" for path, why in told[Fate.REPORTED].items()]
+
+
+class NamedNumbers(Protocol):
+    """An enumeration of generated messages."""
+
+    def Name(self, number: int) -> str: ...  # noqa: N802 - as protobuf has it
+    def keys(self) -> list[str]: ...
+
+
+def value_name(values: NamedNumbers, number: int, path: str) -> str:
+    """The name of an enumerated value, of which a file or client may send any number.
+
+    Raises:
+        ServeError: invalid_input, with the path and the names there are, for a number that has none.
+    """
+    try:
+        return values.Name(number)
+    except ValueError:
+        raise invalid_input(f"{path}: expected one of {', '.join(values.keys())}, got {number}") from None

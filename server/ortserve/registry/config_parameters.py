@@ -8,6 +8,8 @@ from ortserve.errors import invalid_input
 
 _ARENA_STRATEGIES: Final = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _ALGORITHM_SEARCHES: Final = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
+_MOST_DIGITS: Final = 20
+"""Of 64 bits. int() refuses 4,301, in words that are not for who wrote them."""
 _ENTRY_PREFIXES: Final = ("session.", "optimization.", "ep.")
 
 
@@ -80,7 +82,7 @@ def _threads(name: str, key: str, text: str) -> dict[str, int]:
 
 
 def _integer(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
         raise invalid_input(f"parameters['{key}']: expected an unsigned integer, got '{text}'")
     return int(text)
 

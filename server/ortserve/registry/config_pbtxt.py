@@ -7,7 +7,7 @@ from typing import Any, Final
 from ortserve._pb import model_config_pb2 as pb
 from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.config_fields import check_fields
+from ortserve.registry.config_fields import check_fields, value_name
 from ortserve.registry.config_parameters import read_parameters
 from ortserve.registry.config_providers import choose_wishes
 
@@ -46,12 +46,6 @@ def translate_config(config: pb.ModelConfig, name: str, defaults: LoadOptions, s
     return Translation(make_model_options(given, defaults, source), (*without_effect, *more))
 
 
-def datatype_name(datatype: int) -> str:
-    """The wire's name of a configured datatype."""
-    name = pb.DataType.Name(datatype).removeprefix("TYPE_")
-    return "BYTES" if name == "STRING" else name
-
-
 def _check_identity(config: pb.ModelConfig, name: str) -> None:
     if config.name and config.name != name:
         raise invalid_input(f"name: expected '{name}', as the model's folder, got '{config.name}'")
@@ -81,6 +75,12 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
     given |= _version_policy(config.version_policy)
     if config.HasField("dynamic_batching"):
         given |= _dynamic_batching(config.dynamic_batching)
+        largest = max(config.dynamic_batching.preferred_batch_size, default=0)
+        if largest > config.max_batch_size > 0:
+            raise invalid_input(
+                "dynamic_batching.preferred_batch_size: expected sizes up to max_batch_size, "
+                f"{config.max_batch_size}, got {largest}"
+            )
     given["warmup_samples"] = [_sample(sample) for sample in config.model_warmup]
 
     groups = list(config.instance_group)
@@ -110,7 +110,7 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
 def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if tensor.data_type:
-        options["datatype"] = datatype_name(tensor.data_type)
+        options["datatype"] = _datatype_name(tensor.data_type, f"data_type of '{tensor.name}'")
     if any(dim < 1 and dim != -1 for dim in tensor.dims):
         raise invalid_input(f"dims of '{tensor.name}': expected sizes of at least 1, or -1, got {list(tensor.dims)}")
     if tensor.dims:
@@ -118,6 +118,12 @@ def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
     if tensor.HasField("reshape"):
         options["reshape"] = list(tensor.reshape.shape)
     return options
+
+
+def _datatype_name(datatype: int, path: str) -> str:
+    """The wire's name of a configured datatype."""
+    name = value_name(pb.DataType, datatype, path).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
 
 
 def _version_policy(policy: pb.ModelVersionPolicy) -> dict[str, Any]:
@@ -138,26 +144,29 @@ def _dynamic_batching(batching: pb.ModelDynamicBatching) -> dict[str, Any]:
         "queue_delay_s": batching.max_queue_delay_microseconds / 1e6,
         "priority_levels": batching.priority_levels,
     }
+    level, levels = batching.default_priority_level, max(1, batching.priority_levels)
+    if level > levels:
+        raise invalid_input(f"dynamic_batching.default_priority_level: expected 1 to {levels}, got {level}")
+    for named in batching.priority_queue_policy:
+        if not 1 <= named <= levels:
+            raise invalid_input(f"dynamic_batching.priority_queue_policy: expected keys 1 to {levels}, got {named}")
     if batching.priority_levels:
-        level = batching.default_priority_level
-        if level > batching.priority_levels:
-            raise invalid_input(
-                f"dynamic_batching.default_priority_level: expected 1 to {batching.priority_levels}, got {level}"
-            )
         given["default_priority_level"] = level or 1
     if batching.HasField("default_queue_policy"):
-        given["queue_policy"] = _queue_policy(batching.default_queue_policy)
+        given["queue_policy"] = _queue_policy(batching.default_queue_policy, "dynamic_batching.default_queue_policy")
     given["priority_queue_policies"] = {
-        level: _queue_policy(policy) for level, policy in batching.priority_queue_policy.items()
+        level: _queue_policy(policy, f"dynamic_batching.priority_queue_policy[{level}]")
+        for level, policy in batching.priority_queue_policy.items()
     }
     return given
 
 
-def _queue_policy(policy: pb.ModelQueuePolicy) -> dict[str, Any]:
+def _queue_policy(policy: pb.ModelQueuePolicy, path: str) -> dict[str, Any]:
+    action = value_name(pb.ModelQueuePolicy.TimeoutAction, policy.timeout_action, f"{path}.timeout_action")
     return {
         "timeout_s": policy.default_timeout_microseconds / 1e6 or None,
         "timeout_override": policy.allow_timeout_override,
-        "timeout_action": pb.ModelQueuePolicy.TimeoutAction.Name(policy.timeout_action).lower(),
+        "timeout_action": action.lower(),
         "max_requests": policy.max_queue_size or None,
     }
 
@@ -175,7 +184,7 @@ def _sample_inputs(sample: str, inputs: Mapping[str, pb.ModelWarmup.Input]) -> I
     for name, tensor in inputs.items():
         options: dict[str, Any] = {"dims": list(tensor.dims)}
         if tensor.data_type:
-            options["datatype"] = datatype_name(tensor.data_type)
+            options["datatype"] = _datatype_name(tensor.data_type, f"model_warmup '{sample}': data_type of '{name}'")
         match tensor.WhichOneof("input_data_type"):
             case "zero_data":
                 options["data"] = "zeros"

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ortserve._pb import model_config_pb2 as pb
-from ortserve.config.model import LoadOptions
+from ortserve.config.model import MOST_INSTANCES, LoadOptions
 from ortserve.config.session import provider_parts
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.config_fields import value_name
 from ortserve.registry.config_parameters import parse_bool
 
 _CPU_NAMES: Final = ("cpu", "CPUExecutionProvider")
@@ -99,8 +100,15 @@ def _placement(groups: Sequence[pb.ModelInstanceGroup]) -> tuple[str, tuple[int,
     for group in groups:
         if group.count < 0:
             raise invalid_input(f"instance_group.count: expected 0 or more, got {group.count}")
+    # Before a device is listed for each: a client says these numbers, and may say 2**31 - 1.
+    instances = sum((group.count or 1) * max(1, len(group.gpus)) for group in groups)
+    if instances > MOST_INSTANCES:
+        raise invalid_input(f"instance_group: expected at most {MOST_INSTANCES} instances in all, got {instances}")
     kinds = {
-        "KIND_GPU" if group.gpus and not group.kind else pb.ModelInstanceGroup.Kind.Name(group.kind) for group in groups
+        "KIND_GPU"
+        if group.gpus and not group.kind
+        else value_name(pb.ModelInstanceGroup.Kind, group.kind, "instance_group.kind")
+        for group in groups
     }
     devices = tuple(device for group in groups for _ in range(group.count or 1) for device in group.gpus)
     if any(device < 0 for device in devices):

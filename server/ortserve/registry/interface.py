@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.config.tensors import TensorOptions
@@ -9,6 +10,8 @@ from ortserve.core.reshape import Reshape, Reshapes, same_elements
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
+
+_OF_BATCHES: Final = ("max_rows", "buckets", "preferred_rows", "queue_delay_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,15 @@ class Interface:
     client: ModelSignature
     reshapes: Reshapes | None = None
     without_effect: tuple[str, ...] = ()
+
+    def in_vain_alone(self, options: ModelOptions) -> tuple[str, ...]:
+        """What a model's own options say of batches, where each of its requests runs alone; not the server's."""
+        if self.model.is_batched:
+            return ()
+        said = [key for key in _OF_BATCHES if key in options.model_fields_set and getattr(options, key)]
+        if options.max_rows == 1:
+            said = [key for key in said if key != "max_rows"]  # which is what happens
+        return tuple(f"{key}: each request runs alone: {self.model.unbatched_because}" for key in said)
 
     def unbatched(self, because: str) -> "Interface":
         """The same, each request alone."""

@@ -24,7 +24,7 @@ from ortserve.registry.model_folder import operator_libraries, read_labels
 from ortserve.registry.on_device import OnDevice, prepare
 from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.padding import resolve_padding
-from ortserve.registry.samples import make_samples
+from ortserve.registry.samples import Sample, make_samples
 from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
 
@@ -121,7 +121,8 @@ def load_model(
 
     opening = Opening(path, name, options, runtime, trials or CaptureTrials(), libraries, clock)
 
-    def warm(opened: OpenedSession, choice: ProviderChoice, threads: int) -> LoadedModel:
+    def warm(opened: OpenedSession, choice: ProviderChoice, threads: int) -> tuple[LoadedModel, list[Sample]]:
+        """With the samples, which cannot be made again of a signature that is found to be unbatched meanwhile."""
         try:
             own = read_signature(opened.session, path)
             if options.pad or options.buckets:
@@ -163,9 +164,10 @@ def load_model(
             instance.close()  # else its worker and session would stay for as long as the process
             raise
         run_threads = threads + branches - 1
-        return LoadedModel(
+        loaded = LoadedModel(
             (instance,), interface, found, choice, nodes, threads, run_threads, padding, labels, on_device
         )
+        return loaded, samples
 
     def place(choice: ProviderChoice, number: int) -> ProviderChoice:
         """The choice for the instance of this number."""
@@ -185,11 +187,11 @@ def load_model(
         reason = "cudnn_conv_algo_search is EXHAUSTIVE, and without buckets every size of a batch is searched for"
         log_event(logger, logging.WARNING, "new batch sizes are slow", model=name, reason=reason)
     threads = usual_threads(choice)
-    loaded = warm(opened, choice, threads)
+    loaded, samples = warm(opened, choice, threads)
     is_chosen_here = options.intra_op_threads is None and not runtime.has_global_threads
     if is_chosen_here and threads > 1 and _is_short(loaded.warm_up):
         loaded.instances[0].close()
-        loaded = warm(opening.open(choice, 1), choice, 1)
+        loaded, samples = warm(opening.open(choice, 1), choice, 1)
     try:
         for number in range(1, options.instances):
             placed = place(choice, number)
@@ -210,14 +212,14 @@ def load_model(
                 )
             if isinstance(instance, DeviceInstance):
                 prepare(instance, opened, options, loaded.signature, loaded.warm_up, loaded.padding)
-            run_samples(instance, make_samples(options, loaded.interface, folder, max_rows=most_rows))
+            run_samples(instance, samples)
     except BaseException:
         for instance in loaded.instances:
             instance.close()
         raise
     if is_placed:
         loaded = replace(loaded, placed=tuple(place(choice, n).device_id for n in range(options.instances)))
-    for reason in loaded.interface.without_effect:
+    for reason in (*loaded.interface.without_effect, *loaded.interface.in_vain_alone(options)):
         log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
     return loaded
 

@@ -70,16 +70,21 @@ class VersionLoader:
                 source.path, name, options, self._clock, on_warming, source.folder, self._runtime, self._trials
             )
 
+        on_lost = partial(self._on_lost, record) if self._on_lost is not None else None
+        loaded: LoadedModel | None = None
         try:
             loaded = await self._loop.run_in_executor(self._thread, load)
+            record.served = self._assembly.serve(loaded, source.configuration, record.metrics, on_lost)
         except Exception as error:
+            if loaded is not None:  # else its sessions and workers would stay for as long as the process
+                record.metrics.release_sources()
+                for instance in loaded.instances:
+                    await asyncio.to_thread(instance.close)
             if not isinstance(error, ServeError):
                 logger.error("loading failed unexpectedly", exc_info=error)
             record.advance(State.FAILED, error.message if isinstance(error, ServeError) else "unexpected error")
             self._metrics.loaded(record.model, is_ok=False)
             return record.reason
-        on_lost = partial(self._on_lost, record) if self._on_lost is not None else None
-        record.served = self._assembly.serve(loaded, source.configuration, record.metrics, on_lost)
         record.metrics.load_ns = self._clock() - began_ns
         record.advance(State.READY)
         self._metrics.loaded(record.model, is_ok=True)

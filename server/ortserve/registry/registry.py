@@ -18,7 +18,7 @@ from ortserve.registry.client_source import client_source
 from ortserve.registry.lifecycle import UNLOADED, State, VersionRecord
 from ortserve.registry.loading import VersionLoader
 from ortserve.registry.repository import read_repositories
-from ortserve.registry.source import ModelSource, VersionSource, read_sources
+from ortserve.registry.source import ModelSource, VersionSource, read_source, read_sources
 from ortserve.registry.swap import plan_swap
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
@@ -55,7 +55,8 @@ class Registry:
         self._sources: dict[str, ModelSource] = {}
         """What each model was last loaded from, or should have been."""
         self._changes: set[asyncio.Task[Any]] = set()
-        self._drains: set[asyncio.Task[None]] = set()
+        self._drains: dict[asyncio.Task[None], str] = {}
+        """What still drains or is freed, with its model: of a version that was loaded anew there is no other trace."""
         self.on_change: Callable[[], None] = _ignore
         """Called after the state of a version has changed, and when initial loading is over."""
         self.find: Final = self._catalog.find
@@ -120,7 +121,7 @@ class Registry:
     async def unload(self, name: str) -> None:
         """Take a model out of service, at once for new requests. Returns when the running ones are answered.
 
-        Does nothing for a model that is unknown or not loaded.
+        Those of loads before the last one are waited for, too. Does nothing for a model that is unknown or not loaded.
         """
         await self._finish(self._unload(name))
 
@@ -191,10 +192,9 @@ class Registry:
         except ServeError as error:
             raise _load_failure(name, f"{_NOT_POLLED}: {error.message}") from None
         try:
-            found = read_sources(self._repositories, self._defaults)
+            source = read_source(name, self._repositories, self._defaults)
         except ServeError:  # its text names the folder, which is none of a client's business
             raise _load_failure(name, f"{_NOT_POLLED}: a repository cannot be read") from None
-        source = next((source for source in found if source.name == name), None)
         if source is None:
             raise _load_failure(name, f"{_NOT_POLLED}: no repository has a model of this name")
         return source
@@ -203,7 +203,10 @@ class Registry:
         async with self._lock(name):
             self._sources.pop(name, None)
             self._forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
-            draining = [self._drain(record, UNLOADED) for record in self._catalog.ready(name)]
+            for record in self._catalog.ready(name):
+                self._drain(record, UNLOADED)
+            # Those, too, that a reload or another version has sent away before.
+            draining = [task for task, model in self._drains.items() if model == name]
             await asyncio.shield(asyncio.gather(*draining))
 
     async def _poll(self) -> None:
@@ -305,14 +308,11 @@ class Registry:
             self._drain(replaced, UNLOADED)
         return ""
 
-    def _drain(self, record: VersionRecord, reason: str = "") -> asyncio.Task[None]:
+    def _drain(self, record: VersionRecord, reason: str = "") -> None:
         """Send a version no more requests, now, and free it when those it has are answered."""
         record.advance(State.DRAINING, reason)
         self._catalog.route(record.model)
-        task = self._loop.create_task(self._retire(record))
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
-        return task
+        self._begin_end(record, self._retire(record))
 
     def _on_lost(self, record: VersionRecord, reason: str) -> None:
         """Take a version out of service that can run nothing any more."""
@@ -322,19 +322,21 @@ class Registry:
         _log_failure("device is lost", record, reason)
         record.advance(State.FAILED, reason)
         self._catalog.route(record.model)
-        task = self._loop.create_task(self._free(record))
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
+        self._begin_end(record, self._free(record))
+
+    def _begin_end(self, record: VersionRecord, end: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(end)
+        self._drains[task] = record.model
+        task.add_done_callback(self._drains.pop)
 
     async def _free(self, record: VersionRecord) -> None:
         assert record.served is not None
         await record.served.close()
         record.served = None
+        record.metrics.release_sources()  # else its numbers, which may be shown for ever, would keep its buffers
 
     async def _retire(self, record: VersionRecord) -> None:
-        assert record.served is not None
-        await record.served.close()
-        record.served = None
+        await self._free(record)
         record.advance(State.GONE, record.reason)
         if record.is_unloaded and self._catalog.of(record.model).get(record.version) is record:
             self._metrics.forget(record.model, str(record.version))

@@ -16,7 +16,8 @@ from ortserve.registry.configuration import OPTIONS_FILE, TRITON_OPTIONS_FILE
 
 MODEL_FILE: Final = "model.onnx"
 
-_VERSION: Final = re.compile("[1-9][0-9]*")  # not 01, which would be 1 once more
+VERSION: Final = re.compile("[1-9][0-9]*")
+"""The name of a version's folder: not 01, which would be 1 once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def _read_model(folder: Path) -> ModelFiles:
         )
     versions: dict[int, Path] = {}
     for entry in folder.iterdir():
-        if not (entry.is_dir() and _VERSION.fullmatch(entry.name)):
+        if not (entry.is_dir() and VERSION.fullmatch(entry.name)):
             continue
         file = entry / MODEL_FILE
         if not said and not (file.is_file() or (file / MODEL_FILE).is_file()):

@@ -1,18 +1,19 @@
 """What a model is loaded from: its files as they lie there now, and its configuration. Blocks on the disk."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final
 
 from ortserve.config.model import LoadOptions
 from ortserve.errors import ServeError
 from ortserve.registry.configuration import Configuration, read_configuration
 from ortserve.registry.repository import ModelFiles, read_repositories
+from ortserve.registry.stamps import FileStamp, stamp_files
 from ortserve.registry.versions import choose_versions
 
-FileStamp: TypeAlias = tuple[str, int, int, int]
-"""A file's name, inode, size and time of change: another one where it was replaced or rewritten."""
+logger: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,16 @@ def read_sources(roots: Sequence[Path], defaults: LoadOptions) -> list[ModelSour
     return [_read_source(files, defaults) for files in read_repositories(roots)]
 
 
+def read_source(name: str, roots: Sequence[Path], defaults: LoadOptions) -> ModelSource | None:
+    """The one model of this name, None where there is none; no other's configuration is read.
+
+    Raises:
+        ServeError: invalid_input, when a repository is not a readable folder.
+    """
+    found = next((files for files in read_repositories(roots) if files.name == name), None)
+    return None if found is None else _read_source(found, defaults)
+
+
 def make_source(files: ModelFiles, configuration: Configuration) -> ModelSource:
     """The source of a model whose files and configuration are known.
 
@@ -80,33 +91,16 @@ def _read_source(files: ModelFiles, defaults: LoadOptions) -> ModelSource:
         return ModelSource(files.name, problem=error.message)
     except OSError as error:  # somebody changes the folder meanwhile
         return ModelSource(files.name, problem=f"its files cannot be read: {error.strerror}")
+    except Exception as error:  # else a fault of ours, or of a parser, would keep every other model from loading
+        logger.error("configuration of '%s' cannot be read", files.name, exc_info=error)
+        return ModelSource(files.name, problem="its configuration cannot be read")
 
 
 def _version_source(files: ModelFiles, version: int, configuration: Configuration) -> VersionSource:
     found = files.versions[version]
-    stamps = tuple(_stamp(file) for file in _files_of(files, version))
+    stamps = stamp_files(files, version, configuration.options)
     try:
         path = files.file(version, configuration.options)
     except ServeError as error:
         return VersionSource(found, files.folder, configuration, stamps, error.message)
     return VersionSource(path, files.folder, configuration, stamps)
-
-
-def _files_of(files: ModelFiles, version: int) -> Iterator[Path]:
-    """All that the version may consist of: weights may lie beside the model's file, labels beside the versions."""
-    if files.folder is None:
-        yield files.versions[version]
-        return
-    for entry in sorted(files.folder.iterdir()):
-        is_other_version = entry.is_dir() and entry.name.isdigit() and entry.name != str(version)
-        if is_other_version or entry == files.options:  # what the options say is compared by itself
-            continue
-        if entry.is_dir():
-            yield from sorted(file for file in entry.rglob("*") if file.is_file())
-        else:
-            yield entry
-
-
-def _stamp(file: Path) -> FileStamp:
-    status = file.stat()
-    return str(file), status.st_ino, status.st_size, status.st_mtime_ns

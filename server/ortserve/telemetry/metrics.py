@@ -162,6 +162,15 @@ class ModelMetrics:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
         self.device_runs = source
 
+    def release_sources(self) -> None:
+        """Let go of what the sources read, which is freed now: what they counted stays, nothing is offered any more."""
+        numbers, staged = self.batching(), self.staging()
+        self.batching, self.staging = lambda: numbers, lambda: staged
+        self.saturation = lambda: None
+        if self.device_runs is not None:
+            runs = self.device_runs()
+            self.device_runs = lambda: runs
+
     def set_state(self, state: str) -> None:
         """Say which of ``MODEL_STATES`` the version is in now.
 

@@ -99,6 +99,22 @@ def test_file_that_is_no_yaml_mapping_is_told_without_its_folder(file: Path, con
     assert str(file.parent) not in raised.value.message
 
 
+def test_long_value_is_told_by_its_beginning(file: Path) -> None:
+    file.write_text(f"max_rows: [{'1, ' * 5000}]")
+
+    with pytest.raises(ServeError, match=r"max_rows: expected integer, 1 to 65536, got \[1, 1, ") as raised:
+        load_model_options(file, DEFAULTS)
+
+    assert len(raised.value.message) < 300
+
+
+def test_what_a_model_says_itself_is_known_apart_from_what_it_inherits(file: Path) -> None:
+    file.write_text("max_rows: 3\nbuckets: [3]")
+
+    assert load_model_options(file, DEFAULTS).model_fields_set == {"max_rows", "buckets"}
+    assert load_model_options(None, DEFAULTS).model_fields_set == set()
+
+
 def test_padding_is_declared_by_input(file: Path) -> None:
     file.write_text(
         "pad:\n  ids: {axis: 1, multiple: 16, value: 0}\n  mask: {axis: 2, multiple: 8, value: -.inf}\n"
@@ -158,6 +174,21 @@ def test_bad_padding_is_told_with_the_form_it_should_have(file: Path, entry: str
             "session: {entries: {session.disable_prepack: 1}}",
             "session.entries: no such entry: 'session.disable_prepack'; did you mean 'session.disable_prepacking'?",
         ),
+        (
+            "priority_levels: 2\ndefault_priority_level: 7",
+            "default_priority_level: expected 1 to 2, as priority_levels is 2, got 7",
+        ),
+        (
+            "default_priority_level: 2",
+            "default_priority_level: expected 1 to 1, as priority_levels is 0, got 2",
+        ),
+        *(
+            (
+                f"priority_levels: 2\npriority_queue_policies: {{{level}: {{max_requests: 1}}}}",
+                f"priority_queue_policies: expected levels from 1 to 2, as priority_levels is 2, got {level}",
+            )
+            for level in (-1, 0, 3)
+        ),
         ("model_file: a/b.onnx", "model_file: expected name of a file, without a folder, got 'a/b.onnx'"),
     ],
 )
@@ -168,6 +199,18 @@ def test_bad_key_inside_a_value_is_told_by_its_path(file: Path, text: str, probl
         load_model_options(file, DEFAULTS)
 
     assert raised.value.message == f"model.yaml: {problem}"
+
+
+def test_padding_is_with_a_value_that_equals_itself(file: Path) -> None:
+    file.write_text("pad: {x: {axis: 1, multiple: 4, value: .nan}}")
+
+    with pytest.raises(ServeError) as raised:
+        load_model_options(file, DEFAULTS)
+
+    assert (
+        raised.value.message
+        == "model.yaml: pad: value: expected a number other than NaN, true, false or a text, got nan"
+    )
 
 
 def test_execution_providers_may_have_options(file: Path) -> None:

@@ -103,6 +103,7 @@ def test_every_bad_value_is_told_with_its_source_expectation_and_value(monkeypat
         ("http_port: '8000'", "http_port: expected integer, 0 to 65535, got '8000'"),
         ("queue_delay_s: .nan", "queue_delay_s: expected number, 0 to 60, got nan"),
         ("repositories: models", "repositories: expected list of paths, got 'models'"),
+        ("http_port: 1\nhttp_port: 2", "expected each key once, got 'http_port' again in line 2"),
         ("- http_port", "expected keys with values, got a list"),
         ("host: [", "is not YAML: expected the node content, but found '<stream end>' in line 1"),
     ],

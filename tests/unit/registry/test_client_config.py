@@ -129,6 +129,31 @@ def test_options_of_providers_that_are_not_known_to_be_harmless_are_not_for_clie
     assert "may be set in the server's own repository only" in refusal(config)
 
 
+def test_operators_own_defaults_hold_for_models_that_clients_send() -> None:
+    own: dict[str, bool | str] = {"trt_engine_cache_enable": True, "trt_engine_cache_path": "/var/cache/engines"}
+    defaults = ServerOptions(execution_providers=({"tensorrt": own}, "cuda", "cpu"), intra_op_threads=300)
+    wished = {"tensorrt": {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/var/cache/engines"}}
+    model = read_client_model("m", "{}", {}, defaults)
+    assert model is not None
+    assert model.configuration.options.execution_providers[0] == wished
+    assert model.configuration.options.intra_op_threads == 300
+
+    def asking_for(option: str, value: str) -> str:
+        accelerator = {"name": "tensorrt", "parameters": {option: value}}
+        return json.dumps({"optimization": {"execution_accelerators": {"gpu_execution_accelerator": [accelerator]}}})
+
+    model = read_client_model("m", asking_for("trt_fp16_enable", "1"), {}, defaults)
+    assert model is not None
+    assert model.configuration.options.execution_providers[0] == {
+        "tensorrt": wished["tensorrt"] | {"trt_fp16_enable": "1"}
+    }
+    for option, value in (("trt_engine_cache_path", "/etc"), ("trt_timing_cache_path", "/var/cache/engines")):
+        with pytest.raises(ServeError, match=f"option '{option}' .* only, not by a client"):
+            read_client_model("m", asking_for(option, value), {}, defaults)
+    with pytest.raises(ServeError, match="at most 300 threads in all instances, got 600"):
+        read_client_model("m", '{"instance_group": [{"count": 2}]}', {}, defaults)
+
+
 def test_harmless_settings_are_for_clients_too() -> None:
     accelerators = {"gpu_execution_accelerator": [{"name": "tensorrt", "parameters": {"precision_mode": "FP16"}}]}
     model = read(
@@ -171,6 +196,19 @@ def test_client_cannot_have_the_server_take_any_number_of_threads_or_bytes() -> 
 @pytest.mark.parametrize("name", ["../model.onnx", "..", "/model.onnx"])
 def test_model_file_lies_in_its_versions_folder(name: str) -> None:
     assert "model_file: expected name of a file, without a folder" in refusal({"default_model_filename": name})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"instance_group": [{"kind": 7}]},
+        {"input": [{"name": "x", "data_type": 99}]},
+        {"dynamic_batching": {"default_queue_policy": {"timeout_action": 5}}},
+        {"parameters": {"gpu_mem_limit": {"string_value": "9" * 5000}}},
+    ],
+)
+def test_value_that_there_is_not_is_refused_by_its_name(config: dict[str, Any]) -> None:
+    assert "expected " in refusal(config)
 
 
 @pytest.mark.parametrize("config", ["", "{", '{"max_batch": 1}', '{"name": "other"}', '{"sequence_batching": {}}'])

@@ -1,14 +1,30 @@
 """The table of fields: complete, and obeyed."""
 
+from collections.abc import Iterator
+from typing import cast
+
 import pytest
 from google.protobuf import text_format
+from google.protobuf.descriptor import Descriptor
 
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.codecs.model_config_fields import leaf_fields
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.config_fields import FIELDS, Fate, check_fields, fate_of
 
-LEAVES = sorted(leaf_fields(ModelConfig))
+
+def leaf_fields(message: Descriptor, above: str = "") -> Iterator[str]:
+    """The paths of all fields of a kind of message that hold a value, and no message."""
+    for field in message.fields:
+        inner = field.message_type
+        if inner is not None and inner.GetOptions().map_entry:
+            inner = inner.fields_by_name["value"].message_type
+        if inner is None or not inner.fields:
+            yield above + field.name
+        else:
+            yield from leaf_fields(inner, f"{above}{field.name}.")
+
+
+LEAVES = sorted(leaf_fields(cast("Descriptor", ModelConfig.DESCRIPTOR)))
 
 # One value for each refused or reported entry of the table.
 REFUSED = {
@@ -46,6 +62,12 @@ REPORTED = {
 
 def parse(text: str) -> ModelConfig:
     return text_format.Parse(text, ModelConfig())
+
+
+def test_all_fields_that_hold_a_value_are_looked_at() -> None:
+    assert len(LEAVES) == len(set(LEAVES))
+    for path in ("name", "input.reshape.shape", "version_policy.all", "model_warmup.inputs.zero_data", "metric_tags"):
+        assert path in LEAVES
 
 
 @pytest.mark.parametrize("path", LEAVES)

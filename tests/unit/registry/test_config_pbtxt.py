@@ -128,6 +128,36 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
         ("max_batch_size: 100000", ErrorKind.INVALID_INPUT, "max_rows: expected integer, 1 to 65536, got 100000"),
         ('input [{ name: "x" dims: 0 }]', ErrorKind.INVALID_INPUT, "dims of 'x': expected sizes of at least 1, or -1"),
         ('input [{ name: "x" }, { name: "x" }]', ErrorKind.INVALID_INPUT, "input: expected a name of its own for each"),
+        (
+            'input [{ name: "x" data_type: 99 }]',
+            ErrorKind.INVALID_INPUT,
+            "data_type of 'x': expected one of TYPE_INVALID, TYPE_BOOL, TYPE_UINT8",
+        ),
+        (
+            'model_warmup { name: "w" inputs { key: "x" value { data_type: 77 zero_data: true } } }',
+            ErrorKind.INVALID_INPUT,
+            "model_warmup 'w': data_type of 'x': expected one of TYPE_INVALID, ",
+        ),
+        (
+            "dynamic_batching { default_queue_policy { timeout_action: 5 } }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.default_queue_policy.timeout_action: expected one of REJECT, DELAY, got 5",
+        ),
+        (
+            "dynamic_batching { priority_queue_policy { key: 1 value { timeout_action: 5 } } }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.priority_queue_policy[1].timeout_action: expected one of REJECT, DELAY, got 5",
+        ),
+        (
+            "instance_group { kind: 7 }",
+            ErrorKind.INVALID_INPUT,
+            "instance_group.kind: expected one of KIND_AUTO, KIND_GPU, KIND_CPU, KIND_MODEL, got 7",
+        ),
+        (
+            'parameters { key: "gpu_mem_limit" value { string_value: "' + "9" * 5000 + '" } }',
+            ErrorKind.INVALID_INPUT,
+            "parameters['gpu_mem_limit']: expected an unsigned integer, got '999",
+        ),
         ("output [{ dims: 1 }]", ErrorKind.INVALID_INPUT, "output: expected a name of its own for each"),
         ("sequence_batching {}", ErrorKind.UNSUPPORTED, "sequence_batching is not supported"),
         (
@@ -139,6 +169,24 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
             "dynamic_batching { priority_levels: 2 default_priority_level: 3 }",
             ErrorKind.INVALID_INPUT,
             "dynamic_batching.default_priority_level: expected 1 to 2, got 3",
+        ),
+        (
+            "dynamic_batching { default_priority_level: 2 }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.default_priority_level: expected 1 to 1, got 2",
+        ),
+        *(
+            (
+                f"dynamic_batching {{ priority_levels: 2 priority_queue_policy {{ key: {key} value {{ }} }} }}",
+                ErrorKind.INVALID_INPUT,
+                f"dynamic_batching.priority_queue_policy: expected keys 1 to 2, got {key}",
+            )
+            for key in (0, 3)
+        ),
+        (
+            "max_batch_size: 8 dynamic_batching { preferred_batch_size: [4, 64] }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.preferred_batch_size: expected sizes up to max_batch_size, 8, got 64",
         ),
         (
             'parameters { key: "execution_mode" value { string_value: "2" } }',

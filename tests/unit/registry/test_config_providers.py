@@ -1,5 +1,6 @@
 """Instance groups and accelerators as execution providers."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -117,6 +118,16 @@ def test_accelerator_for_another_kind_than_the_instances_is_reported() -> None:
         ("instance_group { kind: KIND_CPU gpus: 0 }", ErrorKind.INVALID_INPUT, "KIND_CPU has none"),
         ("instance_group { count: -1 }", ErrorKind.INVALID_INPUT, "expected 0 or more, got -1"),
         (
+            "instance_group { count: 64 } instance_group { }",
+            ErrorKind.INVALID_INPUT,
+            "instance_group: expected at most 64 instances in all, got 65",
+        ),
+        (
+            "instance_group { count: 33 gpus: [0, 1] }",
+            ErrorKind.INVALID_INPUT,
+            "instance_group: expected at most 64 instances in all, got 66",
+        ),
+        (
             accelerated('gpu_execution_accelerator { name: "migraphx" }'),
             ErrorKind.UNSUPPORTED,
             "expected tensorrt or cuda, got 'migraphx'",
@@ -142,3 +153,14 @@ def test_placement_that_cannot_be_is_refused(text: str, kind: ErrorKind, problem
     with pytest.raises(ServeError, match=problem) as caught:
         wishes(text)
     assert caught.value.kind is kind
+
+
+def test_count_beyond_all_bounds_is_refused_before_anything_is_made_of_it() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ServeError, match="expected at most 64 instances in all, got 2000000"):
+            wishes("instance_group { count: 1000000 gpus: [0, 1] }")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1_000_000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ortserve.config.model import ModelOptions
+from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.core.dtypes import DataType
 from ortserve.core.reshape import Reshape
 from ortserve.core.signature import ModelSignature, TensorSpec
@@ -32,6 +32,24 @@ def resolve(signature: ModelSignature, **options: object) -> Interface:
 
 def test_without_a_word_clients_see_the_model_as_it_is() -> None:
     assert resolve(BATCHED) == Interface(BATCHED, BATCHED)
+
+
+def test_what_a_model_that_runs_requests_alone_says_of_batches_is_in_vain() -> None:
+    said = ModelOptions(max_rows=8, buckets=(1, 8), preferred_rows=(4,), queue_delay_s=1, warmup_s=0)
+    why = "each request runs alone: the first dimension of input 'x' is fixed at 1"
+    assert resolve(FIXED).in_vain_alone(said) == tuple(
+        f"{key}: {why}" for key in ("max_rows", "buckets", "preferred_rows", "queue_delay_s")
+    )
+    assert resolve(BATCHED).in_vain_alone(said) == ()
+    found = resolve(BATCHED).unbatched("rows depend")
+    assert found.in_vain_alone(ModelOptions(buckets=(4,))) == ("buckets: each request runs alone: rows depend",)
+
+
+def test_what_happens_anyway_or_is_said_for_all_models_is_not_in_vain() -> None:
+    assert resolve(FIXED).in_vain_alone(ModelOptions(max_rows=1, buckets=(), queue_delay_s=0)) == ()
+    inherited = load_model_options(None, LoadOptions(max_rows=8, queue_delay_s=0.1))
+    assert inherited.max_rows == 8
+    assert resolve(FIXED).in_vain_alone(inherited) == ()
 
 
 def test_sizes_fix_free_dimensions_for_clients_and_warm_up_alike() -> None:

@@ -138,6 +138,20 @@ def test_interface_labels_and_samples_are_those_configured(tmp_path: Path) -> No
     assert loaded.labels == {"y": ("a", "b")}
 
 
+def test_samples_of_several_rows_run_on_every_instance_of_a_model_found_to_be_unbatched(tmp_path: Path) -> None:
+    options = ModelOptions.model_validate(
+        {
+            "warmup_s": 0.05,
+            "instances": 2,
+            "max_rows": 4,
+            "warmup_samples": ({"rows": 2, "inputs": {"x": {"dims": (4,)}}},),
+        }
+    )
+    loaded = load(builders.row_mixer(tmp_path / "model.onnx"), options)
+    assert len(loaded.instances) == 2
+    assert not loaded.signature.is_batched
+
+
 def test_sample_that_the_model_refuses_fails_the_load(tmp_path: Path) -> None:
     path = builders.refuses_synthetic(tmp_path / "model.onnx")
     options = ModelOptions.model_validate(
@@ -171,6 +185,12 @@ def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) 
     with pytest.raises(ServeError, match="the configuration says that the model is batched, but the first dimension"):
         load(builders.fixed_batch(tmp_path / "model.onnx"), options)
     assert not workers()
+
+
+def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
+    (told,) = [record for record in caplog.records if record.message == "configured without effect"]
+    assert "buckets: each request runs alone: output 'y' of a row depends on the rows beside it" in str(vars(told))
 
 
 AZURE = "AzureExecutionProvider"

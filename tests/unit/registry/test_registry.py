@@ -1,7 +1,10 @@
 """A registry over repositories on disk, with the real ONNX Runtime."""
 
 import asyncio
+import gc
+import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -418,6 +421,35 @@ async def test_model_is_loaded_on_although_its_caller_has_left(tmp_path: Path, l
     assert registry.ready_versions("m") == [1]
 
 
+async def test_fault_after_loading_fails_the_version_and_frees_its_instances(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no properties")
+
+    put(tmp_path, builders.identity, "m", options="instances: 2")
+    with monkeypatch.context() as patch:
+        patch.setattr("ortserve.registry.assembly.describe_properties", fail)
+        registry = await load()
+    assert state_of(registry, "m") == {1: (State.FAILED, "unexpected error")}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("run m/1")]
+    await registry.load("m")
+    assert state_of(registry, "m") == {1: (State.READY, "")}
+
+
+async def test_unload_waits_for_what_an_earlier_load_still_answers(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, lambda path: builders.slow(path, steps=6000), "m", options="max_rows: 1\nwarmup_s: 0")
+    registry = await load()
+    served = registry.find("m", "")
+    rows = np.zeros((1, 4), np.float32)
+    running = [served.submit((rows,), 1, Timing(0), NO_TERMS).outputs for _ in range(25)]
+    (tmp_path / "m" / "model.yaml").write_text("max_rows: 2\nwarmup_s: 0")
+    await registry.load("m")
+    assert not all(output.done() for output in running), "else nothing is tried here"
+    await registry.unload("m")
+    assert all(output.done() for output in running)
+
+
 async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: Load) -> None:
     registry = await load()
     seen: list[tuple[State, str] | None] = []
@@ -480,3 +512,32 @@ async def test_series_of_a_version_begin_anew_with_each_load_and_go_when_it_is_u
     await registry.unload("m")
     assert prometheus.get_sample_value(name, labels) is None
     assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "ok"}) is None
+
+
+async def test_unloaded_version_keeps_neither_its_session_nor_its_buffers(tmp_path: Path, load: Load) -> None:
+    put(tmp_path, builders.unnamed_dims, "m")
+    registry = await load()
+    await double(registry, "m")
+    served = registry.find("m", "")
+    parts: list[object] = [served, served._batcher, *served._instances]
+    kept = [weakref.ref(part) for part in parts]
+    del parts
+    del served
+    await registry.unload("m")
+    assert [record.state for record in registry.records()] == [State.GONE]
+    await asyncio.sleep(0)
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+
+
+async def test_counts_of_a_version_outlive_it(tmp_path: Path, load: Load, prometheus: CollectorRegistry) -> None:
+    put(tmp_path, builders.unnamed_dims, "m", options="buckets: [4]")
+    registry = await load()
+    await double(registry, "m")
+    labels = {"model": "m", "version": "1"}
+    staged = prometheus.get_sample_value("ortserve_staged_elements_total", labels)
+    assert staged
+    await registry.close()
+    assert prometheus.get_sample_value("ortserve_model_state", labels | {"state": "gone"}) == 1
+    assert prometheus.get_sample_value("ortserve_staged_elements_total", labels) == staged
+    assert prometheus.get_sample_value("ortserve_saturation", labels) is None

@@ -1,0 +1,125 @@
+"""Reading a YAML file of options: ``model.yaml``, and the file that ``--config`` names.
+
+YAML can say what no option means: dates, tags, values that hold themselves, a key twice. All of that is refused here
+with its line, so that what is read is JSON's kinds of values, and small enough to be worked through.
+"""
+
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+_DEEPEST: Final = 64
+"""Mappings and lists within each other; no option goes deeper than seven."""
+_MOST_VALUES: Final = 100_000
+"""Of a file, an anchored one counted wherever it is used: a few hundred bytes of anchors would make any number."""
+_LONGEST_NUMBER: Final = 64
+"""Characters. Python refuses to write integers of 4,301 digits, wherever the text would be needed."""
+
+_MERGE: Final = "tag:yaml.org,2002:merge"
+_TEXT: Final = "tag:yaml.org,2002:str"
+_TIMESTAMP: Final = "tag:yaml.org,2002:timestamp"
+_NOTHING: Final = "tag:yaml.org,2002:null"
+_NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """Read a file of ``key: value`` lines; an empty one has none. Keys are texts as they stand there, dates, too.
+
+    Raises:
+        ValueError: It cannot be read or is no such file; the text says what and in which line, and names no path.
+    """
+    try:
+        loader = yaml.SafeLoader(path.read_bytes())
+        try:
+            root = loader.get_single_node()
+            if root is None or root.tag == _NOTHING:
+                return {}
+            if not isinstance(root, yaml.MappingNode):
+                raise ValueError(f"expected keys with values, got a {_kind(root)}")
+            _Check(loader).check(root, 0)
+            content = loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
+    except RecursionError:  # of the parser, which is not asked first
+        raise ValueError(f"nested too deep: expected at most {_DEEPEST} levels, got hundreds") from None
+    assert isinstance(content, dict)
+    return content
+
+
+class _Check:
+    """Refuses what options cannot be, and makes keys and dates texts. Nodes are changed in place, once or often."""
+
+    def __init__(self, loader: yaml.SafeLoader) -> None:
+        self._loader = loader
+        self._values = 0
+
+    def check(self, node: yaml.Node, depth: int) -> None:
+        self._values += 1
+        if self._values > _MOST_VALUES:
+            raise _bad(node, f"expected at most {_MOST_VALUES} values, got more")
+        if depth > _DEEPEST:  # a value that holds itself is without end
+            raise _bad(node, f"nested too deep: expected at most {_DEEPEST} levels, got more")
+        if isinstance(node, yaml.MappingNode):
+            self._check_mapping(node, depth)
+        elif isinstance(node, yaml.SequenceNode):
+            self._check_tag(node, self._loader.DEFAULT_SEQUENCE_TAG)
+            for item in node.value:
+                self.check(item, depth + 1)
+        elif isinstance(node, yaml.ScalarNode):
+            self._check_scalar(node)
+
+    def _check_mapping(self, node: yaml.MappingNode, depth: int) -> None:
+        self._check_tag(node, self._loader.DEFAULT_MAPPING_TAG)
+        seen: set[str] = set()
+        pairs: list[tuple[yaml.Node, yaml.Node]] = []
+        for key, value in node.value:
+            self.check(value, depth + 1)
+            if key.tag == _MERGE:
+                pairs.append((key, value))
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                raise _bad(key, f"expected a text as a key, got a {_kind(key)}")
+            # A node of its own, since the key may be an anchored value, too.
+            name = yaml.ScalarNode(_TEXT, key.value, key.start_mark, key.end_mark)
+            self._check_scalar(name)
+            if name.value in seen:
+                raise _bad(key, f"expected each key once, got '{name.value}' again")
+            seen.add(name.value)
+            pairs.append((name, value))
+        node.value = pairs
+
+    def _check_scalar(self, node: yaml.ScalarNode) -> None:
+        if node.tag == _TIMESTAMP:
+            node.tag = _TEXT
+        if node.tag == _TEXT:
+            try:
+                # Two halves of a character, as JSON's escapes have them, are put together.
+                node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
+            except UnicodeDecodeError:
+                raise _bad(node, "expected a text, got half of a character (a surrogate by itself)") from None
+            return
+        plain: str = self._loader.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
+        self._check_tag(node, plain)
+        if node.tag in _NUMBERS and len(node.value) > _LONGEST_NUMBER:
+            raise _bad(node, f"expected a number of at most {_LONGEST_NUMBER} characters, got {len(node.value)}")
+
+    def _check_tag(self, node: yaml.Node, expected: str) -> None:
+        if node.tag != expected:
+            raise _bad(node, f"expected no tag, got {node.tag.replace('tag:yaml.org,2002:', '!!')}")
+
+
+def _kind(node: yaml.Node) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "mapping"
+    return "list" if isinstance(node, yaml.SequenceNode) else "single value"
+
+
+def _bad(node: yaml.Node, problem: str) -> ValueError:
+    return ValueError(f"{problem} in line {node.start_mark.line + 1}")
