@@ -1,0 +1,177 @@
+"""What do the fast lanes save, against the plain ways through the same server?
+
+Level: server. Expected: an infer request over REST takes at most 0.6 of the CPU that the plain ASGI route takes at 32
+connections, and at most 0.65 of its median time at one; a gRPC call on the native transport takes at most 0.65 of the
+median time on grpcio's, one in flight, and one of 600 KB or 16 MB no longer.
+
+    python loadtests/lanes.py [--rounds 5] [--seconds 4]
+
+One server for each way runs all the time, one is asked at a time, in turns. REST is loaded by wrk, gRPC called by one
+grpcio client, whose own share of a call is in its times; answers are compared with ONNX Runtime's own. The callers
+share the servers' processors. Writes ``loadtests/results/lanes.md``.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+import grpc  # noqa: E402
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+
+from harness import checking, circumstances, post, serving, spread, table, wrk  # noqa: E402
+from models.builders import identity, mlp  # noqa: E402
+from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
+
+REST = {"plain": "--no-http-lane", "lane": "--http-lane"}
+GRPC = {"grpcio": "--grpc-transport=grpcio", "native": "--grpc-transport=native"}
+PORTS = {"plain": 18200, "lane": 18210, "grpcio": 18220, "native": 18230}
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+LARGE = {"600 KB": (150_000, 40), "16 MB": (4_000_000, 8)}
+"""Numbers of a request, and calls of a round."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A server, and how to ask it: the tiny MLP with this row, whose answer is known."""
+
+    pid: int
+    port: int
+    row: np.ndarray
+    expected: np.ndarray
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v2/models/mlp/infer"
+
+    @property
+    def body(self) -> bytes:
+        tensor = {"name": "x", "shape": self.row.shape, "datatype": "FP32", "data": self.row.ravel().tolist()}
+        return json.dumps({"inputs": [tensor]}).encode()
+
+    def check(self) -> None:
+        outputs = post(self.url, self.body)["outputs"]
+        assert isinstance(outputs, list)
+        np.testing.assert_allclose(np.array(outputs[0]["data"], np.float32), self.expected, rtol=1e-4, atol=1e-6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=4)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    measured: dict[tuple[str, str], list[float]] = {}
+
+    def take(what: str, ways: dict[str, Way], measure: Callable[[Way], float], number: int) -> None:
+        for name, way in ways.items() if number % 2 else reversed(list(ways.items())):
+            measured.setdefault((what, name), []).append(measure(way))
+            print(f"round {number} {what:24} {name:7} {measured[what, name][-1]:.1f}", flush=True)
+
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
+        folder = Path(temporary)
+        for name in ("mlp", "wide"):
+            (folder / "models" / name / "1").mkdir(parents=True)
+        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
+        identity(folder / "models" / "wide" / "1" / "model.onnx", shape=("batch", "width"))
+        row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
+        session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        expected = session.run(None, {"x": row})[0].ravel()
+
+        def start(flags: dict[str, str]) -> dict[str, Way]:
+            return {
+                name: Way(
+                    servers.enter_context(serving(folder / "models", PORTS[name], flag)), PORTS[name], row, expected
+                )
+                for name, flag in flags.items()
+            }
+
+        rest, rpc = start(REST), start(GRPC)
+
+        def loaded(way: Way, connections: int) -> tuple[float, float]:
+            with checking(way.check):
+                load = wrk(way.url, way.body, folder, pid=way.pid, connections=connections, seconds=options.seconds)
+            return load.cpu_us, load.p50_ms * 1e3
+
+        for way in (*rest.values(), *rpc.values()):  # warm-up, not counted
+            loaded(way, 8)
+        for number in range(1, options.rounds + 1):
+            take("REST, 32 connections, CPU", rest, lambda way: loaded(way, 32)[0], number)
+            take("REST, one, p50", rest, lambda way: loaded(way, 1)[1], number)
+            take("gRPC, one, p50", rpc, lambda way: calls_us(way, "mlp", way.row, way.expected, 2000), number)
+            for size, (numbers, calls) in LARGE.items():
+                array = np.arange(numbers, dtype=np.float32).reshape(1, -1)
+
+                def call_large(way: Way, array: np.ndarray = array, calls: int = calls) -> float:
+                    return calls_us(way, "wide", array, array.ravel(), calls)
+
+                take(f"gRPC, {size}, p50", rpc, call_large, number)
+    report(measured, options)
+
+
+def calls_us(way: Way, model: str, array: np.ndarray, expected: np.ndarray, calls: int) -> float:
+    """Median time of calls, one after the other, by a grpcio client that sends a ``grpc-timeout`` with each."""
+    request = pb.ModelInferRequest(model_name=model, raw_input_contents=[array.tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=array.shape)
+    data = request.SerializeToString()
+    taken = []
+    sizes = (("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1))
+    with grpc.insecure_channel(f"127.0.0.1:{way.port + 1}", sizes) as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+        for _ in range(calls + calls // 4):
+            began = time.perf_counter()
+            answer = call(data, timeout=60)
+            taken.append((time.perf_counter() - began) * 1e6)
+    output = pb.ModelInferResponse.FromString(answer).raw_output_contents[0]
+    np.testing.assert_allclose(np.frombuffer(output, np.float32), expected, rtol=1e-4, atol=1e-6)
+    return statistics.median(taken[calls // 4 :])
+
+
+_ASKED = {
+    "REST, 32 connections, CPU": 0.6,
+    "REST, one, p50": 0.65,
+    "gRPC, one, p50": 0.65,
+    "gRPC, 600 KB, p50": 1.0,
+    "gRPC, 16 MB, p50": 1.0,
+}
+
+
+_CAVEATS = (
+    "Medians (lowest to highest) of {rounds} rounds in which the ways took turns; µs of CPU of the server a request, "
+    "or of median time. Plain is the ASGI route of REST and grpcio's transport, by the same server with the same codecs "
+    "and batcher. Samples or last answers were compared with ONNX Runtime's own."
+)
+
+
+def report(measured: dict[tuple[str, str], list[float]], options: argparse.Namespace) -> None:
+    rows = []
+    for what, asked in _ASKED.items():
+        plain, fast = (measured[what, name] for name in (GRPC if what.startswith("gRPC") else REST))
+        ratio = [one / other for one, other in zip(fast, plain, strict=True)]
+        rows.append([what, spread(plain), spread(fast), spread(ratio), f"{asked:g}"])
+    text = "\n\n".join(
+        [
+            "# The fast lanes and the plain ways",
+            circumstances(),
+            _CAVEATS.format(rounds=options.rounds),
+            table(["what", "plain", "fast lane", "fast / plain", "at most, as asked"], rows),
+        ]
+    )
+    options.results.mkdir(exist_ok=True)
+    (options.results / "lanes.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
