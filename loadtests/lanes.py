@@ -149,8 +149,8 @@ _ASKED = {
 
 _CAVEATS = (
     "Medians (lowest to highest) of {rounds} rounds in which the ways took turns; µs of CPU of the server a request, "
-    "or of median time. Plain is the ASGI route of REST and grpcio's transport, by the same server with the same codecs "
-    "and batcher. Samples or last answers were compared with ONNX Runtime's own."
+    "or of median time. Plain is the ASGI route of REST and grpcio's transport, by the same server with the same "
+    "codecs and batcher. Samples or last answers were compared with ONNX Runtime's own."
 )
 
 
