@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
@@ -160,6 +161,12 @@ def test_body_of_a_load_is_bounded_and_counted(tmp_path: Any) -> None:
             while (came := refusal(server, load, b'["' + b"y" * 150_000 + b'"]'))[0] == 400:
                 assert time.monotonic() < ends, "what the other one has sent is counted by now"
             assert (came[0], came[1].partition(":")[0]) == (429, "max_inflight_bytes")
+            with (
+                triton_grpc.InferenceServerClient(server.grpc) as client,
+                pytest.raises(InferenceServerException, match="max_inflight_bytes") as caught,
+            ):
+                client.load_model("m", config="{}", files={"file:1/model.onnx": b"x" * 150_000})
+            assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
 
 
 @pytest.mark.parametrize(

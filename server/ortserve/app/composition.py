@@ -301,7 +301,7 @@ class _Frontends:
             ),
             MetadataCalls(self.models),
             ConfigurationCalls(self.models),
-            RepositoryCalls(management.repository),
+            RepositoryCalls(management.repository, self.inference.hold),
             StatisticsCalls(management.statistics),
             SettingsCalls(management.logs, management.traces),
             SharedMemoryCalls(self.shared_memory),

@@ -1,6 +1,6 @@
 """The repository calls of gRPC: index, load, unload."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from google.protobuf.message import Message
 
@@ -8,6 +8,7 @@ from ortserve._pb import management_pb2 as pb
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, awaiting
+from ortserve.service.gate import Hold
 from ortserve.service.repository import LoadParameter, RepositoryService
 
 
@@ -16,8 +17,10 @@ class RepositoryCalls:
 
     service = SERVICE_NAME
 
-    def __init__(self, repository: RepositoryService) -> None:
+    def __init__(self, repository: RepositoryService, hold: Callable[[int], Hold]) -> None:
+        """``hold`` lets the message of a load in, by its bytes; raises ServeError: overloaded."""
         self._repository = repository
+        self._hold = hold
 
     def handlers(self) -> Handlers:
         return {
@@ -40,9 +43,10 @@ class RepositoryCalls:
         )
 
     async def _load(self, data: bytes) -> Message:
-        request = parse_message(pb.RepositoryModelLoadRequest, data)
-        _require_no_repository(request.repository_name)
-        await self._repository.load(request.model_name, _parameters(request.parameters))
+        with self._hold(len(data)):
+            request = parse_message(pb.RepositoryModelLoadRequest, data)
+            _require_no_repository(request.repository_name)
+            await self._repository.load(request.model_name, _parameters(request.parameters))
         return pb.RepositoryModelLoadResponse()
 
     async def _unload(self, data: bytes) -> Message:
