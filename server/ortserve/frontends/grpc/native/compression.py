@@ -11,6 +11,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.message_limits import too_large
 from ortserve.frontends.grpc.native.messages import Message, RefusedMessageError
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW
+from ortserve.frontends.inflating import inflate_all
 from ortserve.service.gate import Hold
 
 _KNOWN: Final = {b"gzip": Encoding.GZIP, b"deflate": Encoding.DEFLATE}
@@ -21,14 +22,8 @@ ENCODINGS: Final = b"identity,deflate,gzip"
 _LEVEL: Final = 1
 """Of tensors: higher ones take three times as long for some percent less."""
 
-_INFLATED_INLINE_BYTES: Final = 64 * 1024
-"""Bytes of a message, and of what it becomes, that are inflated on the loop, in about 0.2 ms."""
-
 _DEFLATED_INLINE_BYTES: Final = 32 * 1024
 """Messages up to this size are compressed on the loop, in less than 1 ms."""
-
-_STEP_BYTES: Final = 4 * 1024 * 1024
-"""What is inflated before the server looks whether it may hold more."""
 
 
 async def inflate(message: bytes, encoding: bytes, hold: Hold, *, max_bytes: int) -> bytes:
@@ -43,22 +38,18 @@ async def inflate(message: bytes, encoding: bytes, hold: Hold, *, max_bytes: int
         ServeError: overloaded.
     """
     inflater = Inflater(message, _encoding(encoding), max_bytes, subject="a message", header="grpc-encoding")
-    loop = asyncio.get_running_loop()
-    parts: list[bytes] = []
     size = 0
+
+    def hold_part(part_bytes: int) -> None:
+        nonlocal size
+        size += part_bytes
+        if size <= STREAM_WINDOW:
+            hold.count(len(message) + size)
+        else:
+            hold.grow(part_bytes)
+
     try:
-        while not inflater.is_done:
-            if not parts and len(message) <= _INFLATED_INLINE_BYTES:
-                part = inflater.read(_INFLATED_INLINE_BYTES)
-            else:
-                part = await loop.run_in_executor(None, inflater.read, _STEP_BYTES)
-            size += len(part)
-            if size <= STREAM_WINDOW:
-                hold.count(len(message) + size)
-            else:
-                hold.grow(len(part))
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else await loop.run_in_executor(None, b"".join, parts)
+        return await inflate_all(inflater, came_bytes=len(message), hold=hold_part)
     except ServeError as error:
         if error.kind is ErrorKind.TOO_LARGE:
             error = too_large(max_bytes, None, "decompressed message")

@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
             return
         self._connections.add(self)
-        self._room.enter(self._receiving)
+        self._room.enter(self._receiving.late)
         ours = {
             frames.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self._receiving.close()
-        self._room.leave(self._receiving)
+        self._room.leave(self._receiving.late)
         if not self.closed.done():
             self.closed.set_result(None)
 
@@ -148,12 +148,12 @@ class Connection(asyncio.Protocol):
             self.begin_drain()
         elif due is Due.PING:
             self._sending.control(frames.frame(frames.PING, 0, 0, bytes(8)))
-        self._receiving.end_stalled(now_ns)
+        self._receiving.late.end_stalled(now_ns)
         untaken = self._waits.late(now_ns, self._sending.taken(self._receiving.streams.values()))
         if 0 in untaken:
             self._transport.abort()
         else:
-            self._receiving.end_untaken(untaken)
+            self._receiving.late.end_untaken(untaken)
 
     def _on_over(self, stream: Stream) -> None:
         self._receiving.on_over(stream)

@@ -5,17 +5,18 @@ brings nobody an answer. Header blocks and frames are bounded where they are rea
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import grpc
 
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.deadlines import Deadlines
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import HeaderReader
+from ortserve.frontends.grpc.native.late_calls import LateCalls
 from ortserve.frontends.grpc.native.lifetime import Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
@@ -62,6 +63,7 @@ class Receiving:
 
     Attributes:
         streams: Those that are open, by their ids.
+        late: Ends those whose callers keep the server waiting.
         last_id: The highest stream that was begun or refused.
         goaway_id: The highest that may still begin.
     """
@@ -83,7 +85,8 @@ class Receiving:
         self._life = life
         self._on_drain_answer = on_drain_answer
         self.streams: dict[int, Stream] = {}
-        self._deadlines = Deadlines(loop, sending.clock, self.streams, self._on_late)
+        self.late: Final = LateCalls(self.streams, sending, limits)
+        self._deadlines = Deadlines(loop, sending.clock, self.streams, self.late.end_at_deadline)
         self._headers = HeaderReader(MAX_HEADER_BYTES)
         self._patience = Patience(life.heard_ns)
         self._pings = PingStrikes(limits)
@@ -358,50 +361,6 @@ class Receiving:
         cancel, stream.cancel = stream.cancel, None
         if cancel is not None:
             cancel()
-
-    def end_stalled(self, now_ns: int) -> None:
-        """End calls whose message has begun and does not come on; what came of it takes room from others."""
-        limits = self._limits
-        for stream in list(self.streams.values()):
-            if not stream.waits_for_caller:
-                continue
-            kept = stream.reader.kept_bytes
-            waited_s = (now_ns - stream.since_ns) / 1e9
-            if stream.messages:  # whole ones wait for their reader, and its caller perhaps for room
-                stream.since_ns, stream.since_bytes = now_ns, kept
-            elif waited_s < limits.message_timeout_s:
-                continue
-            elif kept - stream.since_bytes < waited_s * limits.min_message_bytes_per_s:
-                text = (
-                    f"grpc_message_timeout_s: less than {limits.min_message_bytes_per_s} bytes a second came of a "
-                    f"message for {limits.message_timeout_s:g} s"
-                )
-                self._sending.end(stream, *status_of(ServeError(ErrorKind.TOO_SLOW, text)), is_prompt=True)
-            else:
-                stream.since_ns, stream.since_bytes = now_ns, kept
-
-    def end_untaken(self, stream_ids: Iterable[int]) -> None:
-        """End calls of whose answers the caller takes nothing."""
-        for stream_id in stream_ids:
-            text = f"grpc_send_timeout_s: nothing of an answer was taken for {self._limits.send_timeout_s:g} s"
-            error = ServeError(ErrorKind.TOO_SLOW, text)
-            self._sending.end(self.streams[stream_id], *status_of(error), is_prompt=True)
-
-    @property
-    def unsent_bytes(self) -> int:
-        return self._sending.unsent_bytes
-
-    def end_oldest_unsent(self, text: str, *, is_alone: bool) -> bool:
-        """As a ``Holder`` of the room for answers."""
-        unsent = (stream for stream in self.streams.values() if stream.unsent)
-        oldest = next(unsent, None)
-        if oldest is None or (is_alone and next(unsent, None) is None):
-            return False
-        self._sending.end(oldest, *status_of(ServeError(ErrorKind.OVERLOADED, text)), is_prompt=True)
-        return True
-
-    def _on_late(self, stream: Stream) -> None:
-        self._sending.end(stream, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", is_prompt=True)
 
     def _reset(self, stream_id: int, code: ErrorCode) -> None:
         self._charge()
