@@ -43,7 +43,12 @@ def repository_routes(repository: RepositoryService, hold: Callable[[int], Hold]
 
     @router.post("/models/{model}/load")
     async def load(model: ModelName, request: Request) -> Response:
-        """Load a model, or load it anew if it has changed; answered when it serves."""
+        """Load a model, or load it anew if it has changed; answered when it serves.
+
+        The body may be empty, or have `parameters`: `config`, a Triton model configuration as JSON in a text, which
+        takes the place of the model's own until the next load; and files in base64 by `file:` and their path in the
+        model's folder, such as `file:1/model.onnx`, which need a `config`, if only `{}`.
+        """
         announced = int(request.headers.get("content-length", 0))  # the HTTP parser took it for a number already
         if announced > max_body_bytes:
             raise body_too_large(announced, max_body_bytes)
