@@ -11,12 +11,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from threading import Event, Thread
+from types import MappingProxyType
 
 import psutil
 
@@ -71,8 +72,17 @@ def cpu_s(pid: int) -> float:
     return total
 
 
-def wrk(url: str, body: bytes, folder: Path, *, pid: int, connections: int, seconds: int) -> Load:
-    """Offer a closed loop of ``connections`` for ``seconds``.
+def wrk(
+    url: str,
+    body: bytes,
+    folder: Path,
+    *,
+    pid: int,
+    connections: int,
+    seconds: int,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> Load:
+    """Offer a closed loop of ``connections`` for ``seconds``, with these headers beside the content's type.
 
     Raises:
         RuntimeError: wrk is missing, or an answer was an error.
@@ -80,19 +90,21 @@ def wrk(url: str, body: bytes, folder: Path, *, pid: int, connections: int, seco
     if shutil.which("wrk") is None:
         raise RuntimeError("this benchmark needs wrk (Debian package wrk)")
     script = folder / "post.lua"
-    lines = ("method = 'POST'", "headers['Content-Type'] = 'application/json'", f"body = {json.dumps(body.decode())}")
+    told = {"Content-Type": "application/json", **headers}
+    lines = ["method = 'POST'", *(f"headers['{name}'] = '{value}'" for name, value in told.items())]
+    lines.append(f"body = {json.dumps(body.decode())}")
     script.write_text("".join(f"wrk.{line}\n" for line in lines))
     command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(script), url]
     before_s = cpu_s(pid)
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 30).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 30).stdout
     used_s = cpu_s(pid) - before_s
-    if "Non-2xx" in told or "Socket errors" in told:
-        raise RuntimeError(told)
-    requests = int(_find(r"(\d+) requests in", told))
+    if "Non-2xx" in printed or "Socket errors" in printed:
+        raise RuntimeError(printed)
+    requests = int(_find(r"(\d+) requests in", printed))
     return Load(
-        float(_find(r"Requests/sec:\s+([\d.]+)", told)),
-        _milliseconds(_find(r"\n\s+50%\s+(\S+)", told)),
-        _milliseconds(_find(r"\n\s+99%\s+(\S+)", told)),
+        float(_find(r"Requests/sec:\s+([\d.]+)", printed)),
+        _milliseconds(_find(r"\n\s+50%\s+(\S+)", printed)),
+        _milliseconds(_find(r"\n\s+99%\s+(\S+)", printed)),
         used_s / requests * 1e6,
     )
 
