@@ -211,6 +211,24 @@ def refuses_synthetic(path: Path) -> Path:
     return _write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
 
 
+def pools_images(path: Path, least: int = 32) -> Path:
+    """FP32 [batch, 1, height, width] → y, means of ``least`` × ``least`` elements; a smaller image it refuses."""
+    node = helper.make_node("AveragePool", ["x"], ["y"], kernel_shape=[least, least])
+    return _write(
+        path, [node], [_fp32("x", "batch", 1, "height", "width")], [_fp32("y", "batch", 1, "rows", "columns")]
+    )
+
+
+def crops_images(path: Path, top: int) -> Path:
+    """FP32 [batch, 1, height, width] → y, without the first ``top`` lines: of a smaller image nothing is left."""
+    bounds = {"starts": top, "ends": 2**31, "axes": 2}
+    given = [numpy_helper.from_array(np.array([value], np.int64), name) for name, value in bounds.items()]
+    node = helper.make_node("Slice", ["x", *bounds], ["y"])
+    return _write(
+        path, [node], [_fp32("x", "batch", 1, "height", "width")], [_fp32("y", "batch", 1, "rows", "width")], given
+    )
+
+
 def sequence_output(path: Path) -> Path:
     """An output that is no tensor: x FP32 [batch, 4] → y, the sequence of x twice."""
     nodes = [helper.make_node("SequenceConstruct", ["x", "x"], ["y"])]

@@ -209,6 +209,7 @@ def load_model(
                     rows,
                     loaded.padding,
                     brings_optional=loaded.warm_up.brings_optional,
+                    free_dim=loaded.warm_up.free_dim,
                 )
             if isinstance(instance, DeviceInstance):
                 prepare(instance, opened, options, loaded.signature, loaded.warm_up, loaded.padding)

@@ -13,6 +13,9 @@ from ortserve.core.signature import ModelSignature
 
 FREE_DIM: Final = 8
 """Size given to free dimensions other than the batch axis, the same for all since many must agree."""
+LARGER_FREE_DIMS: Final = (32, 224)
+"""Tried one after the other where the model refuses that: networks for images halve theirs some five times, and 224 is
+what many were made for."""
 
 
 # In turns for the rows, of different numbers of words: what splits them up shows whether it pads to the longest row.
@@ -26,6 +29,7 @@ def synthetic_inputs(
     padding: Padding | None = None,
     *,
     brings_optional: bool = False,
+    free_dim: int = FREE_DIM,
 ) -> Arrays:
     """One array an input, with ``rows`` rows where the model is batched; the same for the same seed.
 
@@ -36,6 +40,7 @@ def synthetic_inputs(
         padding: Axes that it pads are as long as batches will be.
         brings_optional: Whether optional inputs are there, too, or absent. Those that are the same for all rows are
             absent in any case: the requests that bring them are not batched.
+        free_dim: Size of free dimensions.
     """
     generator = None if seed is None else np.random.default_rng(seed)
     arrays = []
@@ -44,11 +49,11 @@ def synthetic_inputs(
         if spec.is_whole or (spec.is_optional and not brings_optional):
             arrays.append(absent(rows if signature.is_batched else 1))
             continue
-        shape = [FREE_DIM if dim == -1 else dim for dim in spec.shape]
+        shape = [free_dim if dim == -1 else dim for dim in spec.shape]
         if signature.is_batched:
             shape[0] = rows
         if padded is not None:
-            shape[padded.axis] = padded.padded_length(FREE_DIM)
+            shape[padded.axis] = padded.padded_length(free_dim)
         arrays.append(draw(generator, spec.datatype, tuple(shape)))
     return tuple(arrays)
 

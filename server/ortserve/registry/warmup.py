@@ -14,7 +14,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
 from ortserve.registry.samples import Sample
-from ortserve.registry.synthetic import synthetic_inputs
+from ortserve.registry.synthetic import FREE_DIM, LARGER_FREE_DIMS, synthetic_inputs
 
 MAX_SWEPT_ROWS: Final = 64
 _RUNS: Final = 5
@@ -50,6 +50,7 @@ class WarmUp:
         drift: Largest difference of a float between rows alone and the same rows among others.
         refused: What the model said to made-up inputs, empty where it took them; then nothing else is known.
         brings_optional: Whether the model had to be brought its optional inputs, else they were left out.
+        free_dim: The size of free dimensions that it took.
     """
 
     max_rows: int
@@ -58,6 +59,7 @@ class WarmUp:
     drift: float = 0.0
     refused: str = ""
     brings_optional: bool = False
+    free_dim: int = FREE_DIM
 
 
 def warm_up(
@@ -74,32 +76,57 @@ def warm_up(
     Batch sizes double from 1 until two in a row have not made the time a row fall by 5 %, up to 64 rows, or up to
     ``max_rows`` whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A
     budget of 0 runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are
-    left out, unless the model refuses that.
+    left out, unless the model refuses that; free dimensions are larger where it refuses small ones.
     """
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
     if budget_s == 0:
         return unknown
     stop_ns = clock() + int(budget_s * 1e9)
-    make_up = _MakeUp(signature, padding)
     try:
-        if signature.has_optional_inputs and _why_refused(runner, make_up):
-            make_up = replace(make_up, brings_optional=True)
-        rows_depend, drift = _try_rows(runner, make_up) if signature.is_batched else ("", 0.0)
-        sizes = [_time_runs(runner, make_up, 1, stop_ns, clock)]
-        best = sizes[0]
-        if signature.is_batched and not rows_depend:
-            limit = max_rows or MAX_SWEPT_ROWS
-            in_vain = 0
-            while sizes[-1].rows < limit and clock() < stop_ns and in_vain < _TRIED_IN_VAIN:
-                size = _time_runs(runner, make_up, min(2 * sizes[-1].rows, limit), stop_ns, clock)
-                sizes.append(size)
-                if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
-                    best, in_vain = size, 0
-                elif max_rows is None:
-                    in_vain += 1
+        return _measure(runner, _choose(runner, _MakeUp(signature, padding)), max_rows, stop_ns, clock)
     except ServeError as error:
         return replace(unknown, refused=error.message)
-    return WarmUp(max_rows or best.rows, tuple(sizes), rows_depend, drift, brings_optional=make_up.brings_optional)
+
+
+def _choose(runner: Runner, make_up: "_MakeUp") -> "_MakeUp":
+    """The first of the ways to make inputs up that the model takes, and has an answer for: of no elements is none."""
+    taken: _MakeUp | None = None
+    ways = make_up.ways()
+    for way in ways if len(ways) > 1 else ():
+        try:
+            outputs = _run_on_worker(runner, _as_batch(way(1, 0), 1)).outputs
+        except ServeError:
+            continue
+        if all(output.size for output in outputs):
+            return way
+        taken = taken or way
+    return taken or make_up
+
+
+def _measure(runner: Runner, make_up: "_MakeUp", max_rows: int | None, stop_ns: int, clock: Clock) -> WarmUp:
+    """Raises ServeError: internal, when the model refuses such inputs."""
+    signature = make_up.signature
+    rows_depend, drift = _try_rows(runner, make_up) if signature.is_batched else ("", 0.0)
+    sizes = [_time_runs(runner, make_up, 1, stop_ns, clock)]
+    best = sizes[0]
+    if signature.is_batched and not rows_depend:
+        limit = max_rows or MAX_SWEPT_ROWS
+        in_vain = 0
+        while sizes[-1].rows < limit and clock() < stop_ns and in_vain < _TRIED_IN_VAIN:
+            size = _time_runs(runner, make_up, min(2 * sizes[-1].rows, limit), stop_ns, clock)
+            sizes.append(size)
+            if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
+                best, in_vain = size, 0
+            elif max_rows is None:
+                in_vain += 1
+    return WarmUp(
+        max_rows or best.rows,
+        tuple(sizes),
+        rows_depend,
+        drift,
+        brings_optional=make_up.brings_optional,
+        free_dim=make_up.free_dim,
+    )
 
 
 def time_sizes(
@@ -128,13 +155,14 @@ def run_once(
     padding: Padding | None = None,
     *,
     brings_optional: bool = False,
+    free_dim: int = FREE_DIM,
 ) -> None:
     """Have an instance allocate what a batch of ``rows`` rows takes; for those beside the one that was measured.
 
     Raises:
         ServeError: internal, when the model refuses made-up inputs.
     """
-    _run_on_worker(runner, _as_batch(_MakeUp(signature, padding, brings_optional)(rows, 0), rows))
+    _run_on_worker(runner, _as_batch(_MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
 
 
 def run_samples(runner: Runner, samples: Sequence[Sample]) -> None:
@@ -159,17 +187,28 @@ class _MakeUp:
     signature: ModelSignature
     padding: Padding | None
     brings_optional: bool = False
+    free_dim: int = FREE_DIM
+
+    def ways(self) -> list["_MakeUp"]:
+        """All ways, that of choice first: optional inputs left out, free dimensions small."""
+        signature = self.signature
+        first = 1 if signature.is_batched else 0
+        has_free_dims = any(-1 in spec.shape[first:] for spec in signature.inputs)
+        return [
+            replace(self, brings_optional=brings_optional, free_dim=free_dim)
+            for brings_optional in ([False, True] if signature.has_optional_inputs else [False])
+            for free_dim in (FREE_DIM, *(LARGER_FREE_DIMS if has_free_dims else ()))
+        ]
 
     def __call__(self, rows: int, seed: int | None) -> Arrays:
-        return synthetic_inputs(self.signature, rows, seed, self.padding, brings_optional=self.brings_optional)
-
-
-def _why_refused(runner: Runner, make_up: _MakeUp) -> str:
-    try:
-        _run_on_worker(runner, _as_batch(make_up(1, 0), 1))
-    except ServeError as error:
-        return error.message
-    return ""
+        return synthetic_inputs(
+            self.signature,
+            rows,
+            seed,
+            self.padding,
+            brings_optional=self.brings_optional,
+            free_dim=self.free_dim,
+        )
 
 
 def _time_runs(runner: Runner, make_up: _MakeUp, rows: int, stop_ns: int, clock: Clock) -> SizeLatency:

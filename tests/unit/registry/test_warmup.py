@@ -194,6 +194,33 @@ def test_model_that_refuses_made_up_inputs_is_not_warmed(warm: Callable[[Callabl
     assert found == WarmUp(4, refused=found.refused)
 
 
+@pytest.mark.parametrize(
+    ("build", "free_dim"),
+    [
+        (partial(builders.pools_images, least=4), 8),
+        (partial(builders.pools_images, least=32), 32),
+        (partial(builders.pools_images, least=100), 224),
+        (partial(builders.crops_images, top=4), 8),
+        (partial(builders.crops_images, top=16), 32),
+        (partial(builders.crops_images, top=300), 8),
+    ],
+)
+def test_model_that_has_no_answer_for_small_images_is_warmed_with_larger_ones(
+    warm: Callable[[Callable[[Path], Path]], WarmUp], build: Callable[[Path], Path], free_dim: int
+) -> None:
+    found = warm(build)
+    assert (found.refused, found.rows_depend, found.free_dim) == ("", "", free_dim)
+    assert found.latencies
+
+
+def test_model_that_refuses_all_sizes_tells_what_it_said_to_the_smallest(
+    warm: Callable[[Callable[[Path], Path]], WarmUp],
+) -> None:
+    found = warm(partial(builders.pools_images, least=500))
+    assert found.refused
+    assert found == WarmUp(4, refused=found.refused)
+
+
 def test_rows_that_data_decides_are_found_out_although_drawn_data_may_hide_it(
     warm: Callable[[Callable[[Path], Path]], WarmUp],
 ) -> None:
