@@ -404,6 +404,14 @@ def test_curl_that_would_rather_speak_http2_is_answered(server: ServerProcess, t
     assert json.loads(came.stdout)["id"] == "5"
 
 
+def test_space_behind_the_transfer_coding_is_none_of_it(connection: socket.socket) -> None:
+    body = body_of(6)
+    head = post("identity", b"", "Transfer-Encoding: chunked ").replace(b"Content-Length: 0\r\n", b"")
+    connection.sendall(head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+    status, _, document = Answers(connection).next()
+    assert (status, document["id"]) == (200, "6")
+
+
 def test_what_follows_such_an_offer_as_its_body_is_no_request(connection: socket.socket) -> None:
     hidden = b"POST /v2/repository/index HTTP/1.1\r\nHost: y\r\nContent-Length: 0\r\n\r\n"
     answers = Answers(connection)

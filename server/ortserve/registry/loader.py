@@ -202,7 +202,7 @@ def load_model(
             opened.forget()
             loaded = replace(loaded, instances=(*loaded.instances, instance))
             if loaded.warm_up.latencies:
-                rows = loaded.warm_up.max_rows if loaded.signature.is_batched else 1
+                rows = loaded.warm_up.latencies[-1].rows if loaded.signature.is_batched else 1
                 run_once(
                     instance,
                     loaded.signature,

@@ -16,6 +16,8 @@ FREE_DIM: Final = 8
 LARGER_FREE_DIMS: Final = (32, 224)
 """Tried one after the other where the model refuses that: networks for images halve theirs some five times, and 224 is
 what many were made for."""
+MOST_ELEMENTS: Final = 2**20
+"""Of an input's row whose free dimensions are larger: three or four of them make a row that fills the memory."""
 
 
 # In turns for the rows, of different numbers of words: what splits them up shows whether it pads to the longest row.

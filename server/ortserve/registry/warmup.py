@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Final
 
 from ortserve.clock import Clock
@@ -14,7 +15,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
 from ortserve.registry.samples import Sample
-from ortserve.registry.synthetic import FREE_DIM, LARGER_FREE_DIMS, synthetic_inputs
+from ortserve.registry.synthetic import FREE_DIM, LARGER_FREE_DIMS, MOST_ELEMENTS, synthetic_inputs
 
 MAX_SWEPT_ROWS: Final = 64
 _RUNS: Final = 5
@@ -23,6 +24,8 @@ _WORTHWHILE: Final = 0.95
 _TRIED_IN_VAIN: Final = 2
 """Sizes in a row that were not: one may have been timed while something else ran on the machine."""
 _TRIED_ROWS: Final = 3
+_MOST_BATCH_ELEMENTS: Final = 2**24
+"""Of an input with larger free dimensions: a batch of images, not a film."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ def _measure(runner: Runner, make_up: "_MakeUp", max_rows: int | None, stop_ns: 
     best = sizes[0]
     if signature.is_batched and not rows_depend:
         limit = max_rows or MAX_SWEPT_ROWS
+        if make_up.free_dim != FREE_DIM:
+            limit = min(limit, make_up.most_rows)
         in_vain = 0
         while sizes[-1].rows < limit and clock() < stop_ns and in_vain < _TRIED_IN_VAIN:
             size = _time_runs(runner, make_up, min(2 * sizes[-1].rows, limit), stop_ns, clock)
@@ -191,14 +196,26 @@ class _MakeUp:
 
     def ways(self) -> list["_MakeUp"]:
         """All ways, that of choice first: optional inputs left out, free dimensions small."""
-        signature = self.signature
-        first = 1 if signature.is_batched else 0
-        has_free_dims = any(-1 in spec.shape[first:] for spec in signature.inputs)
+        has_free_dims = any(-1 in shape for shape in self._row_shapes())
+        larger = [dim for dim in LARGER_FREE_DIMS if has_free_dims and self._row_elements(dim) <= MOST_ELEMENTS]
         return [
             replace(self, brings_optional=brings_optional, free_dim=free_dim)
-            for brings_optional in ([False, True] if signature.has_optional_inputs else [False])
-            for free_dim in (FREE_DIM, *(LARGER_FREE_DIMS if has_free_dims else ()))
+            for brings_optional in ([False, True] if self.signature.has_optional_inputs else [False])
+            for free_dim in (FREE_DIM, *larger)
         ]
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows may be made up at a time, where their free dimensions are larger than usual."""
+        return max(1, _MOST_BATCH_ELEMENTS // self._row_elements(self.free_dim))
+
+    def _row_shapes(self) -> list[tuple[int, ...]]:
+        first = 1 if self.signature.is_batched else 0
+        return [spec.shape[first:] for spec in self.signature.inputs]
+
+    def _row_elements(self, free_dim: int) -> int:
+        """Of the largest input."""
+        return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
 
     def __call__(self, rows: int, seed: int | None) -> Arrays:
         return synthetic_inputs(

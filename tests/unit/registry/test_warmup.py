@@ -213,6 +213,20 @@ def test_model_that_has_no_answer_for_small_images_is_warmed_with_larger_ones(
     assert found.latencies
 
 
+@pytest.mark.parametrize(("free", "largest"), [(2, 224 * 224), (3, 32**3), (4, 32**4), (5, 8**5)])
+def test_larger_inputs_are_made_up_only_while_they_are_not_too_large(free: int, largest: int) -> None:
+    made: list[int] = []
+
+    def refuse(batch: Batch) -> Arrays:
+        made.append(max(part.size for parts in batch.parts for part in parts) // batch.rows)
+        raise ServeError(ErrorKind.INTERNAL, "no")
+
+    x = TensorSpec("x", DataType.FP32, (-1,) * (1 + free))
+    found = warm_up(ComputingRunner(refuse), ModelSignature((x,), (Y,)), budget_s=60, max_rows=9, clock=FakeClock())
+    assert found.refused == "no"
+    assert max(made) == largest
+
+
 def test_model_that_refuses_all_sizes_tells_what_it_said_to_the_smallest(
     warm: Callable[[Callable[[Path], Path]], WarmUp],
 ) -> None:

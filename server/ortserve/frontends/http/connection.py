@@ -188,8 +188,12 @@ class Connection(HttpToolsProtocol):
         self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # the ASGI text allows keys of one's own
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
+        # As uvicorn's, and one name more: it is called for each header of each request.
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
             text = f"Transfer-Encoding: expected chunked, got {value.decode('latin-1'):.100}"
             self._refusal = ServeError(ErrorKind.UNSUPPORTED, text)
             raise RefusedHeadError

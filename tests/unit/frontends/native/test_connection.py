@@ -624,6 +624,29 @@ def test_answers_that_wait_for_their_turn_on_a_slow_connection_are_not_late() ->
     on_wire(test)
 
 
+def test_answer_that_a_full_transport_sends_slowly_is_not_late() -> None:
+    """The transport says that it has room again long after it began to empty."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(STREAM)
+        await client.send_all(stream, framed(bytes(3_000_000)))
+        await client.exchange()
+        wire.transport.is_stuck = True
+        client.h2.increment_flow_control_window(2**30)
+        client.h2.increment_flow_control_window(2**30, stream)
+        wire.feed(client.h2.data_to_send())
+        await wire.turn()
+        assert wire.transport.get_write_buffer_size() > 10**6
+        assert wire.connection._sending.unsent_bytes > 10**6
+        for _ in range(4):
+            await asyncio.sleep(50)
+            del wire.transport._buffer[:1000]
+        assert wire.connection._sending.unsent_bytes > 10**6
+        assert not wire.transport.is_lost
+
+    on_wire(test, settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+
+
 def test_connection_of_which_nothing_is_taken_is_closed() -> None:
     async def test(wire: Wire, client: Client) -> None:
         wire.transport.is_stuck = True

@@ -214,14 +214,16 @@ class Sending:
     def taken(self, streams: Iterable[Stream]) -> dict[int, int]:
         """For ``SendWaits``, what the peer has taken of each stream that has something unsent, and of the transport.
 
-        A stream that waits for the connection, not for its own window, gets its turns as the connection goes on.
+        A stream that waits for the connection, not for its own window, gets its turns as the connection goes on: while
+        the transport is full, as that empties.
         """
+        buffered = self._transport.get_write_buffer_size()
+        of_connection = self.written_bytes - buffered if self._is_paused else self.sent_bytes
         taken = {
-            stream.id: self.sent_bytes if stream.id in self._waiting else stream.sent_bytes
+            stream.id: of_connection if stream.id in self._waiting else stream.sent_bytes
             for stream in streams
             if stream.unsent
         }
-        buffered = self._transport.get_write_buffer_size()
         if buffered:
             taken[0] = self.written_bytes - buffered
         return taken
