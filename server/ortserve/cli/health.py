@@ -59,7 +59,10 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--live", action="store_true", default=False, help="ask whether it answers at all, loaded or not"
+        "--live",
+        action="store_true",
+        default=False,
+        help="ask whether it is of use at all, loaded or not: not once it is stopping",
     )
     parser.add_argument("--host", metavar="TEXT", help="the server's option; every interface means this machine")
     parser.add_argument("--http-port", metavar="N", help="the server's option")
