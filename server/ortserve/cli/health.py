@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--live",
         action="store_true",
         default=False,
-        help="ask whether it is of use at all, loaded or not: not once it is stopping",
+        help="ask whether it is of use, loaded or not; not once it stops",
     )
     parser.add_argument("--host", metavar="TEXT", help="the server's option; every interface means this machine")
     parser.add_argument("--http-port", metavar="N", help="the server's option")
