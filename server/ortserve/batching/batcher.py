@@ -1,7 +1,6 @@
 """The loop around the decisions: takes requests, keeps the instances busy, answers everyone exactly once."""
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from ortserve.batching.answering import AnswerTime
 from ortserve.batching.arrivals import ArrivalRate
 from ortserve.batching.device import Device
 from ortserve.batching.exits import Exits
+from ortserve.batching.failing import fail
 from ortserve.batching.inline import InlineBudget
 from ortserve.batching.instances import Instances
 from ortserve.batching.isolation import Group, halve
@@ -27,8 +27,6 @@ from ortserve.core.batch import Arrays, BatchResult, Runner
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
-
-logger: Final = logging.getLogger(__name__)
 
 ObserveBatch: TypeAlias = Callable[[int, int, BatchResult, int], None]
 
@@ -368,7 +366,7 @@ class Batcher:
         began_ns = self._instances.give_back(runner, taken_ns, now_ns)
         self._share.end()
         if isinstance(outcome, DeviceLostError):
-            _fail(group, taken_ns, outcome)
+            fail(group, taken_ns, outcome)
             self._on_device_lost(runner, outcome)
         elif isinstance(outcome, Exception):
             self._on_failed(group, bucket, taken_ns, outcome)
@@ -408,9 +406,7 @@ class Batcher:
             if halves:
                 self._retries.extend(halves)
                 return
-            if not isinstance(error, OutOfMemoryError):
-                error = _not_told_apart()  # its own text may quote any of them
-        _fail(group, taken_ns, error if isinstance(error, ServeError) else _unexpected(error))
+        fail(group, taken_ns, error)
 
     def _on_device_lost(self, runner: Runner, error: DeviceLostError) -> None:
         """Run nothing there again; where there is nothing else, refuse all who wait and all who will come."""
@@ -424,19 +420,3 @@ class Batcher:
                 settle(rider.future, error=error)
         if self._on_lost is not None:
             self._on_lost(error.message)
-
-
-def _fail(group: Group, taken_ns: int, error: ServeError) -> None:
-    for rider in group.riders:
-        rider.timing.taken_ns = taken_ns  # work was done for it, which tells it from a refusal
-        settle(rider.future, error=error)
-
-
-def _not_told_apart() -> ServeError:
-    text = "the run failed, and whether because of this request or of others that it ran with was not found out"
-    return ServeError(ErrorKind.INTERNAL, text)
-
-
-def _unexpected(error: Exception) -> ServeError:
-    logger.error("a run failed unexpectedly", exc_info=error)
-    return ServeError(ErrorKind.INTERNAL, "the run failed")
