@@ -259,13 +259,12 @@ class DeviceInstance:
         if binding is None:
             self._unbound = "unbound"
             self._account.enter("buffers", 0)
+        else:
+            for buffers in binding.sets:
+                self._free_sets.put(buffers)
+            binding.count_into(self.counts)
+            self._binding = binding
         self._note_memory(prepared.graph_bytes)
-        if binding is None:
-            return prepared
-        for buffers in binding.sets:
-            self._free_sets.put(buffers)
-        binding.count_into(self.counts)
-        self._binding = binding
         return prepared
 
     def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:

@@ -23,7 +23,7 @@ from ortserve.engine.device import preparation
 from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.graph_ids import SETS, graph_id
 from ortserve.engine.device.host import CAPTURING_RUNS, HostDevice, Pace
-from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.protocol import BoundRun, MemoryInfo
 from ortserve.engine.output_buffers import OutputBuffers
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.row_layout import RowLayout
@@ -448,6 +448,29 @@ def test_what_is_freed_of_a_lost_device_is_all_that_can_be(tmp_path: Path) -> No
     assert device.allocated_bytes == 0
     assert device.handles == 0
     assert made.opened.ledger.totals() == {}
+
+
+def test_device_that_is_lost_when_all_sizes_were_tried_fails_the_load_and_gets_all_back(tmp_path: Path) -> None:
+    class LostAtLast(HostDevice):
+        runs = 0
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            super().run(bound, stream)
+            self.runs += 1
+
+        def memory(self) -> MemoryInfo:
+            if self.runs == SETS * len(SIZES):
+                raise RuntimeError("CUDA failure 719: unspecified launch failure")
+            return super().memory()
+
+    device = LostAtLast()
+    with (
+        pytest.raises(DeviceLostError, match="host:0 is lost: CUDA failure 719"),
+        on_device(builders.identity(tmp_path / "m.onnx"), device),
+    ):
+        pass
+    assert device.allocated_bytes == 0
+    assert device.handles == 0
 
 
 def test_memory_of_answers_is_freed_once_however_many_instances_look_for_it(tmp_path: Path) -> None:
