@@ -367,7 +367,7 @@ OFFERS: Final = (
 def test_who_offers_another_protocol_is_answered_in_this_one(
     connection: socket.socket, offer: tuple[str, ...], gap_s: float
 ) -> None:
-    """As curl and Java's client do with every request: RFC 9110, section 7.8, lets a server pass over the offer."""
+    """As `curl --http2` does with every request: RFC 9110, section 7.8, lets a server pass over the offer."""
     answers = Answers(connection)
     requests = [
         offering(post("identity", body_of(1)), *offer),

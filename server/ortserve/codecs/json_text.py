@@ -71,7 +71,7 @@ def _with_tokens(numbers: np.ndarray | np.generic) -> orjson.Fragment:
         flat = numbers.reshape(-1)
         odd = flat[~np.isfinite(flat)]
         signs = np.where(np.isnan(odd), 0, np.sign(odd)).astype(np.intp)
-        if odd.size and (signs == signs[0]).all():  # a mask, or a model that went wrong: four times as fast
+        if odd.size and (signs == signs[0]).all():  # a mask, or a model that went wrong: no need to split
             text = text.replace(b"null", _TOKENS[signs[0]])
         else:
             pieces = [b""] * (2 * odd.size + 1)

@@ -34,8 +34,7 @@ _PIECE_BYTES: Final = 256 * 1024
 """Encrypted before it is given to the socket, so that a large answer is not kept twice."""
 
 _SLICE_BYTES: Final = 32 * 1024
-"""Given to OpenSSL, which nothing stops then, before anybody looks what it brought; of nothing but key updates it takes
-12 ms. Shorter ones cost uploads some per cent."""
+"""Given to OpenSSL, which nothing stops then, before anybody looks what it brought. Shorter ones would slow uploads."""
 
 _LONG_READ_BYTES: Final = 128 * 1024
 """The next one waits for the loop's next turn: of a peer that has more, libuv makes up to 32 reads in one turn."""
