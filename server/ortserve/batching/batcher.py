@@ -1,7 +1,6 @@
 """The loop around the decisions: takes requests, keeps the instances busy, answers everyone exactly once."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
@@ -10,20 +9,20 @@ from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
 from ortserve.batching.alarm import LoopAlarm, MakeAlarm
 from ortserve.batching.answering import AnswerTime
 from ortserve.batching.arrivals import ArrivalRate
+from ortserve.batching.boarding import Boarding
 from ortserve.batching.device import Device
 from ortserve.batching.exits import Exits
 from ortserve.batching.failing import fail
 from ortserve.batching.inline import InlineBudget
 from ortserve.batching.instances import Instances
 from ortserve.batching.isolation import Group, halve
-from ortserve.batching.latency import known_ns
 from ortserve.batching.learned import Decisions, Learned, describe
-from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, lower_cap, may_wait, plan_batch
+from ortserve.batching.planner import BatchPolicy, lower_cap
 from ortserve.batching.queue import RiderQueue, ShapeClass
-from ortserve.batching.riders import Rider, join_pieces, make_batch, settle, settle_all, split_rows
+from ortserve.batching.riders import Rider, join_pieces, make_batch, settle_all, split_rows
 from ortserve.batching.saturation import saturation
 from ortserve.clock import Clock
-from ortserve.core.batch import Arrays, BatchResult, Runner
+from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
@@ -81,7 +80,6 @@ class Batcher:
         self._loop = loop
         self._clock = clock
         self._observe_batch = observe_batch
-        self._retries: deque[Group] = deque()
         self._is_woken = False
         self._alarm = make_alarm(self._wake) if make_alarm else LoopAlarm(loop, self._wake)
         self._closed_because = ""
@@ -91,6 +89,7 @@ class Batcher:
         self._answer_time = AnswerTime()
         self.decisions: Final = Decisions()
         self._exits = Exits(queue, self.decisions, loop, clock)
+        self._boarding = Boarding(queue, self._exits, self.decisions)
         self._admission = Admission(lambda: self._policy, queue, limits, self.decisions, instances=len(runners))
 
     @property
@@ -167,7 +166,7 @@ class Batcher:
         )
         # Nobody comes any more who would be worth waiting for.
         self._policy = replace(self._policy, queue_delay_ns=0, waits_for_echo=False)
-        if self._instances.are_busy or self._queue or self._retries:
+        if self._instances.are_busy or self._boarding:
             self._idle = self._idle or asyncio.Event()
             self._wake()
             await self._idle.wait()
@@ -248,18 +247,14 @@ class Batcher:
             self._loop.call_soon(self._pump)
 
     def _wake_if_needed(self) -> None:
-        if self._has_work:
+        if self._boarding:
             self._wake()
         else:
             self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._idle is not None and not self._has_work and not self._instances.are_busy:
+        if self._idle is not None and not self._boarding and not self._instances.are_busy:
             self._idle.set()
-
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._queue or self._retries)
 
     def _pump(self) -> None:
         """Start a run on a free instance, if there is somebody to run; called again while there may be more."""
@@ -269,12 +264,13 @@ class Batcher:
         now_ns = self._clock()
         if not self._share.may_start():
             return  # the device calls when it is this model's turn
-        group = self._next_group(now_ns)
-        if group is None:
+        group = self._boarding.next_group(self._policy, now_ns)
+        if not isinstance(group, Group):
+            if group is not None:
+                self._alarm.set(group.due_ns, now_ns)
             self._share.withdraw()
             self._note_idle()
             return
-        shape_class = group.shape_class
         bucket = self._policy.bucket_for(group.rows)
         batch = make_batch(group.riders, group.rows, bucket)
         self._admission.on_batch(group.rows)
@@ -282,19 +278,26 @@ class Batcher:
         self.decisions.padding_rows += bucket - group.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self._inline is not None and self._inline.take(shape_class.run_latency.predict_ns(bucket)):
-            self.decisions.inline += 1
-            self._share.charge(shape_class.batch_latency.predict_ns(bucket), wants_more=self._has_work)
-            try:
-                result = self._instances.free[-1].run(batch)
-            except Exception as error:  # noqa: BLE001 - whatever the run raised belongs to its callers
-                self._on_failed(group, bucket, now_ns, error)
-            else:
-                shape_class.batch_latency.observe(bucket, self._clock() - now_ns)
-                self._on_computed(group, bucket, now_ns, result)
-            self._wake_if_needed()
+        elif self._inline is not None and self._inline.take(group.shape_class.run_latency.predict_ns(bucket)):
+            self._run_here(group, batch, bucket, now_ns)
             return
-        predicted_ns = shape_class.batch_latency.predict_ns(bucket)
+        self._run_on_worker(group, batch, bucket, now_ns)
+
+    def _run_here(self, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
+        latency = group.shape_class.batch_latency
+        self.decisions.inline += 1
+        self._share.charge(latency.predict_ns(bucket), wants_more=bool(self._boarding))
+        try:
+            result = self._instances.free[-1].run(batch)
+        except Exception as error:  # noqa: BLE001 - whatever the run raised belongs to its callers
+            self._on_failed(group, bucket, now_ns, error)
+        else:
+            latency.observe(bucket, self._clock() - now_ns)
+            self._on_computed(group, bucket, now_ns, result)
+        self._wake_if_needed()
+
+    def _run_on_worker(self, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
+        predicted_ns = group.shape_class.batch_latency.predict_ns(bucket)
         runner = self._instances.lend(predicted_ns, now_ns)
         self._share.begin(predicted_ns)
 
@@ -312,52 +315,11 @@ class Batcher:
             return False
         now_ns = self._clock()
         if due_ns > now_ns:
-            if self._has_work:
+            if self._boarding:
                 self._alarm.set(due_ns, now_ns)
             return False
         self._instances.free_ahead()
         return True
-
-    def _next_group(self, now_ns: int) -> Group | None:
-        while self._retries:
-            group = self._exits.leave_search(self._retries.popleft(), now_ns)
-            if group.riders:
-                return group
-        earliest_ns: int | None = None
-        for shape_class in self._queue.waiting():
-            self._exits.turn_away(shape_class, self._policy, now_ns)
-            if not shape_class.riders:
-                continue
-            plan = plan_batch(shape_class.riders, self._policy, shape_class.batch_latency, now_ns)
-            if isinstance(plan, WaitUntil):
-                self.decisions.delayed += 1
-            elif self._policy.waits_for_echo:
-                plan = self._wait_for_echo(shape_class, plan, now_ns)
-            if isinstance(plan, WaitUntil):
-                earliest_ns = plan.due_ns if earliest_ns is None else min(earliest_ns, plan.due_ns)
-                continue
-            if plan.given_up:
-                self._exits.give_up(shape_class, plan.given_up)
-            return Group(shape_class, self._queue.take(shape_class, plan.count), plan.rows)
-        if earliest_ns is not None:
-            self._alarm.set(earliest_ns, now_ns)
-        return None
-
-    def _wait_for_echo(self, shape_class: ShapeClass, plan: Take, now_ns: int) -> Take | WaitUntil:
-        """Put a batch off for a moment, where its class's callers usually come back that soon."""
-        latency, echo, max_rows = shape_class.batch_latency, shape_class.echo, self._policy.max_rows
-        line = latency.line(max_rows)
-        if line is None:
-            return plan
-        if plan.count == len(shape_class.riders):  # else it is full
-            until_ns = echo.wait_until(plan.rows, max_rows, line, now_ns)
-            if until_ns is not None and until_ns > now_ns:
-                batch_ns = known_ns(latency.predict_ns(self._policy.bucket_for(plan.rows)))
-                if may_wait(shape_class.riders, plan.count, batch_ns, until_ns):
-                    self.decisions.echo_waits += echo.begin_wait(plan.rows, now_ns)
-                    return WaitUntil(until_ns)
-        echo.end_wait(plan.rows, line, now_ns)
-        return plan
 
     def _on_done(
         self, runner: Runner, group: Group, bucket: int, taken_ns: int, outcome: BatchResult | Exception
@@ -404,7 +366,7 @@ class Batcher:
         if len(group.riders) > 1:
             halves = halve(group)
             if halves:
-                self._retries.extend(halves)
+                self._boarding.run_again(halves)
                 return
         fail(group, taken_ns, error)
 
@@ -414,9 +376,6 @@ class Batcher:
         if self._instances.count or self._closed_because == error.message:
             return
         self._closed_because = error.message
-        self._exits.refuse_all(error)
-        while self._retries:
-            for rider in self._retries.popleft().riders:
-                settle(rider.future, error=error)
+        self._boarding.refuse_all(error)
         if self._on_lost is not None:
             self._on_lost(error.message)
