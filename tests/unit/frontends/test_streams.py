@@ -8,8 +8,8 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.streams import Streams
 
 
-async def nothing() -> None:
-    pass
+async def seven() -> int:
+    return 7
 
 
 def test_one_stream_too_many_is_overloaded_until_another_has_ended() -> None:
@@ -26,8 +26,8 @@ def test_one_stream_too_many_is_overloaded_until_another_has_ended() -> None:
     assert streams.open_count == 0
 
 
-async def test_work_that_ends_by_itself_was_done() -> None:
-    assert await Streams(1).until_drain(nothing())
+async def test_result_is_that_of_the_work() -> None:
+    assert await Streams(1).until_drain(seven()) == 7
 
 
 async def test_work_that_fails_raises_its_error() -> None:
@@ -43,8 +43,10 @@ async def test_drain_cancels_what_waits_and_whatever_comes_after() -> None:
     waiting = asyncio.create_task(streams.until_drain(asyncio.Event().wait()))
     await asyncio.sleep(0)
     streams.begin_drain()
-    assert await waiting is False
-    assert await streams.until_drain(asyncio.Event().wait()) is False
+    for work in (waiting, streams.until_drain(asyncio.Event().wait())):
+        with pytest.raises(ServeError, match="the server is stopping") as caught:
+            await work
+        assert caught.value.kind is ErrorKind.NOT_READY
 
 
 async def test_work_whose_caller_has_left_is_no_drain() -> None:

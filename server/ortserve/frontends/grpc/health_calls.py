@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from ortserve._pb import health_v1_pb2 as pb
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.frontends.grpc.calls import Context, Handlers, answering, read_one, streaming, write
-from ortserve.frontends.grpc.streams import Streams, stopping
+from ortserve.frontends.grpc.streams import Streams
 
 
 class Readiness(Protocol):
@@ -46,19 +46,15 @@ class HealthCalls:
 
     async def _watch(self, context: Context) -> None:
         with self._streams.open():
-            await self._streams.until_drain(self._tell_changes(context))
-            raise stopping()
-
-    async def _tell_changes(self, context: Context) -> None:
-        parse_message(pb.HealthCheckRequest, await read_one(context))
-        told: pb.HealthCheckResponse | None = None
-        while True:
-            news = self._readiness.readiness_news()
-            status = self._status()
-            if status != told:
-                await write(context, status.SerializeToString())
-                told = status
-            await news.wait()
+            parse_message(pb.HealthCheckRequest, await self._streams.until_drain(read_one(context)))
+            told: pb.HealthCheckResponse | None = None
+            while True:
+                news = self._readiness.readiness_news()
+                status = self._status()
+                if status != told:
+                    await write(context, status.SerializeToString())
+                    told = status
+                await self._streams.until_drain(news.wait())
 
     def _status(self) -> pb.HealthCheckResponse:
         serving = pb.HealthCheckResponse.SERVING if self._readiness.is_ready() else pb.HealthCheckResponse.NOT_SERVING

@@ -27,7 +27,7 @@ from ortserve.frontends.grpc.calls import (
 )
 from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, hold_request, load_report, time_left_ns
 from ortserve.frontends.grpc.stream_room import StreamRoom
-from ortserve.frontends.grpc.streams import Streams, stopping
+from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.telemetry.tracing import Trace, Tracing
@@ -107,7 +107,7 @@ class InferStream:
             ServeError: not_ready, when a drain cut the stream before the caller had sent all.
         """
         reading = asyncio.create_task(self._streams.until_drain(self._read()))
-        reading.add_done_callback(lambda _: self._has_news.set())
+        reading.add_done_callback(self._on_read)
         try:
             while True:
                 if self._under_way:
@@ -123,14 +123,18 @@ class InferStream:
                 else:
                     self._has_news.clear()
                     await self._has_news.wait()
-            if not reading.result():
-                raise stopping()
+            reading.result()
             return None
         finally:
             reading.cancel()
             del reading  # as in ``until_drain``
             for task in self._under_way:
                 task.cancel()
+
+    def _on_read(self, reading: asyncio.Task[None]) -> None:
+        self._has_news.set()
+        if not reading.cancelled():
+            reading.exception()  # now it was asked for, which ``serve`` may end without
 
     async def _read(self) -> None:
         """Begin to answer each request that comes, until the caller has sent all."""

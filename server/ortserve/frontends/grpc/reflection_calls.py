@@ -11,7 +11,7 @@ from ortserve._pb import private_pool, reflection_v1alpha_pb2  # noqa: F401
 from ortserve._pb import reflection_v1_pb2 as pb
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.frontends.grpc.calls import Context, Handlers, read, streaming, write
-from ortserve.frontends.grpc.streams import Streams, stopping
+from ortserve.frontends.grpc.streams import Streams
 
 REFLECTION_SERVICES: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 
@@ -30,19 +30,12 @@ class ReflectionCalls:
 
     async def _server_reflection_info(self, context: Context) -> None:
         with self._streams.open():
-            if not await self._streams.until_drain(self._answer_all(context)):
-                raise stopping()
-
-    async def _answer_all(self, context: Context) -> None:
-        while True:
-            data = await read(context)
-            if data is None:
-                return
-            request = parse_message(pb.ServerReflectionRequest, data)
-            response = self._answer(request)
-            response.valid_host = request.host
-            response.original_request.CopyFrom(request)
-            await write(context, response.SerializeToString())
+            while (data := await self._streams.until_drain(read(context))) is not None:
+                request = parse_message(pb.ServerReflectionRequest, data)
+                response = self._answer(request)
+                response.valid_host = request.host
+                response.original_request.CopyFrom(request)
+                await write(context, response.SerializeToString())
 
     def _answer(self, request: pb.ServerReflectionRequest) -> pb.ServerReflectionResponse:
         pool = private_pool.Default()

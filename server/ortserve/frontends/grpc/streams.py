@@ -7,14 +7,11 @@ would hold up a drain for ever.
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from ortserve.errors import ErrorKind, ServeError
 
-
-def stopping() -> ServeError:
-    """How a stream ends that was cut by a drain."""
-    return ServeError(ErrorKind.NOT_READY, "the server is stopping: send what was not answered to another")
+Result = TypeVar("Result")
 
 
 class Streams:
@@ -49,13 +46,13 @@ class Streams:
         finally:
             self._open -= 1
 
-    async def until_drain(self, work: Coroutine[Any, Any, object]) -> bool:
+    async def until_drain(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Do what waits for a caller, until it is done or the server drains, which cancels it.
 
-        Returns:
-            Whether it was done.
+        Nothing is to be written in it: grpcio cannot end a call that is within a write, and would wait for its caller.
 
         Raises:
+            ServeError: not_ready, when the server drains.
             asyncio.CancelledError: The caller has left.
         """
         task = asyncio.ensure_future(work)
@@ -68,12 +65,11 @@ class Streams:
             self._waiting.discard(task)
             task.cancel()
         if task.cancelled() and self._is_draining:
-            return False
+            raise ServeError(ErrorKind.NOT_READY, "the server is stopping: send what was not answered to another")
         try:
-            task.result()
+            return task.result()
         finally:
             del task  # it holds its exception, whose frames hold what was sent, and this one, which would hold the task
-        return True
 
     def begin_drain(self) -> None:
         """Let no stream wait for its caller any more."""
