@@ -133,6 +133,13 @@ class Proxy:
         return text
 
 
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two
+        return True
+
+
 class HaProxy(Proxy):
     def command(self) -> Sequence[str | Path]:
         a, b = self._servers["a"], self._servers["b"]
@@ -176,7 +183,7 @@ class Nginx(Proxy):
         self._process.send_signal(signal.SIGHUP)
 
         async def are_gone() -> bool:
-            return not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+            return all(map(_is_gone, workers))
 
         await until(are_gone)
 
