@@ -34,8 +34,9 @@ REQUESTS: Final = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with serving("--example", *SHORT_WARMUP, "--max-body-bytes", "4000000", "--allow-client-shm") as server:
+def server(grpc_transport: str) -> Iterator[ServerProcess]:
+    flags = (f"--grpc-transport={grpc_transport}", "--max-body-bytes", "4000000", "--allow-client-shm")
+    with serving("--example", *SHORT_WARMUP, *flags) as server:
         yield server
 
 

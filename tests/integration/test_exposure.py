@@ -8,8 +8,8 @@ import psutil
 from servers import LONG_S, SHORT_WARMUP, serving
 
 
-def test_all_ports_are_on_the_loopback_address_and_what_changes_the_server_is_off() -> None:
-    with serving("--example", *SHORT_WARMUP) as server:
+def test_all_ports_are_on_the_loopback_address_and_what_changes_the_server_is_off(grpc_transport: str) -> None:
+    with serving("--example", *SHORT_WARMUP, f"--grpc-transport={grpc_transport}") as server:
         listening = [one.laddr for one in psutil.Process(server.pid).net_connections() if one.status == "LISTEN"]
         assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}  # grpcio maps it
         assert len(listening) == 3

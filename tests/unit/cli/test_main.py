@@ -91,7 +91,10 @@ def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_pa
             "ortserve serve: tls_key_file: expected the private key of tls_cert_file 'c.pem', got none\n",
         ),
         (
-            ["serve", "--example", "--tls-cert-file", "c.pem", "--tls-key-file", "k.pem", "--tls-min-version", "1.3"],
+            [
+                *("serve", "--example", "--grpc-transport", "grpcio", "--tls-min-version", "1.3"),
+                *("--tls-cert-file", "c.pem", "--tls-key-file", "k.pem"),
+            ],
             "ortserve serve: tls_min_version: expected grpc_transport 'native' with '1.3', got 'grpcio'\n",
         ),
         (
