@@ -15,8 +15,9 @@ from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.served import ServedModel
+from ortserve.service.call import Call
 from ortserve.service.gate import BodyGate, Hold
-from ortserve.service.inference import Call, Pending
+from ortserve.service.inference import Pending
 from ortserve.service.models import ModelMetadata, ServerMetadata
 from ortserve.telemetry.tracing import Trace
 

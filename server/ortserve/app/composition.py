@@ -47,6 +47,7 @@ from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
+from ortserve.service.accounts import Accounts
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
 from ortserve.service.load import LoadMeter
@@ -58,6 +59,7 @@ from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEM
 from ortserve.service.statistics import StatisticsService
 from ortserve.service.trace_settings import TRACE, TraceSettings
 from ortserve.service.trace_writing import TraceWriter
+from ortserve.telemetry.access_log import AccessLog
 from ortserve.telemetry.logs import LogSwitches, log_event
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.trace_files import TraceFiles
@@ -125,13 +127,18 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         strict_readiness=options.strict_readiness,
         extensions=_extensions(options),
     )
+    accounts = Accounts(
+        metrics,
+        monotonic_ns,
+        trace_writer=TraceWriter(traces, monotonic_ns) if files else None,
+        access_log=AccessLog(switches, options.log_format) if options.access_log else None,
+    )
     inference = InferenceService(
         registry,
-        metrics,
+        accounts,
         monotonic_ns,
         max_inflight_bytes=options.max_inflight_bytes,
         shared_memory=shared_memory,
-        trace_writer=TraceWriter(traces, monotonic_ns) if files else None,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
     management = Management(repository, StatisticsService(registry, monotonic_ns), LogSettings(switches), traces)

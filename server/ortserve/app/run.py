@@ -27,7 +27,7 @@ def run(options: ServerOptions) -> int:
     Returns:
         The exit status: 0 after a complete drain, 1 when the server could not start.
     """
-    switches = configure_logging(options.log_level, options.access_log, options.log_format)
+    switches = configure_logging(options.log_level, options.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -17,38 +17,20 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
+from ortserve.service.accounts import Accounts, named
+from ortserve.service.call import Call
 from ortserve.service.classification import classify, is_short
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.parameters import read_scheduling
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
-from ortserve.service.trace_writing import TraceWriter
 from ortserve.service.validation import check_request
-from ortserve.telemetry.logs import log_event, log_fault
-from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.tracing import EndedRequest, Trace
+from ortserve.telemetry.logs import log_fault
+from ortserve.telemetry.tracing import Trace
 
 logger: Final = logging.getLogger(__name__)
-access_logger: Final = logging.getLogger("ortserve.access")
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(slots=True)
-class Call:
-    """A request whose body is complete. Nothing of it changes; it is not frozen, because that costs at each making.
-
-    Attributes:
-        protocol: ``http`` or ``grpc``, for metrics.
-        timing: Begun; its points are stamped on the way, and all there when the call was answered.
-        timeout_ns: How long the caller waits for the answer, None where it did not say.
-        trace: None where it is not sampled.
-    """
-
-    protocol: str
-    timing: Timing
-    timeout_ns: int | None
-    trace: Trace | None = None
 
 
 _TAKEN: Final[Any] = None
@@ -99,22 +81,18 @@ class InferenceService:
     def __init__(
         self,
         registry: Registry,
-        metrics: Metrics,
+        accounts: Accounts,
         clock: Clock,
         *,
         max_inflight_bytes: int,
         shared_memory: SharedMemory | None = None,
-        trace_writer: TraceWriter | None = None,
     ) -> None:
-        """Take over nothing; without ``shared_memory`` requests that use it are refused, without ``trace_writer`` none
-        are traced into files.
-        """
+        """Take over nothing; without ``shared_memory`` requests that use it are refused."""
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self._gate = BodyGate(max_inflight_bytes)
-        self._metrics = metrics
+        self._accounts = accounts
         self._clock = clock
-        self._trace_writer = trace_writer
 
     def hold(self, size: int) -> Hold:
         """Let a body of ``size`` bytes in, for as long as a ``with`` block lasts.
@@ -189,22 +167,12 @@ class InferenceService:
             # The outputs are not named, so that the frame of a failure does not keep their memory leased.
             answer = encode(request, _response(pending, served.cut_back(pending.take(), pending.inputs)))
         except asyncio.CancelledError:
-            self._count_failure(call, request, served, ErrorKind.CANCELLED)
+            self._accounts.failed(call, request, served, ErrorKind.CANCELLED)
             raise
         except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
             # Without its frames, which hold the outputs where encoding failed.
             raise self._failed(call, request, served, error) from error.with_traceback(None)
-        timing = call.timing
-        timing.done_ns = self._clock()
-        served.metrics.observe_success(call.protocol, timing, pending.rows)
-        if self._trace_writer is not None:
-            self._trace_writer.observe(
-                call.protocol, timing, request.id, served.name, served.version, ended_ns=timing.done_ns
-            )
-        if not access_logger.disabled:
-            self._log_access(call, request, served, "ok", timing.done_ns - timing.received_ns)
-        if call.trace is not None:
-            _end_trace(call.trace, timing, timing.done_ns, None, request, served, pending.rows)
+        self._accounts.answered(call, request, served, pending.rows)
         return answer
 
     async def serve(
@@ -219,7 +187,7 @@ class InferenceService:
             await pending.outputs
         except asyncio.CancelledError:
             pending.leave()
-            self._count_failure(call, pending.request, pending.served, ErrorKind.CANCELLED)
+            self._accounts.failed(call, pending.request, pending.served, ErrorKind.CANCELLED)
             raise
         except Exception as error:  # noqa: BLE001 - as in ``finish``
             raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
@@ -255,89 +223,17 @@ class InferenceService:
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
         """Count a request whose body was refused, such as one that is too large, or whose caller left meanwhile."""
-        ended_ns = self._clock()
-        self._metrics.observe_unknown(protocol, kind, ended_ns - received_ns)
-        if kind is not ErrorKind.CANCELLED:
-            self._metrics.rejected("", kind.value)
-        if trace is not None:
-            _end_trace(trace, Timing(received_ns), ended_ns, kind, None, None)
+        self._accounts.body_refused(protocol, kind, received_ns, trace)
 
     def _failed(
         self, call: Call, request: InferRequest | None, served: ServedModel | None, error: Exception
     ) -> ServeError:
         """Count a call that failed, and say it to its caller."""
         if not isinstance(error, ServeError):
-            log_fault(logger, "a request failed unexpectedly", error, **_named(call, request, served))
+            log_fault(logger, "a request failed unexpectedly", error, **named(call, request, served))
             error = ServeError(ErrorKind.INTERNAL, "internal error")
-        self._count_failure(call, request, served, error.kind)
+        self._accounts.failed(call, request, served, error.kind)
         return _for_caller(error, request, served)
-
-    def _count_failure(
-        self, call: Call, request: InferRequest | None, served: ServedModel | None, kind: ErrorKind
-    ) -> None:
-        protocol, timing = call.protocol, call.timing
-        ended_ns = self._clock()
-        duration_ns = ended_ns - timing.received_ns
-        if self._trace_writer is not None or call.trace is not None:
-            # Both read it later. Where the caller left, its batch goes on meanwhile, and stamps the points it reaches.
-            timing = replace(timing)
-        if served is None:
-            self._metrics.observe_unknown(protocol, kind, duration_ns)
-        else:
-            served.metrics.observe_failure(protocol, kind, duration_ns)
-            if self._trace_writer is not None:
-                self._trace_writer.observe(
-                    protocol,
-                    timing,
-                    request.id if request else "",
-                    served.name,
-                    served.version,
-                    ended_ns=ended_ns,
-                    is_answered=kind is not ErrorKind.CANCELLED,
-                )
-        if timing.taken_ns == 0 and kind is not ErrorKind.CANCELLED:  # no work was done for it
-            self._metrics.rejected(request.model_name if request else "", kind.value)
-        if not access_logger.disabled:
-            self._log_access(call, request, served, kind.value, duration_ns)
-        if call.trace is not None:
-            _end_trace(call.trace, timing, ended_ns, kind, request, served)
-
-    def _log_access(
-        self, call: Call, request: InferRequest | None, served: ServedModel | None, outcome: str, duration_ns: int
-    ) -> None:
-        log_event(
-            access_logger,
-            logging.INFO,
-            "request",
-            protocol=call.protocol,
-            **_named(call, request, served),
-            outcome=outcome,
-            ms=round(duration_ns / 1e6, 3),
-        )
-
-
-def _named(call: Call, request: InferRequest | None, served: ServedModel | None) -> dict[str, str]:
-    """Whose log line it is; empty where it is not known yet. The ids of the trace are there where there is one."""
-    trace = call.trace
-    return {
-        "model": request.model_name if request else "",
-        "version": served.version if served else "",
-        "request_id": request.id if request else "",
-        **({} if trace is None else {"trace_id": trace.trace_id, "span_id": trace.span_id}),
-    }
-
-
-def _end_trace(
-    trace: Trace,
-    timing: Timing,
-    ended_ns: int,
-    kind: ErrorKind | None,
-    request: InferRequest | None,
-    served: ServedModel | None,
-    rows: int = 0,
-) -> None:
-    named = (request.model_name, served.version if served else "", request.id) if request else ("", "", "")
-    trace.end(EndedRequest(timing, ended_ns, kind, *named, rows))
 
 
 def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:

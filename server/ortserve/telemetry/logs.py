@@ -10,11 +10,8 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final, Literal, TextIO, TypeAlias
-
-ACCESS_LOGGERS: Final = ("ortserve.access", "uvicorn.access")
-"""Loggers of one line a request; silent unless asked for."""
-
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -26,16 +23,17 @@ _NUMBERS: Final = {
 }
 
 
+_KEYS: Final = ("time", "level", "logger", "message", "exception")
+"""Of a JSON line; fields of these names get others."""
+
+
 class LineFormatter(logging.Formatter):
     """``2030-01-31T12:00:00.123Z INFO ortserve.registry version is ready model=simple version=1``, in UTC."""
-
-    converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
         # What a caller sent may be in the message; it must not be able to forge a line.
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
-        fields = [f"{key}={_spell(value)}" for key, value in getattr(record, "fields", {}).items()]
-        line = " ".join([_moment(self, record), record.levelname, record.name, message, *fields])
+        line = text_line(record.created, record.levelname, record.name, message, getattr(record, "fields", {}))
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -45,21 +43,29 @@ class JsonFormatter(logging.Formatter):
     A field that has the name of one of these is called ``field_<name>``. Values that JSON does not know become text.
     """
 
-    converter = staticmethod(time.gmtime)
-
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": _moment(self, record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        taken = {*line, "exception"}
-        fields: Mapping[str, object] = getattr(record, "fields", {})
-        line |= {f"field_{key}" if key in taken else key: _json_value(value) for key, value in fields.items()}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        exception = self.formatException(record.exc_info) if record.exc_info else ""
+        fields = getattr(record, "fields", {})
+        return json_line(record.created, record.levelname, record.name, record.getMessage(), fields, exception)
+
+
+def text_line(created: float, level: str, logger: str, message: str, fields: Mapping[str, object]) -> str:
+    """A line for people; ``created`` in seconds since the epoch, ``level`` as ``INFO``."""
+    return " ".join(
+        [_moment(created), level, logger, message, *[f"{key}={_spell(value)}" for key, value in fields.items()]]
+    )
+
+
+def json_line(
+    created: float, level: str, logger: str, message: str, fields: Mapping[str, object], exception: str = ""
+) -> str:
+    """A line for machines, as ``JsonFormatter`` has it."""
+    line: dict[str, object] = {"time": _moment(created), "level": level.lower(), "logger": logger, "message": message}
+    for key, value in fields.items():
+        line[f"field_{key}" if key in _KEYS else key] = _json_value(value)
+    if exception:
+        line["exception"] = exception
+    return json.dumps(line, default=str)
 
 
 class LogSwitches:
@@ -105,7 +111,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure_logging(
-    level: Literal["debug", "info", "warning", "error"], access_log: bool, log_format: LogFormat = "text"
+    level: Literal["debug", "info", "warning", "error"], log_format: LogFormat = "text"
 ) -> LogSwitches:
     """Send all loggers' lines of at least ``level`` to standard error; called once, by whoever owns the process.
 
@@ -127,8 +133,6 @@ def configure_logging(
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     # It writes every header that it reads, and so the keys of callers.
     logging.getLogger("hpack").setLevel(logging.WARNING)
-    for name in ACCESS_LOGGERS:
-        logging.getLogger(name).disabled = not access_log
     return switches
 
 
@@ -149,8 +153,14 @@ def log_fault(logger: logging.Logger, message: str, fault: BaseException, /, **f
     logger.error("%s", message, exc_info=fault, extra={"fields": fields}, stacklevel=2)
 
 
-def _moment(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    return f"{formatter.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03}Z"
+def _moment(created: float) -> str:
+    seconds = int(created)
+    return f"{_second(seconds)}.{int((created - seconds) * 1000):03}Z"
+
+
+@lru_cache(maxsize=1)
+def _second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def _json_value(value: object) -> object:
@@ -162,6 +172,6 @@ def _spell(value: object) -> str:
     text = str(value)
     # Quoted where it could be misread as more than one field or line.
     is_printable = text.isprintable()
-    if text and is_printable and not set(text) & set(' "='):
+    if text and is_printable and " " not in text and '"' not in text and "=" not in text:
         return text
     return json.dumps(text, ensure_ascii=not is_printable)

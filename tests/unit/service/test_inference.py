@@ -23,6 +23,7 @@ from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
+from ortserve.service.accounts import Accounts
 from ortserve.service.inference import InferenceService
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.shared_object import FOLDER
@@ -102,7 +103,11 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     await registry.load_all()
     shared_memory = SharedMemory(is_allowed=True)
     service = InferenceService(
-        registry, metrics, time.monotonic_ns, max_inflight_bytes=1000, shared_memory=shared_memory
+        registry,
+        Accounts(metrics, time.monotonic_ns),
+        time.monotonic_ns,
+        max_inflight_bytes=1000,
+        shared_memory=shared_memory,
     )
     yield Stage(service, registry, prometheus, shared_memory)
     await registry.close()

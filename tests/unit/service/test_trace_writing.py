@@ -21,6 +21,7 @@ from ortserve.core.request import InferRequest
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ServeError
 from ortserve.registry.registry import Registry
+from ortserve.service.accounts import Accounts
 from ortserve.service.inference import InferenceService
 from ortserve.service.trace_settings import TraceSettings
 from ortserve.service.trace_writing import TraceWriter
@@ -58,8 +59,8 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     path = tmp_path / "trace.json"
     files = TraceFiles(path, max_bytes=10**6)
     settings = TraceSettings(registry, TraceFileOptions(trace_file=path, trace_level="TIMESTAMPS", trace_rate=1), files)
-    trace_writer = TraceWriter(settings, time.monotonic_ns)
-    service = InferenceService(registry, metrics, time.monotonic_ns, max_inflight_bytes=1000, trace_writer=trace_writer)
+    accounts = Accounts(metrics, time.monotonic_ns, trace_writer=TraceWriter(settings, time.monotonic_ns))
+    service = InferenceService(registry, accounts, time.monotonic_ns, max_inflight_bytes=1000)
     yield Stage(service, settings, path)
     await registry.close()
 

@@ -11,7 +11,7 @@ from typing import Literal
 import hpack
 import pytest
 
-from ortserve.telemetry.logs import ACCESS_LOGGERS, LogSwitches, StderrHandler, configure_logging, log_event, log_fault
+from ortserve.telemetry.logs import LogSwitches, StderrHandler, configure_logging, log_event, log_fault
 
 LOGGER = logging.getLogger("ortserve.test")
 
@@ -24,12 +24,10 @@ def logging_as_before() -> Iterator[None]:
     for handler in [handler for handler in root.handlers if isinstance(handler, StderrHandler)]:
         root.removeHandler(handler)
     root.setLevel(level)
-    for name in ACCESS_LOGGERS:
-        logging.getLogger(name).disabled = False
 
 
 def test_event_is_one_line_with_time_level_logger_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("info", access_log=False)
+    configure_logging("info")
 
     log_event(LOGGER, logging.INFO, "version is ready", model="m", version=1, reason="two words")
 
@@ -41,7 +39,7 @@ def test_event_is_one_line_with_time_level_logger_message_and_fields(capsys: pyt
 
 
 def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("info", access_log=False)
+    configure_logging("info")
 
     LOGGER.info("asked for %s", "a\nb")
     log_event(LOGGER, logging.INFO, "refused", model="c\nd e=f")
@@ -54,7 +52,7 @@ def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str
 
 
 def test_headers_are_not_logged_by_who_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
-    switches = configure_logging("debug", access_log=True)
+    switches = configure_logging("debug")
     switches.set(info=True, warning=True, error=True, verbose_level=2)
 
     hpack.Decoder().decode(hpack.Encoder().encode([("authorization", "Bearer secret")]))
@@ -64,7 +62,7 @@ def test_headers_are_not_logged_by_who_reads_them(capsys: pytest.CaptureFixture[
 
 
 def test_json_line_is_one_object_with_time_level_logger_message_and_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("info", access_log=False, log_format="json")
+    configure_logging("info", log_format="json")
 
     log_event(LOGGER, logging.INFO, "a\nb", model='m "é"', ms=1.5, ready=True, path=Path("c"), rate=math.inf)
 
@@ -85,7 +83,7 @@ def test_json_line_is_one_object_with_time_level_logger_message_and_fields(capsy
 
 
 def test_json_line_holds_a_traceback_and_fields_do_not_hide_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("info", access_log=False, log_format="json")
+    configure_logging("info", log_format="json")
     try:
         raise ValueError("broken")
     except ValueError as error:
@@ -100,8 +98,8 @@ def test_json_line_holds_a_traceback_and_fields_do_not_hide_its_own(capsys: pyte
 
 
 def test_configuring_twice_does_not_print_twice_and_keeps_the_last_level(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("debug", access_log=False)
-    configure_logging("warning", access_log=False)
+    configure_logging("debug")
+    configure_logging("warning")
 
     LOGGER.info("hidden")
     LOGGER.warning("shown")
@@ -109,17 +107,8 @@ def test_configuring_twice_does_not_print_twice_and_keeps_the_last_level(capsys:
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_access_lines_are_printed_only_when_asked_for(capsys: pytest.CaptureFixture[str], wanted: bool) -> None:
-    configure_logging("info", access_log=wanted)
-
-    logging.getLogger("uvicorn.access").info("GET / 200")
-
-    assert ("GET / 200" in capsys.readouterr().err) is wanted
-
-
 def test_exception_follows_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging("info", access_log=False)
+    configure_logging("info")
 
     try:
         raise ValueError("broken")
@@ -131,7 +120,7 @@ def test_exception_follows_its_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("off", ["info", "warning", "error"])
 def test_each_severity_is_turned_off_and_on_by_itself(capsys: pytest.CaptureFixture[str], off: str) -> None:
-    switches = configure_logging("info", access_log=False)
+    switches = configure_logging("info")
     numbers = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
     def log_all() -> list[str]:

@@ -23,8 +23,9 @@ from ortserve.frontends.grpc.calls import (
 )
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
+from ortserve.service.call import Call
 from ortserve.service.gate import Hold
-from ortserve.service.inference import Call, Pending
+from ortserve.service.inference import Pending
 from ortserve.telemetry.tracing import Trace, Tracing
 
 _MODEL_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelInfer")

@@ -24,8 +24,9 @@ from ortserve.frontends.http.connection import CorkedTransport
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.access import Guard, RefusedKeyError
+from ortserve.service.call import Call
 from ortserve.service.gate import Hold
-from ortserve.service.inference import Call, InferenceService, Pending
+from ortserve.service.inference import InferenceService, Pending
 from ortserve.telemetry.tracing import Trace
 
 logger: Final = logging.getLogger(__name__)
@@ -58,6 +59,15 @@ class Lane:
         self.load_reports: Final = load_reports
         self.is_draining = False
         """Whether answers ask their callers to open new connections, elsewhere."""
+        self._default_headers: list[Header] = []
+        self._default_lines = b""
+
+    def default_lines(self, headers: list[Header]) -> bytes:
+        """The headers that uvicorn gives all answers, as they travel. It makes a new list of them each second."""
+        if headers is not self._default_headers:
+            self._default_headers = headers
+            self._default_lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+        return self._default_lines
 
 
 class LaneSide(Protocol):
@@ -355,9 +365,7 @@ class Exchange:
     def _write(self, answer: Answer) -> None:
         connection = self._connection
         status, body, headers = answer
-        lines = [STATUS_LINE[status]]
-        for name, value in connection.server_state.default_headers:
-            lines += (name, b": ", value, b"\r\n")
+        lines = [STATUS_LINE[status], connection.lane.default_lines(connection.server_state.default_headers)]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         lines.append(
