@@ -99,7 +99,7 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     small requests."""
     # Longer than the 60 s after which common load balancers drop idle connections, so that they do it and not we.
     idle_timeout_s: float = Field(default=75.0, gt=0, le=86400)
-    """How long an HTTP connection may stay open without a request."""
+    """How long an HTTP connection may stay open without a request. It is closed up to two seconds later, not before."""
     http_max_connection_age_s: float | None = Field(default=None, ge=0.001, le=365 * 86400)
     """Age from which on the next answer on an HTTP connection asks its client to open another, so that balancers of
     connections spread load over new servers. Each connection's own is up to 10 % shorter or longer, so that those that

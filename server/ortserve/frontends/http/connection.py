@@ -177,7 +177,6 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._chunk_bytes = len(data)
-        self._unset_keepalive_if_required()
         self._parse(data)
         if self.stage is not _REQUEST:
             self.on_unfinished()
@@ -249,9 +248,15 @@ class Connection(HttpToolsProtocol):
         self._refusal = error  # there are requests before it that are still to be answered
 
     def on_response_complete(self) -> None:
-        is_last = not self.pipeline
-        super().on_response_complete()
-        if self._refusal is not None and is_last and not self.transport.is_closing():
+        # As uvicorn's, without a timer for each answer: the tick closes idle connections.
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+        elif self._refusal is not None:
             self._refuse(self._refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -33,7 +33,9 @@ class HttpLimits:
 
     @property
     def tick_s(self) -> float:
-        """How often to look at a connection, so that each bound is kept within a quarter of it."""
+        """How often to look at a connection. One look notices a wait, another ends it, both up to a tick late: short
+        bounds by half of them, longer ones by two seconds.
+        """
         bounds = (self.header_timeout_s, self.body_timeout_s, self.send_timeout_s, self.idle_timeout_s)
         return max(0.01, min(1.0, *(bound / 4 for bound in bounds)))
 

@@ -151,7 +151,6 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,  # nobody here asks who the caller is
-            timeout_keep_alive=self._limits.idle_timeout_s,  # type: ignore[arg-type]  # declared int, used as seconds
         )
         self._server = _Server(config, self._tls)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
