@@ -220,9 +220,24 @@ def load_model(
         raise
     if is_placed:
         loaded = replace(loaded, placed=tuple(place(choice, n).device_id for n in range(options.instances)))
-    for reason in (*loaded.interface.without_effect, *loaded.interface.in_vain_alone(options)):
+    in_vain = threads_in_vain(options, has_global_threads=runtime.has_global_threads)
+    for reason in (*loaded.interface.without_effect, *loaded.interface.in_vain_alone(options), *in_vain):
         log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
     return loaded
+
+
+def threads_in_vain(options: ModelOptions, *, has_global_threads: bool) -> tuple[str, ...]:
+    """What a model's own options say of threads that none of its sessions has."""
+    session = options.session
+    if has_global_threads:
+        said = {
+            "intra_op_threads": options.intra_op_threads if "intra_op_threads" in options.model_fields_set else None,
+            "session.inter_op_threads": "inter_op_threads" in session.model_fields_set,
+        }
+        return tuple(f"{key}: all models share the threads of global_threads" for key in said if said[key])
+    if session.inter_op_threads > 1 and session.execution_mode == "sequential":
+        return ("session.inter_op_threads: they are of the execution_mode parallel, and it is sequential",)
+    return ()
 
 
 def _untried(found: WarmUp) -> str:

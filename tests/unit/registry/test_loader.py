@@ -17,7 +17,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.session import open_session
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.loader import LoadedModel, load_model
+from ortserve.registry.loader import LoadedModel, load_model, threads_in_vain
 
 QUICK = ModelOptions(warmup_s=0.1)
 
@@ -191,6 +191,26 @@ def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, ca
     load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
     (told,) = [record for record in caplog.records if record.message == "configured without effect"]
     assert "buckets: each request runs alone: output 'y' of a row depends on the rows beside it" in str(vars(told))
+
+
+@pytest.mark.parametrize(
+    ("options", "has_global_threads", "told"),
+    [
+        ({"session": {"inter_op_threads": 4}}, False, ["session.inter_op_threads: they are of the execution_mode"]),
+        ({"session": {"inter_op_threads": 4, "execution_mode": "parallel"}}, False, []),
+        ({"session": {"inter_op_threads": 1}, "intra_op_threads": 2}, False, []),
+        (
+            {"session": {"inter_op_threads": 4}, "intra_op_threads": 2},
+            True,
+            ["intra_op_threads: all models share", "session.inter_op_threads: all models share"],
+        ),
+        ({"session": {"spinning": True}, "intra_op_threads": None}, True, []),
+    ],
+)
+def test_threads_that_no_session_has_are_told(options: Any, has_global_threads: bool, told: list[str]) -> None:
+    found = threads_in_vain(ModelOptions.model_validate(options), has_global_threads=has_global_threads)
+    assert len(found) == len(told)
+    assert all(reason.startswith(begun) for reason, begun in zip(found, told, strict=True))
 
 
 AZURE = "AzureExecutionProvider"
