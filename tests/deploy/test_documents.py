@@ -1,4 +1,4 @@
-"""deploy/README.md and deploy/RUNBOOK.md: what they tell a stranger to type is there, and does what they say."""
+"""The pages of deploy: what they tell a stranger to type is there, and does what they say."""
 
 import re
 import shlex
@@ -16,12 +16,13 @@ import yaml
 
 from manifests import DEPLOY, ROOT, installation, overlays, rendered
 from ortserve import __version__
-from ortserve.config.options import ServerOptions, variable_name
+from ortserve.config.options import ServerOptions, flag_name, variable_name
 from ortserve.telemetry.declarations import DECLARATIONS
 from servers import LONG_S, SHORT_WARMUP, serving
 
 README: Final = (DEPLOY / "README.md").read_text()
 RUNBOOK: Final = (DEPLOY / "RUNBOOK.md").read_text()
+OBSERVABILITY: Final = (DEPLOY / "OBSERVABILITY.md").read_text()
 COMPOSE: Final = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 
 
@@ -42,12 +43,12 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", ["README.md", "RUNBOOK.md"])
+@pytest.mark.parametrize("page", ["README.md", "RUNBOOK.md", "OBSERVABILITY.md"])
 def test_links_lead_somewhere(page: str) -> None:
     text = (DEPLOY / page).read_text()
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert links
-    for link in links:
+    for link in (link for link in links if "://" not in link):
         path, _, anchor = link.partition("#")
         target = DEPLOY / (path or page)
         assert target.exists(), link
@@ -216,9 +217,17 @@ def test_options_that_are_named_are_there(text: str) -> None:
     assert named <= known
 
 
-def test_metrics_that_are_named_are_there() -> None:
+def test_flags_that_are_named_are_there() -> None:
+    known = {flag_name(name) for name in ServerOptions.model_fields} | {"--no-triton-metrics"}
+    named = set(re.findall(r"--[a-z][a-z-]+", OBSERVABILITY))
+    assert named
+    assert named <= known
+
+
+@pytest.mark.parametrize("text", [README + RUNBOOK, OBSERVABILITY], ids=["README, RUNBOOK", "OBSERVABILITY"])
+def test_metrics_that_are_named_are_there(text: str) -> None:
     known = {declaration.name for declaration in DECLARATIONS}
-    named = {re.sub(r"_count$", "", name) for name in re.findall(r"\bortserve_\w+", README + RUNBOOK)}
+    named = {re.sub(r"_count$", "", name) for name in re.findall(r"(?<!:)\bortserve_\w+", text)}
     assert named
     assert named <= known
 
