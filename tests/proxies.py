@@ -197,6 +197,7 @@ class Nginx(Proxy):
                 "listen 8000;": f"listen {self.rest};",
                 "listen 8001 http2;": f"listen {self.grpc} http2;",
                 "access_log off;": f"access_log off; {folders}",
+                "keepalive_time 30s;": "keepalive_time 2s;",  # how long a test may have to wait for old workers
             },
             "{host}:{port}",
         )

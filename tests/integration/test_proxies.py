@@ -3,14 +3,16 @@
 import asyncio
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
 import httpx
 import numpy as np
 import onnxruntime
+import psutil
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_grpc_aio
 
 from apart import UnavailableError
@@ -101,6 +103,44 @@ class Fleet:
         await self.wait_until_loaded(name)
         await self.proxy.put_in(name)
         await self.wait_until_in(name)
+
+
+class SlowRelay:
+    """Connects clients to a proxy at once, and lets nobody say a word on the first connection before ``may_speak``."""
+
+    def __init__(self, address: str) -> None:
+        self._host, self._port = address.split(":")
+        self._local_port = 0
+        self.may_speak = asyncio.Event()
+
+    async def serve(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        proxy, to_proxy = await asyncio.open_connection(self._host, int(self._port))
+        self._local_port = self._local_port or to_proxy.get_extra_info("sockname")[1]
+        await self.may_speak.wait()
+        await asyncio.gather(_pump(client, to_proxy), _pump(proxy, to_client))
+
+    async def is_accepted(self) -> bool:
+        """Whether a process of the proxy has the first connection."""
+        return self._owner() is not None
+
+    async def is_alone(self) -> bool:
+        """Whether that process takes no others any more."""
+        owner = self._owner()
+        return owner is not None and all(one.status != psutil.CONN_LISTEN for one in owner.net_connections())
+
+    def _owner(self) -> psutil.Process | None:
+        for one in psutil.net_connections("tcp"):
+            if one.pid and (*one.laddr[1:], *one.raddr[1:]) == (int(self._port), self._local_port):
+                return psutil.Process(one.pid)
+        return None
+
+
+async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await source.read(65536):
+            target.write(data)
+            await target.drain()
+    target.close()
 
 
 async def answered_by(ports: Ports) -> dict[str, float]:
@@ -201,6 +241,34 @@ async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) 
         await fleet.load.go_on(300)
     assert fleet.load.failures == []
     assert await answered_by(fleet.ports["b"]) == {}
+
+
+@pytest.mark.parametrize("fleet", ["nginx"], indirect=True)
+async def test_client_that_was_just_connecting_does_not_stay_with_a_server_that_was_taken_out(fleet: Fleet) -> None:
+    """A worker of nginx's old configuration forgets such a connection, and would send its calls to both for ever."""
+    await fleet.start_both()
+    given = triton_grpc.InferInput("x", (1, 64), "FP32")
+    given.set_data_from_numpy(fleet.load.rows[:1])
+    relay = SlowRelay(fleet.proxy.grpc)
+    async with (
+        await asyncio.start_server(relay.serve, "127.0.0.1") as listener,
+        triton_grpc_aio.InferenceServerClient(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}") as client,
+    ):
+        first = asyncio.create_task(client.infer("heavy", [given], client_timeout=LONG_S))
+        await until(relay.is_accepted)
+        taking_out = asyncio.create_task(fleet.proxy.take_out("a"))
+        await until(relay.is_alone)
+        relay.may_speak.set()
+        await first
+
+        async def is_left_alone() -> bool:
+            before = await answered_by(fleet.ports["a"])
+            for _ in range(20):
+                await client.infer("heavy", [given], client_timeout=LONG_S)
+            return await answered_by(fleet.ports["a"]) == before
+
+        await until(is_left_alone)
+        await taking_out
 
 
 async def _is_ready(client: triton_grpc_aio.InferenceServerClient) -> bool:
