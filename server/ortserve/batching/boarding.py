@@ -71,6 +71,8 @@ class Boarding:
     def _wait_for_echo(self, shape_class: ShapeClass, plan: Take, policy: BatchPolicy, now_ns: int) -> Take | WaitUntil:
         """Put a batch off for a moment, where its class's callers usually come back that soon."""
         latency, echo, max_rows = shape_class.batch_latency, shape_class.echo, policy.max_rows
+        if not echo.is_heard:
+            return plan
         line = latency.line(max_rows)
         if line is None:
             return plan

@@ -48,6 +48,11 @@ class EchoProfile:
         self._waits = 0
         self._gain_ns = 0.0
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether an answer was noted, which others may follow; those of runs on the event loop are not."""
+        return self._answered_ns is not None
+
     def on_answer(self, now_ns: int, solo_ns: float) -> None:
         """A batch was answered; a batch of one row takes ``solo_ns``."""
         if self._answered_ns is not None:

@@ -64,14 +64,19 @@ class LatencyModel:
         ratio = min(max(ns / predicted, 1 / _MOST), _MOST) - 1
         index = bisect_left(self._sizes, rows)
         above = self._sizes[index]
-        below = self._sizes[index - 1] if index and above != rows else above
-        share = (rows - below) / (above - below) if above != below else 1.0
+        if index == 0 or above == rows:
+            self._knots[above] *= 1 + _GAIN * ratio
+            return
+        below = self._sizes[index - 1]
+        share = (rows - below) / (above - below)
         self._knots[above] *= 1 + _GAIN * share * ratio
-        if below != above:
-            self._knots[below] *= 1 + _GAIN * (1 - share) * ratio
+        self._knots[below] *= 1 + _GAIN * (1 - share) * ratio
 
     def predict_ns(self, rows: int) -> float | None:
         """L(rows); None where nothing is known at all. Beyond the largest knot the last slope goes on."""
+        known = self._knots.get(rows)
+        if known is not None:
+            return known
         sizes = self._sizes
         if not sizes:
             return None
@@ -79,7 +84,7 @@ class LatencyModel:
         if index == len(sizes):
             return self._extend(rows)
         above = sizes[index]
-        if above == rows or index == 0:
+        if index == 0:
             return self._knots[above]
         below = sizes[index - 1]
         low, high = self._knots[below], self._knots[above]

@@ -1,0 +1,241 @@
+"""A head that was read before means what the parser would have made of it: whatever comes, in whatever pieces."""
+
+import asyncio
+import random
+from typing import Any, Final
+
+import pytest
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from fakes.service import FakeInferenceService
+from ortserve.config.http import HttpOptions
+from ortserve.frontends.http.exchange import Lane
+from ortserve.frontends.http.heads import MAX_KEPT, MAX_KEPT_BYTES, Head, Heads
+from ortserve.frontends.http.lane import LaneConnection
+from ortserve.frontends.http.limits import http_limits
+from ortserve.service.access import Access, Group, Keyring, digest_of
+
+CASES: Final = 400
+BODIES: Final = tuple(
+    b'{"id":"%s","inputs":[{"name":"x","datatype":"FP32","shape":[1],"data":[%d]}]}' % (b"i" * n, n) for n in range(3)
+)
+TARGETS: Final = (b"POST /v2/models/double/infer HTTP/1.1", b"POST /v2/models/double/versions/1/infer?a=b HTTP/1.1")
+OTHERS: Final = (
+    b"POST /v2/models/nowhere/infer HTTP/1.1",
+    b"POST /v2/models/double/infer HTTP/1.0",
+    b"POST /elsewhere HTTP/1.1",
+    b"PUT /v2/models/double/infer HTTP/1.1",
+    b"GET /v2/models/double/infer HTTP/1.1",
+    b"POST /v2/models/double/infer HTTP/3.1",
+)
+HEADERS: Final = (
+    b"Content-Type: application/json",
+    b"X-Request-Timeout-Ms: 500",
+    b"Connection: keep-alive",
+    b"Authorization: Bearer right",
+)
+ODD_HEADERS: Final = (
+    b"Connection: close",
+    b"Expect: 100-continue",
+    b"Authorization: Bearer wrong",
+    b"X-Request-Timeout-Ms: soon",
+    b"Content-Encoding: br",
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c",
+    b"Transfer-Encoding: chunked",
+    b"Content-Length: 7",
+    b"X: " + b"x" * MAX_KEPT_BYTES,
+    b"no header",
+)
+
+
+class CountingHeads(Heads):
+    found = 0
+
+    def get(self, data: bytes) -> Head | None:  # type: ignore[override]  # as the lane calls it
+        head = super().get(data)
+        self.found += head is not None
+        return head
+
+
+class Forgetful(Heads):
+    def keep(self, data: bytes, head: Head) -> None: ...
+
+
+class Socket(asyncio.Transport):
+    """Keeps what is written, and says when it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.written += b"" if self.is_closed else bytes(data)
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class Side:
+    """Connections of a server, one after the other."""
+
+    def __init__(self, heads: Heads, *, has_keys: bool = False) -> None:
+        self.service = FakeInferenceService()
+        service: Any = self.service
+        keyring = Keyring({Group.INFER: [digest_of(b"right")]})
+        guard = Access([Group.INFER], keyring, on_refusal=lambda *_: None).guards[Group.INFER] if has_keys else None
+        self.lane = Lane(service, max_body_bytes=1000, compression_min_bytes=10**6, clock=lambda: 0, guard=guard)
+        self.heads = heads
+        self.lane.heads = heads  # type: ignore[misc]  # Final: nobody else changes it
+        self.refused: list[object] = []
+        self._config = Config(self._app, interface="asgi3", log_config=None)
+        self.state = ServerState()
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        said = repr((scope["method"], scope["path"], scope["headers"], body)).encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]})
+        await send({"type": "http.response.body", "body": said})
+
+    async def answer(self, pieces: list[bytes]) -> tuple[bytes, bool]:
+        """What is written, and whether the connection is closed, once all that came is answered."""
+        socket = Socket()
+        connection = LaneConnection(
+            self.lane,
+            self._config,
+            self.state,
+            {},
+            asyncio.get_running_loop(),
+            max_age_s=None,
+            limits=http_limits(HttpOptions(http_max_header_bytes=4096), idle_timeout_s=75),
+            on_refusal=self.refused.append,
+        )
+        connection.connection_made(socket)
+        for piece in pieces:
+            if not socket.is_closed:
+                connection.data_received(piece)
+                for _ in range(12):  # turns of the loop, more than an answer takes
+                    await asyncio.sleep(0)
+        answered = socket.written, socket.is_closed
+        connection.connection_lost(None)
+        return answered
+
+
+def request(rng: random.Random) -> bytes:
+    """Most are like many others, some are wrong in one way or another."""
+    is_odd = rng.random() < 0.2
+    lines = [rng.choice(TARGETS + OTHERS * is_odd), b"Host: x", *HEADERS[: rng.randrange(len(HEADERS) + 1)]]
+    body = rng.choice(BODIES)
+    length = len(body)
+    if is_odd:
+        lines.insert(rng.randrange(1, len(lines)), rng.choice(ODD_HEADERS))
+        length = max(0, length + rng.choice((0, 0, 0, -3, 3, 5000)))
+    lines.append(b"Content-Length: %d" % length)
+    line_end = b"\n" if is_odd and rng.random() < 0.2 else b"\r\n"
+    if is_odd and rng.random() < 0.2:
+        body = body.replace(b'":"', b'":"\r\n\r\n', 1)
+    stray = b"\r\n" * (is_odd and rng.random() < 0.3)
+    return stray + line_end.join([*lines, b"", b""]) + body + stray
+
+
+def stream(rng: random.Random) -> list[bytes]:
+    """Requests, most of them in a piece of their own."""
+    pieces: list[bytes] = []
+    for _ in range(rng.randrange(1, 12)):
+        came = request(rng)
+        cut = rng.random()
+        if cut < 0.1 and pieces:
+            pieces[-1] += came
+        elif cut < 0.3:
+            at = rng.randrange(1, len(came))
+            pieces += [came[:at], came[at:]]
+        else:
+            pieces.append(came)
+    return pieces
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_answers_are_those_of_a_server_that_parses_every_head(has_keys: bool) -> None:
+    heads = CountingHeads()
+    knowing, parsing = Side(heads, has_keys=has_keys), Side(Forgetful(), has_keys=has_keys)
+    for number in range(CASES):
+        pieces = stream(random.Random(number))
+        assert await knowing.answer(pieces) == await parsing.answer(pieces), (number, pieces)
+    assert knowing.refused == parsing.refused
+    assert knowing.service.refused == parsing.service.refused
+    assert knowing.service.received == parsing.service.received
+    assert knowing.service.gate.held_bytes == 0
+    assert (heads.found > 500) != has_keys
+    assert not any(b"right" in head for head in heads)
+
+
+async def test_known_head_is_parsed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side(Heads())
+    first, _ = await side.answer([whole(0)])
+    monkeypatch.setattr(LaneConnection, "on_message_begin", lambda _: pytest.fail("it is parsed"))
+    assert await side.answer([whole(0), whole(0)]) == (first + first, False)
+
+
+async def test_connection_whose_heads_all_differ_is_not_looked_up_for_ever() -> None:
+    heads = CountingHeads()
+    side = Side(heads)
+    await side.answer([whole(number) for number in range(100)])
+    assert len(heads) < 30
+    await side.answer([whole(number % 2) for number in range(100)])
+    assert heads.found == 100
+
+
+async def test_connection_that_is_turned_away_is_answered_no_more() -> None:
+    side = Side(Heads())
+    await side.answer([whole(0)])
+    assert len(side.lane.heads) == 1
+    others: Any = {object() for _ in range(HttpOptions().http_max_connections)}
+    side.state.connections |= others
+    written, _ = await side.answer([whole(0)])
+    assert written.startswith(b"HTTP/1.1 429 ")
+    assert written.count(b"HTTP/1.1 ") == 1
+
+
+async def test_empty_lines_are_no_head() -> None:
+    side = Side(Heads())
+    await side.answer([whole(0), b"\r\n\r\n" + b"\r\n" * (len(BODIES[0]) // 2)])
+    assert len(BODIES[0]) % 2 == 0
+    assert b"\r\n\r\n" not in side.lane.heads
+    assert len(side.lane.heads) == 1
+
+
+def test_oldest_head_goes_first_and_long_ones_are_not_kept() -> None:
+    heads, head = Heads(), Head(b"/", "m", "", [], keep_alive=True, expects_continue=False)
+    heads.keep(b"x" * (MAX_KEPT_BYTES + 1), head)
+    for number in range(MAX_KEPT + 1):
+        heads.keep(b"%d" % number, head)
+    assert list(heads)[:1] == [b"1"]
+    assert list(heads)[-1] == b"%d" % MAX_KEPT
+
+
+def whole(number: int) -> bytes:
+    """A request whose head has this number."""
+    return b"%b\r\nX: %d\r\nContent-Length: %d\r\n\r\n%b" % (TARGETS[0], number, len(BODIES[0]), BODIES[0])
