@@ -170,11 +170,15 @@ class Connection(HttpToolsProtocol):
         else:
             self._tick = self.loop.call_later(self._limits.tick_s, self._on_tick)
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether what comes is read no more: the caller was told why, or will be in its turn."""
+        return self._is_refused or self._refusal is not None
+
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            self.transport.close()  # what the caller was told will reach it now: nothing of its own is left unread
-            return
-        if self._refusal is not None:
+        if self.is_given_up:
+            if self._is_refused:
+                self.transport.close()  # what the caller was told will reach it now: nothing of its own is left unread
             return
         self._chunk_bytes = len(data)
         self._parse(data)
@@ -270,7 +274,7 @@ class Connection(HttpToolsProtocol):
 
     def on_unfinished(self) -> None:
         """Bound what the parser keeps to itself: headers that do not end, and what is in a chunked body beside it."""
-        if self._is_refused or self._refusal is not None:
+        if self.is_given_up:
             return
         limits = self._limits
         if self._unfinished[0] is not self.headers or self._unfinished[1] is not self.stage:

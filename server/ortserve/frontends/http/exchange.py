@@ -17,10 +17,11 @@ from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import decode_rest_request, encode_rest_response
 from ortserve.core.batch import Arrays
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.announcement import authorizations, read_announcement
+from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.connection import CorkedTransport
+from ortserve.frontends.http.heads import Head, Heads
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.access import Guard, RefusedKeyError
@@ -59,6 +60,7 @@ class Lane:
         self.load_reports: Final = load_reports
         self.is_draining = False
         """Whether answers ask their callers to open new connections, elsewhere."""
+        self.heads: Final = Heads()
         self._default_headers: list[Header] = []
         self._default_lines = b""
 
@@ -73,7 +75,6 @@ class Lane:
 class LaneSide(Protocol):
     """What an exchange needs of its connection."""
 
-    url: bytes
     exchange: "Exchange | None"
     corked: CorkedTransport
     transport: asyncio.Transport
@@ -103,42 +104,29 @@ class Exchange:
         "_announced",
         "_call",
         "_connection",
-        "_expects_continue",
         "_held",
         "_hold",
         "_inflating",
         "_is_started",
         "_is_written",
-        "_model",
         "_parts",
         "_pending",
         "_received_ns",
         "_refusal",
         "_size",
         "_trace",
-        "_version",
         "disconnected",
+        "head",
         "keep_alive",
         "more_body",
         "response_complete",
     )
     message_event: Final = _NoEvent()
 
-    def __init__(
-        self,
-        connection: LaneSide,
-        model: str,
-        version: str,
-        headers: list[Header],
-        keep_alive: bool,
-        expects_continue: bool,
-    ) -> None:
-        """``headers`` are the request's, their names in lower case."""
+    def __init__(self, connection: LaneSide, head: Head) -> None:
         lane = connection.lane
         self._connection = connection
-        self._model = model
-        self._version = version
-        self._expects_continue = expects_continue
+        self.head: Final = head
         self._parts: list[bytes] = []
         self._size = 0
         self._held = 0
@@ -150,23 +138,28 @@ class Exchange:
         self._is_written = False
         self._inflating: asyncio.Task[None] | None = None
         self.more_body = True
-        self.keep_alive = keep_alive
+        self.keep_alive = head.keep_alive
         self.disconnected = False
         self.response_complete = False
         self._received_ns = lane.clock()
         self._trace: Trace | None = None
         if lane.traces is not None:
-            self._trace = lane.traces.begin("infer", version, connection.url.partition(b"?")[0], headers)
+            self._trace = lane.traces.begin("infer", head.version, head.url.partition(b"?")[0], head.headers)
         try:
             if lane.guard is not None:
-                lane.guard.check(authorizations(headers))
-            self._announced = read_announcement(headers)
+                lane.guard.check(authorizations(head.headers))
+            self._announced = head.announced()
             if self._announced.body_size > lane.max_body_bytes:
                 raise body_too_large(self._announced.body_size, lane.max_body_bytes)
             self._held = self._announced.body_size
             self._hold = lane.service.hold(self._held)
         except ServeError as error:
             self._refusal = error
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it is answered by an error before its body was looked at."""
+        return self._refusal is not None
 
     def start(self) -> None:
         """Read the rest of the body, or answer: its turn has come."""
@@ -179,7 +172,7 @@ class Exchange:
             self._refuse(self._refusal)
         elif not self.more_body:
             self._run()
-        elif self._expects_continue:
+        elif self.head.expects_continue:
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
@@ -290,10 +283,10 @@ class Exchange:
 
     def _submit(self, body: bytes) -> None:
         assert self._call is not None
-        announced = self._announced
+        head = self.head
         try:
             pending = self._connection.lane.service.begin(
-                self._call, partial(decode_rest_request, body, announced.json_size, self._model, self._version)
+                self._call, partial(decode_rest_request, body, self._announced.json_size, head.model, head.version)
             )
         except ServeError as error:
             self._answer(failure(error))

@@ -17,13 +17,21 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.exchange import Exchange, Lane
+from ortserve.frontends.http.heads import Head
 from ortserve.frontends.http.infer_route import match_infer_path
 from ortserve.frontends.http.limits import HttpLimits, Stage
 
 UVICORN: Final = "0.54.0"
 """The version whose protocol class the lane is made for, attribute by attribute."""
+
+_METHOD: Final = b"POST "
+_EMPTY_LINE: Final = b"\r\n\r\n"
+
+_MAX_STRANGE: Final = 16
+"""Requests in a row whose heads were not known: from then on a connection's are not looked up, for all may differ."""
 
 _KEPT_URL_BYTES: Final = 512
 """Longer URLs go uvicorn's way: anybody may make them up, and what was read of the others is kept."""
@@ -61,6 +69,25 @@ class LaneConnection(Connection):
         self.lane: Final = lane
         self.exchange: Exchange | None = None
         """The one whose turn it is; those behind it wait in ``pipeline``."""
+        self._n_strange = 0
+
+    def data_received(self, data: bytes) -> None:
+        if self._n_strange > _MAX_STRANGE or self.stage is not _REQUEST or self.is_given_up:
+            super().data_received(data)
+            return
+        body_at = data.find(_EMPTY_LINE) + len(_EMPTY_LINE)
+        head = self.lane.heads.get(data[:body_at])
+        if head is None:
+            super().data_received(data)
+            self._remember(data, body_at)
+        elif len(data) - body_at == head.announced().body_size:
+            # The parser is between two requests, and would be there again after this one.
+            self._n_strange = 0
+            exchange = self._begin(head)
+            exchange.on_body(data[body_at:])
+            exchange.on_end()
+        else:
+            super().data_received(data)
 
     def on_message_begin(self) -> None:
         # What uvicorn's does, without the scope that only ASGI needs.
@@ -78,15 +105,8 @@ class LaneConnection(Connection):
         if target is None:
             self._begin_asgi()
             return
-        previous = cast("RequestResponseCycle | Exchange | None", self.cycle)
         keep_alive = parser.get_http_version() != "1.0" and parser.should_keep_alive()
-        exchange = Exchange(self, *target, self.headers, keep_alive, self.expect_100_continue)
-        self.cycle = cast("RequestResponseCycle", exchange)
-        if previous is None or previous.response_complete:
-            exchange.start()
-        else:
-            self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, self.app))
+        self._begin(Head(self.url, *target, self.headers, keep_alive, self.expect_100_continue))
 
     def on_body(self, body: bytes) -> None:
         exchange: object = self.cycle
@@ -142,6 +162,29 @@ class LaneConnection(Connection):
     def on_response_complete(self) -> None:
         self.exchange = None
         super().on_response_complete()
+
+    def _remember(self, data: bytes, body_at: int) -> None:
+        """Keep what the parser made of the head of a request, if all that came was that one, whole."""
+        exchange: object = self.cycle
+        if self.stage is not _REQUEST or type(exchange) is not Exchange or exchange.is_refused:
+            return
+        self._n_strange += 1
+        head = exchange.head
+        # With a body of just this size the head ended there for the parser, too, and there was no other request.
+        is_it = data.startswith(_METHOD) and 0 < head.announced().body_size == len(data) - body_at
+        if is_it and not authorizations(head.headers):  # keys are kept nowhere
+            self.lane.heads.keep(data[:body_at], head)
+
+    def _begin(self, head: Head) -> Exchange:
+        previous = cast("RequestResponseCycle | Exchange | None", self.cycle)
+        exchange = Exchange(self, head)
+        self.cycle = cast("RequestResponseCycle", exchange)
+        if previous is None or previous.response_complete:
+            exchange.start()
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
+        return exchange
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         exchange: object = cycle
