@@ -1,0 +1,194 @@
+"""The image and its pod, run by a container engine where one is named.
+
+    ORTSERVE_TEST_ENGINE=docker .venv/bin/python -m pytest tests/deploy/test_containers.py
+
+types what deploy/README.md does, with the image that ``ORTSERVE_TEST_IMAGE`` names or one that it builds. The pod needs
+Podman, whose ``play kube`` runs what Kustomize renders.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+import yaml
+
+from certificates import Secret
+from manifests import DEPLOY, ROOT, installation
+from ortserve.example import repository_path
+from proxies import Ports, free_ports
+from servers import LONG_S
+
+ENGINE: Final = shlex.split(os.environ.get("ORTSERVE_TEST_ENGINE", ""))
+BUILD_S: Final = 900.0
+DRAIN_S: Final = 60.0
+"""``terminationGracePeriodSeconds`` of the manifests."""
+
+pytestmark = [
+    pytest.mark.skipif(not ENGINE, reason="needs a container engine, named by ORTSERVE_TEST_ENGINE"),
+    pytest.mark.timeout(BUILD_S + 2 * LONG_S),
+]
+
+
+def typed(program: str, verb: str) -> list[list[str]]:
+    """The commands of the page that begin so."""
+    lines = re.findall(rf"^{program} {verb} .*$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
+    assert lines
+    return [shlex.split(line) for line in lines]
+
+
+def engine(*arguments: str | Path, timeout_s: float = LONG_S) -> str:
+    """Have the engine do something; returns what it prints."""
+    done = subprocess.run(
+        [*ENGINE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    """The CPU image's name."""
+    if named := os.environ.get("ORTSERVE_TEST_IMAGE"):
+        return named
+    (command,) = (words for words in typed("docker", "build") if "cpu" in words)
+    engine(*command[1:], timeout_s=BUILD_S)
+    return command[command.index("-t") + 1]
+
+
+@dataclass
+class Container:
+    """One that runs."""
+
+    name: str
+    ports: Ports
+    process: subprocess.Popen[str]
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in it."""
+        return subprocess.run(
+            [*ENGINE, "exec", self.name, *command], capture_output=True, text=True, timeout=LONG_S, check=False
+        )
+
+    def stop(self) -> str:
+        """Have it drained and ended well; returns its log."""
+        engine("stop", "--time", f"{DRAIN_S:g}", self.name, timeout_s=DRAIN_S + LONG_S)
+        log, _ = self.process.communicate(timeout=LONG_S)
+        assert self.process.returncode == 0, log
+        return log
+
+
+@contextmanager
+def running(command: list[str], image: str, folder: Path, *, verify: Any = True) -> Iterator[Container]:
+    """A command of the page with another image, ports of its own and ``folder`` for the folder that it is typed in."""
+    ports = free_ports()
+    container = f"ortserve-test-{os.getpid()}-{ports.http}"
+    words = [word.replace("$PWD", str(folder)) for word in command[2:-1]]
+    words = [re.sub(r"^(127\.0\.0\.1):800([01]):", lambda at: f"{at[1]}:{ports[int(at[2])]}:", word) for word in words]
+    process = subprocess.Popen(
+        [*ENGINE, "run", "--name", container, *words, image],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    scheme = "http" if verify is True else "https"
+    try:
+        ends = time.monotonic() + LONG_S
+        while not is_ready(f"{scheme}://127.0.0.1:{ports.http}/v2/health/ready", verify):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < ends, "it does not become ready"
+            time.sleep(0.1)
+        yield Container(container, ports, process)
+    finally:
+        subprocess.run([*ENGINE, "rm", "--force", container], capture_output=True, timeout=LONG_S, check=False)
+        process.communicate(timeout=LONG_S)
+
+
+def is_ready(url: str, verify: Any) -> bool:
+    try:
+        return httpx.get(url, verify=verify, timeout=LONG_S).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def with_models(folder: Path) -> Path:
+    """The example models in a folder ``models`` that anybody may read."""
+    shutil.copytree(repository_path(), folder / "models")
+    folder.chmod(0o755)
+    return folder
+
+
+def test_container_serves_both_protocols_as_nobody_in_particular_and_drains(image: str, tmp_path: Path) -> None:
+    command, _ = typed("docker", "run")
+    with running(command, image, with_models(tmp_path)) as container:
+        rows = np.arange(16, dtype=np.int32).reshape(1, 16)
+        for kind, port in ((triton_http, container.ports.http), (triton_grpc, container.ports.grpc)):
+            with kind.InferenceServerClient(f"127.0.0.1:{port}") as client:
+                inputs = [kind.InferInput(name, rows.shape, "INT32") for name in ("INPUT0", "INPUT1")]
+                for given in inputs:
+                    given.set_data_from_numpy(rows)
+                np.testing.assert_array_equal(client.infer("simple", inputs).as_numpy("OUTPUT0"), rows + rows)
+
+        assert container.run("id", "-u").stdout == "10001\n"
+        assert container.run("ortserve", "health").stdout == "ready\n"
+        assert container.run("touch", "/tmp/there").returncode == 0
+        assert "Read-only file system" in container.run("touch", "/opt/there").stderr
+        assert container.run("python", "-m", "pip").returncode != 0
+        assert container.run("sh", "-c", "command -v gcc cc make pip").stdout == ""
+        assert "drained" in container.stop()
+
+
+def test_container_speaks_tls_by_a_mounted_folder(image: str, tmp_path: Path) -> None:
+    _, command = typed("docker", "run")
+    secret = Secret(with_models(tmp_path) / "tls")
+    for file in secret.folder.rglob("*"):
+        file.chmod(0o755 if file.is_dir() else 0o644)
+    with running(command, image, tmp_path, verify=secret.client_context()) as container:
+        assert container.run("ortserve", "health").stdout == "ready\n"
+        assert "tls=server" in container.stop()
+
+
+@pytest.mark.skipif("podman" not in " ".join(ENGINE), reason="needs Podman, for play kube")
+def test_rendered_pod_is_ready_with_no_rights_and_drains(image: str, tmp_path: Path) -> None:
+    documents = [deepcopy(one) for one in installation("cpu").documents if one["kind"] in ("ConfigMap", "Deployment")]
+    for document in documents:
+        if document["kind"] == "Deployment":
+            document["spec"]["replicas"] = 1  # a host has each port once
+            document["spec"]["template"]["spec"]["containers"][0]["image"] = image
+    manifest = tmp_path / "pod.yaml"
+    manifest.write_text(yaml.safe_dump_all(documents))
+    try:
+        engine("play", "kube", manifest)
+        pod, container = "ortserve-pod-0", "ortserve-pod-0-ortserve"
+        ends = time.monotonic() + LONG_S
+        while "loading is over" not in logs_of(container):
+            assert time.monotonic() < ends
+            time.sleep(0.1)
+        assert engine("exec", container, "ortserve", "health") == "ready\n"
+        status = engine("exec", container, "cat", "/proc/self/status")
+        assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
+        assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
+        assert re.search(r"^Uid:\s+10001\s", status, re.MULTILINE)
+        engine("pod", "stop", "--time", f"{DRAIN_S:g}", pod, timeout_s=DRAIN_S + LONG_S)
+        assert "drained" in logs_of(container)
+        assert engine("inspect", container, "--format", "{{.State.ExitCode}}") == "0\n"
+    finally:
+        subprocess.run([*ENGINE, "play", "kube", "--down", manifest], capture_output=True, timeout=LONG_S, check=False)
+
+
+def logs_of(container: str) -> str:
+    done = subprocess.run([*ENGINE, "logs", container], capture_output=True, text=True, timeout=LONG_S, check=True)
+    return done.stdout + done.stderr
