@@ -111,13 +111,22 @@ class SlowRelay:
     def __init__(self, address: str) -> None:
         self._host, self._port = address.split(":")
         self._local_port = 0
+        self._ended: list[asyncio.Event] = []
         self.may_speak = asyncio.Event()
 
     async def serve(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        ended = asyncio.Event()
+        self._ended.append(ended)
         proxy, to_proxy = await asyncio.open_connection(self._host, int(self._port))
         self._local_port = self._local_port or to_proxy.get_extra_info("sockname")[1]
         await self.may_speak.wait()
         await asyncio.gather(_pump(client, to_proxy), _pump(proxy, to_client))
+        ended.set()
+
+    async def wait_until_ended(self) -> None:
+        """Wait until both sides of every connection are closed."""
+        for ended in self._ended:
+            await ended.wait()
 
     async def is_accepted(self) -> bool:
         """Whether a process of the proxy has the first connection."""
@@ -141,6 +150,8 @@ async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
             target.write(data)
             await target.drain()
     target.close()
+    with suppress(ConnectionError):
+        await target.wait_closed()
 
 
 async def answered_by(ports: Ports) -> dict[str, float]:
@@ -269,6 +280,8 @@ async def test_client_that_was_just_connecting_does_not_stay_with_a_server_that_
 
         await until(is_left_alone)
         await taking_out
+    async with asyncio.timeout(LONG_S):
+        await relay.wait_until_ended()
 
 
 async def _is_ready(client: triton_grpc_aio.InferenceServerClient) -> bool:
