@@ -1,7 +1,6 @@
 """Heads of infer requests that were read before: a client's requests seldom differ in more than their bodies.
 
-What came of parsing a head is kept under its bytes, so that equal bytes mean the same. Heads that show a key are not:
-none stays in memory.
+What came of parsing a head is kept under its bytes, so that equal bytes mean the same.
 """
 
 from dataclasses import dataclass
@@ -15,6 +14,9 @@ MAX_KEPT_BYTES: Final = 1024
 
 MAX_KEPT: Final = 1024
 """Heads of a server. The oldest goes first."""
+
+_SECRETS: Final = frozenset((b"authorization", b"proxy-authorization", b"cookie", b"x-api-key"))
+"""Heads with one of these are not kept, so that no key stays in memory."""
 
 
 @dataclass(slots=True)
@@ -54,8 +56,8 @@ class Heads(dict[bytes, Head]):
     """Known heads by their bytes, the empty line included. Loop thread only."""
 
     def keep(self, data: bytes, head: Head) -> None:
-        """Remember what came of a head."""
-        if len(data) > MAX_KEPT_BYTES:
+        """Remember what came of a head, unless it is long or has a secret in it."""
+        if len(data) > MAX_KEPT_BYTES or any(name in _SECRETS for name, _ in head.headers):
             return
         if len(self) >= MAX_KEPT:
             del self[next(iter(self))]

@@ -17,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.exchange import Exchange, Lane
 from ortserve.frontends.http.heads import Head
@@ -171,8 +170,7 @@ class LaneConnection(Connection):
         self._n_strange += 1
         head = exchange.head
         # With a body of just this size the head ended there for the parser, too, and there was no other request.
-        is_it = data.startswith(_METHOD) and 0 < head.announced().body_size == len(data) - body_at
-        if is_it and not authorizations(head.headers):  # keys are kept nowhere
+        if data.startswith(_METHOD) and 0 < head.announced().body_size == len(data) - body_at:
             self.lane.heads.keep(data[:body_at], head)
 
     def _begin(self, head: Head) -> Exchange:

@@ -227,6 +227,13 @@ async def test_empty_lines_are_no_head() -> None:
     assert len(side.lane.heads) == 1
 
 
+@pytest.mark.parametrize("name", [b"authorization", b"proxy-authorization", b"cookie", b"x-api-key"])
+def test_secrets_are_not_kept(name: bytes) -> None:
+    heads = Heads()
+    heads.keep(b"x", Head(b"/", "m", "", [(b"host", b"x"), (name, b"secret")], keep_alive=True, expects_continue=False))
+    assert heads == {}
+
+
 def test_oldest_head_goes_first_and_long_ones_are_not_kept() -> None:
     heads, head = Heads(), Head(b"/", "m", "", [], keep_alive=True, expects_continue=False)
     heads.keep(b"x" * (MAX_KEPT_BYTES + 1), head)
