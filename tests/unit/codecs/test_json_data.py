@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
@@ -102,6 +102,37 @@ def test_numbers_of_either_form_and_those_that_are_none_arrive(datatype: DataTyp
 def test_integers_alone_are_numbers_too() -> None:
     assert decode([1, -2], DataType.FP32, 2).tolist() == [1, -2]
     assert decode([2**64, -(2**70)], DataType.FP64, 2).tolist() == [float(2**64), float(-(2**70))]
+
+
+LARGEST_ODD = 2.0**128 - 2.0**103
+"""Half way from the largest FP32 to the next one, which there is not."""
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(allow_nan=False),
+            st.floats(width=32, allow_nan=False),
+            st.integers(),
+            st.sampled_from([LARGEST_ODD, 2**1024]),
+        ),
+        min_size=1,
+    )
+)
+@example([LARGEST_ODD])
+@example([np.nextafter(LARGEST_ODD, 0).item()])
+@example([2**128 - 2**103 - 1, 1e-46, -0.0])
+def test_single_precision_is_rounded_or_refused_as_numpy_does_it(numbers: list[float]) -> None:
+    try:
+        with np.errstate(over="raise"):
+            expected = np.array(numbers, np.float64).astype(np.float32)
+    except (FloatingPointError, OverflowError):
+        with pytest.raises(ServeError, match="FP32"):
+            decode_json_data(numbers, DataType.FP32, (len(numbers),), "x")
+    else:
+        array = decode_json_data(numbers, DataType.FP32, (len(numbers),), "x")
+        np.testing.assert_array_equal(array, expected)
+        np.testing.assert_array_equal(np.signbit(array), np.signbit(expected))
 
 
 def test_bfloat16_is_rounded_to_nearest_and_ties_to_even() -> None:
