@@ -123,7 +123,8 @@ class Exchange:
     )
     message_event: Final = _NoEvent()
 
-    def __init__(self, connection: LaneSide, head: Head) -> None:
+    def __init__(self, connection: LaneSide, head: Head, body_size: int | None = None) -> None:
+        """``body_size`` is that of a request whose body is known by now; None for what ``head`` says."""
         lane = connection.lane
         self._connection = connection
         self.head: Final = head
@@ -149,9 +150,11 @@ class Exchange:
             if lane.guard is not None:
                 lane.guard.check(authorizations(head.headers))
             self._announced = head.announced()
-            if self._announced.body_size > lane.max_body_bytes:
-                raise body_too_large(self._announced.body_size, lane.max_body_bytes)
-            self._held = self._announced.body_size
+            if body_size is None:
+                body_size = self._announced.body_size
+            if body_size > lane.max_body_bytes:
+                raise body_too_large(body_size, lane.max_body_bytes)
+            self._held = body_size
             self._hold = lane.service.hold(self._held)
         except ServeError as error:
             self._refusal = error

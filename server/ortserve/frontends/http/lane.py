@@ -19,15 +19,12 @@ from uvicorn.server import ServerState
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.connection import Connection
 from ortserve.frontends.http.exchange import Exchange, Lane
-from ortserve.frontends.http.heads import Head
+from ortserve.frontends.http.heads import Head, find_head
 from ortserve.frontends.http.infer_route import match_infer_path
 from ortserve.frontends.http.limits import HttpLimits, Stage
 
 UVICORN: Final = "0.54.0"
 """The version whose protocol class the lane is made for, attribute by attribute."""
-
-_METHOD: Final = b"POST "
-_EMPTY_LINE: Final = b"\r\n\r\n"
 
 _MAX_STRANGE: Final = 16
 """Requests in a row whose heads were not known: from then on a connection's are not looked up, for all may differ."""
@@ -74,19 +71,20 @@ class LaneConnection(Connection):
         if self._n_strange > _MAX_STRANGE or self.stage is not _REQUEST or self.is_given_up:
             super().data_received(data)
             return
-        body_at = data.find(_EMPTY_LINE) + len(_EMPTY_LINE)
-        head = self.lane.heads.get(data[:body_at])
-        if head is None:
+        found = find_head(data)
+        head = self.lane.heads.get(found[0]) if found else None
+        if found is None or head is None:
+            previous = self.cycle
             super().data_received(data)
-            self._remember(data, body_at)
-        elif len(data) - body_at == head.announced().body_size:
+            if self.cycle is not previous:
+                self._remember(found)
+        else:
             # The parser is between two requests, and would be there again after this one.
             self._n_strange = 0
-            exchange = self._begin(head)
-            exchange.on_body(data[body_at:])
+            body = found[1]
+            exchange = self._begin(head, len(body))
+            exchange.on_body(body)
             exchange.on_end()
-        else:
-            super().data_received(data)
 
     def on_message_begin(self) -> None:
         # What uvicorn's does, without the scope that only ASGI needs.
@@ -162,20 +160,19 @@ class LaneConnection(Connection):
         self.exchange = None
         super().on_response_complete()
 
-    def _remember(self, data: bytes, body_at: int) -> None:
+    def _remember(self, found: tuple[bytes, bytes] | None) -> None:
         """Keep what the parser made of the head of a request, if all that came was that one, whole."""
         exchange: object = self.cycle
         if self.stage is not _REQUEST or type(exchange) is not Exchange or exchange.is_refused:
             return
         self._n_strange += 1
-        head = exchange.head
         # With a body of just this size the head ended there for the parser, too, and there was no other request.
-        if data.startswith(_METHOD) and 0 < head.announced().body_size == len(data) - body_at:
-            self.lane.heads.keep(data[:body_at], head)
+        if found is not None and 0 < len(found[1]) == exchange.head.announced().body_size:
+            self.lane.heads.keep(found[0], exchange.head)
 
-    def _begin(self, head: Head) -> Exchange:
+    def _begin(self, head: Head, body_size: int | None = None) -> Exchange:
         previous = cast("RequestResponseCycle | Exchange | None", self.cycle)
-        exchange = Exchange(self, head)
+        exchange = Exchange(self, head, body_size)
         self.cycle = cast("RequestResponseCycle", exchange)
         if previous is None or previous.response_complete:
             exchange.start()

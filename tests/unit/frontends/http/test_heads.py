@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -10,11 +11,14 @@ from uvicorn.server import ServerState
 
 from fakes.service import FakeInferenceService
 from ortserve.config.http import HttpOptions
+from ortserve.core.request import InferRequest
 from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.heads import MAX_KEPT, MAX_KEPT_BYTES, Head, Heads
 from ortserve.frontends.http.lane import LaneConnection
 from ortserve.frontends.http.limits import http_limits
 from ortserve.service.access import Access, Group, Keyring, digest_of
+from ortserve.service.call import Call
+from ortserve.service.inference import Pending
 
 CASES: Final = 400
 BODIES: Final = tuple(
@@ -62,6 +66,18 @@ class Forgetful(Heads):
     def keep(self, data: bytes, head: Head) -> None: ...
 
 
+class Service(FakeInferenceService):
+    """Notes how many bytes are held when each request begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held_bytes: list[int] = []
+
+    def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
+        self.held_bytes.append(self.gate.held_bytes)
+        return super().begin(call, decode)
+
+
 class Socket(asyncio.Transport):
     """Keeps what is written, and says when it is closed."""
 
@@ -99,7 +115,7 @@ class Side:
     """Connections of a server, one after the other."""
 
     def __init__(self, heads: Heads, *, has_keys: bool = False) -> None:
-        self.service = FakeInferenceService()
+        self.service = Service()
         service: Any = self.service
         keyring = Keyring({Group.INFER: [digest_of(b"right")]})
         guard = Access([Group.INFER], keyring, on_refusal=lambda *_: None).guards[Group.INFER] if has_keys else None
@@ -187,6 +203,7 @@ async def test_answers_are_those_of_a_server_that_parses_every_head(has_keys: bo
     assert knowing.refused == parsing.refused
     assert knowing.service.refused == parsing.service.refused
     assert knowing.service.received == parsing.service.received
+    assert knowing.service.held_bytes == parsing.service.held_bytes
     assert knowing.service.gate.held_bytes == 0
     assert (heads.found > 500) != has_keys
     assert not any(b"right" in head for head in heads)
@@ -197,6 +214,26 @@ async def test_known_head_is_parsed_no_more(monkeypatch: pytest.MonkeyPatch) -> 
     first, _ = await side.answer([whole(0)])
     monkeypatch.setattr(LaneConnection, "on_message_begin", lambda _: pytest.fail("it is parsed"))
     assert await side.answer([whole(0), whole(0)]) == (first + first, False)
+
+
+@pytest.mark.parametrize("name", [b"Content-Length", b"content-length"])
+async def test_length_of_the_body_may_be_another(name: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [b"%b\r\n%b: %d\r\n\r\n%b" % (TARGETS[0], name, len(body), body) for body in BODIES]
+    expected = await Side(Forgetful()).answer(requests)
+    side = Side(Heads())
+    await side.answer(requests[1:2])
+    monkeypatch.setattr(LaneConnection, "on_message_begin", lambda _: pytest.fail("it is parsed"))
+    assert await side.answer(requests) == expected
+
+
+async def test_body_that_is_too_large_is_refused_behind_a_known_head() -> None:
+    side = Side(Heads())
+    body = BODIES[0] + b" " * 1000
+    large = b"%b\r\nX: 0\r\nContent-Length: %d\r\n\r\n%b" % (TARGETS[0], len(body), body)
+    _, (refused, is_closed) = await side.answer([whole(0)]), await side.answer([large])
+    assert refused.startswith(b"HTTP/1.1 413 ")
+    assert is_closed
+    assert side.service.gate.held_bytes == 0
 
 
 async def test_connection_whose_heads_all_differ_is_not_looked_up_for_ever() -> None:
@@ -219,11 +256,12 @@ async def test_connection_that_is_turned_away_is_answered_no_more() -> None:
     assert written.count(b"HTTP/1.1 ") == 1
 
 
-async def test_empty_lines_are_no_head() -> None:
+async def test_head_that_the_parser_sees_elsewhere_is_not_kept() -> None:
+    """It takes lines that end without a carriage return, if it takes them, and then the body has a head in it."""
     side = Side(Heads())
-    await side.answer([whole(0), b"\r\n\r\n" + b"\r\n" * (len(BODIES[0]) // 2)])
-    assert len(BODIES[0]) % 2 == 0
-    assert b"\r\n\r\n" not in side.lane.heads
+    inner = b"\r\nContent-Length: 5\r\n\r\nhello"
+    outer = b"%b\nContent-Length: %d\n\n%b" % (TARGETS[0], len(inner), inner)
+    await side.answer([whole(0), outer])
     assert len(side.lane.heads) == 1
 
 
