@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -106,15 +106,24 @@ def running(command: list[str], image: str, folder: Path, *, verify: Any = True)
     )
     scheme = "http" if verify is True else "https"
     try:
-        ends = time.monotonic() + LONG_S
-        while not is_ready(f"{scheme}://127.0.0.1:{ports.http}/v2/health/ready", verify):
+
+        def is_up() -> bool:
             assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < ends, "it does not become ready"
-            time.sleep(0.1)
+            return is_ready(f"{scheme}://127.0.0.1:{ports.http}/v2/health/ready", verify)
+
+        wait_until(is_up)
         yield Container(container, ports, process)
     finally:
         subprocess.run([*ENGINE, "rm", "--force", container], capture_output=True, timeout=LONG_S, check=False)
         process.communicate(timeout=LONG_S)
+
+
+def wait_until(look: Callable[[], bool]) -> None:
+    """Look until it is so, for what no engine tells."""
+    ends = time.monotonic() + LONG_S
+    while not look():
+        assert time.monotonic() < ends
+        time.sleep(0.1)
 
 
 def is_ready(url: str, verify: Any) -> bool:
@@ -173,10 +182,7 @@ def test_rendered_pod_is_ready_with_no_rights_and_drains(image: str, tmp_path: P
     try:
         engine("play", "kube", manifest)
         pod, container = "ortserve-pod-0", "ortserve-pod-0-ortserve"
-        ends = time.monotonic() + LONG_S
-        while "loading is over" not in logs_of(container):
-            assert time.monotonic() < ends
-            time.sleep(0.1)
+        wait_until(lambda: "loading is over" in logs_of(container))
         assert engine("exec", container, "ortserve", "health") == "ready\n"
         status = engine("exec", container, "cat", "/proc/self/status")
         assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)

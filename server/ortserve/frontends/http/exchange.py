@@ -20,7 +20,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
-from ortserve.frontends.http.connection import CorkedTransport
+from ortserve.frontends.http.corked_transport import CorkedTransport
 from ortserve.frontends.http.heads import Head, Heads
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces

@@ -256,12 +256,19 @@ async def test_connection_that_is_turned_away_is_answered_no_more() -> None:
     assert written.count(b"HTTP/1.1 ") == 1
 
 
+async def test_empty_lines_between_requests_are_no_strange_heads() -> None:
+    heads = CountingHeads()
+    await Side(heads).answer([whole(0), *[b"\r\n"] * 40, whole(0)])
+    assert heads.found == 1
+
+
 async def test_head_that_the_parser_sees_elsewhere_is_not_kept() -> None:
-    """It takes lines that end without a carriage return, if it takes them, and then the body has a head in it."""
+    """If it took lines that end without a carriage return, this body would have a head in it."""
     side = Side(Heads())
     inner = b"\r\nContent-Length: 5\r\n\r\nhello"
     outer = b"%b\nContent-Length: %d\n\n%b" % (TARGETS[0], len(inner), inner)
-    await side.answer([whole(0), outer])
+    written, _ = await side.answer([whole(0), outer])
+    assert b"HTTP/1.1 400 " in written
     assert len(side.lane.heads) == 1
 
 
