@@ -60,7 +60,10 @@ class Keyring:
                 masks[digest] = masks.get(digest, 0) | 1 << groups.index(group)
         self._known = tuple(masks.items())
         self._compare = compare
-        self._groups = groups
+        self._opened = {
+            mask: frozenset(group for number, group in enumerate(groups) if mask >> number & 1)
+            for mask in range(1 << len(groups))
+        }
 
     def groups_of(self, key: bytes) -> frozenset[Group]:
         """The groups that a key opens; none for an unknown one.
@@ -72,7 +75,7 @@ class Keyring:
         opened = 0
         for known, mask in self._known:
             opened |= compare(known, digest) * mask
-        return frozenset(group for number, group in enumerate(self._groups) if opened >> number & 1)
+        return self._opened[opened]
 
 
 class Guard:

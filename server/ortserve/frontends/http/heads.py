@@ -1,10 +1,11 @@
 """Heads of infer requests that were read before: a client's requests seldom differ in more than their bodies.
 
-What came of parsing a head is kept under its bytes, without those that say how long the body is: equal bytes mean the
-same but for that.
+What came of parsing a head is kept under its bytes, without those that say how long the body is, and without the values
+of headers that a proxy or a client gives each request anew, keys among them: equal bytes mean the same but for those.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ortserve.frontends.http.announcement import Announcement, read_announcement
@@ -23,7 +24,31 @@ _EMPTY_LINE: Final = b"\r\n\r\n"
 _LENGTHS: Final = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
 """As clients spell it. What is spelled otherwise is parsed each time."""
 
-_SECRETS: Final = frozenset((b"authorization", b"proxy-authorization", b"cookie", b"x-api-key"))
+_VARYING: Final = frozenset(
+    (
+        b"authorization",
+        b"b3",
+        b"traceparent",
+        b"tracestate",
+        b"x-amzn-trace-id",
+        b"x-b3-parentspanid",
+        b"x-b3-spanid",
+        b"x-b3-traceid",
+        b"x-cloud-trace-context",
+        b"x-correlation-id",
+        b"x-forwarded-for",
+        b"x-real-ip",
+        b"x-request-id",
+    )
+)
+"""Headers whose values are nobody's business here, or looked at in each request: they are cut out of what is kept."""
+
+_VARYING_LINE: Final = re.compile(
+    rb"\r\n((?i:%b)): ([!-~]+(?: [!-~]+)*)(?=\r\n)" % b"|".join(map(re.escape, sorted(_VARYING)))
+)
+"""Only as clients spell it, and with values that any parser takes as they stand."""
+
+_SECRETS: Final = frozenset((b"proxy-authorization", b"cookie", b"x-api-key"))
 """Heads with one of these are not kept, so that no key stays in memory."""
 
 
@@ -47,6 +72,7 @@ class Head:
     keep_alive: bool
     expects_continue: bool
     _announced: Announcement | None = None
+    _varying: tuple[int, ...] = ()
 
     def announced(self) -> Announcement:
         """What the headers say of the body and of the answer.
@@ -59,17 +85,56 @@ class Head:
             announced = self._announced = read_announcement(self.headers)
         return announced
 
+    def without_values(self) -> "Head":
+        """The same for any values of the headers that vary."""
+        varying = tuple(index for index, (name, _) in enumerate(self.headers) if name in _VARYING)
+        headers = [(name, b"" if name in _VARYING else value) for name, value in self.headers]
+        return replace(self, headers=headers, _varying=varying)
 
-class Heads(dict[bytes, Head]):
-    """Known heads by their keys. Loop thread only."""
+    def with_values(self, values: list[bytes]) -> "Head":
+        """This head of a request whose headers that vary have these values, in their order."""
+        headers = self.headers.copy()
+        for index, value in zip(self._varying, values, strict=True):
+            headers[index] = (headers[index][0], value)
+        return Head(
+            self.url, self.model, self.version, headers, self.keep_alive, self.expects_continue, self.announced()
+        )
+
+
+class Heads(dict[bytes | tuple[bytes, ...], Head]):
+    """Known heads by their bytes, those in which something varies by the bytes around it. Loop thread only."""
+
+    def find(self, key: bytes, max_bytes: int) -> Head | None:
+        """The head with this key, as ``find_head`` gives it; None for one that is not known, or larger than allowed."""
+        head = self.get(key)
+        if head is None and len(key) <= max_bytes:
+            around, values = _cut(key)
+            head = self.get(around) if values else None
+            if head is not None:
+                head = head.with_values(values)
+        return head
 
     def keep(self, key: bytes, head: Head) -> None:
-        """Remember what came of a head, unless it is long or has a secret in it."""
-        if len(key) > MAX_KEPT_BYTES or any(name in _SECRETS for name, _ in head.headers):
+        """Remember what came of a head, unless it is long or has a secret in it that is not cut out."""
+        around, values = _cut(key)
+        if values != [value for name, value in head.headers if name in _VARYING]:
+            return
+        if any(name in _SECRETS for name, _ in head.headers) or sum(map(len, around)) > MAX_KEPT_BYTES:
             return
         if len(self) >= MAX_KEPT:
             del self[next(iter(self))]
-        self[key] = head
+        if values:
+            self[around] = head.without_values()
+        else:
+            self[key] = head
+
+
+def _cut(key: bytes) -> tuple[tuple[bytes, ...], list[bytes]]:
+    """What is around the values that vary, with the names of their headers, and those values."""
+    parts = _VARYING_LINE.split(key)
+    values = parts[2::3]
+    del parts[2::3]
+    return tuple(parts), values
 
 
 def find_head(data: bytes) -> tuple[bytes, bytes] | None:

@@ -72,7 +72,7 @@ class LaneConnection(Connection):
             super().data_received(data)
             return
         found = find_head(data)
-        head = self.lane.heads.get(found[0]) if found else None
+        head = self.lane.heads.find(found[0], self._limits.max_header_bytes) if found else None
         if found is None or head is None:
             previous = self.cycle
             super().data_received(data)
