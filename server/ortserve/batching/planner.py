@@ -8,6 +8,7 @@ from itertools import islice
 
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
 from ortserve.batching.riders import Rider
+from ortserve.core.quick_dataclass import quick_dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def lower_cap(policy: BatchPolicy, failed_rows: int) -> BatchPolicy:
     return replace(policy, max_rows=min(max_rows, buckets[-1]), buckets=buckets)
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class Take:
     """Run ``count`` riders now, who together have ``rows`` rows: the first, after those who are given up.
 
@@ -59,7 +60,7 @@ class Take:
     given_up: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class WaitUntil:
     """Nobody rides before ``due_ns`` (monotonic) unless more arrive."""
 
@@ -109,7 +110,7 @@ def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyMo
     return _fit_bucket(waiting, count, rows, policy, latency)
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class _Forecast:
     """How long batches would take, and whether their riders would be in time, seen from now."""
 

@@ -5,7 +5,6 @@ document is checked before it is used: it comes from anywhere.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
@@ -14,13 +13,14 @@ from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.region_span import REGION, read_span
 from ortserve.codecs.shape_bounds import shape_fault
 from ortserve.core.dtypes import DATATYPES
+from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ServeError, invalid_input
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class EncodedResponse:
     """A response body. ``json_size`` is the length of its JSON part in bytes where binary tensors follow, else None."""
 

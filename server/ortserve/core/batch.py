@@ -1,15 +1,16 @@
 """What travels between the batcher and an instance: arrays, and nothing of callers or futures."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from ortserve.core.quick_dataclass import quick_dataclass
+
 Arrays: TypeAlias = tuple[np.ndarray, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class Batch:
     """Requests that run together.
 
@@ -25,7 +26,7 @@ class Batch:
     bucket: int
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class BatchResult:
     """What a run gave.
 

@@ -1,16 +1,16 @@
 """One inference request and its answer, the same for every protocol and encoding."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.region import RegionUse
 from ortserve.core.tensor import Tensor
 
 Parameter: TypeAlias = str | int | float | bool
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class RequestedOutput:
     """An output the caller listed.
 
@@ -23,7 +23,7 @@ class RequestedOutput:
     classes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class InferRequest:
     """What a codec makes of a request's bytes; names and shapes are not yet checked against the model.
 
@@ -44,7 +44,7 @@ class InferRequest:
     regions: RegionUse | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class InferResponse:
     """The answer: the version that ran, and the requested outputs in the order they were requested.
 

@@ -1,13 +1,12 @@
 """A tensor with its wire name and datatype."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ortserve.core.dtypes import DataType
+from ortserve.core.quick_dataclass import quick_dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class Tensor:
     """``array`` has the tensor's full shape and the element type ``datatype.numpy``.
 

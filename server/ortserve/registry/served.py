@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -11,6 +10,7 @@ from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
 from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
+from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
@@ -20,7 +20,7 @@ from ortserve.registry.loader import LoadedModel
 from ortserve.telemetry.metrics import ModelMetrics
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class Submission:
     """A request in its model's queue.
 

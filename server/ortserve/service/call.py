@@ -1,14 +1,13 @@
 """A request from the moment that its body is complete, whatever becomes of it."""
 
-from dataclasses import dataclass
-
+from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.timing import Timing
 from ortserve.telemetry.tracing import Trace
 
 
-@dataclass(slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class Call:
-    """A request whose body is complete. Nothing of it changes; it is not frozen, because that costs at each making.
+    """A request whose body is complete.
 
     Attributes:
         protocol: ``http`` or ``grpc``, for metrics.
