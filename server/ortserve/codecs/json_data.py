@@ -18,6 +18,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
 
+_NUMBERS: Final = frozenset((int, float))
 _WANTED: Final = {"f": "numbers", "i": "integers", "u": "integers", "b": "booleans (true, false, 0 or 1)"}
 
 
@@ -72,10 +73,10 @@ def _flatten(data: list[Any], shape: tuple[int, ...], name: str) -> tuple[list[A
 def _numbers(elements: list[Any], types: set[type], datatype: DataType, name: str) -> np.ndarray:
     target = datatype.numpy
     if datatype is DataType.BF16:
-        if types <= {int, float}:
+        if types <= _NUMBERS:
             return _bfloat16_bits(_floats(elements, DataType.FP32, name), name)
     elif target.kind == "f":
-        if types <= {int, float}:
+        if types <= _NUMBERS:
             return _floats(elements, datatype, name)
     elif target.kind in "iu":
         if types == {int}:

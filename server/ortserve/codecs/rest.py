@@ -106,7 +106,7 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
     if response.id:
         document["id"] = response.id
     head = write_json(document, response.outputs)
-    if not any(len(piece) for piece in tail):  # all binary outputs empty: plain JSON, as Triton answers
+    if not any(map(len, tail)):  # all binary outputs empty: plain JSON, as Triton answers
         return EncodedResponse(head, None)
     return EncodedResponse(b"".join((head, *tail)), len(head))
 
