@@ -16,6 +16,7 @@ from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.core.batch import Arrays
+from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind, ServeError
 
@@ -26,7 +27,7 @@ _PRICED_CLASSES: Final = 16
 (measured). What waits beyond counts as if it were of the newcomer's shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class Backlog:
     """What stands before a newcomer, predicted, in nanoseconds.
 
@@ -268,7 +269,7 @@ class Admission:
         return rows / max_rows * full_ns / self._instances
 
 
-@dataclass(frozen=True, slots=True)
+@quick_dataclass(frozen=True, slots=True)
 class _Strangers:
     """Predicted work of other shape classes, the error of that, and rows of classes too many to predict."""
 

@@ -122,7 +122,7 @@ class Device:
         self._tell_first()
 
     def _slowdown(self, share: Share) -> float:
-        wanted = sum(other.threads for other in {share, *self._running, *self._waiting})
+        wanted = sum([other.threads for other in {share, *self._running, *self._waiting}])
         return max(1.0, wanted / self._threads)
 
     def _first(self) -> Share:

@@ -1,10 +1,11 @@
 """The terms on which a request wants to be served."""
 
-from dataclasses import dataclass
 from typing import Final
 
+from ortserve.core.quick_dataclass import quick_dataclass
 
-@dataclass(frozen=True, slots=True)
+
+@quick_dataclass(frozen=True, slots=True)
 class Terms:
     """Times are monotonic nanoseconds, None for no bound.
 
