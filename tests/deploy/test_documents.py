@@ -4,9 +4,7 @@ import re
 import shlex
 import shutil
 import subprocess
-import textwrap
 from collections.abc import Iterator
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,23 +18,10 @@ from manifests import DEPLOY, ROOT, installation, overlays, rendered
 from ortserve import __version__
 from ortserve.config.options import ServerOptions, flag_name, variable_name
 from ortserve.telemetry.declarations import DECLARATIONS
+from pages import OBSERVABILITY, README, RUNBOOK, blocks, commands, own_overlay, yaml_block
 from servers import LONG_S, SHORT_WARMUP, serving
 
-README: Final = (DEPLOY / "README.md").read_text()
-RUNBOOK: Final = (DEPLOY / "RUNBOOK.md").read_text()
-OBSERVABILITY: Final = (DEPLOY / "OBSERVABILITY.md").read_text()
 COMPOSE: Final = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-
-
-def blocks(language: str) -> list[str]:
-    found = re.findall(rf"^ *```{language}\n(.*?)^ *```", README, re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(text) for text in found]
-
-
-def commands() -> list[list[str]]:
-    """Every command of the console blocks, as words; variables in front of them left out."""
-    typed = [shlex.split(line) for block in blocks("console") for line in block.splitlines()]
-    return [list(dropwhile(lambda word: re.match(r"[A-Z]+=", word), words)) for words in typed]
 
 
 def anchors(text: str) -> set[str]:
@@ -122,16 +107,8 @@ def test_every_component_is_described() -> None:
         assert component.name in README or component.name in ("gpu", "mig", "hpa", "keda")
 
 
-def own_overlay(folder: Path, overlay: dict[str, Any]) -> Path:
-    """An overlay beside a copy of the manifests, as the page tells one to write it."""
-    shutil.copytree(DEPLOY, folder / "deploy")
-    (folder / "my-models").mkdir()
-    (folder / "my-models" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    return folder / "my-models"
-
-
 def test_overlay_of_the_page_serves_a_volume_with_the_image_and_the_options_that_it_says(tmp_path: Path) -> None:
-    overlay = yaml.safe_load(blocks("yaml")[0])
+    overlay = yaml_block("newTag")
     installed = rendered(own_overlay(tmp_path, overlay))
     assert installed.server["image"] == f"registry.example.com/ortserve:{__version__}-cpu"
     assert installed.server["args"] == ["serve", "/models"]
@@ -178,9 +155,9 @@ def printed(command: list[str], cwd: Path) -> str:
 
 
 def test_archive_of_the_page_reaches_the_init_container(tmp_path: Path) -> None:
-    overlay = yaml.safe_load(blocks("yaml")[0])
+    overlay = yaml_block("newTag")
     overlay["components"] = ["../deploy/components/models-download"]
-    overlay["configMapGenerator"] += yaml.safe_load(blocks("yaml")[1])["configMapGenerator"]
+    overlay["configMapGenerator"] += yaml_block("MODELS_URL")["configMapGenerator"]
     installed = rendered(own_overlay(tmp_path, overlay))
     (fetching,) = installed.pod["spec"]["initContainers"]
     (source,) = fetching["envFrom"]
@@ -195,7 +172,7 @@ def test_archive_of_the_page_reaches_the_init_container(tmp_path: Path) -> None:
 
 
 def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
-    overlay = yaml.safe_load(blocks("yaml")[0])
+    overlay = yaml_block("newTag")
     overlay["components"] = ["../deploy/components/models-image"]
     installed = rendered(own_overlay(tmp_path, overlay))
     (volume,) = (volume for volume in installed.pod["spec"]["volumes"] if volume["name"] == "models")
@@ -203,8 +180,8 @@ def test_models_image_is_mounted_as_a_volume(tmp_path: Path) -> None:
 
 
 def test_traces_of_the_page_reach_the_collector_and_its_name(tmp_path: Path) -> None:
-    overlay = yaml.safe_load(blocks("yaml")[0])
-    (traces,) = (yaml.safe_load(block) for block in blocks("yaml") if "ORTSERVE_OTLP_ENDPOINT" in block)
+    overlay = yaml_block("newTag")
+    traces = yaml_block("ORTSERVE_OTLP_ENDPOINT")
     overlay["configMapGenerator"][0]["literals"] += traces["configMapGenerator"][0]["literals"]
     installed = rendered(own_overlay(tmp_path, overlay | {"patches": traces["patches"]}))
     assert installed.environment["ORTSERVE_OTLP_ENDPOINT"] == "http://collector.observability:4318"
