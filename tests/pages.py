@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import yaml
 
-from manifests import DEPLOY
+from manifests import DEPLOY, ROOT
 
 README: Final = (DEPLOY / "README.md").read_text()
 RUNBOOK: Final = (DEPLOY / "RUNBOOK.md").read_text()
@@ -32,6 +32,17 @@ def commands() -> list[list[str]]:
     """Every command of the console blocks, as words; variables in front of them left out."""
     typed = [shlex.split(line) for block in blocks("console") for line in block.splitlines()]
     return [list(dropwhile(lambda word: re.match(r"[A-Z]+=", word), words)) for words in typed]
+
+
+def kubectl_commands() -> set[str]:
+    """Of all pages, those within a sentence, too."""
+    found = set()
+    for page in (*ROOT.glob("*.md"), *DEPLOY.rglob("*.md")):
+        text = page.read_text()
+        found |= {line for block in blocks("console", text) for line in block.splitlines()}
+        sentences = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+        found |= {" ".join(span.split()) for span in re.findall(r"`([^`]+)`", sentences)}
+    return {command for command in found if re.search(r"\bkubectl ", command)}
 
 
 def own_overlay(folder: Path, overlay: dict[str, Any]) -> Path:

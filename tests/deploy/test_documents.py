@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +11,6 @@ import httpx
 import pytest
 import yaml
 
-from certificates import Secret
 from manifests import DEPLOY, ROOT, installation, overlays, rendered
 from ortserve import __version__
 from ortserve.config.options import ServerOptions, flag_name, variable_name
@@ -117,41 +114,6 @@ def test_overlay_of_the_page_serves_a_volume_with_the_image_and_the_options_that
     volumes = {volume["name"]: volume for volume in installed.pod["spec"]["volumes"]}
     assert volumes["models"]["persistentVolumeClaim"] == {"claimName": "ortserve-models", "readOnly": True}
     assert {"tmp", "shm"} <= set(volumes)
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-def test_objects_that_the_page_tells_to_make_hold_the_files_that_the_server_is_told_to_read(tmp_path: Path) -> None:
-    secret = Secret(tmp_path / "tls")
-    for file in (secret.cert, secret.key, secret.ca):
-        shutil.copyfile(file, tmp_path / file.name)
-    for group in ("infer", "metadata", "control"):
-        (tmp_path / f"{group}.keys").write_text("k" * 32)
-    held: dict[str, set[str]] = {}
-    for words in (words for words in commands() if "create" in words):
-        made = yaml.safe_load(printed([*words, "--dry-run=client", "-o", "yaml"], cwd=tmp_path))
-        assert made["metadata"]["namespace"] == "ortserve"
-        held[made["metadata"]["name"]] = set(made["data"])
-
-    components = [f"../deploy/components/{name}" for name in ("keys", "mutual-tls")]
-    installed = rendered(own_overlay(tmp_path, {"resources": ["../deploy/overlays/cpu"], "components": components}))
-    names = {
-        volume["name"]: volume["secret"]["secretName"] if "secret" in volume else volume["configMap"]["name"]
-        for volume in installed.pod["spec"]["volumes"]
-        if "emptyDir" not in volume
-    }
-    mounted = {
-        f"{mount['mountPath']}/{file}"
-        for mount in installed.server["volumeMounts"]
-        if mount["name"] in names
-        for file in held[names[mount["name"]]]
-    }
-    assert mounted == {value for value in installed.environment.values() if value.startswith("/etc/ortserve/")}
-
-
-def printed(command: list[str], cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LONG_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_archive_of_the_page_reaches_the_init_container(tmp_path: Path) -> None:
