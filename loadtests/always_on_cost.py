@@ -1,0 +1,207 @@
+"""What does each feature that cannot be turned off cost a REST JSON request?
+
+Level: HTTP lane in process, beneath it everything as it is served. Expected: metrics and ``Server-Timing`` about 1 µs
+each of some 35, limits less, and known heads save about 10.
+
+    python loadtests/always_on_cost.py [--rounds 15]
+
+Requests of 32 connections are handed to the lane's protocol class as a socket's bytes would be, and answers are taken
+where they would go to the socket, so that neither the kernel nor a load generator is in the figures. A feature is taken
+out by putting something in its place that does nothing; whole and without take turns. Every answer is checked for its
+status, some for their outputs. Writes ``loadtests/results/always_on_cost.md``.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+import uvloop  # noqa: E402
+
+from harness import circumstances, spread, table  # noqa: E402
+from models.builders import mlp  # noqa: E402
+from ortserve.app.server import Server  # noqa: E402
+from ortserve.config.options import ServerOptions  # noqa: E402
+from ortserve.core.timing import Timing  # noqa: E402
+from ortserve.frontends.http import lane  # noqa: E402
+from ortserve.service.gate import Hold  # noqa: E402
+from ortserve.telemetry.logs import configure_logging  # noqa: E402
+from ortserve.telemetry.metrics import ModelMetrics  # noqa: E402
+
+CONNECTIONS: Final = 32
+TURNS: Final = 125
+
+
+def _nothing(*_: object) -> None: ...
+
+
+def _without_limits() -> AbstractContextManager[Any]:
+    patches = ExitStack()
+    for name in ("grow", "shrink", "release"):
+        patches.enter_context(patch.object(Hold, name, _nothing))
+    return patches
+
+
+ARMS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
+    "whole": nullcontext,
+    "metrics": lambda: patch.object(ModelMetrics, "observe_success", _nothing),
+    "Server-Timing": lambda: patch.object(Timing, "server_timing", lambda _: b""),
+    "limit on bytes held": _without_limits,
+    "known heads": lambda: patch.object(lane, "_MAX_STRANGE", -1),
+}
+"""What is taken out, by name."""
+
+
+class Socket(asyncio.Transport):
+    """Hands on what is written to it."""
+
+    def __init__(self, on_answer: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._on_answer = on_answer
+
+    def write(self, data: Any) -> None:
+        self._on_answer(data)
+
+    def writelines(self, list_of_data: Any) -> None:
+        self._on_answer(b"".join(list_of_data))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Callers:
+    """Connections to a server in this process, each of which sends the same request again and again."""
+
+    def __init__(self, server: Server, request: bytes) -> None:
+        inside: Any = server._parts.http._server
+        loop = asyncio.get_running_loop()
+        self._request = request
+        self._waiting = 0
+        self._answer = b""
+        self._are_answered = asyncio.Event()
+        self._connections: list[Any] = []
+        for _ in range(CONNECTIONS):
+            connection = inside.config.http_protocol_class(
+                config=inside.config, server_state=inside.server_state, app_state={}, _loop=loop
+            )
+            connection.connection_made(Socket(self._on_answer))
+            self._connections.append(connection)
+
+    async def turn(self) -> bytes:
+        """A request of each, and the last answer."""
+        self._waiting = CONNECTIONS
+        self._are_answered.clear()
+        for connection in self._connections:
+            connection.data_received(self._request)
+        await self._are_answered.wait()
+        return self._answer
+
+    def leave(self) -> None:
+        for connection in self._connections:
+            connection.connection_lost(None)
+
+    def _on_answer(self, answer: bytes) -> None:
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        self._answer = answer
+        self._waiting -= 1
+        if not self._waiting:
+            self._are_answered.set()
+
+
+async def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """CPU µs a request, by what is taken out."""
+    (folder / "mlp" / "1").mkdir(parents=True)
+    file = mlp(folder / "mlp" / "1" / "model.onnx")
+    row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).round(6).astype(np.float32)
+    expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": row})[0].ravel()
+    tensor = {"name": "x", "shape": row.shape, "datatype": "FP32", "data": [round(v, 6) for v in row.ravel().tolist()]}
+    body = json.dumps({"inputs": [tensor]}).encode()
+    head = b"POST /v2/models/mlp/infer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    server = Server(
+        ServerOptions(repositories=(folder,), http_port=0, grpc_port=0, metrics_port=0), configure_logging("warning")
+    )
+    await server.start()
+    costs: dict[str, list[float]] = {name: [] for name in ARMS}
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop)
+        await server.load()
+        callers = Callers(server, b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
+        stack.callback(callers.leave)
+        for name, taken_out in ARMS.items():  # warm-up, not counted
+            with taken_out():
+                answer = await callers.turn()
+                found = json.loads(answer.partition(b"\r\n\r\n")[2])["outputs"][0]["data"]
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+                for _ in range(TURNS):
+                    await callers.turn()
+        for number in range(options.rounds):
+            for name in ARMS if number % 2 else reversed(ARMS):
+                with ARMS[name]():
+                    began_s = time.process_time()
+                    for _ in range(TURNS):
+                        await callers.turn()
+                    costs[name].append((time.process_time() - began_s) / (TURNS * CONNECTIONS) * 1e6)
+    return costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        costs = runner.run(measure(Path(folder), options))
+    report(costs, options)
+
+
+def report(costs: dict[str, list[float]], options: argparse.Namespace) -> None:
+    whole = costs.pop("whole")
+    rows = [
+        [name, spread(each), spread([one - other for one, other in zip(whole, each, strict=True)])]
+        for name, each in costs.items()
+    ]
+    told = (
+        f"Tiny MLP, {CONNECTIONS} connections in the process, medians (lowest to highest) of {options.rounds} rounds "
+        f"in which the arms took turns, CPU µs a request; everything in: {spread(whole)}. What a feature costs is the "
+        "difference within a round; below nothing where it saves more than it costs."
+    )
+    text = "\n\n".join(
+        [
+            "# What features that are always on cost a REST JSON request",
+            circumstances(),
+            told,
+            table(["feature", "without it", "its cost"], rows),
+        ]
+    )
+    options.results.mkdir(exist_ok=True)
+    (options.results / "always_on_cost.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
