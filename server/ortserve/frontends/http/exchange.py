@@ -123,8 +123,8 @@ class Exchange:
     )
     message_event: Final = _NoEvent()
 
-    def __init__(self, connection: LaneSide, head: Head, body_size: int | None = None) -> None:
-        """``body_size`` is that of a request whose body is known by now; None for what ``head`` says."""
+    def __init__(self, connection: LaneSide, head: Head, body: bytes | None = None) -> None:
+        """``body`` is that of a request that came whole, whatever ``head`` says of its size; None where it follows."""
         lane = connection.lane
         self._connection = connection
         self.head: Final = head
@@ -138,7 +138,7 @@ class Exchange:
         self._is_started = False
         self._is_written = False
         self._inflating: asyncio.Task[None] | None = None
-        self.more_body = True
+        self.more_body = body is None
         self.keep_alive = head.keep_alive
         self.disconnected = False
         self.response_complete = False
@@ -150,12 +150,14 @@ class Exchange:
             if lane.guard is not None:
                 lane.guard.check(authorizations(head.headers))
             self._announced = head.announced()
-            if body_size is None:
-                body_size = self._announced.body_size
+            body_size = self._announced.body_size if body is None else len(body)
             if body_size > lane.max_body_bytes:
                 raise body_too_large(body_size, lane.max_body_bytes)
             self._held = body_size
-            self._hold = lane.service.hold(self._held)
+            self._hold = lane.service.hold(body_size)
+            if body is not None:
+                self._size = body_size
+                self._parts.append(body)
         except ServeError as error:
             self._refusal = error
 

@@ -115,11 +115,13 @@ class Heads(dict[bytes | tuple[bytes, ...], Head]):
         return head
 
     def keep(self, key: bytes, head: Head) -> None:
-        """Remember what came of a head, unless it is long or has a secret in it that is not cut out."""
+        """Remember what came of a head, unless it is an odd or long one or has a secret in it that is not cut out."""
         around, values = _cut(key)
         if values != [value for name, value in head.headers if name in _VARYING]:
             return
         if any(name in _SECRETS for name, _ in head.headers) or sum(map(len, around)) > MAX_KEPT_BYTES:
+            return
+        if head.expects_continue:  # whose body comes later, but for callers who do not wait
             return
         if len(self) >= MAX_KEPT:
             del self[next(iter(self))]

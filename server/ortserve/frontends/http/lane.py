@@ -81,10 +81,7 @@ class LaneConnection(Connection):
         else:
             # The parser is between two requests, and would be there again after this one.
             self._n_strange = 0
-            body = found[1]
-            exchange = self._begin(head, len(body))
-            exchange.on_body(body)
-            exchange.on_end()
+            self._begin(head, found[1])
 
     def on_message_begin(self) -> None:
         # What uvicorn's does, without the scope that only ASGI needs.
@@ -170,16 +167,15 @@ class LaneConnection(Connection):
         if found is not None and 0 < len(found[1]) == exchange.head.announced().body_size:
             self.lane.heads.keep(found[0], exchange.head)
 
-    def _begin(self, head: Head, body_size: int | None = None) -> Exchange:
+    def _begin(self, head: Head, body: bytes | None = None) -> None:
         previous = cast("RequestResponseCycle | Exchange | None", self.cycle)
-        exchange = Exchange(self, head, body_size)
+        exchange = Exchange(self, head, body)
         self.cycle = cast("RequestResponseCycle", exchange)
         if previous is None or previous.response_complete:
             exchange.start()
         else:
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
-        return exchange
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         exchange: object = cycle

@@ -252,6 +252,11 @@ async def test_length_of_the_body_may_be_another(name: bytes, monkeypatch: pytes
     assert await side.answer(requests) == expected
 
 
+async def test_caller_who_waits_for_word_gets_it_each_time() -> None:
+    written, _ = await Side(Heads()).answer([whole(0, b"Expect: 100-continue")] * 2)
+    assert re.findall(rb"HTTP/1.1 (\d+)", written) == [b"100", b"200", b"100", b"200"]
+
+
 async def test_body_that_is_too_large_is_refused_behind_a_known_head() -> None:
     side = Side(Heads())
     body = BODIES[0] + b" " * 1000
