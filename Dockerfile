@@ -5,7 +5,8 @@
 #   docker build --target loadtest -t ortserve:0.1.0-loadtest .
 #
 # All stages are Ubuntu 24.04, because NVIDIA's CUDA images are: a virtual environment that is made in one works in the
-# others, whose Python is the same one. deploy/README.md says how the images are meant to be run.
+# others, whose Python is the same one. What is for GPUs comes last: builders other than BuildKit make every stage that is
+# written before the one that is asked for. deploy/README.md says how the images are meant to be run.
 
 # hadolint global ignore=DL3008
 # (Packages of Ubuntu have no versions here: its archive keeps only the newest of each, so that a pinned one stops being
@@ -26,11 +27,6 @@ FROM wheel AS environment-cpu
 RUN python3 -m venv --without-pip /opt/ortserve \
     && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
         --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[cpu,otel]"
-
-FROM wheel AS environment-gpu
-RUN python3 -m venv --without-pip /opt/ortserve \
-    && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
-        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[gpu,otel]"
 
 FROM ubuntu:24.04 AS cpu
 RUN apt-get update \
@@ -61,13 +57,25 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["ort
 ENTRYPOINT ["ortserve"]
 CMD ["serve", "/models"]
 
+# A load to look at, for docker-compose.yml; needs nothing beyond what the server needs.
+FROM cpu AS loadtest
+COPY loadtests/open_loop.py loadtests/steady_load.py /opt/loadtests/
+HEALTHCHECK NONE
+ENTRYPOINT ["python", "/opt/loadtests/steady_load.py"]
+CMD ["--help"]
+
+FROM wheel AS environment-gpu
+RUN python3 -m venv --without-pip /opt/ortserve \
+    && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \
+        --constraint constraints.txt "$(echo /wheels/ortserve-*.whl)[gpu,otel]"
+
 # CUDA 13 and cuDNN 9 are those that the wheels of onnxruntime-gpu are built for.
 FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04 AS gpu
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=environment-gpu /opt/ortserve /opt/ortserve
-# As above; and kernels that the driver or cupy compile on first use are kept in /tmp.
+# As for CPUs; and kernels that the driver or cupy compile on first use are kept in /tmp.
 ENV PATH=/opt/ortserve/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     HOME=/tmp \
     CUDA_CACHE_PATH=/tmp/cuda-cache \
@@ -92,10 +100,3 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["ort
 # NVIDIA's own entry point prints a banner in front of what is started; it is not used.
 ENTRYPOINT ["ortserve"]
 CMD ["serve", "/models"]
-
-# A load to look at, for docker-compose.yml; needs nothing beyond what the server needs.
-FROM cpu AS loadtest
-COPY loadtests/open_loop.py loadtests/steady_load.py /opt/loadtests/
-HEALTHCHECK NONE
-ENTRYPOINT ["python", "/opt/loadtests/steady_load.py"]
-CMD ["--help"]

@@ -1,9 +1,10 @@
-"""The image and its pod, run by a container engine where one is named.
+"""The image, its pod and docker-compose.yml, run by a container engine where one is named.
 
     ORTSERVE_TEST_ENGINE=docker .venv/bin/python -m pytest tests/deploy/test_containers.py
 
 types what deploy/README.md does, with the image that ``ORTSERVE_TEST_IMAGE`` names or one that it builds. The pod needs
-Podman, whose ``play kube`` runs what Kustomize renders.
+Podman, whose ``play kube`` runs what Kustomize renders; docker-compose.yml needs Docker, and takes the ports that it
+names.
 """
 
 import os
@@ -27,8 +28,9 @@ import tritonclient.http as triton_http
 import yaml
 
 from certificates import Secret
-from manifests import DEPLOY, ROOT, installation
+from manifests import ROOT, installation
 from ortserve.example import repository_path
+from pages import commands
 from proxies import Ports, free_ports
 from servers import LONG_S
 
@@ -45,15 +47,19 @@ pytestmark = [
 
 def typed(program: str, verb: str) -> list[list[str]]:
     """The commands of the page that begin so."""
-    lines = re.findall(rf"^{program} {verb} .*$", (DEPLOY / "README.md").read_text(), re.MULTILINE)
-    assert lines
-    return [shlex.split(line) for line in lines]
+    return [words for words in commands() if words[:2] == [program, verb]]
 
 
-def engine(*arguments: str | Path, timeout_s: float = LONG_S) -> str:
+def engine(*arguments: str | Path, timeout_s: float = LONG_S, **variables: str) -> str:
     """Have the engine do something; returns what it prints."""
     done = subprocess.run(
-        [*ENGINE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+        [*ENGINE, *arguments],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -160,11 +166,17 @@ def test_container_serves_both_protocols_as_nobody_in_particular_and_drains(imag
         assert "drained" in container.stop()
 
 
-def test_container_speaks_tls_by_a_mounted_folder(image: str, tmp_path: Path) -> None:
-    _, command = typed("docker", "run")
-    secret = Secret(with_models(tmp_path) / "tls")
+def readable_secret(folder: Path) -> Secret:
+    """Certificates and keys that anybody may read."""
+    secret = Secret(folder)
     for file in secret.folder.rglob("*"):
         file.chmod(0o755 if file.is_dir() else 0o644)
+    return secret
+
+
+def test_container_speaks_tls_by_a_mounted_folder(image: str, tmp_path: Path) -> None:
+    _, command = typed("docker", "run")
+    secret = readable_secret(with_models(tmp_path) / "tls")
     with running(command, image, tmp_path, verify=secret.client_context()) as container:
         assert container.run("ortserve", "health").stdout == "ready\n"
         assert "tls=server" in container.stop()
@@ -193,6 +205,49 @@ def test_rendered_pod_is_ready_with_no_rights_and_drains(image: str, tmp_path: P
         assert engine("inspect", container, "--format", "{{.State.ExitCode}}") == "0\n"
     finally:
         subprocess.run([*ENGINE, "play", "kube", "--down", manifest], capture_output=True, timeout=LONG_S, check=False)
+
+
+@pytest.fixture
+def compose() -> Iterator[Callable[..., str]]:
+    """Types a command of the page, in a project of its own, of which nothing is left."""
+    if "podman" in " ".join(ENGINE):
+        pytest.skip("needs Docker, for its compose command")
+    project = {"COMPOSE_PROJECT_NAME": f"ortserve-test-{os.getpid()}"}
+
+    def run(command: list[str], **variables: str) -> str:
+        return engine(*command[1:], timeout_s=BUILD_S, **project, **variables)
+
+    try:
+        yield run
+    finally:
+        engine("compose", "down", "--volumes", "--timeout", "60", timeout_s=2 * DRAIN_S, **project)
+
+
+def test_compose_starts_a_server_that_prometheus_finds_and_loads_it(
+    compose: Callable[..., str], tmp_path: Path
+) -> None:
+    up, load, _ = typed("docker", "compose")
+    folder = with_models(tmp_path) / "models"
+    (folder / "digits").rename(folder / "mine")
+    compose(up, MODELS=str(folder))
+    for model in ("digits", "mine"):
+        assert is_ready(f"http://127.0.0.1:8000/v2/models/{model}/ready", verify=True)
+
+    answered = sum(map(int, re.findall(r"(\d+) answered", compose(load))))
+    assert answered > 10_000
+    query = {"query": 'sum(ortserve_request_duration_seconds_count{outcome="ok"})'}
+    answer = httpx.get("http://127.0.0.1:9090/api/v1/query", params=query, timeout=LONG_S).json()
+    assert float(answer["data"]["result"][0]["value"][1]) > answered / 2  # what was scraped last
+    rules = httpx.get("http://127.0.0.1:9090/api/v1/rules", timeout=LONG_S).json()
+    assert rules["data"]["groups"]
+
+
+def test_compose_speaks_tls_by_the_folder_that_is_named(compose: Callable[..., str], tmp_path: Path) -> None:
+    _, _, up = typed("docker", "compose")
+    tmp_path.chmod(0o755)
+    secret = readable_secret(tmp_path / "tls")
+    compose(up, TLS=str(secret.folder))
+    assert is_ready("https://127.0.0.1:8000/v2/health/ready", secret.client_context())
 
 
 def logs_of(container: str) -> str:
