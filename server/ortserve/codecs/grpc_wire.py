@@ -1,4 +1,4 @@
-"""The raw contents of inference messages in the bytes of the wire, where no protobuf message copies them."""
+"""What of inference messages differs from call to call, in the bytes of the wire: raw contents and ids."""
 
 from typing import Final
 
@@ -8,39 +8,47 @@ from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
 # strings, bytes and messages, a length varint and that many bytes.
 _LENGTH_DELIMITED: Final = 2
 _RAW_INPUT_TAG: Final = ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_ID_TAG: Final = ModelInferRequest.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_ANSWER_ID_TAG: Final = bytes([ModelInferResponse.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 
 
-def raw_contents_start(data: bytes) -> int | None:
-    """Return where the raw contents begin that fill the message to its end.
+def split_request(data: bytes) -> tuple[bytes, str, int] | None:
+    """Split a serialized ``ModelInferRequest`` into what is neither its id nor raw contents, its id, and the rest.
 
-    None when the message is not built as clients build it (fields in the order of their numbers, all known) or is
-    broken: protobuf itself has the last word on those.
+    Returns:
+        The first as a message of its own, the id, and where the raw contents begin, which fill ``data`` to its end;
+        None where there are none, or the message is not built as clients build it (fields in the order of their
+        numbers, all known), or is broken: protobuf itself has the last word on those.
     """
     position, end = 0, len(data)
-    start: int | None = None
+    raw_start = id_start = id_end = 0
+    request_id = ""
     try:
         while position < end:
+            start = position
             tag = data[position]
-            if tag == _RAW_INPUT_TAG:
-                if start is None:
-                    start = position
-            elif start is not None or tag & 7 != _LENGTH_DELIMITED or tag > 127:
-                return None
             size = data[position + 1]
             position += 2
             if size > 127:
                 size, position = _long_size(data, position - 1)
+            if tag == _RAW_INPUT_TAG:
+                raw_start = raw_start or start
+            elif raw_start or tag & 7 != _LENGTH_DELIMITED or tag > 127:
+                return None
+            elif tag == _ID_TAG:
+                id_start, id_end = start, position + size
+                request_id = data[position:id_end].decode()
             position += size
-    except IndexError:
+    except (IndexError, UnicodeDecodeError):
         return None
-    if position != end:
+    if position != end or not raw_start:
         return None
-    return end if start is None else start
+    return data[:id_start] + data[id_end:raw_start], request_id, raw_start
 
 
 def raw_contents(data: bytes, position: int) -> list[memoryview]:
-    """Views on the raw contents that ``raw_contents_start`` found from ``position`` on."""
+    """Views on the raw contents that ``split_request`` found from ``position`` on."""
     view = memoryview(data)
     end = len(data)
     contents: list[memoryview] = []
@@ -61,6 +69,19 @@ def _long_size(data: bytes, position: int) -> tuple[int, int]:
         if byte < 128:
             return value, position
     raise IndexError
+
+
+def answer_id(request_id: str) -> bytes:
+    """The field of a ``ModelInferResponse`` that names its request; nothing for a request without an id."""
+    if not request_id:
+        return b""
+    text = request_id.encode()
+    return _ANSWER_ID_TAG + varint(len(text)) + text
+
+
+def raw_output(size: int) -> bytes:
+    """What stands before an output's ``size`` bytes in a ``ModelInferResponse``."""
+    return _RAW_OUTPUT_TAG + varint(size)
 
 
 def varint(value: int) -> bytes:

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
 from ortserve.codecs import grpc_infer
@@ -152,6 +154,75 @@ def test_no_cut_or_flipped_byte_of_a_request_raises_anything_but_a_refusal() -> 
         else:
             kinds.add(None)
     assert kinds == {None, ErrorKind.INVALID_INPUT}
+
+
+def outcome(data: bytes) -> object:
+    """What came of reading a request, in a form that compares."""
+    try:
+        read = decode_request(data)
+    except ServeError as error:
+        return error.kind, error.message
+    tensors = [(t.name, t.datatype, t.array.shape, t.array.tolist()) for t in read.inputs]
+    return read.model_name, read.model_version, read.id, tensors, read.outputs, read.parameters, read.regions
+
+
+TEXTS: Final = st.sampled_from(["", "a", "m" * 130, "ä", "1"])
+IDS: Final = st.one_of(TEXTS, st.integers(0, 9).map(str))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> bytes:
+    """Serialized requests of a few heads, with many ids and contents; some have a byte too many, too few or another."""
+    message = ModelInferRequest(model_name=draw(TEXTS), model_version=draw(st.sampled_from(["", "1"])), id=draw(IDS))
+    for name in draw(st.sampled_from(["", "x", "xy", "xx"])):
+        message.inputs.add(name=name, datatype=draw(st.sampled_from(["UINT8", "BYTES", "no"])), shape=[1])
+        message.raw_input_contents.append(draw(st.sampled_from([b"\1", b"\2", b"\1\0\0\0a", b""])))
+    if draw(st.booleans()):
+        message.outputs.add(name="y").parameters["classification"].int64_param = draw(st.integers(0, 2))
+    data = message.SerializeToString()
+    if draw(st.booleans()):
+        data += ModelInferRequest(id=draw(IDS)).SerializeToString()
+    at = draw(st.integers(0, len(data)))
+    spoilt = [data[:at], data[:at] + b"\x1a" + data[at + 1 :], data[:at] + b"\xff" + data[at:]]
+    return draw(st.sampled_from([data, data, *spoilt]))
+
+
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=requests())
+def test_request_of_a_known_head_is_what_protobuf_makes_of_it(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(grpc_infer, "split_request", lambda _: None)
+        expected = outcome(data)
+    assert outcome(data) == expected
+    assert outcome(data) == expected  # now that its head is known
+
+
+def test_id_that_is_no_text_is_refused_and_of_two_the_last_counts() -> None:
+    head, raw = request(("x", "UINT8", [1])).SerializeToString(), request(raw=[b"1"]).SerializeToString()[3:]
+    assert decode_request(head + b"\x1a\1a" + b"\x1a\1b" + raw).id == "b"
+    expect_invalid(head + b"\x1a\1\xff" + raw, "not a valid message of type inference.ModelInferRequest")
+
+
+def test_heads_are_known_whatever_ids_and_contents_come_with_them() -> None:
+    grpc_infer._known_head.cache_clear()
+    for number in range(20):
+        message = request(("x", "UINT8", [1]), raw=[bytes([number])])
+        message.id = str(number)
+        read = decode(message)
+        assert (read.id, read.inputs[0].array.tolist()) == (str(number), [number])
+    assert grpc_infer._known_head.cache_info().misses == 1
+    large = request(("x" * 1100, "UINT8", [1]), raw=[b"1"])
+    decode(large)
+    assert grpc_infer._known_head.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize("request_id", ["", "a", "ä" * 100])
+def test_answers_of_one_shape_name_their_own_request(request_id: str) -> None:
+    for shape in ((2,), (3,)):
+        response = InferResponse("m", "1", request_id, [Tensor("y", DataType.UINT8, np.zeros(shape, np.uint8))])
+        message = ModelInferResponse.FromString(encode_response(response))
+        assert (message.id, list(message.outputs[0].shape)) == (request_id, list(shape))
+        assert message.SerializeToString() == encode_response(response)
 
 
 def test_garbage_is_refused_by_the_name_of_the_message() -> None:
