@@ -184,6 +184,8 @@ class Admission:
         """
         assert terms.finish_by_ns is not None
         settle_ns = terms.finish_by_ns - now_ns
+        if self._is_far(rows, shape_class, settle_ns, busy_ns, slowdown):
+            return
         order = (terms.level or 1, terms.finish_by_ns)
         backlog = self._backlog(rows, shape_class, order, settle_ns, answer_ns, busy_ns, slowdown, now_ns)
         left_ns = settle_ns + answer_ns
@@ -191,6 +193,18 @@ class Admission:
         if verdict is not None:
             self._decisions.refused_late += 1
             raise _refusal(verdict, left_ns, backlog)
+
+    def _is_far(self, rows: int, shape_class: ShapeClass, settle_ns: float, busy_ns: float, slowdown: float) -> bool:
+        """Whether there is time enough even if each row of those who wait took a full batch of its own, twice over.
+
+        Most deadlines are such: they are there in case that something hangs, and are not worth a forecast.
+        """
+        if self._queue.rows != shape_class.rows:
+            return False
+        latency = shape_class.batch_latency
+        full_ns = known_ns(self._predict_ns(latency, self._policy().max_rows))
+        batches = shape_class.rows + rows + 1
+        return busy_ns + 2 * batches * (full_ns * slowdown + latency.residual_ns) < settle_ns
 
     def _backlog(
         self,

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ortserve.batching.admission import (
     Admission,
@@ -290,6 +292,39 @@ def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch(loop: asyncio.Abstr
     stage.check(left_ms=15)  # all three ride at once: 14 ms
     stage.wait(1, finish_by_ns=NOW + 15 * MS)
     assert stage.refusal(left_ms=15).kind is ErrorKind.OVERLOADED
+
+
+@settings(max_examples=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    known=st.lists(st.floats(1.0, 4.0), min_size=3, max_size=3),
+    waiting=st.lists(st.tuples(st.integers(1, MAX_ROWS), st.floats(0.1, 1e4), st.booleans()), max_size=12),
+    rows=st.integers(1, 3 * MAX_ROWS),
+    left_ms=st.floats(0.1, 1e4),
+    busy_ms=st.floats(0, 100),
+    residual_ms=st.floats(0, 100),
+    slowdown=st.floats(1, 4),
+)
+def test_far_deadlines_are_met_by_the_forecast_that_they_are_not_worth(
+    loop: asyncio.AbstractEventLoop,
+    known: list[float],
+    waiting: list[tuple[int, float, bool]],
+    rows: int,
+    left_ms: float,
+    busy_ms: float,
+    residual_ms: float,
+    slowdown: float,
+) -> None:
+    stage = Stage(loop, max_rows=10**6)
+    for size, ms in zip((1, 2, 4), known, strict=True):
+        for shape in ("a", "b"):
+            stage.queue.shape_class(shape).batch_latency._set_knot(size, ms * MS)
+    stage.shape_class.batch_latency.residual_ns = residual_ms * MS
+    for waiting_rows, due_ms, is_stranger in waiting:
+        rider = Rider((), waiting_rows, loop.create_future(), Timing(0), 1, finish_by_ns=NOW + int(due_ms * MS))
+        stage.queue.push(stage.queue.shape_class("b" if is_stranger else "a"), rider, MAX_ROWS)
+    if stage.admission._is_far(rows, stage.shape_class, left_ms * MS, busy_ms * MS, slowdown):
+        stage.admission._is_far = lambda *_: False  # type: ignore[method-assign]
+        stage.check(rows, left_ms=left_ms, busy_ms=busy_ms, slowdown=slowdown)
 
 
 def test_level_with_a_bound_takes_no_more_requests_than_that(loop: asyncio.AbstractEventLoop) -> None:
