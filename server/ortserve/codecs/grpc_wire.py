@@ -22,8 +22,9 @@ def split_request(data: bytes) -> tuple[bytes, str, int] | None:
         numbers, all known), or is broken: protobuf itself has the last word on those.
     """
     position, end = 0, len(data)
-    raw_start = id_start = id_end = 0
+    id_start = id_end = 0
     request_id = ""
+    raw_start: int | None = None
     try:
         while position < end:
             start = position
@@ -33,8 +34,9 @@ def split_request(data: bytes) -> tuple[bytes, str, int] | None:
             if size > 127:
                 size, position = _long_size(data, position - 1)
             if tag == _RAW_INPUT_TAG:
-                raw_start = raw_start or start
-            elif raw_start or tag & 7 != _LENGTH_DELIMITED or tag > 127:
+                if raw_start is None:
+                    raw_start = start
+            elif raw_start is not None or tag & 7 != _LENGTH_DELIMITED or tag > 127:
                 return None
             elif tag == _ID_TAG:
                 id_start, id_end = start, position + size
@@ -42,7 +44,7 @@ def split_request(data: bytes) -> tuple[bytes, str, int] | None:
             position += size
     except (IndexError, UnicodeDecodeError):
         return None
-    if position != end or not raw_start:
+    if position != end or raw_start is None:
         return None
     return data[:id_start] + data[id_end:raw_start], request_id, raw_start
 

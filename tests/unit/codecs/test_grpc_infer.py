@@ -125,11 +125,18 @@ def in_reverse(message: ModelInferRequest) -> bytes:
     return raw.SerializeToString() + rest.SerializeToString()
 
 
+def with_raw_contents_at_both_ends(message: ModelInferRequest) -> bytes:
+    first, last = (ModelInferRequest(raw_input_contents=[raw]) for raw in message.raw_input_contents)
+    rest = ModelInferRequest.FromString(message.SerializeToString())
+    rest.ClearField("raw_input_contents")
+    return first.SerializeToString() + rest.SerializeToString() + last.SerializeToString()
+
+
 def with_unknown_field(message: ModelInferRequest) -> bytes:
     return bytes([15 << 3 | 0, 1]) + message.SerializeToString() + bytes([0x82, 0x06, 2, 65, 66])
 
 
-@pytest.mark.parametrize("spell", [in_reverse, with_unknown_field])
+@pytest.mark.parametrize("spell", [in_reverse, with_raw_contents_at_both_ends, with_unknown_field])
 def test_unusual_but_valid_spelling_of_a_message_means_the_same(spell: Callable[[ModelInferRequest], bytes]) -> None:
     message = request(("x", "INT32", [1]), ("y", "INT32", [1]), raw=[b"\1\0\0\0", b"\2\0\0\0"])
     decoded = decode_request(spell(message))
