@@ -31,6 +31,7 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 import uvloop  # noqa: E402
 
+from fakes.socket import FakeSocket  # noqa: E402
 from harness import circumstances, spread, table  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.app.server import Server  # noqa: E402
@@ -65,35 +66,6 @@ ARMS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
 """What is taken out, by name."""
 
 
-class Socket(asyncio.Transport):
-    """Hands on what is written to it."""
-
-    def __init__(self, on_answer: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._on_answer = on_answer
-
-    def write(self, data: Any) -> None:
-        self._on_answer(data)
-
-    def writelines(self, list_of_data: Any) -> None:
-        self._on_answer(b"".join(list_of_data))
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Callers:
     """Connections to a server in this process, each of which sends the same request again and again."""
 
@@ -109,7 +81,7 @@ class Callers:
             connection = inside.config.http_protocol_class(
                 config=inside.config, server_state=inside.server_state, app_state={}, _loop=loop
             )
-            connection.connection_made(Socket(self._on_answer))
+            connection.connection_made(FakeSocket(self._on_answer))
             self._connections.append(connection)
 
     async def turn(self) -> bytes:

@@ -1,7 +1,7 @@
 """What does each feature that can be turned on cost a REST JSON request?
 
-Level: server. Expected: load reports and traces that are left out 1 to 3 µs each of some 50; keys, an access log and TLS
-up to 10.
+Level: server. Expected: load reports and traces that are left out 1 to 3 µs each of some 50; keys, an access log and
+TLS up to 10.
 
     python loadtests/feature_cost.py [--rounds 5] [--seconds 3] [--connections 32]
 

@@ -11,6 +11,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from fakes.service import FakeInferenceService
+from fakes.socket import FakeSocket
 from ortserve.config.http import HttpOptions
 from ortserve.core.request import InferRequest
 from ortserve.frontends.http.exchange import Lane
@@ -98,39 +99,6 @@ class Service(FakeInferenceService):
         return super().begin(call, decode)
 
 
-class Socket(asyncio.Transport):
-    """Keeps what is written, and says when it is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.is_closed = False
-
-    def write(self, data: Any) -> None:
-        self.written += b"" if self.is_closed else bytes(data)
-
-    def writelines(self, list_of_data: Any) -> None:
-        self.write(b"".join(list_of_data))
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 class Side:
     """Connections of a server, one after the other."""
 
@@ -162,7 +130,8 @@ class Side:
 
     async def answer(self, pieces: list[bytes]) -> tuple[bytes, bool]:
         """What is written, and whether the connection is closed, once all that came is answered."""
-        socket = Socket()
+        written = bytearray()
+        socket = FakeSocket(written.extend)
         connection = LaneConnection(
             self.lane,
             self._config,
@@ -179,7 +148,7 @@ class Side:
                 connection.data_received(piece)
                 for _ in range(12):  # turns of the loop, more than an answer takes
                     await asyncio.sleep(0)
-        answered = socket.written, socket.is_closed
+        answered = bytes(written), socket.is_closed
         connection.connection_lost(None)
         return answered
 

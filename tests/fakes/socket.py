@@ -1,0 +1,39 @@
+"""A transport that takes everything at once, without a socket."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+
+class FakeSocket(asyncio.Transport):
+    """Hands on what is written until it is closed. Its caller never keeps it waiting."""
+
+    def __init__(self, on_write: Callable[[bytes], object]) -> None:
+        super().__init__()
+        self._on_write = on_write
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        if not self.is_closed:
+            self._on_write(bytes(data))
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
