@@ -3,7 +3,7 @@
 Both work on the bytes of the wire and leave raw tensors out of the protobuf messages, whose every byte field is a copy
 or more: a request's raw tensors are views on its bytes, and an answer's are joined to its head once. Measured for one
 FP32 tensor of 600 kB: parsing 28 → 1.3 us, serializing 1,200 → 18 us. What is left, the head, is that of many calls, so
-that what came of reading or writing one is remembered: for 256 bytes 8.6 → 4.4 us in sum.
+that what came of reading or writing one is remembered, which spares a small call some 4 us.
 """
 
 import math
