@@ -11,6 +11,13 @@ from ortserve.core.signature import ModelSignature
 _KEYS: Final = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
 
 
+def when_engines_are_built(options: Mapping[str, str]) -> str:
+    """For who watches a model being opened on TensorRT, as building takes minutes."""
+    if any(key in options for key in _KEYS):
+        return "which builds its engines here"
+    return "which builds its engines here or, where dimensions are free, at the first run of each shape"
+
+
 def profile_shapes(signature: ModelSignature, sizes: Sequence[int], given: Mapping[str, str]) -> dict[str, str]:
     """The options of one profile, from the smallest to the largest of the sizes and at its best at the largest.
 

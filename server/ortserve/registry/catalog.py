@@ -99,5 +99,5 @@ class Catalog:
         # What was unloaded on purpose is not coming back by itself: no use in trying again.
         if all(record.is_unloaded for record in asked):
             return ServeError(ErrorKind.NOT_FOUND, f"{text}: it was unloaded")
-        told = "; ".join(f"{record.state.name}{f' ({record.reason})' if record.reason else ''}" for record in asked)
+        told = "; ".join(f"{record.state.name}{f' ({why})' if (why := record.explanation) else ''}" for record in asked)
         return ServeError(ErrorKind.NOT_READY, f"{text}: {told}", retry_after_s=1)

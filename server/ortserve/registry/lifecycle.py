@@ -4,6 +4,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Final
 
+from ortserve.registry.progress import WAITING, Progress
 from ortserve.registry.served import ServedModel
 from ortserve.registry.source import VersionSource
 from ortserve.telemetry.metrics import ModelMetrics
@@ -44,6 +45,8 @@ class VersionRecord:
         self.state = State.LOADING
         self.reason = ""
         """Why it failed, or ``UNLOADED``; of one that is READY, why its last reload failed."""
+        self.progress: Progress | None = None
+        """What its load is doing; None before that begins."""
         self.metrics = ModelMetrics(model, str(version))
         self.metrics.set_state(self.state.name.lower())
         self.served: ServedModel | None = None
@@ -53,6 +56,13 @@ class VersionRecord:
     def is_unloaded(self) -> bool:
         """Whether it was taken out of service on purpose, and is not missed."""
         return self.reason == UNLOADED
+
+    @property
+    def explanation(self) -> str:
+        """Why it is in its state: ``reason``, or, before it is READY, what its load is doing, and for how long."""
+        if self.state > State.WARMING:
+            return self.reason
+        return WAITING if self.progress is None else self.progress.describe()
 
     def advance(self, state: State, reason: str = "") -> None:
         assert state > self.state, f"{self.model}/{self.version} cannot go from {self.state.name} to {state.name}"

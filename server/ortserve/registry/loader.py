@@ -1,7 +1,7 @@
 """From a model file to a warm instance. Blocks for as long as that takes: runs on the loader's thread."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -24,6 +24,7 @@ from ortserve.registry.model_folder import operator_libraries, read_labels
 from ortserve.registry.on_device import OnDevice, prepare
 from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.padding import resolve_padding
+from ortserve.registry.progress import Progress
 from ortserve.registry.samples import Sample, make_samples
 from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
@@ -80,10 +81,10 @@ def load_model(
     name: str,
     options: ModelOptions,
     clock: Clock,
-    on_warming: Callable[[], None],
     folder: Path | None = None,
     runtime: Runtime | None = None,
     trials: CaptureTrials | None = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Open a model and warm it up.
 
@@ -92,15 +93,17 @@ def load_model(
         name: What threads and log lines are called.
         options: Of the model.
         clock: Monotonic nanoseconds.
-        on_warming: Called on this thread when the model is open and warm-up begins.
         folder: Of the model, with the files that its options name; None where it is a file by itself.
         runtime: The process's; None for a plain one.
         trials: Of captures, the process's; None for those of this load.
+        progress: Told of each step that begins; None where nobody asks.
 
     Raises:
         ServeError: In words, why it cannot be served.
     """
     runtime = runtime or Runtime()
+    progress = progress or Progress(clock)
+    progress.begin("choosing an execution provider")
     choice = choose_provider(options.execution_providers, runtime.offer)
     if options.session.shared_arena:
         runtime.share_arena()
@@ -119,10 +122,11 @@ def load_model(
             return options.intra_op_threads
         return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=branches)
 
-    opening = Opening(path, name, options, runtime, trials or CaptureTrials(), libraries, clock)
+    opening = Opening(path, name, options, runtime, trials or CaptureTrials(), libraries, clock, progress)
 
     def warm(opened: OpenedSession, choice: ProviderChoice, threads: int) -> tuple[LoadedModel, list[Sample]]:
         """With the samples, which cannot be made again of a signature that is found to be unbatched meanwhile."""
+        progress.begin("reading its signature and samples")
         try:
             own = read_signature(opened.session, path)
             if options.pad or options.buckets:
@@ -138,9 +142,15 @@ def load_model(
         instance = opening.make_instance(opened, choice, signature, name, threads, padding)
         opened.forget()
         try:
-            on_warming()
+            progress.begin_warming()
             found = warm_up(
-                instance, signature, budget_s=options.warmup_s, max_rows=most_rows, clock=clock, padding=padding
+                instance,
+                signature,
+                budget_s=options.warmup_s,
+                max_rows=most_rows,
+                clock=clock,
+                padding=padding,
+                progress=progress,
             )
             alone_because = found.rows_depend
             if signature.is_batched and not (found.latencies or options.batched):
@@ -153,13 +163,19 @@ def load_model(
                 no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
             )
             if isinstance(instance, DeviceInstance):
-                on_device = prepare(instance, opened, options, interface.model, found, padding)
+                on_device = prepare(instance, opened, options, interface.model, found, padding, progress)
                 if on_device.sizes:
                     sizes = time_sizes(
-                        instance, signature, on_device.sizes, budget_s=options.warmup_s, clock=clock, padding=padding
+                        instance,
+                        signature,
+                        on_device.sizes,
+                        budget_s=options.warmup_s,
+                        clock=clock,
+                        progress=progress,
+                        padding=padding,
                     )
                     found = replace(found, latencies=sizes)
-            run_samples(instance, samples)
+            run_samples(instance, samples, progress)
         except BaseException:
             instance.close()  # else its worker and session would stay for as long as the process
             raise
@@ -194,6 +210,7 @@ def load_model(
         loaded, samples = warm(opening.open(choice, 1), choice, 1)
     try:
         for number in range(1, options.instances):
+            progress.turn_to(f"instance {number + 1} of {options.instances}")
             placed = place(choice, number)
             opened = opening.open(placed, loaded.intra_op_threads)
             instance = opening.make_instance(
@@ -208,12 +225,13 @@ def load_model(
                     loaded.signature,
                     rows,
                     loaded.padding,
+                    progress=progress,
                     brings_optional=loaded.warm_up.brings_optional,
                     free_dim=loaded.warm_up.free_dim,
                 )
             if isinstance(instance, DeviceInstance):
-                prepare(instance, opened, options, loaded.signature, loaded.warm_up, loaded.padding)
-            run_samples(instance, samples)
+                prepare(instance, opened, options, loaded.signature, loaded.warm_up, loaded.padding, progress)
+            run_samples(instance, samples, progress)
     except BaseException:
         for instance in loaded.instances:
             instance.close()

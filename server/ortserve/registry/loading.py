@@ -15,11 +15,15 @@ from ortserve.registry.assembly import Assembly
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.lifecycle import State, VersionRecord
 from ortserve.registry.loader import LoadedModel, load_model
+from ortserve.registry.progress import Progress
 from ortserve.registry.source import VersionSource
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
 
 logger: Final = logging.getLogger(__name__)
+
+TOLD_EVERY_S: Final = 10.0
+"""Between log lines of one load."""
 
 
 class VersionLoader:
@@ -35,8 +39,13 @@ class VersionLoader:
         clock: Clock,
         runtime: Runtime | None = None,
         on_lost: Callable[[VersionRecord, str], object] | None = None,
+        *,
+        told_every_s: float = TOLD_EVERY_S,
     ) -> None:
-        """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more."""
+        """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more.
+
+        What a load is doing is logged every ``told_every_s`` for as long as it lasts.
+        """
         self._loop = loop
         self._runtime = runtime or Runtime()
         self._metrics = metrics
@@ -44,6 +53,7 @@ class VersionLoader:
         self._assembly = Assembly(loop, clock, processors=cpu_budget())
         self._trials = CaptureTrials()
         self._on_lost = on_lost
+        self._told_every_s = told_every_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
 
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
@@ -62,16 +72,19 @@ class VersionLoader:
         def on_warming() -> None:
             self._loop.call_soon_threadsafe(_advance_to_warming, record)
 
+        progress = record.progress = Progress(self._clock, on_warming)
+
         def load() -> LoadedModel:
             if source.problem:
                 raise invalid_input(source.problem)
             options = source.configuration.options
             return load_model(
-                source.path, name, options, self._clock, on_warming, source.folder, self._runtime, self._trials
+                source.path, name, options, self._clock, source.folder, self._runtime, self._trials, progress
             )
 
         on_lost = partial(self._on_lost, record) if self._on_lost is not None else None
         loaded: LoadedModel | None = None
+        telling = self._loop.create_task(self._tell(record, progress, began_ns))
         try:
             loaded = await self._loop.run_in_executor(self._thread, load)
             record.served = self._assembly.serve(loaded, source.configuration, record.metrics, on_lost)
@@ -85,6 +98,8 @@ class VersionLoader:
             record.advance(State.FAILED, error.message if isinstance(error, ServeError) else "unexpected error")
             self._metrics.loaded(record.model, is_ok=False)
             return record.reason
+        finally:
+            telling.cancel()
         record.metrics.load_ns = self._clock() - began_ns
         record.advance(State.READY)
         self._metrics.loaded(record.model, is_ok=True)
@@ -98,6 +113,20 @@ class VersionLoader:
             **record.served.properties,
         )
         return ""
+
+    async def _tell(self, record: VersionRecord, progress: Progress, began_ns: int) -> None:
+        # On the loop: ONNX Runtime gives back the interpreter's lock while it opens a session and while it computes.
+        while True:
+            await asyncio.sleep(self._told_every_s)
+            log_event(
+                logger,
+                logging.INFO,
+                "model is still loading",
+                model=record.model,
+                version=record.version,
+                doing=progress.describe(),
+                seconds=round((self._clock() - began_ns) / 1e9, 2),
+            )
 
     def close(self) -> None:
         """Begin no further load. Does not wait for one that runs, which would stop the loop."""

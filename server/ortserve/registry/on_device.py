@@ -9,6 +9,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.preparation import Prepared
 from ortserve.registry.opening import OpenedSession
+from ortserve.registry.progress import Progress
 from ortserve.registry.synthetic import synthetic_inputs
 from ortserve.registry.warmup import WarmUp
 
@@ -53,6 +54,7 @@ def prepare(
     signature: ModelSignature,
     found: WarmUp,
     padding: Padding | None,
+    progress: Progress,
 ) -> OnDevice:
     """Have an instance make its buffers, and capture what it may.
 
@@ -66,7 +68,9 @@ def prepare(
         because = f"requests run one at a time: {signature.unbatched_because}"
     else:
         sizes = sorted(set(options.buckets)) or doubling(found.max_rows)
-        prepared = instance.prepare(sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding))
+        prepared = instance.prepare(
+            sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding), progress.begin
+        )
         because = prepared.unbound_because
     no_replay = opened.no_replay_because
     if options.graph_replay and not no_replay:

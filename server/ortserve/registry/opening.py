@@ -22,9 +22,10 @@ from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session, run_options
-from ortserve.engine.tensorrt_profiles import profile_shapes
+from ortserve.engine.tensorrt_profiles import profile_shapes, when_engines_are_built
 from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
+from ortserve.registry.progress import Progress
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class Opening:
         trials: CaptureTrials,
         libraries: Sequence[Path],
         clock: Clock,
+        progress: Progress,
     ) -> None:
         self._path = path
         self._name = name
@@ -81,6 +83,7 @@ class Opening:
         self._trials = trials
         self._libraries = tuple(libraries)
         self._clock = clock
+        self._progress = progress
 
     def open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open the model on an execution provider.
@@ -129,6 +132,7 @@ class Opening:
         """The choice of TensorRT, told of the configured buckets before it builds its engine for any of them."""
         if not self._options.buckets:
             return choice
+        self._progress.begin("reading the shapes that TensorRT is to build for")
         as_it_stands = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
         try:
             signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
@@ -184,6 +188,8 @@ class Opening:
         return self._session(replace(choice, options=told), threads)
 
     def _session(self, choice: ProviderChoice, threads: int) -> Session:
+        told = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
+        self._progress.begin(f"opening the session on {choice.name}{told}")
         has_global_threads = self._runtime.has_global_threads
         options = SessionOptions(choice, threads, self._options.session, self._libraries, has_global_threads)
         return open_session(self._path, self._name, options)
@@ -196,6 +202,7 @@ class Opening:
         sizes = sorted(
             {1, options.max_rows or 8} if not options.buckets else {min(options.buckets), max(options.buckets)}
         )
+        self._progress.begin("trying in another process whether graphs can be captured")
         return self._trials.why_not(
             TrialOrder(
                 str(self._path),

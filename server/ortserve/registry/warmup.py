@@ -14,6 +14,7 @@ from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
+from ortserve.registry.progress import Progress
 from ortserve.registry.samples import Sample
 from ortserve.registry.synthetic import FREE_DIM, LARGER_FREE_DIMS, MOST_ELEMENTS, synthetic_inputs
 
@@ -73,6 +74,7 @@ def warm_up(
     max_rows: int | None,
     clock: Clock,
     padding: Padding | None = None,
+    progress: Progress | None = None,
 ) -> WarmUp:
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
 
@@ -85,17 +87,20 @@ def warm_up(
     if budget_s == 0:
         return unknown
     stop_ns = clock() + int(budget_s * 1e9)
+    progress = progress or Progress(clock)
     try:
-        return _measure(runner, _choose(runner, _MakeUp(signature, padding)), max_rows, stop_ns, clock)
+        make_up = _choose(runner, _MakeUp(signature, padding), progress)
+        return _measure(runner, make_up, max_rows, stop_ns, clock, progress)
     except ServeError as error:
         return replace(unknown, refused=error.message)
 
 
-def _choose(runner: Runner, make_up: "_MakeUp") -> "_MakeUp":
+def _choose(runner: Runner, make_up: "_MakeUp", progress: Progress) -> "_MakeUp":
     """The first of the ways to make inputs up that the model takes, and has an answer for: of no elements is none."""
     taken: _MakeUp | None = None
     ways = make_up.ways()
     for way in ways if len(ways) > 1 else ():
+        progress.begin("warming up: looking for inputs that the model takes")
         try:
             outputs = _run_on_worker(runner, _as_batch(way(1, 0), 1)).outputs
         except ServeError:
@@ -106,11 +111,16 @@ def _choose(runner: Runner, make_up: "_MakeUp") -> "_MakeUp":
     return taken or make_up
 
 
-def _measure(runner: Runner, make_up: "_MakeUp", max_rows: int | None, stop_ns: int, clock: Clock) -> WarmUp:
+def _measure(
+    runner: Runner, make_up: "_MakeUp", max_rows: int | None, stop_ns: int, clock: Clock, progress: Progress
+) -> WarmUp:
     """Raises ServeError: internal, when the model refuses such inputs."""
     signature = make_up.signature
-    rows_depend, drift = _try_rows(runner, make_up) if signature.is_batched else ("", 0.0)
-    sizes = [_time_runs(runner, make_up, 1, stop_ns, clock)]
+    rows_depend, drift = "", 0.0
+    if signature.is_batched:
+        progress.begin("warming up: rows alone and together")
+        rows_depend, drift = _try_rows(runner, make_up)
+    sizes = [_time_runs(runner, make_up, 1, stop_ns, clock, progress)]
     best = sizes[0]
     if signature.is_batched and not rows_depend:
         limit = max_rows or MAX_SWEPT_ROWS
@@ -118,7 +128,7 @@ def _measure(runner: Runner, make_up: "_MakeUp", max_rows: int | None, stop_ns: 
             limit = min(limit, make_up.most_rows)
         in_vain = 0
         while sizes[-1].rows < limit and clock() < stop_ns and in_vain < _TRIED_IN_VAIN:
-            size = _time_runs(runner, make_up, min(2 * sizes[-1].rows, limit), stop_ns, clock)
+            size = _time_runs(runner, make_up, min(2 * sizes[-1].rows, limit), stop_ns, clock, progress)
             sizes.append(size)
             if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
                 best, in_vain = size, 0
@@ -141,6 +151,7 @@ def time_sizes(
     *,
     budget_s: float,
     clock: Clock,
+    progress: Progress,
     padding: Padding | None = None,
 ) -> tuple[SizeLatency, ...]:
     """Time batches of these sizes, once an instance runs them in another way than when it was warmed up.
@@ -150,7 +161,7 @@ def time_sizes(
     """
     stop_ns = clock() + int(budget_s * 1e9)
     make_up = _MakeUp(signature, padding)
-    return tuple(_time_runs(runner, make_up, rows, stop_ns, clock) for rows in sorted(sizes))
+    return tuple(_time_runs(runner, make_up, rows, stop_ns, clock, progress) for rows in sorted(sizes))
 
 
 def run_once(
@@ -159,6 +170,7 @@ def run_once(
     rows: int,
     padding: Padding | None = None,
     *,
+    progress: Progress,
     brings_optional: bool = False,
     free_dim: int = FREE_DIM,
 ) -> None:
@@ -167,16 +179,18 @@ def run_once(
     Raises:
         ServeError: internal, when the model refuses made-up inputs.
     """
+    progress.begin(_batches(rows))
     _run_on_worker(runner, _as_batch(_MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
 
 
-def run_samples(runner: Runner, samples: Sequence[Sample]) -> None:
+def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -> None:
     """Run what the model's configuration asks for, on the instance's own worker.
 
     Raises:
         ServeError: invalid_input, naming the sample that failed, and why.
     """
     for sample in samples:
+        progress.begin(f"warming up: sample '{sample.name}'")
         batch = _as_batch(sample.inputs, sample.rows)
         try:
             for _ in range(sample.count):
@@ -228,8 +242,15 @@ class _MakeUp:
         )
 
 
-def _time_runs(runner: Runner, make_up: _MakeUp, rows: int, stop_ns: int, clock: Clock) -> SizeLatency:
+def _batches(rows: int) -> str:
+    return f"warming up: batches of {rows} rows"
+
+
+def _time_runs(
+    runner: Runner, make_up: _MakeUp, rows: int, stop_ns: int, clock: Clock, progress: Progress
+) -> SizeLatency:
     """Time a few runs of one size; the first, in which memory is allocated, does not count."""
+    progress.begin(_batches(rows))
     batch = _as_batch(make_up(rows, rows), rows)
     _run_on_worker(runner, batch)
     runs: list[int] = []

@@ -47,7 +47,7 @@ class HeldDevice(HostDevice):
 def serve(assembly: Assembly, path: Path, device: HostDevice | None, **chosen: Any) -> ServedModel:
     runtime = Runtime(devices=Devices({CPU: lambda number: device})) if device else Runtime()
     options = ModelOptions(**{"warmup_s": 0.1, "max_rows": 1, "intra_op_threads": 1} | chosen)
-    loaded = load_model(path, path.stem, options, time.monotonic_ns, lambda: None, None, runtime)
+    loaded = load_model(path, path.stem, options, time.monotonic_ns, None, runtime)
     metrics = Metrics(CollectorRegistry()).model(path.stem, "1")
     return assembly.serve(loaded, Configuration(options), metrics)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.progress import Progress
 
 
 def in_state(state: State) -> VersionRecord:
@@ -30,3 +31,17 @@ def test_reason_of_a_state_is_forgotten_in_the_next() -> None:
     record.advance(State.READY, "why")
     record.advance(State.DRAINING)
     assert record.reason == ""
+
+
+def test_explanation_is_what_a_load_is_doing_until_it_has_ended() -> None:
+    record = in_state(State.LOADING)
+    assert record.explanation == "waiting for its turn"
+    record.progress = Progress(lambda: 0)
+    record.progress.begin("opening the session")
+    assert record.explanation == "opening the session, for 0 s"
+    record.advance(State.WARMING)
+    assert record.explanation == "opening the session, for 0 s"
+    record.advance(State.READY)
+    assert record.explanation == ""
+    record.advance(State.FAILED, "why")
+    assert record.explanation == "why"

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.session import open_session
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.loader import LoadedModel, load_model, threads_in_vain
+from ortserve.registry.progress import Progress
 
 QUICK = ModelOptions(warmup_s=0.1)
 
 
-def load(path: Path, options: ModelOptions = QUICK, on_warming: Callable[[], None] = lambda: None) -> LoadedModel:
-    loaded = load_model(path, "m/1", options, time.monotonic_ns, on_warming)
+def load(path: Path, options: ModelOptions = QUICK, progress: Progress | None = None) -> LoadedModel:
+    loaded = load_model(path, "m/1", options, time.monotonic_ns, progress=progress)
     for instance in loaded.instances:
         instance.close()
     return loaded
@@ -49,13 +49,51 @@ def test_dependent_rows_are_the_reason_in_the_signature(tmp_path: Path) -> None:
     assert loaded.signature.unbatched_because == "output 'y' of a row depends on the rows beside it"
 
 
-def test_warming_is_told_when_the_file_is_open(tmp_path: Path) -> None:
-    told: list[str] = []
-    load(builders.identity(tmp_path / "model.onnx"), on_warming=lambda: told.append("warming"))
-    assert told
+class NotedProgress(Progress):
+    """Keeps what it is told, in the words that others would read."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        super().__init__(lambda: 0, lambda: self.steps.append("WARMING"))
+
+    def begin(self, doing: str) -> None:
+        super().begin(doing)
+        self.steps.append(self.describe().removesuffix(", for 0 s"))
+
+
+def test_each_step_of_a_load_is_told_when_it_begins(tmp_path: Path) -> None:
+    options = ModelOptions.model_validate(
+        {"warmup_s": 60, "max_rows": 4, "instances": 2, "intra_op_threads": 1, "warmup_samples": [{"name": "mine"}]}
+    )
+    progress = NotedProgress()
+    load(builders.mlp(tmp_path / "model.onnx"), options, progress)
+    assert progress.steps == [
+        "choosing an execution provider",
+        "opening the session on CPUExecutionProvider",
+        "reading its signature and samples",
+        "WARMING",
+        "warming up: rows alone and together",
+        "warming up: batches of 1 rows",
+        "warming up: batches of 2 rows",
+        "warming up: batches of 4 rows",
+        "warming up: sample 'mine'",
+        "instance 2 of 2: opening the session on CPUExecutionProvider",
+        "instance 2 of 2: warming up: batches of 4 rows",
+        "instance 2 of 2: warming up: sample 'mine'",
+    ]
+
+
+def test_model_that_cannot_be_opened_never_warms_up(tmp_path: Path) -> None:
+    progress = NotedProgress()
     with pytest.raises(ServeError):
-        load(builders.not_onnx(tmp_path / "model.onnx"), on_warming=lambda: told.append("never"))
-    assert "never" not in told
+        load(builders.not_onnx(tmp_path / "model.onnx"), progress=progress)
+    assert progress.steps[-1] == "opening the session on CPUExecutionProvider"
+
+
+def test_inputs_that_a_model_may_refuse_are_a_step_of_their_own(tmp_path: Path) -> None:
+    progress = NotedProgress()
+    load(builders.pools_images(tmp_path / "model.onnx"), QUICK, progress)
+    assert "warming up: looking for inputs that the model takes" in progress.steps
 
 
 def test_instance_is_closed_when_its_warm_up_fails_unexpectedly(tmp_path: Path) -> None:
@@ -76,7 +114,7 @@ def test_wishes_that_nothing_meets_are_an_error(tmp_path: Path) -> None:
 def test_instances_are_as_many_as_asked_for_and_each_is_warm_and_works(tmp_path: Path) -> None:
     path = builders.unnamed_dims(tmp_path / "model.onnx")
     options = QUICK.model_copy(update={"instances": 3, "max_rows": 4})
-    loaded = load_model(path, "m/1", options, time.monotonic_ns, lambda: None)
+    loaded = load_model(path, "m/1", options, time.monotonic_ns)
     try:
         assert len({id(instance) for instance in loaded.instances}) == 3
         assert len(workers()) == 3
@@ -103,7 +141,7 @@ def test_all_instances_are_closed_when_one_cannot_be_opened(tmp_path: Path, monk
     monkeypatch.setattr("ortserve.registry.opening.open_session", open_some)
     options = QUICK.model_copy(update={"instances": 4, "intra_op_threads": 1})
     with pytest.raises(ServeError, match="no memory"):
-        load_model(path, "m/1", options, time.monotonic_ns, lambda: None)
+        load_model(path, "m/1", options, time.monotonic_ns)
     assert opened == 3
     assert not workers()
 
@@ -130,7 +168,7 @@ def test_interface_labels_and_samples_are_those_configured(tmp_path: Path) -> No
             "warmup_samples": ({"rows": 2, "count": 3},),
         }
     )
-    loaded = load_model(path, "m/1", options, time.monotonic_ns, lambda: None, tmp_path)
+    loaded = load_model(path, "m/1", options, time.monotonic_ns, tmp_path)
     for instance in loaded.instances:
         instance.close()
     assert loaded.interface.client.inputs[0].shape == (-1, 8, 8)
@@ -222,7 +260,9 @@ def test_provider_that_does_not_work_fails_the_load_unless_falling_back_is_allow
     options = QUICK.model_copy(update={"execution_providers": (AZURE, "cpu"), "instances": 2})
     with pytest.raises(ServeError, match="with allow_fallback it would be tried on CPUExecutionProvider"):
         load(path, options)
-    loaded = load(path, options.model_copy(update={"allow_fallback": True}))
+    progress = NotedProgress()
+    loaded = load(path, options.model_copy(update={"allow_fallback": True}), progress)
+    assert progress.steps[1:3] == [f"opening the session on {name}" for name in (AZURE, "CPUExecutionProvider")]
     assert (loaded.execution_provider, loaded.nodes) == ("CPUExecutionProvider", {"CPUExecutionProvider": 4})
     assert loaded.providers.passed_over == (
         f"execution_providers: {AZURE} takes none of the model's nodes; CPUExecutionProvider takes 4",

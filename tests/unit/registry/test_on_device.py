@@ -24,6 +24,7 @@ from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 from ortserve.registry.loader import LoadedModel, load_model
 from ortserve.registry.on_device import OnDevice, doubling
+from ortserve.registry.progress import Progress
 from ortserve.registry.properties import describe_properties
 
 
@@ -40,10 +41,12 @@ class Trials(CaptureTrials):
         return self.reason
 
 
-def load(path: Path, device: HostDevice, trials: Trials | None = None, **options: Any) -> LoadedModel:
+def load(
+    path: Path, device: HostDevice, trials: Trials | None = None, progress: Progress | None = None, **options: Any
+) -> LoadedModel:
     runtime = Runtime(devices=Devices({CPU: lambda number: device}))
     chosen = ModelOptions(**{"warmup_s": 0.2, "intra_op_threads": 1} | options)
-    return load_model(path, "m/1", chosen, time.monotonic_ns, lambda: None, None, runtime, trials or Trials())
+    return load_model(path, "m/1", chosen, time.monotonic_ns, None, runtime, trials or Trials(), progress)
 
 
 def close(loaded: LoadedModel) -> None:
@@ -94,6 +97,27 @@ def test_configured_buckets_are_the_sizes_and_every_instance_has_its_own_buffers
     close(loaded)
     assert device.allocated_bytes == 0
     assert device.handles == 0
+
+
+def test_trials_buffers_and_captures_are_steps_of_a_load(tmp_path: Path) -> None:
+    steps: list[str] = []
+
+    class NotedProgress(Progress):
+        def begin(self, doing: str) -> None:
+            steps.append(doing)
+
+    progress = NotedProgress(time.monotonic_ns)
+    close(load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), None, progress, buckets=(2, 4), graph_replay=True))
+    assert steps.index("trying in another process whether graphs can be captured") < steps.index(
+        f"opening the session on {CPU}"
+    )
+    assert [step for step in steps if "buffers" in step or "capturing" in step] == [
+        "making buffers for batches of up to 4 rows",
+        "trying batches of 2 rows in buffers",
+        "capturing the graph of batches of 2 rows",
+        "trying batches of 4 rows in buffers",
+        "capturing the graph of batches of 4 rows",
+    ]
 
 
 def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> None:
@@ -158,9 +182,7 @@ def test_a_model_whose_buffers_were_switched_off_says_so(tmp_path: Path) -> None
 
 
 def test_a_model_on_the_cpu_says_nothing_of_devices(tmp_path: Path) -> None:
-    loaded = load_model(
-        builders.mlp(tmp_path / "m.onnx"), "m/1", ModelOptions(warmup_s=0.1), time.monotonic_ns, lambda: None
-    )
+    loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m/1", ModelOptions(warmup_s=0.1), time.monotonic_ns)
     assert not {"device_buffers", "graph_replay"} & set(told(loaded))
     assert isinstance(loaded.instances[0], Instance)
     assert loaded.instances[0].runs_on_host
@@ -211,7 +233,7 @@ def test_instances_are_placed_on_their_devices_in_turns(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     options = ModelOptions(warmup_s=0.2, intra_op_threads=1, instances=3, gpus=(2, 0), buckets=(2,))
     runtime = Runtime(devices=Devices({CPU: make}))
-    loaded = load_model(path, "m/1", options, time.monotonic_ns, lambda: None, None, runtime)
+    loaded = load_model(path, "m/1", options, time.monotonic_ns, None, runtime)
     assert loaded.device_ids == (2, 0, 2)
     assert sorted(made) == [0, 2]
     assert made[2].allocated_bytes == 2 * made[0].allocated_bytes > 0

@@ -11,8 +11,15 @@ from ortserve.config.model import ModelOptions
 from ortserve.engine.provider_options import TENSORRT
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
+from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.opening import Opening, model_nbytes
+from ortserve.registry.progress import Progress
+
+
+def opening_of(path: Path, options: ModelOptions, progress: Progress | None = None) -> Opening:
+    clock = time.monotonic_ns
+    return Opening(path, "m/1", options, Runtime(), CaptureTrials(), (), clock, progress or Progress(clock))
 
 
 def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
@@ -35,5 +42,21 @@ def test_a_choice_of_tensorrt_is_told_of_the_buckets(
 ) -> None:
     path = build(tmp_path / "m.onnx")
     options = ModelOptions(buckets=buckets)
-    opening = Opening(path, "m/1", options, Runtime(), CaptureTrials(), (), time.monotonic_ns)
-    assert set(opening.with_profile(ProviderChoice(TENSORRT)).options.values()) == expected
+    assert set(opening_of(path, options).with_profile(ProviderChoice(TENSORRT)).options.values()) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider")
+@pytest.mark.parametrize(
+    ("buckets", "told"),
+    [
+        ((1, 8), "which builds its engines here"),
+        ((), "which builds its engines here or, where dimensions are free, at the first run of each shape"),
+    ],
+)
+def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, buckets: tuple[int, ...], told: str) -> None:
+    """TensorRT itself is not there: what it was doing is left to be read."""
+    progress = Progress(lambda: 0)
+    opening = opening_of(builders.mlp(tmp_path / "m.onnx"), ModelOptions(buckets=buckets), progress)
+    with pytest.raises(ServeError, match=TENSORRT):
+        opening.open(ProviderChoice(TENSORRT), 1)
+    assert progress.describe() == f"opening the session on {TENSORRT}, {told}, for 0 s"

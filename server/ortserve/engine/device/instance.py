@@ -20,7 +20,7 @@ from ortserve.engine.device.counts import DeviceCounts
 from ortserve.engine.device.failures import DEVICE_ERRORS, give_back
 from ortserve.engine.device.graph_ids import SETS
 from ortserve.engine.device.lane import Lane
-from ortserve.engine.device.preparation import MakeInputs, Preparation, Prepared
+from ortserve.engine.device.preparation import MakeInputs, OnStep, Preparation, Prepared
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
@@ -106,7 +106,7 @@ class DeviceInstance:
         """Why its device is lost; empty while it is not."""
         return self.lane.opened.lost
 
-    def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs) -> Prepared:
+    def prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep = lambda doing: None) -> Prepared:
         """Make buffers for batches of these sizes, and capture their graphs if the session is to. Blocks.
 
         Nothing else may be given to the instance meanwhile.
@@ -114,6 +114,7 @@ class DeviceInstance:
         Args:
             sizes: Rows of batches, at least one; padding included.
             make_inputs: By rows and seed; on the worker.
+            on_step: Told what begins; on the worker.
 
         Raises:
             ServeError: Where the device has no room or is lost.
@@ -122,7 +123,7 @@ class DeviceInstance:
             self._unbound = "unbound"
             self.call(lambda: self._note_memory(0))
             return Prepared(unbound_because=problem)
-        return self.call(lambda: self._prepare(sizes, make_inputs))
+        return self.call(lambda: self._prepare(sizes, make_inputs, on_step))
 
     @property
     def binding(self) -> DeviceBinding | None:
@@ -232,7 +233,7 @@ class DeviceInstance:
         assert self._plain_run is not None, "the instance was closed"
         return run_plainly(self._plain_run, self._staging, batch, self._clock)[0]
 
-    def _prepare(self, sizes: Sequence[int], make_inputs: MakeInputs) -> Prepared:
+    def _prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> Prepared:
         def plainly(inputs: Arrays) -> Sequence[np.ndarray]:
             assert self._plain_run is not None
             return self._plain_run(inputs)
@@ -245,6 +246,7 @@ class DeviceInstance:
             self.counts,
             self._gate,
             lambda: self.lane.device.memory().free_bytes,
+            on_step,
         )
         try:
             with self._gate.shared():

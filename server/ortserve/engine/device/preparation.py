@@ -31,6 +31,8 @@ MAX_GRAPHS: Final = 32
 RunPlainly: TypeAlias = Callable[[Arrays], Sequence[np.ndarray]]
 MakeInputs: TypeAlias = Callable[[int, int], Arrays]
 """Inputs by rows and seed."""
+OnStep: TypeAlias = Callable[[str], None]
+"""Told in words what begins."""
 MakeBinding: TypeAlias = Callable[[Sequence[RowLayout], int], DeviceBinding]
 
 
@@ -65,6 +67,7 @@ class Preparation:
         counts: DeviceCounts,
         gate: CaptureGate,
         free_bytes: Callable[[], int],
+        on_step: OnStep,
     ) -> None:
         """``make_binding`` makes the buffers, for outputs of these rows and so many of them.
 
@@ -77,6 +80,7 @@ class Preparation:
         self._counts = counts
         self._gate = gate
         self._free_bytes = free_bytes
+        self._on_step = on_step
         self._graph_bytes = 0
 
     def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, Prepared]:
@@ -89,6 +93,7 @@ class Preparation:
             Exception: One of ``DEVICE_ERRORS``, where a plain run fails, or there is no memory for the buffers.
         """
         most = max(sizes)
+        self._on_step(f"making buffers for batches of up to {most} rows")
         with self._gate.shared():
             outputs = self._run_plainly(self._make_inputs(most, 0))
             if problem := self._why_not_by_rows(outputs, most):
@@ -98,6 +103,7 @@ class Preparation:
             replayed: list[int] = []
             not_replayed: dict[int, str] = {}
             for rows in sorted(set(sizes)):
+                self._on_step(f"trying batches of {rows} rows in buffers")
                 with self._gate.shared():
                     if problem := self._try_size(binding, rows):
                         binding.close()
@@ -146,6 +152,7 @@ class Preparation:
 
     def _capture(self, binding: DeviceBinding, rows: int) -> str:
         """Capture a size in all sets. Returns why it is not replayed; empty where it was seen to be right."""
+        self._on_step(f"capturing the graph of batches of {rows} rows")
         seeds = (rows, rows + 1)  # in turns, so that no answer of a set is the one before
         for buffers in binding.sets:
             try:

@@ -1,0 +1,46 @@
+"""What operators and callers see of a model that takes its time to load."""
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import triton_inputs
+from models import builders
+from servers import starting, triton_clients
+
+OPENING = r"opening the session on CPUExecutionProvider, for \d+ s"
+ONES = {"x": np.ones((1, 4), np.float32)}
+
+
+def test_load_that_lasts_says_what_it_is_doing_on_both_protocols_and_in_the_log(tmp_path: Path) -> None:
+    """The model comes out of a pipe, so that ONNX Runtime opens it for as long as the test wants.
+
+    That the server answers meanwhile shows, too, that ONNX Runtime gives back the interpreter's lock.
+    """
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    os.mkfifo(repository / "m.onnx")
+    with starting(repository, "--warmup-s", "0", "--intra-op-threads", "1") as server:
+        line = server.wait_for_line("model is still loading", "opening the session")
+        assert re.search(rf' model=m version=1 doing="{OPENING}" seconds=1\d\.\d+$', line)
+        with triton_clients(server) as (http, grpc):
+            (entry,) = http.get_model_repository_index()
+            assert (entry["name"], entry["version"], entry["state"]) == ("m", "1", "LOADING")
+            assert re.fullmatch(OPENING, entry["reason"])
+            (told,) = grpc.get_model_repository_index().models
+            assert (told.name, told.version, told.state) == ("m", "1", "LOADING")
+            assert re.fullmatch(OPENING, told.reason)
+            for client, library in ((http, triton_http), (grpc, triton_grpc)):
+                with pytest.raises(InferenceServerException, match=rf"LOADING \({OPENING}\)"):
+                    client.infer("m", triton_inputs(library, ONES))
+            (repository / "m.onnx").write_bytes(builders.identity(tmp_path / "real").read_bytes())
+            server.wait_until_loaded()
+            assert http.get_model_repository_index() == [{"name": "m", "version": "1", "state": "READY"}]
+            http.infer("m", triton_inputs(triton_http, ONES))
+        server.stop()
