@@ -14,15 +14,17 @@
 
 FROM ubuntu:24.04 AS wheel
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3-venv \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/pip
 WORKDIR /source
-COPY LICENSE README.md constraints.txt pyproject.toml ./
+COPY LICENSE README.md constraints.txt pyproject.toml setup.py ./
 COPY server ./server
-RUN /opt/pip/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+# The path of requests is compiled, for which mypyc wants to see the types of all that it imports. None of it is taken along.
+RUN /opt/pip/bin/pip install --no-cache-dir --only-binary :all: --constraint constraints.txt '.[cpu,compile]' \
+    && ORTSERVE_COMPILE=1 /opt/pip/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# Environments without pip. Only wheels are taken, so that nothing is compiled and no compiler is needed.
+# Environments without pip. Of everything else only wheels are taken, so that no compiler is needed any more.
 FROM wheel AS environment-cpu
 RUN python3 -m venv --without-pip /opt/ortserve \
     && /opt/pip/bin/pip --python /opt/ortserve/bin/python install --no-cache-dir --only-binary :all: \

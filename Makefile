@@ -1,6 +1,7 @@
 # make serve   the bundled example models on 127.0.0.1: HTTP 8000, gRPC 8001, metrics 8002
 # make test    all tests
 # make check   lint, types, import arrows, generated files
+# make test-compiled   the same tests of the package as it is when it is compiled (needs a C compiler)
 # make audit   known vulnerabilities of the pinned dependencies, where a service can be asked
 # Each makes what it needs in .venv first; only Python and make have to be there.
 
@@ -14,13 +15,21 @@ PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadsco
 # Before anything imports ONNX Runtime: its official wheels report to their maker from import on.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: serve test check audit protos reference clean
+.PHONY: serve test test-compiled check audit protos reference clean
 
 serve: .venv/serve.done
 	$(BIN)/ortserve serve --example
 
 test: .venv/dev.done
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# Beside the editable installation, and before it on the path of the tests and of the servers that they start.
+test-compiled: .venv/dev.done
+	rm -rf build .venv/compiled
+	ORTSERVE_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--target .venv/compiled .
+	rm -rf build
+	PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 check: .venv/dev.done
 	$(BIN)/ruff check
@@ -56,5 +65,5 @@ clean:
 	touch $@
 
 .venv/dev.done: .venv/made pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[cpu,otel,dev]'
+	$(INSTALL) --editable '.[cpu,otel,compile,dev]'
 	touch $@ .venv/serve.done

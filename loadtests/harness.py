@@ -21,6 +21,8 @@ from types import MappingProxyType
 
 import psutil
 
+from ortserve.core.compiled import IS_COMPILED
+
 START_TIMEOUT_S = 60
 END_TIMEOUT_S = 15
 
@@ -157,8 +159,9 @@ def circumstances() -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     packages = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "uvicorn", "fastapi", "grpcio", "numpy"))
     processors = len(os.sched_getaffinity(0))
+    way = "compiled" if IS_COMPILED else "interpreted"
     return (
-        f"{processors} processors ({platform.machine()}), Python {platform.python_version()}, {packages}; "
+        f"{processors} processors ({platform.machine()}), Python {platform.python_version()}, {packages}; {way}, "
         f"commit {commit.strip() or 'unknown'}; `python {' '.join(sys.argv)}`; {time.strftime('%Y-%m-%d')}."
     )
 

@@ -160,6 +160,7 @@ def test_container_serves_both_protocols_as_nobody_in_particular_and_drains(imag
         assert container.run("id", "-u").stdout == "10001\n"
         assert container.run("ortserve", "health").stdout == "ready\n"
         assert container.run("touch", "/tmp/there").returncode == 0
+        assert "request path compiled\n" in container.run("ortserve", "version").stdout
         assert "Read-only file system" in container.run("touch", "/opt/there").stderr
         assert container.run("python", "-m", "pip").returncode != 0
         assert container.run("sh", "-c", "command -v gcc cc make pip").stdout == ""

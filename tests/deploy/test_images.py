@@ -97,6 +97,13 @@ def test_image_has_nothing_that_builds(name: str) -> None:
     assert made.rstrip().endswith(f'[{name},otel]"')
 
 
+def test_path_of_requests_is_compiled_in_the_images() -> None:
+    installed, made = STAGES["wheel"].all("RUN")
+    assert {"gcc", "libc6-dev", "python3-dev"} <= set(installed.split())
+    assert "'.[cpu,compile]'" in made
+    assert "ORTSERVE_COMPILE=1 /opt/pip/bin/pip wheel" in made
+
+
 @pytest.mark.parametrize("name", SERVERS)
 def test_image_says_what_it_is(name: str) -> None:
     stage = STAGES[name]

@@ -21,6 +21,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from encodings_of_requests import ENCODINGS
+from interpreted import interpreted_only
 from models import builders
 from ortserve.codecs.binary_tensor import encode_binary_tensor
 from ortserve.codecs.grpc_infer import encode_response
@@ -38,6 +39,8 @@ from ortserve.service.accounts import Accounts
 from ortserve.service.inference import InferenceService
 from ortserve.telemetry.metrics import Metrics
 from servers import add_model, serving
+
+pytestmark = interpreted_only
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, TypeAlias
 
 from ortserve.batching.admission import Admission, QueueLimits, tensor_bytes
@@ -76,7 +77,7 @@ class Batcher:
         self._policy = policy
         self._queue = queue
         self._share = device.share(threads, self._wake)
-        self._inline = inline
+        self._budget = inline
         self._loop = loop
         self._clock = clock
         self._observe_batch = observe_batch
@@ -278,7 +279,7 @@ class Batcher:
         self.decisions.padding_rows += bucket - group.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self._inline is not None and self._inline.take(group.shape_class.run_latency.predict_ns(bucket)):
+        elif self._budget is not None and self._budget.take(group.shape_class.run_latency.predict_ns(bucket)):
             self._run_here(group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
@@ -300,11 +301,7 @@ class Batcher:
         predicted_ns = group.shape_class.batch_latency.predict_ns(bucket)
         runner = self._instances.lend(predicted_ns, now_ns)
         self._share.begin(predicted_ns)
-
-        def done(outcome: BatchResult | Exception) -> None:
-            self._loop.call_soon_threadsafe(self._on_done, runner, group, bucket, now_ns, outcome)
-
-        runner.start(batch, done)
+        runner.start(batch, partial(self._come_back, runner, group, bucket, now_ns))
         if self._instances.free or self._instances.lends_ahead:
             self._wake_if_needed()
 
@@ -320,6 +317,12 @@ class Batcher:
             return False
         self._instances.free_ahead()
         return True
+
+    def _come_back(
+        self, runner: Runner, group: Group, bucket: int, taken_ns: int, outcome: BatchResult | Exception
+    ) -> None:
+        """Called on the runner's thread."""
+        self._loop.call_soon_threadsafe(self._on_done, runner, group, bucket, taken_ns, outcome)
 
     def _on_done(
         self, runner: Runner, group: Group, bucket: int, taken_ns: int, outcome: BatchResult | Exception

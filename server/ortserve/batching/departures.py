@@ -73,7 +73,7 @@ def sweep(riders: Iterable[Rider], now_ns: int) -> Sweep:
         if by_ns < now_ns:
             departures.append(Departure(rider, None if rider.future.done() else _passed(rider, now_ns)))
         elif by_ns < next_ns:
-            next_ns = by_ns
+            next_ns = float(by_ns)
     return Sweep(departures, next_ns)
 
 

@@ -36,7 +36,7 @@ class ExpiryAlarm:
     def on_sweep(self, looked_at: int, next_ns: float, now_ns: int) -> None:
         """The queue was looked through: so many riders, of whom the next is too late after ``next_ns``, if finite."""
         self._rings_ns = math.inf
-        self._rests_until_ns = now_ns + max(_REST_NS, looked_at * _REST_PER_RIDER_NS)
+        self._rests_until_ns = float(now_ns + max(_REST_NS, looked_at * _REST_PER_RIDER_NS))
         self._ring_after(next_ns, now_ns)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import asyncio
 from typing import Final
 
 MAX_RUN_NS: Final = 200_000
-MAX_TURN_NS: Final = 500_000
+MAX_TURN_NS: Final = 500_000.0
 
 
 class InlineBudget:
@@ -16,7 +16,7 @@ class InlineBudget:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._left_ns: float = MAX_TURN_NS
+        self._left_ns = MAX_TURN_NS
 
     def take(self, predicted_ns: float | None) -> bool:
         """Whether a run predicted to take so long may run on the loop in this turn."""

@@ -41,7 +41,7 @@ class Instances:
         """Take a free one for a run that is predicted to last so long from now on, or from the end of that before."""
         runner = self.free.pop()
         lasts_ns = known_ns(predicted_ns)
-        begins_ns: float = now_ns
+        begins_ns = float(now_ns)
         if self.lends_ahead:
             self._in_flight.setdefault(runner, deque()).append(lasts_ns)
             begins_ns = max(now_ns, self._busy_until_ns.get(runner, 0))

@@ -61,7 +61,7 @@ class ShapeClass:
     def push(self, rider: Rider, max_rows: int) -> None:
         """Let a rider wait, at its place in the order."""
         if rider.finish_by_ns is not None:
-            rider.due_ns = rider.finish_by_ns
+            rider.due_ns = float(rider.finish_by_ns)
         else:
             # Never before one that waits since earlier on the same terms, whatever was learned in between.
             last_ns = self._last_open_due_ns if self._open else 0.0

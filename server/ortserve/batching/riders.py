@@ -25,7 +25,7 @@ class Rider:
     future: asyncio.Future[Arrays]
     timing: Timing
     level: int = 1
-    due_ns: float = 0
+    due_ns: float = 0.0
     finish_by_ns: int | None = None
     start_by_ns: int | None = None
     nbytes: int = 0

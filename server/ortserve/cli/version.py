@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ortserve import __version__
 from ortserve.cli.environment import installed_runtimes
+from ortserve.core.compiled import IS_COMPILED
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -14,6 +15,11 @@ def main(arguments: Sequence[str]) -> int:
     argparse.ArgumentParser(
         prog="ortserve version", description="Print the versions of ortserve and of what it runs on."
     ).parse_args(arguments)
-    versions = {"ortserve": __version__, "Python": platform.python_version(), **installed_runtimes()}
+    versions = {
+        "ortserve": __version__,
+        "request path": "compiled" if IS_COMPILED else "interpreted",
+        "Python": platform.python_version(),
+        **installed_runtimes(),
+    }
     sys.stdout.writelines(f"{name} {version}\n" for name, version in versions.items())
     return 0

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fakes.latency import no_number
+from interpreted import interpreted_only
 from ortserve.batching.admission import (
     Admission,
     Backlog,
@@ -253,13 +255,10 @@ def test_prediction_refuses_nobody_while_idle_or_unsure(loop: asyncio.AbstractEv
     unsure.check(left_ms=0.001, busy_ms=1000)
 
 
+@interpreted_only
 def test_prediction_that_is_no_number_refuses_nobody(loop: asyncio.AbstractEventLoop) -> None:
-    class NoNumber(LatencyModel):
-        def predict_ns(self, rows: int) -> float | None:
-            return math.nan
-
     stage = Stage(loop, max_rows=99, max_bytes=1000)
-    stage.shape_class.batch_latency = NoNumber()
+    stage.shape_class.batch_latency = no_number()
     stage.shape_class.batch_latency.observations = 100
     stage.wait(90)
     stage.check(left_ms=0.001, busy_ms=1000)
@@ -304,6 +303,7 @@ def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch(loop: asyncio.Abstr
     residual_ms=st.floats(0, 100),
     slowdown=st.floats(1, 4),
 )
+@interpreted_only
 def test_far_deadlines_are_met_by_the_forecast_that_they_are_not_worth(
     loop: asyncio.AbstractEventLoop,
     known: list[float],

@@ -17,16 +17,18 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
+from fakes.latency import no_number
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRun, FakeRunner, answer
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.device import Device
 from ortserve.batching.inline import InlineBudget
-from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
+from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.core.batch import Arrays
+from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -41,7 +43,7 @@ TIMER_ROUNDING_NS = 2
 PLENTY = 4096
 
 Belief = Literal["right", "none", "too long", "too short", "no number"]
-BELIEFS: Sequence[Belief] = ("right", "none", "too long", "too short", "no number")
+BELIEFS: Sequence[Belief] = ("right", "none", "too long", "too short", *(() if IS_COMPILED else ("no number",)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +130,6 @@ class Play:
     begin_ns: int
     closing_ns: int | None
     closed_ns: int
-
-
-class NoNumber(LatencyModel):
-    """Predicts what is no number, however much it sees."""
-
-    def predict_ns(self, rows: int) -> float | None:
-        return math.nan
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -273,8 +268,8 @@ class Theatre:
         for arrival in schedule.arrivals:
             shape_class = queue.shape_class(arrival.rows.shape[1])
             if model.belief == "no number":
-                shape_class.batch_latency = NoNumber()
-                shape_class.run_latency = NoNumber()
+                shape_class.batch_latency = no_number()
+                shape_class.run_latency = no_number()
             if model.is_practised:
                 shape_class.batch_latency.observations = MIN_OBSERVATIONS
         return queue

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterator
 
 import pytest
 
-from ortserve.batching.latency import LatencyModel
+from fakes.latency import no_number
+from interpreted import interpreted_only
 from ortserve.batching.queue import MAX_CLASSES, OPEN_DUE_RUNS, RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider
 from ortserve.core.timing import Timing
@@ -124,14 +125,11 @@ def test_prediction_that_was_far_too_long_is_forgotten_once_nobody_waits_by_it(
 
 
 @pytest.mark.parametrize("ns", [float("nan"), float("inf")])
+@interpreted_only
 def test_prediction_that_is_no_number_leaves_the_order_of_arrival(loop: asyncio.AbstractEventLoop, ns: float) -> None:
-    class NoNumber(LatencyModel):
-        def predict_ns(self, rows: int) -> float | None:
-            return ns
-
     queue = RiderQueue()
     shape_class = queue.shape_class("a")
-    shape_class.batch_latency = NoNumber()
+    shape_class.batch_latency = no_number(ns)
     waiting = [rider(loop, queued_ns=number) for number in range(5)]
     push(queue, "a", *waiting)
     assert queue.take(shape_class, 5) == waiting

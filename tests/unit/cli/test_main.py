@@ -10,6 +10,7 @@ import pytest
 from ortserve import __version__
 from ortserve.cli.main import main
 from ortserve.config.options import ServerOptions, flag_name
+from ortserve.core.compiled import IS_COMPILED
 
 
 @pytest.fixture
@@ -144,6 +145,7 @@ def test_version_names_the_server_and_its_runtime(capsys: pytest.CaptureFixture[
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"ortserve {__version__}"
+    assert lines[1] == f"request path {'compiled' if IS_COMPILED else 'interpreted'}"
     assert any(line.startswith("onnxruntime") for line in lines)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from interpreted import interpreted_only
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
 from ortserve.codecs import grpc_infer
 from ortserve.codecs.bytes_elements import encode_bytes_elements
@@ -513,6 +514,7 @@ def test_placed_output_has_an_empty_entry_among_the_raw_contents() -> None:
     assert list(message.raw_output_contents) == [b"", bytes(3)]
 
 
+@interpreted_only
 def test_answer_over_the_message_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_infer, "MAX_MESSAGE_BYTES", 100)
     response = InferResponse("m", "1", "", [Tensor("y", DataType.UINT8, np.zeros(200, np.uint8))])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
+from interpreted import interpreted_only
 from ortserve.codecs import grpc_stream
 from ortserve.codecs.grpc_stream import encode_stream_answer, encode_stream_error
 from ortserve.core.dtypes import DataType
@@ -28,6 +29,7 @@ def test_answer_is_the_unary_one_with_the_mark_of_the_last(size: int) -> None:
     assert {key: value.bool_param for key, value in answer.parameters.items()} == {"triton_final_response": True}
 
 
+@interpreted_only
 def test_answer_larger_than_a_message_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     response = InferResponse("m", "1", "", [Tensor("y", DataType.FP32, np.zeros(10, np.float32))])
     size = len(encode_stream_answer(response))

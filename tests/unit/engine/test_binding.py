@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from interpreted import interpreted_only
 from models import builders
 from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.dtypes import DataType
@@ -286,6 +287,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@interpreted_only
 def test_only_what_fills_its_bucket_alone_and_is_large_and_aligned_is_not_copied(
     tmp_path: Path, open_model: Open, copies: list[int]
 ) -> None:
@@ -310,6 +312,7 @@ def test_only_what_fills_its_bucket_alone_and_is_large_and_aligned_is_not_copied
     assert copied(one, bucket=2) == LENT_BYTES
 
 
+@interpreted_only
 def test_small_request_is_copied_though_it_fills_its_bucket(
     tmp_path: Path, open_model: Open, copies: list[int]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from interpreted import interpreted_only
 from models import builders
 from ortserve.config.model import LoadOptions
 from ortserve.core.terms import NO_TERMS, Terms
@@ -517,6 +518,7 @@ async def test_series_of_a_version_begin_anew_with_each_load_and_go_when_it_is_u
     assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "ok"}) is None
 
 
+@interpreted_only
 async def test_unloaded_version_keeps_neither_its_session_nor_its_buffers(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.unnamed_dims, "m")
     registry = await load()

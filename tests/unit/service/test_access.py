@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from interpreted import interpreted_only
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.access import Access, Group, Keyring, RefusedKeyError, digest_of
 
@@ -99,6 +100,7 @@ def test_every_key_is_compared_whichever_matches(shown: str) -> None:
     assert opened == {"last": {Group.METRICS}, "unknown": set()}.get(shown, {Group.INFER})
 
 
+@interpreted_only
 def test_nothing_that_is_kept_or_said_holds_a_key() -> None:
     asked = access()
     errors = [refusal(asked, Group.INFER, values) for values in ([b"Bearer " + OTHER], [b"Bearer secret"], [KEY])]

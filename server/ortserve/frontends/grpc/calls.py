@@ -62,13 +62,15 @@ class CallHead(Protocol):
     def load_format(self) -> str: ...
 
 
-QuickCall: TypeAlias = Callable[
-    [bytes, int | None, CallHead, Callable[[bytes, bytes, MetadataEntry | None], None], Callable[[ServeError], None]],
-    Callable[[], object] | None,
-]
-"""A unary call that needs no task: message, time that the caller waits (ns), headers, and what to call once, on the
-loop, with the answer, its ``server-timing`` and a further entry of its trailing metadata, or with what went wrong.
-Returns what cancels it, None where it is over."""
+OnAnswer: TypeAlias = Callable[[bytes, bytes, MetadataEntry | None], None]
+"""Told of an answer, its ``server-timing`` and a further entry of its trailing metadata."""
+
+OnFailure: TypeAlias = Callable[[ServeError], None]
+"""Told of what went wrong."""
+
+QuickCall: TypeAlias = Callable[[bytes, int | None, CallHead, OnAnswer, OnFailure], Callable[[], object] | None]
+"""A unary call that needs no task: message, time that the caller waits (ns), headers, and what is to be called once, on
+the loop. Returns what cancels it, None where it is over."""
 
 
 INTERNAL_ERROR: Final = ServeError(ErrorKind.INTERNAL, "internal error")

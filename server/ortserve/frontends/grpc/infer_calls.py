@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from ortserve.codecs.grpc_infer import decode_request, encode_response
 from ortserve.codecs.load_report import read_load_format
@@ -17,6 +17,8 @@ from ortserve.frontends.grpc.calls import (
     Handlers,
     Metadata,
     MetadataEntry,
+    OnAnswer,
+    OnFailure,
     abort,
     status_of,
     unary,
@@ -83,8 +85,8 @@ class InferCalls:
         data: bytes,
         timeout_ns: int | None,
         head: CallHead,
-        on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        on_failure: Callable[[ServeError], None],
+        on_answer: OnAnswer,
+        on_failure: OnFailure,
     ) -> Callable[[], object] | None:
         """ModelInfer as a ``QuickCall``."""
         trace: Trace | None = None
@@ -102,23 +104,31 @@ class InferCalls:
             hold.release()
             on_failure(error)
             return None
-
-        def finish(_: asyncio.Future[Arrays]) -> None:
-            hold.release()
-            try:
-                answer = self._inference.finish(pending, _encode)
-            except asyncio.CancelledError:
-                on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
-            except ServeError as error:
-                on_failure(error)
-            else:
-                report = None
-                if self._load_reports is not None and (head.load_format or self._load_reports.is_always):
-                    report = load_report(self._load_reports, head.load_format)
-                on_answer(answer, call.timing.server_timing(), report)
-
+        finish = partial(self._finish, pending, hold, head, on_answer, on_failure)
         pending.outputs.add_done_callback(finish)
         return pending.leave
+
+    def _finish(
+        self,
+        pending: Pending,
+        hold: Hold,
+        head: CallHead,
+        on_answer: OnAnswer,
+        on_failure: OnFailure,
+        _: asyncio.Future[Arrays],
+    ) -> None:
+        hold.release()
+        try:
+            answer = self._inference.finish(pending, _encode)
+        except asyncio.CancelledError:
+            on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
+        except ServeError as error:
+            on_failure(error)
+        else:
+            report = None
+            if self._load_reports is not None and (head.load_format or self._load_reports.is_always):
+                report = load_report(self._load_reports, head.load_format)
+            on_answer(answer, pending.call.timing.server_timing(), report)
 
     async def _model_infer(self, data: bytes, context: Context) -> bytes:
         trace: Trace | None = None
@@ -138,7 +148,7 @@ class InferCalls:
                     trailing += (report,)
             context.set_trailing_metadata(trailing)
             return answer
-        del data
+        data = b""
         return await abort(context, status)
 
 
@@ -169,7 +179,8 @@ def load_report(reports: LoadReports, asked: str) -> MetadataEntry | None:
 
 def time_left_ns(context: Context) -> int | None:
     """How long the caller waits on, None where it did not say."""
-    left_s: float | None = context.time_remaining()
+    any_context: Any = context  # by its stub, all callers say
+    left_s: float | None = any_context.time_remaining()
     return None if left_s is None else int(left_s * 1e9)
 
 

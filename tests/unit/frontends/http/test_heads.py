@@ -12,6 +12,7 @@ from uvicorn.server import ServerState
 
 from fakes.service import FakeInferenceService
 from fakes.socket import FakeSocket
+from interpreted import interpreted_only
 from ortserve.config.http import HttpOptions
 from ortserve.core.request import InferRequest
 from ortserve.frontends.http.exchange import Lane
@@ -21,6 +22,8 @@ from ortserve.frontends.http.limits import http_limits
 from ortserve.service.access import Access, Group, Keyring, digest_of
 from ortserve.service.call import Call
 from ortserve.service.inference import Pending
+
+pytestmark = interpreted_only
 
 CASES: Final = 400
 BODIES: Final = tuple(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from interpreted import interpreted_only
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.server import RestApp
 
@@ -48,6 +49,7 @@ async def call(path: str) -> tuple[int, bytes]:
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
+@interpreted_only
 async def test_fault_of_ours_is_answered_in_json_without_its_text_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     status, body = await call("/v2/models/m")
     assert (status, json.loads(body)) == (500, {"error": "internal error"})

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -86,27 +87,26 @@ class CallsWork:
         timeout_ns: int | None = None
         if stream.deadline_ns is not None:
             timeout_ns = max(0, stream.deadline_ns - sending.clock())
-
-        def on_answer(answer: bytes, server_timing: bytes, further: MetadataEntry | None) -> None:
-            stream.cancel = None
-            if not stream.encoding:
-                trailing = literal(b"server-timing", server_timing)
-                if further is not None:
-                    trailing += metadata_block((further,))
-                sending.answer(stream, answer, trailing)
-            else:
-                metadata: Metadata = (("server-timing", server_timing.decode()),)
-                if further is not None:
-                    metadata += (further,)
-                self._start(stream, _answer_compressed(stream, sending, answer, metadata))
-
-        def on_failure(error: ServeError) -> None:
-            stream.cancel = None
-            sending.end(stream, *status_of(error))
-
+        on_answer = partial(self._on_answer, stream, sending)
+        on_failure = partial(_on_failure, stream, sending)
         cancel = self._quick[stream.head.path](message, timeout_ns, stream.head, on_answer, on_failure)
         if not stream.is_over and stream.trailers is None:
             stream.cancel = cancel
+
+    def _on_answer(
+        self, stream: Stream, sending: Sending, answer: bytes, server_timing: bytes, further: MetadataEntry | None
+    ) -> None:
+        stream.cancel = None
+        if not stream.encoding:
+            trailing = literal(b"server-timing", server_timing)
+            if further is not None:
+                trailing += metadata_block((further,))
+            sending.answer(stream, answer, trailing)
+        else:
+            metadata: Metadata = (("server-timing", server_timing.decode()),)
+            if further is not None:
+                metadata += (further,)
+            self._start(stream, _answer_compressed(stream, sending, answer, metadata))
 
     async def until_done(self) -> None:
         """Wait for what still winds up after its stream was left."""
@@ -122,12 +122,17 @@ class CallsWork:
         task = self._loop.create_task(work)
         self._tasks.add(task)  # the loop itself would let go of one that waits
         task.add_done_callback(self._tasks.discard)
+        stream.cancel = partial(_cancel, task)
 
-        def cancel() -> None:
-            if task is not asyncio.current_task():  # else it is over because its handler has ended it
-                task.cancel()
 
-        stream.cancel = cancel
+def _on_failure(stream: Stream, sending: Sending, error: ServeError) -> None:
+    stream.cancel = None
+    sending.end(stream, *status_of(error))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    if task is not asyncio.current_task():  # else it is over because its handler has ended it
+        task.cancel()
 
 
 async def _run(handler: Handler, stream: Stream, sending: Sending, context: NativeContext) -> None:

@@ -57,8 +57,8 @@ class NativeContext:
             with self._open_hold() as hold:
                 hold.count(len(message))
                 return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
-        except RefusedMessageError as error:
-            self._sending.end(stream, error.code, error.text, is_prompt=True)
+        except RefusedMessageError as refusal:
+            self._sending.end(stream, refusal.code, refusal.text, is_prompt=True)
         except ServeError as error:
             self._sending.end(stream, *status_of(error), is_prompt=True)
         return grpc.aio.EOF

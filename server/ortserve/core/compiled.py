@@ -1,0 +1,6 @@
+"""Whether the modules that every infer request passes were compiled when the package was built (``setup.py``)."""
+
+from pathlib import Path
+from typing import Final
+
+IS_COMPILED: Final = Path(__file__).suffix != ".py"

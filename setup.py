@@ -1,0 +1,75 @@
+"""What ``pyproject.toml`` cannot say: where ``ORTSERVE_COMPILE=1`` asks for it, modules are compiled to C.
+
+mypyc compiles them as they stand, after mypy has checked them. The extra ``compile`` brings both; a C compiler and
+Python's headers have to be there. Without it the same modules are interpreted: only the time of a request changes.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+from setuptools import setup
+
+PACKAGE: Final = Path("server/ortserve")
+
+COMPILED: Final = (
+    "batching/*.py",
+    "codecs/binary_tensor.py",
+    "codecs/bytes_elements.py",
+    "codecs/grpc_*.py",
+    "codecs/json_*.py",
+    "codecs/rest.py",
+    "codecs/shape_bounds.py",
+    "core/*.py",
+    "engine/binding.py",
+    "engine/instance.py",
+    "engine/output_buffers.py",
+    "engine/plain_batch.py",
+    "engine/row_layout.py",
+    "engine/staging.py",
+    "frontends/grpc/infer_calls.py",
+    "frontends/grpc/native/*.py",
+    "frontends/http/announcement.py",
+    "frontends/http/answers.py",
+    "frontends/http/connection.py",
+    "frontends/http/corked_transport.py",
+    "frontends/http/exchange.py",
+    "frontends/http/heads.py",
+    "frontends/http/lane.py",
+    "frontends/http/limits.py",
+    "frontends/tls/transport.py",
+    "registry/served.py",
+    "service/access.py",
+    "service/accounts.py",
+    "service/call.py",
+    "service/gate.py",
+    "service/inference.py",
+    "service/validation.py",
+    "telemetry/metrics.py",
+)
+"""What every infer request passes, as patterns in the package."""
+
+INTERPRETED: Final = (
+    "batching/alarm.py",  # ctypes
+    "core/dtypes.py",  # an enum whose members have an __init__
+    "core/quick_dataclass.py",  # means one thing to type checkers and another at run time
+    "core/region.py",  # a base class of what is not compiled
+    "frontends/grpc/native/compression.py",  # functions in functions, which hold themselves until garbage is collected
+    "frontends/grpc/native/server.py",  # likewise
+)
+"""What stays as it is among them, and why."""
+
+
+def modules() -> list[str]:
+    """The paths of what is compiled."""
+    found = {path for pattern in COMPILED for path in PACKAGE.glob(pattern)}
+    left_out = {PACKAGE / path for path in INTERPRETED}
+    return sorted(str(path) for path in found - left_out if path.name != "__init__.py")
+
+
+if os.environ.get("ORTSERVE_COMPILE") == "1":
+    from mypyc.build import mypycify
+
+    setup(ext_modules=mypycify(modules(), debug_level="0"))
+else:
+    setup()
