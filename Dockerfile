@@ -21,7 +21,7 @@ WORKDIR /source
 COPY LICENSE README.md constraints.txt pyproject.toml setup.py ./
 COPY server ./server
 # The path of requests is compiled, for which mypyc wants to see the types of all that it imports. None of it is taken along.
-RUN /opt/pip/bin/pip install --no-cache-dir --only-binary :all: --constraint constraints.txt '.[cpu,compile]' \
+RUN /opt/pip/bin/pip install --no-cache-dir --only-binary :all: --constraint constraints.txt '.[cpu,otel,compile]' \
     && ORTSERVE_COMPILE=1 /opt/pip/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels .
 
 # Environments without pip. Of everything else only wheels are taken, so that no compiler is needed any more.

@@ -70,6 +70,6 @@ def modules() -> list[str]:
 if os.environ.get("ORTSERVE_COMPILE") == "1":
     from mypyc.build import mypycify
 
-    setup(ext_modules=mypycify(modules(), debug_level="0"))
+    setup(ext_modules=mypycify(modules(), debug_level="0", multi_file=True))
 else:
     setup()

@@ -100,7 +100,7 @@ def test_image_has_nothing_that_builds(name: str) -> None:
 def test_path_of_requests_is_compiled_in_the_images() -> None:
     installed, made = STAGES["wheel"].all("RUN")
     assert {"gcc", "libc6-dev", "python3-dev"} <= set(installed.split())
-    assert "'.[cpu,compile]'" in made
+    assert "'.[cpu,otel,compile]'" in made
     assert "ORTSERVE_COMPILE=1 /opt/pip/bin/pip wheel" in made
 
 
