@@ -25,6 +25,7 @@ from ortserve.core.compiled import IS_COMPILED
 
 START_TIMEOUT_S = 60
 END_TIMEOUT_S = 15
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Load:
 
 
 @contextmanager
-def running(command: Sequence[str], ready_url: str) -> Iterator[int]:
+def running(command: Sequence[str], ready_url: str, environment: Mapping[str, str] = NOTHING) -> Iterator[int]:
     """A server process from its readiness to the end of the block; yields its process id."""
-    process = subprocess.Popen(command, env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"})
+    process = subprocess.Popen(command, env=os.environ | {"ORT_DISABLE_TELEMETRY": "1"} | dict(environment))
     try:
         _wait_until_ready(process, ready_url)
         yield process.pid
@@ -49,11 +50,11 @@ def running(command: Sequence[str], ready_url: str) -> Iterator[int]:
 
 
 @contextmanager
-def serving(repository: Path, port: int, *flags: str) -> Iterator[int]:
+def serving(repository: Path, port: int, *flags: str, environment: Mapping[str, str] = NOTHING) -> Iterator[int]:
     """An ortserve of its own on ``port`` (HTTP) and the two ports after it; yields its process id once it is ready."""
     ports = [f"--http-port={port}", f"--grpc-port={port + 1}", f"--metrics-port={port + 2}"]
     command = [sys.executable, "-m", "ortserve", "serve", str(repository), "--log-level=warning", *ports, *flags]
-    with running(command, f"http://127.0.0.1:{port}/v2/health/ready") as pid:
+    with running(command, f"http://127.0.0.1:{port}/v2/health/ready", environment) as pid:
         yield pid
 
 
@@ -82,7 +83,7 @@ def wrk(
     pid: int,
     connections: int,
     seconds: int,
-    headers: Mapping[str, str] = MappingProxyType({}),
+    headers: Mapping[str, str] = NOTHING,
 ) -> Load:
     """Offer a closed loop of ``connections`` for ``seconds``, with these headers beside the content's type.
 
