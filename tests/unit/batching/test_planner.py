@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fakes.latency import no_number
+from interpreted import interpreted_only
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, lower_cap, plan_batch
 from ortserve.batching.riders import Rider
@@ -14,6 +15,7 @@ from ortserve.core.timing import Timing
 
 NOW = 1000
 UNKNOWN = LatencyModel()
+NO_NUMBER = pytest.param(no_number(), marks=interpreted_only)
 LINEAR = LatencyModel([(1, 110), (2, 120), (4, 140), (8, 180), (16, 260)])  # 100 + 10 a row
 
 
@@ -86,7 +88,7 @@ def plan(
         ([(1, 999)] * 3, BatchPolicy(8, preferred_rows=(2,)), Take(3, 3)),  # no delay, so nothing to be spared
     ],
 )
-@pytest.mark.parametrize("latency", [UNKNOWN, LINEAR, no_number()], ids=["unknown", "known", "no number"])
+@pytest.mark.parametrize("latency", [UNKNOWN, LINEAR, NO_NUMBER], ids=["unknown", "known", "no number"])
 def test_requests_without_deadlines(
     loop: asyncio.AbstractEventLoop,
     waiting: list[tuple[int, int]],
@@ -121,7 +123,7 @@ def test_batch_is_as_large_as_its_deadlines_allow(
     assert plan(loop, [Waiting(rows, 900, by_ns) for rows, by_ns in waiting], BatchPolicy(8), LINEAR) == planned
 
 
-@pytest.mark.parametrize("latency", [UNKNOWN, no_number()], ids=["unknown", "no number"])
+@pytest.mark.parametrize("latency", [UNKNOWN, NO_NUMBER], ids=["unknown", "no number"])
 def test_without_a_prediction_deadlines_make_no_batch_smaller(
     loop: asyncio.AbstractEventLoop, latency: LatencyModel
 ) -> None:
