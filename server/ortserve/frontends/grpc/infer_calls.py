@@ -148,7 +148,7 @@ class InferCalls:
                     trailing += (report,)
             context.set_trailing_metadata(trailing)
             return answer
-        data = b""
+        data = b""  # let go of the message while its refusal is sent; mypyc has no ``del`` for it
         return await abort(context, status)
 
 
