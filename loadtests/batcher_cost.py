@@ -78,7 +78,7 @@ async def batcher_us() -> float:
 
     async def turn() -> list[tuple[np.ndarray, ...]]:
         riders = [batcher.submit((rows,), 1, None, Timing(monotonic_ns())) for _ in range(CALLERS)]
-        return await asyncio.gather(*[rider.future for rider in riders])
+        return [await rider.promise for rider in riders]
 
     for index, (answer,) in enumerate(await turn()):
         np.testing.assert_array_equal(answer, outputs[index : index + 1])

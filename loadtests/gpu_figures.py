@@ -315,7 +315,7 @@ async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, se
     async def call() -> None:
         nonlocal answered
         while time.perf_counter() < ends:
-            await batcher.submit(inputs, 1, None, Timing(time.monotonic_ns())).future
+            await batcher.submit(inputs, 1, None, Timing(time.monotonic_ns())).promise
             answered += 1
 
     callers = [asyncio.create_task(call()) for _ in range(4 * max_rows)]

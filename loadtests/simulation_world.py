@@ -22,6 +22,7 @@ from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
+from ortserve.core.promise import Promise
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
@@ -224,7 +225,7 @@ def open_loop(
         )
         submit = stage.batcher.submit
         began_ns = clock()
-        requests: list[tuple[Timing, asyncio.Future[Arrays] | None]] = []
+        requests: list[tuple[Timing, Promise | None]] = []
         over: asyncio.Future[None] = loop.create_future()
         due_ns = iter(arrivals_ns)
 
@@ -233,7 +234,7 @@ def open_loop(
             timing = Timing(now_ns)
             terms = Terms(finish_by_ns=now_ns + slo_ns) if slo_ns is not None else NO_TERMS
             try:
-                requests.append((timing, submit(_NO_INPUTS, 1, None, timing, terms).future))
+                requests.append((timing, submit(_NO_INPUTS, 1, None, timing, terms).promise))
             except ServeError:
                 requests.append((timing, None))
             schedule()
@@ -262,8 +263,8 @@ def open_loop(
     return run_virtual(main)
 
 
-def _latency_ns(timing: Timing, future: "asyncio.Future[Arrays] | None") -> int | None:
-    if future is None or future.exception() is not None:
+def _latency_ns(timing: Timing, promise: Promise | None) -> int | None:
+    if promise is None or promise.exception() is not None:
         return None
     return timing.computed_ns - timing.received_ns
 
@@ -297,8 +298,8 @@ def closed_loop(machine: Machine, clients: int, think: Think, *, waits_for_echo:
             if over.done():
                 return
             asked_ns = clock()
-            future = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(asked_ns)).future
-            future.add_done_callback(lambda _: answer(draw, asked_ns))
+            promise = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(asked_ns)).promise
+            promise.add_done_callback(lambda _: answer(draw, asked_ns))
 
         def answer(draw: random.Random, asked_ns: int) -> None:
             answered_ns.append(clock())
@@ -391,8 +392,8 @@ def share_device(machines: Sequence[Machine], *, seconds: float) -> SharedTime:
 
         def ask(stage: Stage) -> None:
             if not over:
-                future = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(clock())).future
-                future.add_done_callback(lambda _: ask(stage))
+                promise = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(clock())).promise
+                promise.add_done_callback(lambda _: ask(stage))
 
         for machine, stage in zip(machines, stages, strict=True):
             for _ in range(4 * machine.max_rows):

@@ -1,7 +1,7 @@
 """A connection of the native gRPC transport without a socket, in virtual time, and the ``h2`` library as its client."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ from h2.settings import SettingCodes, Settings
 
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
+from ortserve.core.batch import Arrays
+from ortserve.core.promise import Outputs, Promise
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import CallHead, Context, Handler, MetadataEntry, read, streaming, unary, write
 from ortserve.frontends.grpc.native.calls_work import CallsWork
@@ -44,7 +46,7 @@ def framed(message: bytes, *, flag: int = 0) -> bytes:
 
 
 class FakeTransport(asyncio.Transport):
-    """Takes what is written; while ``is_stuck`` nothing leaves it, so that it fills up."""
+    """Takes what is written, in so many ``writes``; while ``is_stuck`` nothing leaves it, so that it fills up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol) -> None:
         super().__init__()
@@ -56,6 +58,7 @@ class FakeTransport(asyncio.Transport):
         self._is_closing = False
         self.is_lost = False
         self.is_stuck = False
+        self.writes = 0
         self._reads = True
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
@@ -63,6 +66,7 @@ class FakeTransport(asyncio.Transport):
 
     def write(self, data: "bytes | bytearray | memoryview[Any]") -> None:
         assert not self._is_closing
+        self.writes += 1
         self._buffer += data
         if len(self._buffer) > self._high and not self._is_paused:
             self._is_paused = True
@@ -142,7 +146,7 @@ class Wire:
         self.timeouts_ns: list[int | None] = []
         self.connections: set[Connection] = set()
         self._loop = loop
-        self._releases: list[asyncio.Future[None]] = []
+        self._releases: list[Promise | asyncio.Future[Arrays]] = []
         quick = {ECHO: self._echo, FAIL: self._fail, HOLD: self._hold}
         max_message_bytes = limits.max_message_bytes
         self.work = CallsWork(
@@ -171,9 +175,9 @@ class Wire:
     def release(self) -> None:
         """Let the calls go on that wait for it."""
         releases, self._releases = self._releases, []
-        for future in releases:
-            if not future.done():
-                future.set_result(None)
+        for outputs in releases:
+            if not outputs.done():
+                outputs.set_result(())
 
     def _echo(
         self,
@@ -181,9 +185,10 @@ class Wire:
         timeout_ns: int | None,
         _head: CallHead,
         on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        _on_failure: Callable[[ServeError], None],
+        on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
-        return self._later(message, timeout_ns, on_answer, asyncio.sleep(0))
+        outputs: asyncio.Future[Arrays] = asyncio.ensure_future(asyncio.sleep(0, ()))
+        return self._later(message, timeout_ns, on_answer, on_failure, outputs)
 
     def _hold(
         self,
@@ -191,31 +196,33 @@ class Wire:
         timeout_ns: int | None,
         _head: CallHead,
         on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        _on_failure: Callable[[ServeError], None],
+        on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
-        self._releases.append(self._loop.create_future())
-        return self._later(message, timeout_ns, on_answer, self._releases[-1])
+        outputs = Promise()
+        self._releases.append(outputs)
+        return self._later(message, timeout_ns, on_answer, on_failure, outputs)
 
     def _later(
         self,
         message: bytes,
         timeout_ns: int | None,
         on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        waited_for: Awaitable[None],
+        on_failure: Callable[[ServeError], None],
+        outputs: Outputs,
     ) -> Callable[[], object]:
         self.timeouts_ns.append(timeout_ns)
         self.running += 1
-        waiting = asyncio.ensure_future(waited_for)
 
-        def finish(done: asyncio.Future[None]) -> None:
+        def finish(done: Outputs) -> None:
             self.running -= 1
             if done.cancelled():
                 self.cancelled += 1
+                on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))
             else:
                 on_answer(message, b"all;dur=1", None)
 
-        waiting.add_done_callback(finish)
-        return waiting.cancel
+        outputs.add_done_callback(finish)
+        return outputs.cancel
 
     def _fail(
         self,

@@ -24,6 +24,7 @@ from ortserve.batching.riders import Rider, join_pieces, make_batch, settle_all,
 from ortserve.batching.saturation import saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
+from ortserve.core.promise import Promise
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
@@ -67,8 +68,8 @@ class Batcher:
             inline: Shared by all models of the loop; None where no run may happen on it.
             loop: Of the thread that everything but the runs happens on.
             clock: Monotonic nanoseconds.
-            observe_batch: Told of each batch that ran: its rows, when it was chosen, what came of it, when its riders
-                were settled.
+            observe_batch: Told of each batch that ran: its rows, when it was chosen, what came of it, when the loop
+                had that.
             make_alarm: What to be woken by; None for the loop's own timers.
             depth: How many batches an instance takes at a time.
             on_lost: Told why, once no instance is left whose device is not lost; everybody was refused by then.
@@ -107,14 +108,14 @@ class Batcher:
         """Queue a request of at most ``max_rows`` rows.
 
         Args:
-            inputs: In the signature's order; they must stay unchanged until the rider's future is done.
+            inputs: In the signature's order; they must stay unchanged until the rider's promise is settled.
             rows: Length of the batch axis, 1 for a model without one.
             shape_class: Equal for requests that may share a batch.
             timing: Stamped on the way.
             terms: Priority level (1 or more; 0 counts as 1) and deadlines.
 
         Returns:
-            The rider, whose ``future`` is of the outputs, in the signature's order, or of a ``ServeError``. Who stops
+            The rider, whose ``promise`` is of the outputs, in the signature's order, or of a ``ServeError``. Who stops
             waiting for it has it ``leave``.
 
         Raises:
@@ -149,7 +150,7 @@ class Batcher:
             for piece in split_rows(inputs, rows, piece_rows)
         ]
         try:
-            pieces = await asyncio.gather(*[rider.future for rider in riders])
+            pieces = await asyncio.gather(*[rider.promise for rider in riders])
             return join_pieces(pieces, rows, piece_rows)
         finally:
             for rider in riders:
@@ -224,7 +225,7 @@ class Batcher:
         rider = Rider(
             inputs,
             rows,
-            self._loop.create_future(),
+            Promise(),
             timing,
             terms.level or 1,
             0.0,
@@ -348,19 +349,20 @@ class Batcher:
         self._wake_if_needed()
 
     def _on_computed(self, group: Group, bucket: int, taken_ns: int, result: BatchResult) -> None:
+        now_ns = self._clock()
         group.shape_class.run_latency.observe(bucket, result.run_ns)
+        self._observe_batch(group.rows, taken_ns, result, now_ns)
         try:
             self.decisions.wasted_rows += settle_all(group.riders, group.rows, taken_ns, result)
         except ServeError as error:
             # What cannot be told apart is right for each that runs alone.
             self._on_failed(group, bucket, taken_ns, error)
-        now_ns = self._clock()
-        self._observe_batch(group.rows, taken_ns, result, now_ns)
-        # Callers of the riders run in the order of their answers, in the next turn: this comes after the last.
-        self._loop.call_soon(self._on_answered, now_ns)
+        if self._answer_time.is_due(now_ns):
+            # Who answers at once has done so. The tasks of others run in the next turn: this comes after the last.
+            self._loop.call_soon(self._on_answered, now_ns)
 
-    def _on_answered(self, settled_ns: int) -> None:
-        self._answer_time.observe(self._clock() - settled_ns)
+    def _on_answered(self, computed_ns: int) -> None:
+        self._answer_time.observe(computed_ns, self._clock())
 
     def _on_failed(self, group: Group, bucket: int, taken_ns: int, error: Exception) -> None:
         if isinstance(error, OutOfMemoryError):

@@ -59,7 +59,7 @@ class Boarding:
         self._exits.refuse_all(error)
         while self._again:
             for rider in self._again.popleft().riders:
-                settle(rider.future, error=error)
+                settle(rider.promise, error=error)
 
     def _plan(self, shape_class: ShapeClass, policy: BatchPolicy, now_ns: int) -> Take | WaitUntil:
         plan = plan_batch(shape_class.riders, policy, shape_class.batch_latency, now_ns)

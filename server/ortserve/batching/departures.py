@@ -48,7 +48,7 @@ def turn_away(riders: Iterable[Rider], policy: BatchPolicy, latency: LatencyMode
     departures: list[Departure] = []
     rows = 0
     for rider in riders:
-        if rider.future.done():
+        if rider.promise.done():
             departures.append(Departure(rider, None))
             continue
         if rider.finish_by_ns is not None or rider.start_by_ns is not None:
@@ -71,7 +71,7 @@ def sweep(riders: Iterable[Rider], now_ns: int) -> Sweep:
         if by_ns is None:
             continue
         if by_ns < now_ns:
-            departures.append(Departure(rider, None if rider.future.done() else _passed(rider, now_ns)))
+            departures.append(Departure(rider, None if rider.promise.done() else _passed(rider, now_ns)))
         elif by_ns < next_ns:
             next_ns = float(by_ns)
     return Sweep(departures, next_ns)
@@ -80,9 +80,9 @@ def sweep(riders: Iterable[Rider], now_ns: int) -> Sweep:
 def leave_search(riders: Iterable[Rider], now_ns: int) -> list[Departure]:
     """Say who of a failed batch does not run again. Its runs have begun, so that only the deadlines count."""
     return [
-        Departure(rider, None if rider.future.done() else PASSED_IN_SEARCH)
+        Departure(rider, None if rider.promise.done() else PASSED_IN_SEARCH)
         for rider in riders
-        if rider.future.done() or (rider.finish_by_ns is not None and rider.finish_by_ns < now_ns)
+        if rider.promise.done() or (rider.finish_by_ns is not None and rider.finish_by_ns < now_ns)
     ]
 
 

@@ -31,8 +31,8 @@ class Exits:
 
     def leave(self, rider: Rider) -> None:
         """A rider's caller no longer waits: its place in the queue, if it still has one, is free at once."""
-        rider.future.cancel()
-        if rider.future.cancelled() and self._queue.leave(rider):
+        rider.promise.cancel()
+        if rider.promise.cancelled() and self._queue.leave(rider):
             self._decisions.left += 1
 
     def turn_away(self, shape_class: ShapeClass, policy: BatchPolicy, now_ns: int) -> None:
@@ -62,7 +62,7 @@ class Exits:
             riders = list(shape_class.riders)
             self._queue.remove(shape_class, riders)
             for rider in riders:
-                settle(rider.future, error=error)
+                settle(rider.promise, error=error)
 
     def close(self) -> None:
         """Look through the queue no more."""
@@ -90,4 +90,4 @@ class Exits:
             if departure.why is not None:
                 self._decisions.dropped_late += 1
                 error = ServeError(ErrorKind.DEADLINE, f"Request timeout expired: {departure.why}")
-                settle(departure.rider.future, error=error)
+                settle(departure.rider.promise, error=error)

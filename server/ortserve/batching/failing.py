@@ -19,7 +19,7 @@ def fail(group: Group, taken_ns: int, error: Exception) -> None:
     told = _told(error, is_lone=len(group.riders) == 1)
     for rider in group.riders:
         rider.timing.taken_ns = taken_ns  # work was done for it, which tells it from a refusal
-        settle(rider.future, error=told)
+        settle(rider.promise, error=told)
 
 
 def _told(error: Exception, *, is_lone: bool) -> ServeError:

@@ -1,12 +1,12 @@
 """Riders: requests on their way through a batch, each settled exactly once and on its own."""
 
-import asyncio
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ortserve.core.batch import Arrays, Batch, BatchResult
+from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 
@@ -22,7 +22,7 @@ class Rider:
 
     inputs: Arrays
     rows: int
-    future: asyncio.Future[Arrays]
+    promise: Promise
     timing: Timing
     level: int = 1
     due_ns: float = 0.0
@@ -63,27 +63,27 @@ def settle_all(riders: Sequence[Rider], rows: int, taken_ns: int, result: BatchR
     """
     if len(riders) == 1:
         _stamp(riders[0].timing, rows, taken_ns, result)
-        return 0 if settle(riders[0].future, result=result.outputs) else rows
+        return 0 if settle(riders[0].promise, result=result.outputs) else rows
     _check_rows(result.outputs, rows)
     first = wasted = 0
     for rider in riders:
         after = first + rider.rows
         _stamp(rider.timing, rows, taken_ns, result)
-        if not settle(rider.future, result=tuple([output[first:after] for output in result.outputs])):
+        if not settle(rider.promise, result=tuple([output[first:after] for output in result.outputs])):
             wasted += rider.rows
         first = after
     return wasted
 
 
-def settle(future: asyncio.Future[Arrays], *, result: Arrays | None = None, error: ServeError | None = None) -> bool:
+def settle(promise: Promise, *, result: Arrays | None = None, error: ServeError | None = None) -> bool:
     """Answer one caller, on the loop; False when it has already gone, so that its batch-mates never notice."""
-    if future.done():
+    if promise.done():
         return False
     if error is not None:
-        future.set_exception(error)
+        promise.set_exception(error)
     else:
         assert result is not None
-        future.set_result(result)
+        promise.set_result(result)
     return True
 
 

@@ -10,6 +10,7 @@ from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
 from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
+from ortserve.core.promise import Outputs
 from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
@@ -29,7 +30,7 @@ class Submission:
         leave: To be called by who stops waiting: its place in the queue is free at once, and ``outputs`` cancelled.
     """
 
-    outputs: asyncio.Future[Arrays]
+    outputs: Outputs
     leave: Callable[[], object]
 
 
@@ -159,7 +160,7 @@ class ServedModel:
             task = asyncio.create_task(self._run_yielding(inputs, rows, shape_class, timing, terms))
         elif rows <= batcher.max_rows:
             rider = batcher.submit(inputs, rows, shape_class, timing, terms)
-            return Submission(rider.future, partial(batcher.leave, rider))
+            return Submission(rider.promise, partial(batcher.leave, rider))
         else:
             task = asyncio.create_task(batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms))
         return Submission(task, task.cancel)
@@ -205,7 +206,7 @@ class ServedModel:
             return await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
         rider = batcher.submit(inputs, rows, shape_class, timing, terms)
         try:
-            return await rider.future
+            return await rider.promise
         finally:
             batcher.leave(rider)
 

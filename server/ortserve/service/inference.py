@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
+from ortserve.core.promise import Outputs
 from ortserve.core.region import RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -53,7 +54,7 @@ class Pending:
     served: ServedModel
     inputs: Arrays
     rows: int
-    outputs: asyncio.Future[Arrays]
+    outputs: Outputs
     leave_queue: Callable[[], object]
     classified: Mapping[str, Tensor] | None = None
 
@@ -251,7 +252,7 @@ async def _classify(
     asked: Sequence[RequestedOutput],
     served: ServedModel,
     inputs: Arrays,
-    submitted: asyncio.Future[Arrays],
+    submitted: Outputs,
     classified: dict[str, Tensor],
 ) -> Arrays:
     """Wait for the outputs of a request and put those that are ``asked`` for as classes into ``classified``."""

@@ -72,7 +72,7 @@ class BatchSeries:
     count: int = 0
     stage_ns: int = 0
     compute_ns: int = 0
-    settle_ns: int = 0
+    return_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class ModelMetrics:
         """Count a request that got an error, or whose caller left, ``duration_ns`` after it was received."""
         _observe_failure(self.failed, protocol, kind, duration_ns)
 
-    def observe_batch(self, rows: int, taken_ns: int, result: BatchResult, settled_ns: int) -> None:
-        """Count a batch that ran: when it was chosen, what came of it, when its riders were settled."""
+    def observe_batch(self, rows: int, taken_ns: int, result: BatchResult, returned_ns: int) -> None:
+        """Count a batch that ran: when it was chosen, what came of it, when the event loop had that."""
         self.batch_rows.observe(rows)
         series = self.batches.get(rows)
         if series is None:
@@ -141,7 +141,7 @@ class ModelMetrics:
         series.count += 1
         series.stage_ns += result.staged_ns - taken_ns
         series.compute_ns += result.computed_ns - result.staged_ns
-        series.settle_ns += settled_ns - result.computed_ns
+        series.return_ns += returned_ns - result.computed_ns
 
     def set_batching_source(self, source: Callable[[], BatchingNumbers]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""

@@ -108,7 +108,7 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
                 rows,
                 Duration(series.count, series.stage_ns),
                 Duration(series.count, series.compute_ns),
-                Duration(series.count, series.settle_ns),
+                Duration(series.count, series.return_ns),
             )
             for rows, series in sorted(model.batches.copy().items())
         ),

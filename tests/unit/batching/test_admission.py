@@ -1,8 +1,6 @@
 """Who is refused, when, and what they are told."""
 
-import asyncio
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,6 +22,7 @@ from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.batching.riders import Rider
+from ortserve.core.promise import Promise
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -76,14 +75,12 @@ class Stage:
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
         *,
         max_rows: int = 100,
         max_bytes: int = 1000,
         instances: int = 1,
         observations: int = MIN_OBSERVATIONS,
     ) -> None:
-        self.loop = loop
         self.queue = RiderQueue(KNOWN)
         self.shape_class = self.queue.shape_class("a")
         self.shape_class.batch_latency.observations = observations
@@ -95,7 +92,7 @@ class Stage:
 
     def wait(self, rows: int, nbytes: int = 0, level: int = 1, finish_by_ns: int = NOW + 1) -> None:
         """Have rows in the queue, due before anybody else."""
-        rider = Rider((), rows, self.loop.create_future(), Timing(0), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
+        rider = Rider((), rows, Promise(), Timing(0), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
         self.queue.push(self.shape_class, rider, MAX_ROWS)
 
     def check(self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 0, slowdown: float = 1) -> None:
@@ -118,15 +115,8 @@ class Stage:
         return caught.value
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
-def test_empty_queue_takes_anything(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop, max_rows=2, max_bytes=2)
+def test_empty_queue_takes_anything() -> None:
+    stage = Stage(max_rows=2, max_bytes=2)
     stage.check_room(rows=1000, nbytes=1000)
     assert stage.decisions == Decisions()
 
@@ -134,10 +124,8 @@ def test_empty_queue_takes_anything(loop: asyncio.AbstractEventLoop) -> None:
 @pytest.mark.parametrize(
     ("rows", "nbytes", "is_refused"), [(5, 50, False), (6, 50, True), (5, 51, True), (1, 51, True), (6, 0, True)]
 )
-def test_queue_is_full_in_rows_or_in_bytes(
-    loop: asyncio.AbstractEventLoop, rows: int, nbytes: int, is_refused: bool
-) -> None:
-    stage = Stage(loop, max_rows=10, max_bytes=100)
+def test_queue_is_full_in_rows_or_in_bytes(rows: int, nbytes: int, is_refused: bool) -> None:
+    stage = Stage(max_rows=10, max_bytes=100)
     stage.wait(5, 50)
     if not is_refused:
         stage.check_room(rows, nbytes)
@@ -151,15 +139,15 @@ def test_queue_is_full_in_rows_or_in_bytes(
     assert stage.decisions == Decisions(refused_full=1)
 
 
-def test_full_queue_asks_for_a_second_where_nothing_is_known(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop, max_rows=1, max_bytes=1000)
+def test_full_queue_asks_for_a_second_where_nothing_is_known() -> None:
+    stage = Stage(max_rows=1, max_bytes=1000)
     stage.shape_class.batch_latency = LatencyModel()
     stage.wait(1)
     assert stage.no_room().retry_after_s == 1
 
 
-def test_excess_is_when_to_come_again(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_excess_is_when_to_come_again() -> None:
+    stage = Stage()
     stage.shape_class.batch_latency.residual_ns = 2 * MS
     # 8 rows before it are 2 batches of 16 ms, its own will be as full: 5 + 32 + 16, and 2 · √4 for four runs in a row
     stage.wait(4)
@@ -174,47 +162,47 @@ def test_excess_is_when_to_come_again(loop: asyncio.AbstractEventLoop) -> None:
     assert stage.decisions == Decisions(refused_late=1)
 
 
-def test_instances_share_what_waits(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop, instances=2)
+def test_instances_share_what_waits() -> None:
+    stage = Stage(instances=2)
     stage.wait(4)
     stage.wait(4)
     stage.check(left_ms=5 + 16 + 16, busy_ms=5)
     assert stage.refusal(left_ms=5 + 16 + 15, busy_ms=5).retry_after_s == pytest.approx(0.001)
 
 
-def test_other_models_on_the_device_stretch_what_waits(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_other_models_on_the_device_stretch_what_waits() -> None:
+    stage = Stage()
     stage.wait(4)
     stage.check(left_ms=5 + 3 * 16 + 16, busy_ms=5, slowdown=3)
     error = stage.refusal(left_ms=5 + 3 * 16 + 15, busy_ms=5, slowdown=3)
     assert error.retry_after_s == pytest.approx(0.001)
 
 
-def test_rows_that_ride_along_make_the_batch_longer_not_the_wait(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_rows_that_ride_along_make_the_batch_longer_not_the_wait() -> None:
+    stage = Stage()
     stage.wait(3)  # with one more a full batch of 16 ms
     stage.check(left_ms=32, busy_ms=16)
     assert stage.refusal(left_ms=32, busy_ms=17).retry_after_s == pytest.approx(0.001)
 
 
-def test_batches_ahead_are_as_small_as_a_tight_deadline_makes_them(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_batches_ahead_are_as_small_as_a_tight_deadline_makes_them() -> None:
+    stage = Stage()
     stage.wait(3)
     # In half of 25 ms 2 rows can run (12 ms): one batch of 2 goes first, then its own with the third row.
     stage.check(left_ms=25, busy_ms=1)
     assert stage.refusal(left_ms=25, busy_ms=2).retry_after_s == pytest.approx(0.001)
 
 
-def test_batch_is_expected_to_be_as_full_as_the_last(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_batch_is_expected_to_be_as_full_as_the_last() -> None:
+    stage = Stage()
     stage.check(left_ms=32, busy_ms=22)
     stage.admission.on_batch(4)
     stage.check(left_ms=32, busy_ms=16)
     assert stage.refusal(left_ms=32, busy_ms=17).retry_after_s == pytest.approx(0.001)
 
 
-def test_only_those_who_go_first_count(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_only_those_who_go_first_count() -> None:
+    stage = Stage()
     for _ in range(10):
         stage.wait(4, level=2)
     stage.check(left_ms=15, busy_ms=5, level=1)
@@ -226,38 +214,38 @@ def test_only_those_who_go_first_count(loop: asyncio.AbstractEventLoop) -> None:
     stage.check(left_ms=15, busy_ms=5, level=1)
 
 
-def test_request_that_takes_too_long_alone_need_not_come_again(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_request_that_takes_too_long_alone_need_not_come_again() -> None:
+    stage = Stage()
     error = stage.refusal(left_ms=9, busy_ms=5)
     assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
     assert error.message == "deadline cannot be met: 9.0 ms are left, and the request alone takes 10.0 ms"
     assert stage.refusal(rows=4, left_ms=15, busy_ms=5).kind is ErrorKind.DEADLINE
 
 
-def test_request_in_pieces_takes_as_many_batches(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_request_in_pieces_takes_as_many_batches() -> None:
+    stage = Stage()
     stage.check(rows=12, left_ms=5 + 48, busy_ms=5)
     assert stage.refusal(rows=12, left_ms=47, busy_ms=5).kind is ErrorKind.DEADLINE
 
 
 @pytest.mark.parametrize("left_ms", [0, -1])
-def test_passed_deadline_is_refused_even_by_an_idle_server(loop: asyncio.AbstractEventLoop, left_ms: float) -> None:
-    stage = Stage(loop, observations=0)
+def test_passed_deadline_is_refused_even_by_an_idle_server(left_ms: float) -> None:
+    stage = Stage(observations=0)
     error = stage.refusal(left_ms=left_ms)
     assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
     assert stage.decisions == Decisions(refused_late=1)
 
 
-def test_prediction_refuses_nobody_while_idle_or_unsure(loop: asyncio.AbstractEventLoop) -> None:
-    Stage(loop).check(left_ms=0.001)
-    unsure = Stage(loop, observations=MIN_OBSERVATIONS - 1)
+def test_prediction_refuses_nobody_while_idle_or_unsure() -> None:
+    Stage().check(left_ms=0.001)
+    unsure = Stage(observations=MIN_OBSERVATIONS - 1)
     unsure.wait(90)
     unsure.check(left_ms=0.001, busy_ms=1000)
 
 
 @interpreted_only
-def test_prediction_that_is_no_number_refuses_nobody(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop, max_rows=99, max_bytes=1000)
+def test_prediction_that_is_no_number_refuses_nobody() -> None:
+    stage = Stage(max_rows=99, max_bytes=1000)
     stage.shape_class.batch_latency = no_number()
     stage.shape_class.batch_latency.observations = 100
     stage.wait(90)
@@ -270,23 +258,23 @@ def test_bytes_are_those_of_all_tensors() -> None:
     assert tensor_bytes(()) == 0
 
 
-def test_batch_is_expected_to_fill_up_as_the_last_one_did(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_batch_is_expected_to_fill_up_as_the_last_one_did() -> None:
+    stage = Stage()
     stage.check(left_ms=20, busy_ms=8)
     stage.admission.on_batch(3)  # 14 ms
     stage.check(left_ms=28, busy_ms=14)
     assert stage.refusal(left_ms=28, busy_ms=15).retry_after_s == pytest.approx(0.001)
 
 
-def test_batch_is_not_expected_to_outgrow_half_of_the_time_left(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_batch_is_not_expected_to_outgrow_half_of_the_time_left() -> None:
+    stage = Stage()
     stage.admission.on_batch(4)
     stage.check(left_ms=24, busy_ms=12)  # 12 ms: 2 rows
     assert stage.refusal(left_ms=24, busy_ms=13).kind is ErrorKind.OVERLOADED
 
 
-def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch() -> None:
+    stage = Stage()
     stage.wait(2, finish_by_ns=NOW + 15 * MS)
     stage.check(left_ms=15)  # all three ride at once: 14 ms
     stage.wait(1, finish_by_ns=NOW + 15 * MS)
@@ -305,7 +293,6 @@ def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch(loop: asyncio.Abstr
 )
 @interpreted_only
 def test_far_deadlines_are_met_by_the_forecast_that_they_are_not_worth(
-    loop: asyncio.AbstractEventLoop,
     known: list[float],
     waiting: list[tuple[int, float, bool]],
     rows: int,
@@ -314,21 +301,21 @@ def test_far_deadlines_are_met_by_the_forecast_that_they_are_not_worth(
     residual_ms: float,
     slowdown: float,
 ) -> None:
-    stage = Stage(loop, max_rows=10**6)
+    stage = Stage(max_rows=10**6)
     for size, ms in zip((1, 2, 4), known, strict=True):
         for shape in ("a", "b"):
             stage.queue.shape_class(shape).batch_latency._set_knot(size, ms * MS)
     stage.shape_class.batch_latency.residual_ns = residual_ms * MS
     for waiting_rows, due_ms, is_stranger in waiting:
-        rider = Rider((), waiting_rows, loop.create_future(), Timing(0), 1, finish_by_ns=NOW + int(due_ms * MS))
+        rider = Rider((), waiting_rows, Promise(), Timing(0), 1, finish_by_ns=NOW + int(due_ms * MS))
         stage.queue.push(stage.queue.shape_class("b" if is_stranger else "a"), rider, MAX_ROWS)
     if stage.admission._is_far(rows, stage.shape_class, left_ms * MS, busy_ms * MS, slowdown):
         stage.admission._is_far = lambda *_: False  # type: ignore[method-assign]
         stage.check(rows, left_ms=left_ms, busy_ms=busy_ms, slowdown=slowdown)
 
 
-def test_level_with_a_bound_takes_no_more_requests_than_that(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop)
+def test_level_with_a_bound_takes_no_more_requests_than_that() -> None:
+    stage = Stage()
     limits = QueueLimits(10**6, 10**6, {1: 2})
     admission = Admission(lambda: BatchPolicy(MAX_ROWS), stage.queue, limits, stage.decisions, instances=1)
     stage.wait(rows=1, level=1)
@@ -346,24 +333,24 @@ def test_level_with_a_bound_takes_no_more_requests_than_that(loop: asyncio.Abstr
 class TwoShapes(Stage):
     """Newcomers of one shape, whose full batch takes 16 ms, behind others whose full batch takes 160 ms."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, **options: int) -> None:
-        super().__init__(loop, **options)
+    def __init__(self, **options: int) -> None:
+        super().__init__(**options)
         self.other = self.queue.shape_class("other")
         self.other.batch_latency = LatencyModel([(1, 100.0 * MS), (4, 160.0 * MS)])
 
     def wait_other(self, rows: int, finish_by_ns: int = NOW + 1) -> None:
-        rider = Rider((), rows, self.loop.create_future(), Timing(0), finish_by_ns=finish_by_ns)
+        rider = Rider((), rows, Promise(), Timing(0), finish_by_ns=finish_by_ns)
         self.queue.push(self.other, rider, MAX_ROWS)
 
 
-def test_each_shape_that_waits_is_priced_at_what_its_own_batches_take(loop: asyncio.AbstractEventLoop) -> None:
-    stage = TwoShapes(loop)
+def test_each_shape_that_waits_is_priced_at_what_its_own_batches_take() -> None:
+    stage = TwoShapes()
     stage.wait_other(4)
     stage.wait_other(1)
     # 160 for a full batch, 100 for the one left over, and its own
     stage.check(left_ms=5 + 160 + 100 + 10, busy_ms=5)
     assert stage.refusal(left_ms=5 + 160 + 100 + 9, busy_ms=5).retry_after_s == pytest.approx(0.001)
-    cheap = TwoShapes(loop)
+    cheap = TwoShapes()
     cheap.other.batch_latency = LatencyModel([(1, 0.1 * MS), (4, 0.1 * MS)])
     for _ in range(10):
         cheap.wait_other(4)
@@ -371,14 +358,14 @@ def test_each_shape_that_waits_is_priced_at_what_its_own_batches_take(loop: asyn
     assert cheap.refusal(left_ms=5 + 1 + 9, busy_ms=5).kind is ErrorKind.OVERLOADED
 
 
-def test_other_shapes_that_are_due_later_do_not_count(loop: asyncio.AbstractEventLoop) -> None:
-    stage = TwoShapes(loop)
+def test_other_shapes_that_are_due_later_do_not_count() -> None:
+    stage = TwoShapes()
     stage.wait_other(4, finish_by_ns=NOW + 10_000 * MS)
     stage.check(left_ms=15, busy_ms=5)
 
 
-def test_instances_and_other_models_share_the_work_of_other_shapes_too(loop: asyncio.AbstractEventLoop) -> None:
-    stage = TwoShapes(loop, instances=2)
+def test_instances_and_other_models_share_the_work_of_other_shapes_too() -> None:
+    stage = TwoShapes(instances=2)
     stage.wait_other(4)
     stage.check(left_ms=5 + 80 + 10, busy_ms=5)
     assert stage.refusal(left_ms=5 + 80 + 9, busy_ms=5).kind is ErrorKind.OVERLOADED
@@ -386,8 +373,8 @@ def test_instances_and_other_models_share_the_work_of_other_shapes_too(loop: asy
     assert stage.refusal(left_ms=5 + 240 + 9, busy_ms=5, slowdown=3).kind is ErrorKind.OVERLOADED
 
 
-def test_errors_of_all_shapes_add_up_like_independent_ones(loop: asyncio.AbstractEventLoop) -> None:
-    stage = TwoShapes(loop)
+def test_errors_of_all_shapes_add_up_like_independent_ones() -> None:
+    stage = TwoShapes()
     stage.wait_other(4)
     stage.shape_class.batch_latency.residual_ns = 3 * MS / math.sqrt(2)  # two runs: the one that is on, and its own
     stage.other.batch_latency.residual_ns = 4 * MS
@@ -396,21 +383,19 @@ def test_errors_of_all_shapes_add_up_like_independent_ones(loop: asyncio.Abstrac
 
 
 @pytest.mark.parametrize("latency", [LatencyModel(), LatencyModel([(1, math.inf)])])
-def test_other_shape_of_which_nothing_is_known_refuses_nobody(
-    loop: asyncio.AbstractEventLoop, latency: LatencyModel
-) -> None:
-    stage = TwoShapes(loop)
+def test_other_shape_of_which_nothing_is_known_refuses_nobody(latency: LatencyModel) -> None:
+    stage = TwoShapes()
     stage.other.batch_latency = latency
     stage.wait_other(4)
     stage.check(left_ms=15, busy_ms=5)
 
 
-def test_shapes_beyond_those_that_are_priced_count_as_the_newcomers_own(loop: asyncio.AbstractEventLoop) -> None:
-    stage = Stage(loop, max_rows=10_000)
+def test_shapes_beyond_those_that_are_priced_count_as_the_newcomers_own() -> None:
+    stage = Stage(max_rows=10_000)
     for number in range(100):
         other = stage.queue.shape_class(number)
         other.batch_latency = LatencyModel([(4, 1.0 * MS)])
-        rider = Rider((), 4, loop.create_future(), Timing(0), finish_by_ns=NOW + 1)
+        rider = Rider((), 4, Promise(), Timing(0), finish_by_ns=NOW + 1)
         stage.queue.push(other, rider, MAX_ROWS)
     # 16 of 1 ms, 84 of 16 ms, and its own
     stage.check(left_ms=5 + 16 + 84 * 16 + 16, busy_ms=5)

@@ -10,7 +10,7 @@ MS = 1_000_000
 def taught(*times_ns: int) -> AnswerTime:
     answers = AnswerTime()
     for ns in times_ns:
-        answers.observe(ns)
+        answers.observe(0, ns)
     return answers
 
 
@@ -30,13 +30,21 @@ def test_of_a_deadline_that_has_passed_nothing_is_set_aside() -> None:
     assert taught(2 * MS).share_ns(-MS) == 0
 
 
+def test_batches_are_looked_at_now_and_then() -> None:
+    answers = taught()
+    assert answers.is_due(0)
+    answers.observe(5 * MS, 6 * MS)
+    assert not answers.is_due(7 * MS)
+    assert answers.is_due(8 * MS)
+
+
 def test_few_times_are_longer() -> None:
     seeded = random.Random(7)
     answers, longer = AnswerTime(), 0
     for number in range(20_000):
         ns = round(seeded.gammavariate(4, MS / 4))
         longer += number >= 1000 and ns > answers.high_ns
-        answers.observe(ns)
+        answers.observe(0, ns)
     assert 0.03 < longer / 19_000 < 0.1
 
 
@@ -44,7 +52,7 @@ def test_one_long_pause_counts_as_ten_times_the_mean_and_is_soon_forgotten() -> 
     answers = taught(*[MS] * 100, 1000 * MS)
     assert answers.high_ns < 7 * MS
     for _ in range(40):
-        answers.observe(MS)
+        answers.observe(0, MS)
     assert answers.high_ns < 1.1 * MS
 
 

@@ -20,6 +20,7 @@ from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.core.batch import Arrays
+from ortserve.core.promise import Outputs, Promise
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -51,13 +52,11 @@ class Stage:
         """Since the stage was set."""
         return self.clock() - self.began_ns
 
-    def submit(
-        self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS
-    ) -> "asyncio.Future[Arrays]":
-        """As a caller who leaves when his future is cancelled."""
+    def submit(self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS) -> Promise:
+        """As a caller who leaves when his promise is cancelled."""
         rider = self.batcher.submit((rows,), len(rows), rows.shape[1:], timing or Timing(self.clock()), terms)
-        rider.future.add_done_callback(lambda future: self.batcher.leave(rider) if future.cancelled() else None)
-        return rider.future
+        rider.promise.add_done_callback(lambda promise: self.batcher.leave(rider) if promise.cancelled() else None)
+        return rider.promise
 
     def submit_in_pieces(
         self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS
@@ -525,8 +524,8 @@ def test_failed_batch_of_one_instance_is_searched_by_all() -> None:
     play(main, instances=2)
 
 
-def refusal_of(future: "asyncio.Future[Arrays]") -> ServeError:
-    error = future.exception()
+def refusal_of(promise: Outputs) -> ServeError:
+    error = promise.exception()
     assert isinstance(error, ServeError)
     return error
 
@@ -680,7 +679,8 @@ def test_who_waits_too_long_deep_in_the_queue_is_told_then_and_makes_room(bound:
         behind = stage.submit(rows_of(8), terms=Terms(3))
         with pytest.raises(ServeError, match="6 rows of 96 bytes wait"):
             stage.submit(rows_of(9, 10))
-        await asyncio.wait({late})
+        with pytest.raises(ServeError, match="Request timeout expired"):
+            await late
         assert 0 < stage.now_ns - 8 * MS <= MS
         assert refusal_of(late).message == f"Request timeout expired: {why}"
         assert (stage.batcher.queued_rows, stage.queue.nbytes) == (4, 64)
@@ -754,9 +754,9 @@ def test_rows_of_who_left_are_not_reckoned_with() -> None:
 def test_leaving_once_the_run_has_begun_or_ended_changes_nothing() -> None:
     async def main(stage: Stage) -> None:
         rider = stage.batcher.submit((rows_of(1),), 1, (2,), Timing(stage.clock()))
-        await rider.future
+        await rider.promise
         stage.batcher.leave(rider)
-        assert_answered(rider.future.result(), rows_of(1))
+        assert_answered(rider.promise.result(), rows_of(1))
         assert stage.batcher.decisions == Decisions(batches=1)
 
     play(main)

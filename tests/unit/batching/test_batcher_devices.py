@@ -18,6 +18,7 @@ from ortserve.batching.device import Device
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.core.batch import Arrays
+from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
@@ -34,8 +35,8 @@ class Stage:
     clock: FakeClock
     lost: list[str] = field(default_factory=list)
 
-    def submit(self, rows: np.ndarray) -> "asyncio.Future[Arrays]":
-        return self.batcher.submit((rows,), len(rows), None, Timing(self.clock())).future
+    def submit(self, rows: np.ndarray) -> Promise:
+        return self.batcher.submit((rows,), len(rows), None, Timing(self.clock())).promise
 
     @property
     def batches(self) -> list[list[int]]:
@@ -93,7 +94,7 @@ def test_a_second_batch_is_chosen_late_and_computed_without_a_gap() -> None:
 
 def test_under_a_steady_load_every_batch_is_chosen_late_and_none_waits_for_another() -> None:
     async def main(stage: Stage) -> None:
-        async def arrive() -> list["asyncio.Future[Arrays]"]:
+        async def arrive() -> list[Promise]:
             futures = []
             for number in range(60):
                 futures.append(stage.submit(rows_of(number)))

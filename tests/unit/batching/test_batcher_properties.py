@@ -29,6 +29,7 @@ from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.core.batch import Arrays
 from ortserve.core.compiled import IS_COMPILED
+from ortserve.core.promise import Outputs
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -308,13 +309,13 @@ class Theatre:
         )
         batcher = self.batchers[arrival.model]
         args = ((rows,), len(rows), rows.shape[1], caller.timing, caller.terms)
-        future: asyncio.Future[Arrays]
+        future: Outputs
         try:
             if caller.is_piece_wise:
                 future = self.loop.create_task(self._ask_in_pieces(caller, batcher.submit_in_pieces(*args)))
             else:
                 rider = batcher.submit(*args)
-                future = rider.future
+                future = rider.promise
                 future.add_done_callback(lambda future: batcher.leave(rider) if future.cancelled() else None)
         except ServeError as error:
             self._tell(caller, error)

@@ -1,8 +1,7 @@
 """Who leaves the queue without an answer, by literals."""
 
-import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +18,7 @@ from ortserve.batching.departures import (
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.riders import Rider
+from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 
 NOW = 1000
@@ -37,8 +37,8 @@ class Waiting:
     has_left: bool = False
     goes: bool = True
 
-    def rider(self, loop: asyncio.AbstractEventLoop) -> Rider:
-        future = loop.create_future()
+    def rider(self) -> Rider:
+        future = Promise()
         if self.has_left:
             future.cancel()
         timing = Timing(0, self.queued_ns)
@@ -55,13 +55,6 @@ def left(rows: int = 1) -> Waiting:
     return Waiting(rows=rows, has_left=True)
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
 def latency(observations: int = MIN_OBSERVATIONS, ns: float = 100) -> LatencyModel:
     """Any batch takes ``ns``."""
     model = LatencyModel([(1, ns), (8, ns)])
@@ -70,20 +63,18 @@ def latency(observations: int = MIN_OBSERVATIONS, ns: float = 100) -> LatencyMod
 
 
 def assert_turned_away(
-    loop: asyncio.AbstractEventLoop,
     waiting: Sequence[Waiting],
     model: LatencyModel,
     policy: BatchPolicy = POLICY,
 ) -> None:
-    riders = [one.rider(loop) for one in waiting]
+    riders = [one.rider() for one in waiting]
     departures = turn_away(riders, policy, model, NOW)
     wanted = [(rider, one.why) for rider, one in zip(riders, waiting, strict=True) if one.goes]
     assert [(departure.rider, departure.why) for departure in departures] == wanted
 
 
-def test_who_has_left_or_is_too_late_is_turned_away_and_nobody_else(loop: asyncio.AbstractEventLoop) -> None:
+def test_who_has_left_or_is_too_late_is_turned_away_and_nobody_else() -> None:
     assert_turned_away(
-        loop,
         [
             stays(),
             left(),
@@ -100,34 +91,34 @@ def test_who_has_left_or_is_too_late_is_turned_away_and_nobody_else(loop: asynci
 
 
 @pytest.mark.parametrize("model", [latency(MIN_OBSERVATIONS - 1), latency(ns=math.inf), LatencyModel()])
-def test_prediction_that_is_unsure_turns_nobody_away(loop: asyncio.AbstractEventLoop, model: LatencyModel) -> None:
-    assert_turned_away(loop, [stays(finish_by_ns=1001), Waiting(DEADLINE_PASSED, finish_by_ns=999)], model)
+def test_prediction_that_is_unsure_turns_nobody_away(model: LatencyModel) -> None:
+    assert_turned_away([stays(finish_by_ns=1001), Waiting(DEADLINE_PASSED, finish_by_ns=999)], model)
 
 
-def test_prediction_turns_nobody_away_whom_the_wait_has_not_made_late(loop: asyncio.AbstractEventLoop) -> None:
+def test_prediction_turns_nobody_away_whom_the_wait_has_not_made_late() -> None:
     waiting = [
         stays(finish_by_ns=1050, queued_ns=951),  # when it came it had 99 left already
         Waiting(OUT_OF_REACH, finish_by_ns=1050, queued_ns=950),
     ]
-    assert_turned_away(loop, waiting, latency())
+    assert_turned_away(waiting, latency())
 
 
-def test_prediction_is_of_the_bucket_that_a_request_is_padded_to(loop: asyncio.AbstractEventLoop) -> None:
+def test_prediction_is_of_the_bucket_that_a_request_is_padded_to() -> None:
     steep = LatencyModel([(1, 10), (8, 100)])
     steep.observations = MIN_OBSERVATIONS
     waiting = stays(finish_by_ns=1050)
-    assert_turned_away(loop, [waiting], steep)
-    assert_turned_away(loop, [Waiting(OUT_OF_REACH, finish_by_ns=1050)], steep, BatchPolicy(8, buckets=(8,)))
+    assert_turned_away([waiting], steep)
+    assert_turned_away([Waiting(OUT_OF_REACH, finish_by_ns=1050)], steep, BatchPolicy(8, buckets=(8,)))
 
 
-def test_no_more_are_looked_at_than_make_a_full_batch(loop: asyncio.AbstractEventLoop) -> None:
+def test_no_more_are_looked_at_than_make_a_full_batch() -> None:
     behind = Waiting(start_by_ns=1, goes=False)
-    assert_turned_away(loop, [stays(4), left(8), stays(4), behind], latency())
-    assert_turned_away(loop, [stays(4), stays(3), left(), stays(1), behind], latency())
-    assert_turned_away(loop, [stays(4), stays(3), left(), Waiting(TIMEOUT_PASSED, start_by_ns=1)], latency())
+    assert_turned_away([stays(4), left(8), stays(4), behind], latency())
+    assert_turned_away([stays(4), stays(3), left(), stays(1), behind], latency())
+    assert_turned_away([stays(4), stays(3), left(), Waiting(TIMEOUT_PASSED, start_by_ns=1)], latency())
 
 
-def test_sweep_finds_everybody_who_is_too_late_and_who_will_be_next(loop: asyncio.AbstractEventLoop) -> None:
+def test_sweep_finds_everybody_who_is_too_late_and_who_will_be_next() -> None:
     waiting = [
         stays(8),
         Waiting(DEADLINE_PASSED, finish_by_ns=999, start_by_ns=1500),
@@ -137,26 +128,24 @@ def test_sweep_finds_everybody_who_is_too_late_and_who_will_be_next(loop: asynci
         Waiting(has_left=True, finish_by_ns=999),
         stays(finish_by_ns=1250, start_by_ns=1260),
     ]
-    riders = [one.rider(loop) for one in waiting]
+    riders = [one.rider() for one in waiting]
     found = sweep(riders, NOW)
     wanted = [(rider, one.why) for rider, one in zip(riders, waiting, strict=True) if one.goes]
     assert [(departure.rider, departure.why) for departure in found.departures] == wanted
     assert found.next_ns == 1200
 
 
-def test_sweep_of_those_who_may_wait_for_ever_finds_nobody(loop: asyncio.AbstractEventLoop) -> None:
-    found = sweep([stays().rider(loop)] * 3, NOW)
+def test_sweep_of_those_who_may_wait_for_ever_finds_nobody() -> None:
+    found = sweep([stays().rider()] * 3, NOW)
     assert (found.departures, found.next_ns) == ([], math.inf)
 
 
-def test_moment_itself_is_not_too_late(loop: asyncio.AbstractEventLoop) -> None:
-    found = sweep([stays(finish_by_ns=NOW).rider(loop), stays(start_by_ns=NOW).rider(loop)], NOW)
+def test_moment_itself_is_not_too_late() -> None:
+    found = sweep([stays(finish_by_ns=NOW).rider(), stays(start_by_ns=NOW).rider()], NOW)
     assert (found.departures, found.next_ns) == ([], NOW)
 
 
-def test_of_a_failed_batch_those_do_not_run_again_who_left_or_are_past_their_deadline(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_of_a_failed_batch_those_do_not_run_again_who_left_or_are_past_their_deadline() -> None:
     waiting = [
         stays(start_by_ns=1),  # its run has begun in time
         left(),
@@ -165,6 +154,6 @@ def test_of_a_failed_batch_those_do_not_run_again_who_left_or_are_past_their_dea
         Waiting(has_left=True, finish_by_ns=999),
         stays(),
     ]
-    riders = [one.rider(loop) for one in waiting]
+    riders = [one.rider() for one in waiting]
     wanted = [(rider, one.why) for rider, one in zip(riders, waiting, strict=True) if one.goes]
     assert [(departure.rider, departure.why) for departure in leave_search(riders, NOW)] == wanted

@@ -314,8 +314,8 @@ class Backlogged:
             self.ask(batcher)
 
     def ask(self, batcher: Batcher) -> None:
-        future = batcher.submit((rows_of(1),), 1, None, Timing(self.clock())).future
-        future.add_done_callback(lambda _: self.ask(batcher))
+        promise = batcher.submit((rows_of(1),), 1, None, Timing(self.clock())).promise
+        promise.add_done_callback(lambda _: self.ask(batcher))
 
     def worked_ns(self, model: int) -> int:
         return sum(run.ended_ns - run.began_ns for runner in self.runners[model] for run in runner.runs)

@@ -9,6 +9,7 @@ from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.expiry import ExpiryAlarm
 from ortserve.batching.riders import Rider
+from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 
 MS = 1_000_000
@@ -30,7 +31,7 @@ class Stage:
 
     def expect(self, by_ns: int | None) -> None:
         by_ns = None if by_ns is None else self.began_ns + by_ns
-        rider = Rider((), 1, self.loop.create_future(), Timing(0), finish_by_ns=by_ns)
+        rider = Rider((), 1, Promise(), Timing(0), finish_by_ns=by_ns)
         self.alarm.expect(rider, self.clock())
 
     def on_sweep(self, next_ns: float = math.inf, looked_at: int = 1) -> None:

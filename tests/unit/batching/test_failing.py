@@ -1,30 +1,21 @@
 """What riders of a run that failed for good are told."""
 
-import asyncio
-from collections.abc import Iterator
-
 import pytest
 
 from ortserve.batching.failing import fail
 from ortserve.batching.isolation import Group
 from ortserve.batching.queue import RiderQueue
 from ortserve.batching.riders import Rider
+from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError, invalid_input
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
-def told(loop: asyncio.AbstractEventLoop, riders: int, error: Exception) -> set[str]:
-    waiting = [Rider((), 1, loop.create_future(), Timing(0)) for _ in range(riders)]
+def told(riders: int, error: Exception) -> set[str]:
+    waiting = [Rider((), 1, Promise(), Timing(0)) for _ in range(riders)]
     fail(Group(RiderQueue().shape_class(None), waiting, riders), 7, error)
     assert all(rider.timing.taken_ns == 7 for rider in waiting)
-    found = [rider.future.exception() for rider in waiting]
+    found = [rider.promise.exception() for rider in waiting]
     assert all(isinstance(one, ServeError) for one in found)
     return {str(one) for one in found}
 
@@ -37,22 +28,18 @@ def told(loop: asyncio.AbstractEventLoop, riders: int, error: Exception) -> set[
         (3, DeviceLostError("cuda:0 is lost"), "cuda:0 is lost"),
     ],
 )
-def test_what_is_about_a_rider_or_the_device_is_told(
-    loop: asyncio.AbstractEventLoop, riders: int, error: Exception, text: str
-) -> None:
-    assert told(loop, riders, error) == {text}
+def test_what_is_about_a_rider_or_the_device_is_told(riders: int, error: Exception, text: str) -> None:
+    assert told(riders, error) == {text}
 
 
-def test_what_may_be_about_another_is_not_told(loop: asyncio.AbstractEventLoop) -> None:
-    (text,) = told(loop, 2, invalid_input("idx=700"))
+def test_what_may_be_about_another_is_not_told() -> None:
+    (text,) = told(2, invalid_input("idx=700"))
     assert "was not found out" in text
     assert "700" not in text
 
 
 @pytest.mark.parametrize("riders", [1, 2])
-def test_fault_of_ours_is_logged_and_its_text_told_to_nobody(
-    loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture, riders: int
-) -> None:
-    (text,) = told(loop, riders, ZeroDivisionError("tensors: 1, 2"))
+def test_fault_of_ours_is_logged_and_its_text_told_to_nobody(caplog: pytest.LogCaptureFixture, riders: int) -> None:
+    (text,) = told(riders, ZeroDivisionError("tensors: 1, 2"))
     assert "tensors" not in text
     assert [record.message for record in caplog.records] == ["a run failed unexpectedly"]

@@ -1,8 +1,6 @@
 """The search for offenders, played without a runner: who offends is known, the runs that it takes are counted."""
 
-import asyncio
 from collections import deque
-from collections.abc import Iterator
 from math import ceil, log2
 
 import pytest
@@ -10,19 +8,13 @@ import pytest
 from ortserve.batching.isolation import Group, halve
 from ortserve.batching.queue import RiderQueue
 from ortserve.batching.riders import Rider
+from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
-def search(loop: asyncio.AbstractEventLoop, size: int, offenders: set[int]) -> tuple[int, set[int], set[int]]:
+def search(size: int, offenders: set[int]) -> tuple[int, set[int], set[int]]:
     """More runs than the first, riders answered, riders failed."""
-    riders = [Rider((), index + 1, loop.create_future(), Timing(0)) for index in range(size)]
+    riders = [Rider((), index + 1, Promise(), Timing(0)) for index in range(size)]
     answered: set[int] = set()
     failed: set[int] = set()
     shape_class = RiderQueue().shape_class(None)
@@ -47,26 +39,22 @@ def search(loop: asyncio.AbstractEventLoop, size: int, offenders: set[int]) -> t
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 9, 16, 31, 64])
-def test_single_offender_stands_alone_after_twice_the_logarithm_of_runs(
-    loop: asyncio.AbstractEventLoop, size: int
-) -> None:
+def test_single_offender_stands_alone_after_twice_the_logarithm_of_runs(size: int) -> None:
     for offender in range(size):
-        runs, _, failed = search(loop, size, {offender})
+        runs, _, failed = search(size, {offender})
         assert failed == {offender}
         assert runs <= 2 * ceil(log2(size))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16, 64])
-def test_batch_of_nothing_but_offenders_ends_after_four_times_the_logarithm_of_runs(
-    loop: asyncio.AbstractEventLoop, size: int
-) -> None:
-    runs, answered, failed = search(loop, size, set(range(size)))
+def test_batch_of_nothing_but_offenders_ends_after_four_times_the_logarithm_of_runs(size: int) -> None:
+    runs, answered, failed = search(size, set(range(size)))
     assert not answered
     assert len(failed) == size
     assert runs <= 4 * ceil(log2(size))
 
 
-def test_two_offenders_far_apart_are_both_found(loop: asyncio.AbstractEventLoop) -> None:
-    runs, _, failed = search(loop, 64, {0, 63})
+def test_two_offenders_far_apart_are_both_found() -> None:
+    runs, _, failed = search(64, {0, 63})
     assert failed == {0, 63}
     assert runs <= 4 * 6

@@ -1,7 +1,6 @@
 """Who rides now, by literals."""
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +10,7 @@ from interpreted import interpreted_only
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, lower_cap, plan_batch
 from ortserve.batching.riders import Rider
+from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 
 NOW = 1000
@@ -28,15 +28,7 @@ class Waiting:
     level: int = 1
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
 def plan(
-    loop: asyncio.AbstractEventLoop,
     waiting: Sequence[Waiting],
     policy: BatchPolicy,
     latency: LatencyModel = UNKNOWN,
@@ -45,7 +37,7 @@ def plan(
         Rider(
             (),
             one.rows,
-            loop.create_future(),
+            Promise(),
             Timing(0, one.queued_ns),
             level=one.level,
             finish_by_ns=one.finish_by_ns,
@@ -90,13 +82,12 @@ def plan(
 )
 @pytest.mark.parametrize("latency", [UNKNOWN, LINEAR, NO_NUMBER], ids=["unknown", "known", "no number"])
 def test_requests_without_deadlines(
-    loop: asyncio.AbstractEventLoop,
     waiting: list[tuple[int, int]],
     policy: BatchPolicy,
     planned: Take | WaitUntil,
     latency: LatencyModel,
 ) -> None:
-    assert plan(loop, [Waiting(*one) for one in waiting], policy, latency) == planned
+    assert plan([Waiting(*one) for one in waiting], policy, latency) == planned
 
 
 @pytest.mark.parametrize(
@@ -117,29 +108,25 @@ def test_requests_without_deadlines(
         ([(1, None), (1, None), (1, 1050), (1, None)], Take(2, 2)),
     ],
 )
-def test_batch_is_as_large_as_its_deadlines_allow(
-    loop: asyncio.AbstractEventLoop, waiting: list[tuple[int, int | None]], planned: Take
-) -> None:
-    assert plan(loop, [Waiting(rows, 900, by_ns) for rows, by_ns in waiting], BatchPolicy(8), LINEAR) == planned
+def test_batch_is_as_large_as_its_deadlines_allow(waiting: list[tuple[int, int | None]], planned: Take) -> None:
+    assert plan([Waiting(rows, 900, by_ns) for rows, by_ns in waiting], BatchPolicy(8), LINEAR) == planned
 
 
 @pytest.mark.parametrize("latency", [UNKNOWN, NO_NUMBER], ids=["unknown", "no number"])
-def test_without_a_prediction_deadlines_make_no_batch_smaller(
-    loop: asyncio.AbstractEventLoop, latency: LatencyModel
-) -> None:
+def test_without_a_prediction_deadlines_make_no_batch_smaller(latency: LatencyModel) -> None:
     waiting = [Waiting(1, 900, 1001)] * 8
-    assert plan(loop, waiting, BatchPolicy(8, buckets=(2, 4, 8)), latency) == Take(8, 8)
+    assert plan(waiting, BatchPolicy(8, buckets=(2, 4, 8)), latency) == Take(8, 8)
 
 
-def test_deadline_is_reckoned_with_the_bucket_that_the_batch_is_padded_to(loop: asyncio.AbstractEventLoop) -> None:
+def test_deadline_is_reckoned_with_the_bucket_that_the_batch_is_padded_to() -> None:
     waiting = [Waiting(1, 900, 1150), *[Waiting(1, 900)] * 4]
-    assert plan(loop, waiting, BatchPolicy(8), LINEAR) == Take(5, 5)
-    assert plan(loop, waiting, BatchPolicy(8, buckets=(4, 8)), LINEAR) == Take(4, 4)
+    assert plan(waiting, BatchPolicy(8), LINEAR) == Take(5, 5)
+    assert plan(waiting, BatchPolicy(8, buckets=(4, 8)), LINEAR) == Take(4, 4)
 
 
-def test_batch_cut_short_by_a_deadline_does_not_wait_for_the_delay(loop: asyncio.AbstractEventLoop) -> None:
+def test_batch_cut_short_by_a_deadline_does_not_wait_for_the_delay() -> None:
     waiting = [Waiting(1, 999, 1125), Waiting(1, 999), Waiting(1, 999)]
-    assert plan(loop, waiting, BatchPolicy(8, 500), LINEAR) == Take(2, 2)
+    assert plan(waiting, BatchPolicy(8, 500), LINEAR) == Take(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +138,8 @@ def test_batch_cut_short_by_a_deadline_does_not_wait_for_the_delay(loop: asyncio
         (Waiting(1, 900, start_by_ns=1400), Take(1, 1)),
     ],
 )
-def test_delay_does_not_hold_back_whom_it_would_make_late(
-    loop: asyncio.AbstractEventLoop, one: Waiting, planned: Take | WaitUntil
-) -> None:
-    assert plan(loop, [one], BatchPolicy(8, 500), LINEAR) == planned
+def test_delay_does_not_hold_back_whom_it_would_make_late(one: Waiting, planned: Take | WaitUntil) -> None:
+    assert plan([one], BatchPolicy(8, 500), LINEAR) == planned
 
 
 @pytest.mark.parametrize(
@@ -181,10 +166,10 @@ def test_delay_does_not_hold_back_whom_it_would_make_late(
     ],
 )
 def test_batch_is_padded_up_or_split_down_by_what_a_row_costs(
-    loop: asyncio.AbstractEventLoop, rows: list[int], known: list[tuple[int, float]], planned: Take
+    rows: list[int], known: list[tuple[int, float]], planned: Take
 ) -> None:
     policy = BatchPolicy(8, buckets=(4, 8))
-    assert plan(loop, [Waiting(one, 900) for one in rows], policy, LatencyModel(known)) == planned
+    assert plan([Waiting(one, 900) for one in rows], policy, LatencyModel(known)) == planned
 
 
 def test_bucket_is_the_smallest_that_holds_the_rows() -> None:
@@ -218,17 +203,15 @@ TIGHT_NS = NOW + 120
         ([Waiting(1, NOW, TIGHT_NS), *[Waiting(1, NOW, NOW + 299)] * 9], Take(2, 2)),
     ],
 )
-def test_who_could_only_be_saved_by_making_others_late_is_given_up(
-    loop: asyncio.AbstractEventLoop, waiting: Sequence[Waiting], taken: Take
-) -> None:
-    assert plan(loop, waiting, BatchPolicy(8), practised()) == taken
+def test_who_could_only_be_saved_by_making_others_late_is_given_up(waiting: Sequence[Waiting], taken: Take) -> None:
+    assert plan(waiting, BatchPolicy(8), practised()) == taken
 
 
-def test_nobody_is_given_up_for_lower_levels_or_by_an_unsure_prediction(loop: asyncio.AbstractEventLoop) -> None:
+def test_nobody_is_given_up_for_lower_levels_or_by_an_unsure_prediction() -> None:
     waiting = [Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9]
-    assert plan(loop, waiting, BatchPolicy(8), LINEAR) == Take(2, 2)
+    assert plan(waiting, BatchPolicy(8), LINEAR) == Take(2, 2)
     lower = [waiting[0], *[replace(one, level=2) for one in waiting[1:]]]
-    assert plan(loop, lower, BatchPolicy(8), practised()) == Take(2, 2)
+    assert plan(lower, BatchPolicy(8), practised()) == Take(2, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Who waits in which order, how much that is, and which shape classes are remembered."""
 
-import asyncio
 import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
 import pytest
 
@@ -10,21 +9,14 @@ from fakes.latency import no_number
 from interpreted import interpreted_only
 from ortserve.batching.queue import MAX_CLASSES, OPEN_DUE_RUNS, RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider
+from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 
 MAX_ROWS = 8
 FULL_NS = 1000
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-
-
 def rider(
-    loop: asyncio.AbstractEventLoop,
     rows: int = 1,
     queued_ns: int = 0,
     *,
@@ -33,7 +25,7 @@ def rider(
     nbytes: int = 0,
 ) -> Rider:
     timing = Timing(0, queued_ns)
-    return Rider((), rows, loop.create_future(), timing, level, finish_by_ns=finish_by_ns, nbytes=nbytes)
+    return Rider((), rows, Promise(), timing, level, finish_by_ns=finish_by_ns, nbytes=nbytes)
 
 
 def known_queue() -> RiderQueue:
@@ -53,39 +45,39 @@ def keys(classes: list[ShapeClass]) -> list[object]:
     return [shape_class.key for shape_class in classes]
 
 
-def test_riders_of_a_class_come_out_in_the_order_they_went_in(loop: asyncio.AbstractEventLoop) -> None:
+def test_riders_of_a_class_come_out_in_the_order_they_went_in() -> None:
     queue = RiderQueue()
-    waiting = [rider(loop, queued_ns=number) for number in range(5)]
+    waiting = [rider(queued_ns=number) for number in range(5)]
     shape_class = push(queue, "a", *waiting)
     assert queue.take(shape_class, 2) == waiting[:2]
     assert queue.take(shape_class, 3) == waiting[2:]
 
 
-def test_higher_level_goes_first_and_inside_one_the_earlier_deadline(loop: asyncio.AbstractEventLoop) -> None:
+def test_higher_level_goes_first_and_inside_one_the_earlier_deadline() -> None:
     queue = known_queue()
     late, early, urgent, same = (
-        rider(loop, level=level, finish_by_ns=by_ns) for level, by_ns in ((2, 900), (2, 500), (1, 5000), (2, 500))
+        rider(level=level, finish_by_ns=by_ns) for level, by_ns in ((2, 900), (2, 500), (1, 5000), (2, 500))
     )
     shape_class = push(queue, "a", late, early, urgent, same)
     assert queue.take(shape_class, 4) == [urgent, early, same, late]
 
 
-def test_request_without_a_deadline_counts_as_due_after_ten_full_batches(loop: asyncio.AbstractEventLoop) -> None:
+def test_request_without_a_deadline_counts_as_due_after_ten_full_batches() -> None:
     queue = known_queue()
     due_ns = 50 + OPEN_DUE_RUNS * FULL_NS
-    free = rider(loop, queued_ns=50)
-    just_before, at_once, just_after = (rider(loop, queued_ns=60, finish_by_ns=due_ns + by_ns) for by_ns in (-1, 0, 1))
+    free = rider(queued_ns=50)
+    just_before, at_once, just_after = (rider(queued_ns=60, finish_by_ns=due_ns + by_ns) for by_ns in (-1, 0, 1))
     shape_class = push(queue, "a", free, just_after, at_once, just_before)
     assert queue.take(shape_class, 4) == [just_before, free, at_once, just_after]
 
 
-def test_stream_of_deadlines_does_not_starve_who_has_none(loop: asyncio.AbstractEventLoop) -> None:
+def test_stream_of_deadlines_does_not_starve_who_has_none() -> None:
     queue = known_queue()
-    free = rider(loop)
+    free = rider()
     shape_class = push(queue, "a", free)
     served_ns = None
     for now_ns in range(0, 100 * FULL_NS, FULL_NS):  # each run takes one of two who came with a deadline meanwhile
-        push(queue, "a", *[rider(loop, queued_ns=now_ns, finish_by_ns=now_ns + 2 * FULL_NS) for _ in range(2)])
+        push(queue, "a", *[rider(queued_ns=now_ns, finish_by_ns=now_ns + 2 * FULL_NS) for _ in range(2)])
         if queue.take(shape_class, 1) == [free]:
             served_ns = now_ns
             break
@@ -94,67 +86,63 @@ def test_stream_of_deadlines_does_not_starve_who_has_none(loop: asyncio.Abstract
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_requests_without_deadlines_keep_their_order_whatever_is_learned_meanwhile(
-    loop: asyncio.AbstractEventLoop, seed: int
-) -> None:
+def test_requests_without_deadlines_keep_their_order_whatever_is_learned_meanwhile(seed: int) -> None:
     draw = random.Random(seed)
     queue = RiderQueue()
     shape_class = queue.shape_class("a")
     waiting = []
     for now_ns in range(0, 40_000, 1000):
-        waiting.append(rider(loop, queued_ns=now_ns))
+        waiting.append(rider(queued_ns=now_ns))
         push(queue, "a", waiting[-1])
         shape_class.batch_latency.observe(MAX_ROWS, draw.choice([10, 1000, 1_000_000]))
         if draw.random() < 0.3:
-            push(queue, "a", rider(loop, queued_ns=now_ns, finish_by_ns=now_ns + draw.randrange(1_000_000)))
+            push(queue, "a", rider(queued_ns=now_ns, finish_by_ns=now_ns + draw.randrange(1_000_000)))
     taken = queue.take(shape_class, len(shape_class.riders))
     assert [one for one in taken if one.finish_by_ns is None] == waiting
 
 
-def test_prediction_that_was_far_too_long_is_forgotten_once_nobody_waits_by_it(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_prediction_that_was_far_too_long_is_forgotten_once_nobody_waits_by_it() -> None:
     queue = RiderQueue([(MAX_ROWS, 10**6)])
-    shape_class = push(queue, "a", rider(loop))
+    shape_class = push(queue, "a", rider())
     queue.take(shape_class, 1)
     for _ in range(300):
         shape_class.batch_latency.observe(MAX_ROWS, FULL_NS)
-    free, later = rider(loop, queued_ns=10), rider(loop, queued_ns=20, finish_by_ns=20 * FULL_NS)
+    free, later = rider(queued_ns=10), rider(queued_ns=20, finish_by_ns=20 * FULL_NS)
     push(queue, "a", later, free)
     assert queue.take(shape_class, 2) == [free, later]
 
 
 @pytest.mark.parametrize("ns", [float("nan"), float("inf")])
 @interpreted_only
-def test_prediction_that_is_no_number_leaves_the_order_of_arrival(loop: asyncio.AbstractEventLoop, ns: float) -> None:
+def test_prediction_that_is_no_number_leaves_the_order_of_arrival(ns: float) -> None:
     queue = RiderQueue()
     shape_class = queue.shape_class("a")
     shape_class.batch_latency = no_number(ns)
-    waiting = [rider(loop, queued_ns=number) for number in range(5)]
+    waiting = [rider(queued_ns=number) for number in range(5)]
     push(queue, "a", *waiting)
     assert queue.take(shape_class, 5) == waiting
 
 
-def test_class_whose_head_is_due_first_comes_first(loop: asyncio.AbstractEventLoop) -> None:
+def test_class_whose_head_is_due_first_comes_first() -> None:
     queue = RiderQueue()
-    b = push(queue, "b", rider(loop, queued_ns=5))
-    push(queue, "a", rider(loop, queued_ns=7))
-    push(queue, "b", rider(loop, queued_ns=9))
+    b = push(queue, "b", rider(queued_ns=5))
+    push(queue, "a", rider(queued_ns=7))
+    push(queue, "b", rider(queued_ns=9))
     assert keys(queue.waiting()) == ["b", "a"]
     queue.take(b, 1)
     assert keys(queue.waiting()) == ["a", "b"]
-    push(queue, "c", rider(loop, queued_ns=20, finish_by_ns=6))
+    push(queue, "c", rider(queued_ns=20, finish_by_ns=6))
     assert keys(queue.waiting()) == ["c", "a", "b"]
-    push(queue, "d", rider(loop, queued_ns=30, level=0))
+    push(queue, "d", rider(queued_ns=30, level=0))
     assert keys(queue.waiting()) == ["d", "c", "a", "b"]
 
 
-def test_rows_and_bytes_count_everyone_who_waits_and_return_to_zero(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_and_bytes_count_everyone_who_waits_and_return_to_zero() -> None:
     queue = RiderQueue()
-    left = rider(loop, rows=3, nbytes=30)
+    left = rider(rows=3, nbytes=30)
     a = push(queue, "a", left)
-    b = push(queue, "b", rider(loop, rows=2, nbytes=20), rider(loop, rows=5, nbytes=50))
-    left.future.cancel()
+    b = push(queue, "b", rider(rows=2, nbytes=20), rider(rows=5, nbytes=50))
+    left.promise.cancel()
     assert (queue.rows, queue.nbytes, a.rows, b.rows) == (10, 100, 3, 7)
     queue.take(b, 1)
     assert (queue.rows, queue.nbytes, a.rows, b.rows) == (8, 80, 3, 5)
@@ -167,9 +155,9 @@ def test_rows_and_bytes_count_everyone_who_waits_and_return_to_zero(loop: asynci
 
 
 @pytest.mark.parametrize("gone", [[0], [4], [1, 3], [0, 1, 2, 3, 4]])
-def test_removed_riders_leave_the_others_in_order(loop: asyncio.AbstractEventLoop, gone: list[int]) -> None:
+def test_removed_riders_leave_the_others_in_order(gone: list[int]) -> None:
     queue = RiderQueue()
-    waiting = [rider(loop, queued_ns=number) for number in range(5)]
+    waiting = [rider(queued_ns=number) for number in range(5)]
     shape_class = push(queue, "a", *waiting)
     queue.remove(shape_class, [waiting[index] for index in gone])
     assert list(shape_class.riders) == [one for index, one in enumerate(waiting) if index not in gone]
@@ -177,27 +165,27 @@ def test_removed_riders_leave_the_others_in_order(loop: asyncio.AbstractEventLoo
 
 
 @pytest.mark.parametrize("classes", [1, 3])
-def test_classes_may_be_taken_whole_while_they_are_given(loop: asyncio.AbstractEventLoop, classes: int) -> None:
+def test_classes_may_be_taken_whole_while_they_are_given(classes: int) -> None:
     queue = RiderQueue()
     for key in range(classes):
-        push(queue, key, rider(loop))
+        push(queue, key, rider())
     taken = [queue.take(shape_class, len(shape_class.riders)) for shape_class in queue.waiting()]
     assert [len(riders) for riders in taken] == [1] * classes
     assert queue.waiting() == []
 
 
-def test_rows_ahead_are_those_that_go_first(loop: asyncio.AbstractEventLoop) -> None:
+def test_rows_ahead_are_those_that_go_first() -> None:
     queue = RiderQueue()
-    a = push(queue, "a", rider(loop, 1, finish_by_ns=10), rider(loop, 2, finish_by_ns=30))
+    a = push(queue, "a", rider(1, finish_by_ns=10), rider(2, finish_by_ns=30))
     assert [a.rows_ahead((1, due_ns)) for due_ns in (9, 10, 29, 30)] == [0, 1, 1, 3]
-    push(queue, "a", rider(loop, 4, finish_by_ns=20), rider(loop, 8, level=2, finish_by_ns=1))
+    push(queue, "a", rider(4, finish_by_ns=20), rider(8, level=2, finish_by_ns=1))
     assert [a.rows_ahead((1, due_ns)) for due_ns in (9, 10, 20, 30)] == [0, 1, 5, 7]
     assert [a.rows_ahead(order) for order in ((2, 0), (2, 1))] == [7, 15]
 
 
-def test_strangers_are_the_other_classes_in_which_somebody_waits(loop: asyncio.AbstractEventLoop) -> None:
+def test_strangers_are_the_other_classes_in_which_somebody_waits() -> None:
     queue = RiderQueue()
-    a, b, c = (push(queue, key, rider(loop)) for key in "abc")
+    a, b, c = (push(queue, key, rider()) for key in "abc")
     queue.shape_class("nobody waits")
     assert list(queue.strangers(b)) == [a, c]
     queue.take(a, 1)
@@ -205,9 +193,9 @@ def test_strangers_are_the_other_classes_in_which_somebody_waits(loop: asyncio.A
     assert list(queue.strangers(queue.shape_class("nobody waits"))) == [b, c]
 
 
-def test_wait_for_callers_is_over_when_nobody_is_left_who_waits(loop: asyncio.AbstractEventLoop) -> None:
+def test_wait_for_callers_is_over_when_nobody_is_left_who_waits() -> None:
     queue = RiderQueue()
-    first, second = rider(loop), rider(loop)
+    first, second = rider(), rider()
     shape_class = push(queue, None, first, second)
     assert shape_class.echo.begin_wait(2, 0)
     queue.leave(first)
@@ -217,15 +205,15 @@ def test_wait_for_callers_is_over_when_nobody_is_left_who_waits(loop: asyncio.Ab
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rider_leaves_from_wherever_it_stands_and_only_once(loop: asyncio.AbstractEventLoop, seed: int) -> None:
+def test_rider_leaves_from_wherever_it_stands_and_only_once(seed: int) -> None:
     draw = random.Random(seed)
     queue = RiderQueue()
     waiting = [
-        rider(loop, draw.randint(1, 3), level=draw.randint(1, 2), finish_by_ns=draw.choice([None, 5, 9]), nbytes=7)
+        rider(draw.randint(1, 3), level=draw.randint(1, 2), finish_by_ns=draw.choice([None, 5, 9]), nbytes=7)
         for _ in range(40)
     ]
     shape_class = push(queue, None, *waiting)
-    push(queue, "other", rider(loop))
+    push(queue, "other", rider())
     queue.take(shape_class, 1)
     order = list(shape_class.riders)
     for one in draw.sample(waiting, 40):
@@ -258,18 +246,18 @@ def test_least_recently_used_idle_class_is_forgotten_first() -> None:
     assert queue.shape_class(1) is not known[1]
 
 
-def test_class_that_somebody_waits_in_is_never_forgotten(loop: asyncio.AbstractEventLoop) -> None:
+def test_class_that_somebody_waits_in_is_never_forgotten() -> None:
     queue = RiderQueue()
-    busy = [push(queue, key, rider(loop)) for key in range(3 * MAX_CLASSES)]
+    busy = [push(queue, key, rider()) for key in range(3 * MAX_CLASSES)]
     assert queue.waiting() == busy
     for key in range(1000):
         queue.shape_class(f"idle {key}")
     assert [queue.shape_class(shape_class.key) for shape_class in busy] == busy
 
 
-def test_no_more_idle_classes_stay_than_may_when_a_rush_of_shapes_is_over(loop: asyncio.AbstractEventLoop) -> None:
+def test_no_more_idle_classes_stay_than_may_when_a_rush_of_shapes_is_over() -> None:
     queue = RiderQueue()
-    busy = [push(queue, key, rider(loop)) for key in range(3 * MAX_CLASSES)]
+    busy = [push(queue, key, rider()) for key in range(3 * MAX_CLASSES)]
     for shape_class in busy:
         queue.take(shape_class, 1)
     assert keys(queue.classes()) == [*range(2 * MAX_CLASSES, 3 * MAX_CLASSES)]

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from models import builders
 from ortserve.config.model import ModelOptions
-from ortserve.core.batch import Arrays
+from ortserve.core.promise import Outputs
 from ortserve.core.terms import NO_TERMS
 from ortserve.core.timing import Timing
 from ortserve.engine.device.devices import Devices
@@ -52,7 +52,7 @@ def serve(assembly: Assembly, path: Path, device: HostDevice | None, **chosen: A
     return assembly.serve(loaded, Configuration(options), metrics)
 
 
-def ask(served: ServedModel) -> "asyncio.Future[Arrays]":
+def ask(served: ServedModel) -> Outputs:
     return served.submit((X,), 1, Timing(time.monotonic_ns()), NO_TERMS).outputs
 
 

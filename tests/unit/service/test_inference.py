@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -258,7 +259,8 @@ async def test_caller_of_classes_who_leaves_is_counted_once_and_leaves_the_queue
         for _ in range(steps):
             await asyncio.sleep(0)
         pending.outputs.cancel()
-        await asyncio.wait([pending.outputs])
+        with suppress(asyncio.CancelledError):
+            await pending.outputs
         with pytest.raises(asyncio.CancelledError):
             stage.service.finish(pending, lambda _, response: response)
     assert stage.counts() == {("slow", "3", "http", "cancelled"): 2}

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ortserve.codecs.grpc_infer import decode_request, encode_response
 from ortserve.codecs.load_report import read_load_format
-from ortserve.core.batch import Arrays
+from ortserve.core.promise import Outputs
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import (
@@ -115,7 +115,7 @@ class InferCalls:
         head: CallHead,
         on_answer: OnAnswer,
         on_failure: OnFailure,
-        _: asyncio.Future[Arrays],
+        _: Outputs,
     ) -> None:
         hold.release()
         try:

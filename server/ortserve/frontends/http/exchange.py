@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from ortserve.clock import Clock
 from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import decode_rest_request, encode_rest_response
-from ortserve.core.batch import Arrays
+from ortserve.core.promise import Outputs
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
@@ -242,7 +242,7 @@ class Exchange:
         except Exception:  # noqa: BLE001 - an exception that leaves here is lost in the parser, and the caller waits on
             self._give_up()
 
-    def _on_outputs(self, _: asyncio.Future[Arrays]) -> None:
+    def _on_outputs(self, _: Outputs) -> None:
         try:
             self._finish()
         except asyncio.CancelledError:
