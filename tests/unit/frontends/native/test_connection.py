@@ -55,6 +55,37 @@ def test_quick_call_tells_its_timing_after_the_message() -> None:
     on_wire(test)
 
 
+@pytest.mark.parametrize("calls", [1, 2, 9])
+def test_answers_of_a_batch_leave_in_one_write_before_the_loop_comes_round(calls: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        streams = [client.open(HOLD) for _ in range(calls)]
+        for number, stream in enumerate(streams):
+            client.send(stream, framed(b"%d" % number), is_end=True)
+        await client.exchange()
+        before = wire.transport.writes
+        wire.release()
+        assert wire.transport.writes == before + 1
+        await client.exchange()
+        assert [client.answers[stream].messages for stream in streams] == [[b"%d" % n] for n in range(calls)]
+        assert wire.transport.writes == before + 1
+
+    on_wire(test)
+
+
+def test_answers_leave_also_where_another_call_goes_on() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        held = client.open(HOLD)
+        client.send(held, framed(b"x"), is_end=True)
+        other = client.open(STREAM)
+        await client.exchange()
+        wire.release()
+        await client.exchange()
+        assert client.answers[held].messages == [b"x"]
+        assert not client.answers[other].is_ended
+
+    on_wire(test)
+
+
 @pytest.mark.parametrize("path", [ECHO, SLOW, STREAM])
 def test_messages_are_the_same_wherever_the_bytes_of_the_connection_are_cut(path: str) -> None:
     async def test(wire: Wire, client: Client) -> None:

@@ -155,10 +155,11 @@ class Connection(asyncio.Protocol):
         else:
             self._receiving.late.end_untaken(untaken)
 
-    def _on_over(self, stream: Stream) -> None:
-        self._receiving.on_over(stream)
+    def _on_over(self, stream: Stream) -> bool:
+        has_others = self._receiving.on_over(stream)
         if self._is_draining:
             self._close_if_drained()
+        return has_others
 
     def _end_drain(self) -> None:
         receiving = self._receiving

@@ -351,8 +351,12 @@ class Receiving:
         for stream in list(self.streams.values()):
             self._sending.drop(stream)
 
-    def on_over(self, stream: Stream) -> None:
-        """The last frame of a stream was sent, or none will be: let go of it, and of the work for it."""
+    def on_over(self, stream: Stream) -> bool:
+        """The last frame of a stream was sent, or none will be: let go of it, and of the work for it.
+
+        Returns:
+            Whether others are open.
+        """
         self.streams.pop(stream.id, None)
         stream.forget_request()
         stream.wake_reader()
@@ -361,6 +365,7 @@ class Receiving:
         cancel, stream.cancel = stream.cancel, None
         if cancel is not None:
             cancel()
+        return bool(self.streams)
 
     def _reset(self, stream_id: int, code: ErrorCode) -> None:
         self._charge()

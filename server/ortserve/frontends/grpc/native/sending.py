@@ -66,10 +66,12 @@ class Sending:
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         transport: asyncio.Transport,
-        on_over: Callable[[Stream], None],
+        on_over: Callable[[Stream], bool],
         room: UnsentRoom,
     ) -> None:
-        """``on_over`` is told when nothing more will be queued of a stream; ``room`` is that of all connections."""
+        """``on_over`` is told when nothing more will be queued of a stream, and says whether others are open; ``room``
+        is that of all connections.
+        """
         self.clock = clock
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
@@ -95,11 +97,7 @@ class Sending:
     def control(self, frame: bytes) -> None:
         """Send a frame that no window holds back."""
         self._out.append(frame)
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self.flush)
-        elif len(self._out) > _MAX_PIECES:
-            self.flush()  # so that the transport can say that it has enough
+        self._flush_soon()
         if self._is_paused:
             self._paused_bytes += len(frame)
             if self._paused_bytes > _MAX_PAUSED_BYTES:
@@ -126,7 +124,7 @@ class Sending:
         self.has_answered = True
         stream.has_headers = True
         header, stream_id = frames.pack_header, stream.id
-        self.control(
+        self._out.append(
             b"".join(
                 (
                     header(_HEADERS_BEFORE_DATA, frames.END_HEADERS, stream_id),
@@ -141,7 +139,10 @@ class Sending:
                 )
             )
         )
-        self._close(stream)
+        if self._close(stream):
+            self._flush_soon()
+        else:
+            self.flush()  # there is nobody whose answer could go with it
 
     def send_message(self, stream: Stream, message: bytes, *, is_compressed: bool = False) -> None:
         """Queue a message, behind the headers where these were not sent yet."""
@@ -326,11 +327,18 @@ class Sending:
         self._headers(stream, stream.trailers, is_end=True)
         self._close(stream)
 
-    def _close(self, stream: Stream) -> None:
+    def _close(self, stream: Stream) -> bool:
         stream.is_over = True
         if not stream.is_half_closed:  # the rest of the request is of no use (RFC 9113, section 8.1)
             self.control(frames.rst_stream(stream.id, frames.ErrorCode.NO_ERROR))
-        self._on_over(stream)
+        return self._on_over(stream)
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self.flush)
+        elif len(self._out) > _MAX_PIECES:
+            self.flush()  # so that the transport can say that it has enough
 
     def _forget_unsent(self, stream: Stream) -> None:
         self._waiting.pop(stream.id, None)
