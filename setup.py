@@ -38,13 +38,16 @@ COMPILED: Final = (
     "frontends/http/lane.py",
     "frontends/http/limits.py",
     "frontends/tls/transport.py",
+    "registry/catalog.py",
     "registry/served.py",
     "service/access.py",
     "service/accounts.py",
     "service/call.py",
     "service/gate.py",
     "service/inference.py",
+    "service/parameters.py",
     "service/validation.py",
+    "telemetry/histogram.py",
     "telemetry/metrics.py",
 )
 """What every infer request passes, as patterns in the package."""
@@ -52,7 +55,6 @@ COMPILED: Final = (
 INTERPRETED: Final = (
     "batching/alarm.py",  # ctypes
     "core/dtypes.py",  # an enum whose members have an __init__
-    "core/quick_dataclass.py",  # means one thing to type checkers and another at run time
     "core/region.py",  # a base class of what is not compiled
     "frontends/grpc/native/compression.py",  # functions in functions, which hold themselves until garbage is collected
     "frontends/grpc/native/server.py",  # likewise

@@ -16,7 +16,6 @@ from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.core.batch import Arrays
-from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind, ServeError
 
@@ -27,7 +26,7 @@ _PRICED_CLASSES: Final = 16
 (measured). What waits beyond counts as if it were of the newcomer's shape."""
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Backlog:
     """What stands before a newcomer, predicted, in nanoseconds.
 
@@ -283,7 +282,7 @@ class Admission:
         return rows / max_rows * full_ns / self._instances
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Strangers:
     """Predicted work of other shape classes, the error of that, and rows of classes too many to predict."""
 

@@ -7,14 +7,22 @@ from ortserve.batching.queue import ShapeClass
 from ortserve.batching.riders import Rider
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, init=False, eq=False)
 class Group:
     """Riders of one shape class that run together, and the search for an offender that they belong to."""
 
     shape_class: ShapeClass
     riders: Sequence[Rider]
     rows: int
-    search: "Search | None" = None
+    search: "Search | None"
+
+    def __init__(
+        self, shape_class: ShapeClass, riders: Sequence[Rider], rows: int, search: "Search | None" = None
+    ) -> None:
+        self.shape_class = shape_class
+        self.riders = riders
+        self.rows = rows
+        self.search = search
 
 
 @dataclass(slots=True)

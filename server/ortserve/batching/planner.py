@@ -5,10 +5,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Final
 
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
 from ortserve.batching.riders import Rider
-from ortserve.core.quick_dataclass import quick_dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,24 @@ def lower_cap(policy: BatchPolicy, failed_rows: int) -> BatchPolicy:
     return replace(policy, max_rows=min(max_rows, buckets[-1]), buckets=buckets)
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Take:
     """Run ``count`` riders now, who together have ``rows`` rows: the first, after those who are given up.
 
     The first ``given_up`` riders cannot be answered in time but by a batch so small that others would be late for it.
     """
 
-    count: int
-    rows: int
-    given_up: int = 0
+    count: Final[int]
+    rows: Final[int]
+    given_up: Final[int]
+
+    def __init__(self, count: int, rows: int, given_up: int = 0) -> None:
+        self.count = count
+        self.rows = rows
+        self.given_up = given_up
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class WaitUntil:
     """Nobody rides before ``due_ns`` (monotonic) unless more arrive."""
 
@@ -110,13 +115,18 @@ def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyMo
     return _fit_bucket(waiting, count, rows, policy, latency)
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class _Forecast:
     """How long batches would take, and whether their riders would be in time, seen from now."""
 
-    policy: BatchPolicy
-    latency: LatencyModel
-    now_ns: int
+    policy: Final[BatchPolicy]
+    latency: Final[LatencyModel]
+    now_ns: Final[int]
+
+    def __init__(self, policy: BatchPolicy, latency: LatencyModel, now_ns: int) -> None:
+        self.policy = policy
+        self.latency = latency
+        self.now_ns = now_ns
 
     def batch_ns(self, rows: int) -> float:
         return known_ns(self.latency.predict_ns(self.policy.bucket_for(rows)))

@@ -11,7 +11,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, init=False, eq=False)
 class Rider:
     """One request (or one piece of a large one). ``inputs`` are in the signature's order, ``rows`` at least 1.
 
@@ -24,12 +24,36 @@ class Rider:
     rows: int
     promise: Promise
     timing: Timing
-    level: int = 1
-    due_ns: float = 0.0
-    finish_by_ns: int | None = None
-    start_by_ns: int | None = None
-    nbytes: int = 0
-    key: Hashable = None
+    level: int
+    due_ns: float
+    finish_by_ns: int | None
+    start_by_ns: int | None
+    nbytes: int
+    key: Hashable
+
+    def __init__(
+        self,
+        inputs: Arrays,
+        rows: int,
+        promise: Promise,
+        timing: Timing,
+        level: int = 1,
+        due_ns: float = 0.0,
+        finish_by_ns: int | None = None,
+        start_by_ns: int | None = None,
+        nbytes: int = 0,
+        key: Hashable = None,
+    ) -> None:
+        self.inputs = inputs
+        self.rows = rows
+        self.promise = promise
+        self.timing = timing
+        self.level = level
+        self.due_ns = due_ns
+        self.finish_by_ns = finish_by_ns
+        self.start_by_ns = start_by_ns
+        self.nbytes = nbytes
+        self.key = key
 
     @property
     def order(self) -> tuple[int, float]:

@@ -5,6 +5,7 @@ document is checked before it is used: it comes from anywhere.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
@@ -13,19 +14,22 @@ from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.region_span import REGION, read_span
 from ortserve.codecs.shape_bounds import shape_fault
 from ortserve.core.dtypes import DATATYPES
-from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ServeError, invalid_input
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class EncodedResponse:
     """A response body. ``json_size`` is the length of its JSON part in bytes where binary tensors follow, else None."""
 
-    body: bytes
-    json_size: int | None
+    body: Final[bytes]
+    json_size: Final[int | None]
+
+    def __init__(self, body: bytes, json_size: int | None) -> None:
+        self.body = body
+        self.json_size = json_size
 
 
 def decode_rest_request(body: bytes, json_size: int | None, model_name: str, model_version: str) -> InferRequest:

@@ -1,16 +1,15 @@
 """What travels between the batcher and an instance: arrays, and nothing of callers or futures."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
-
-from ortserve.core.quick_dataclass import quick_dataclass
 
 Arrays: TypeAlias = tuple[np.ndarray, ...]
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Batch:
     """Requests that run together.
 
@@ -21,12 +20,17 @@ class Batch:
     all parts or in none.
     """
 
-    parts: tuple[Arrays, ...]
-    rows: int
-    bucket: int
+    parts: Final[tuple[Arrays, ...]]
+    rows: Final[int]
+    bucket: Final[int]
+
+    def __init__(self, parts: tuple[Arrays, ...], rows: int, bucket: int) -> None:
+        self.parts = parts
+        self.rows = rows
+        self.bucket = bucket
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class BatchResult:
     """What a run gave.
 
@@ -38,10 +42,16 @@ class BatchResult:
         run_ns: How long computing took, without the time a worker thread then waited for the interpreter lock.
     """
 
-    outputs: Arrays
-    staged_ns: int
-    computed_ns: int
-    run_ns: int
+    outputs: Final[Arrays]
+    staged_ns: Final[int]
+    computed_ns: Final[int]
+    run_ns: Final[int]
+
+    def __init__(self, outputs: Arrays, staged_ns: int, computed_ns: int, run_ns: int) -> None:
+        self.outputs = outputs
+        self.staged_ns = staged_ns
+        self.computed_ns = computed_ns
+        self.run_ns = run_ns
 
 
 BatchDone: TypeAlias = Callable[[BatchResult | Exception], None]

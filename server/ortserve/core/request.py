@@ -1,16 +1,16 @@
 """One inference request and its answer, the same for every protocol and encoding."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
-from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.region import RegionUse
 from ortserve.core.tensor import Tensor
 
 Parameter: TypeAlias = str | int | float | bool
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class RequestedOutput:
     """An output the caller listed.
 
@@ -18,12 +18,17 @@ class RequestedOutput:
     of its largest elements in the place of the tensor.
     """
 
-    name: str
-    binary: bool = False
-    classes: int = 0
+    name: Final[str]
+    binary: Final[bool]
+    classes: Final[int]
+
+    def __init__(self, name: str, binary: bool = False, classes: int = 0) -> None:
+        self.name = name
+        self.binary = binary
+        self.classes = classes
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class InferRequest:
     """What a codec makes of a request's bytes; names and shapes are not yet checked against the model.
 
@@ -33,26 +38,62 @@ class InferRequest:
     Inputs that ``regions`` names are not among ``inputs``.
     """
 
-    model_name: str
-    model_version: str
-    id: str
-    inputs: Sequence[Tensor]
-    outputs: Sequence[RequestedOutput]
-    parameters: Mapping[str, Parameter]
-    binary_output: bool = False
-    raw_input: bytes | None = None
-    regions: RegionUse | None = None
+    model_name: Final[str]
+    model_version: Final[str]
+    id: Final[str]
+    inputs: Final[Sequence[Tensor]]
+    outputs: Final[Sequence[RequestedOutput]]
+    parameters: Final[Mapping[str, Parameter]]
+    binary_output: Final[bool]
+    raw_input: Final[bytes | None]
+    regions: Final[RegionUse | None]
+
+    def __init__(
+        self,
+        model_name: str,
+        model_version: str,
+        id: str,  # noqa: A002 - the protocol's name for it
+        inputs: Sequence[Tensor],
+        outputs: Sequence[RequestedOutput],
+        parameters: Mapping[str, Parameter],
+        binary_output: bool = False,
+        raw_input: bytes | None = None,
+        regions: RegionUse | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.id = id
+        self.inputs = inputs
+        self.outputs = outputs
+        self.parameters = parameters
+        self.binary_output = binary_output
+        self.raw_input = raw_input
+        self.regions = regions
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class InferResponse:
     """The answer: the version that ran, and the requested outputs in the order they were requested.
 
     Of outputs that are ``placed``, by name, the caller finds the elements in shared memory and not in the answer.
     """
 
-    model_name: str
-    model_version: str
-    id: str
-    outputs: Sequence[Tensor]
-    placed: Collection[str] = ()
+    model_name: Final[str]
+    model_version: Final[str]
+    id: Final[str]
+    outputs: Final[Sequence[Tensor]]
+    placed: Final[Collection[str]]
+
+    def __init__(
+        self,
+        model_name: str,
+        model_version: str,
+        id: str,  # noqa: A002 - as above
+        outputs: Sequence[Tensor],
+        placed: Collection[str] = (),
+    ) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.id = id
+        self.outputs = outputs
+        self.placed = placed

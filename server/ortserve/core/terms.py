@@ -1,11 +1,10 @@
 """The terms on which a request wants to be served."""
 
+from dataclasses import dataclass
 from typing import Final
 
-from ortserve.core.quick_dataclass import quick_dataclass
 
-
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Terms:
     """Times are monotonic nanoseconds, None for no bound.
 
@@ -16,10 +15,22 @@ class Terms:
         yields_when_late: One that does wait beyond it is not refused, but goes behind everybody of its level.
     """
 
-    level: int = 0
-    finish_by_ns: int | None = None
-    start_by_ns: int | None = None
-    yields_when_late: bool = False
+    level: Final[int]
+    finish_by_ns: Final[int | None]
+    start_by_ns: Final[int | None]
+    yields_when_late: Final[bool]
+
+    def __init__(
+        self,
+        level: int = 0,
+        finish_by_ns: int | None = None,
+        start_by_ns: int | None = None,
+        yields_when_late: bool = False,
+    ) -> None:
+        self.level = level
+        self.finish_by_ns = finish_by_ns
+        self.start_by_ns = start_by_ns
+        self.yields_when_late = yields_when_late
 
 
 NO_TERMS: Final = Terms()

@@ -8,7 +8,7 @@ PHASES: Final = ("decode", "queue", "stage", "compute", "encode")
 answer handed to the transport. ``encode`` includes the way back from the worker to the event loop."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Timing:
     """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields.
 
@@ -17,13 +17,33 @@ class Timing:
     """
 
     received_ns: int
-    queued_ns: int = 0
-    taken_ns: int = 0
-    staged_ns: int = 0
-    computed_ns: int = 0
-    done_ns: int = 0
-    begun_ns: int = 0
-    batch_rows: int = 0
+    queued_ns: int
+    taken_ns: int
+    staged_ns: int
+    computed_ns: int
+    done_ns: int
+    begun_ns: int
+    batch_rows: int
+
+    def __init__(
+        self,
+        received_ns: int,
+        queued_ns: int = 0,
+        taken_ns: int = 0,
+        staged_ns: int = 0,
+        computed_ns: int = 0,
+        done_ns: int = 0,
+        begun_ns: int = 0,
+        batch_rows: int = 0,
+    ) -> None:
+        self.received_ns = received_ns
+        self.queued_ns = queued_ns
+        self.taken_ns = taken_ns
+        self.staged_ns = staged_ns
+        self.computed_ns = computed_ns
+        self.done_ns = done_ns
+        self.begun_ns = begun_ns
+        self.batch_rows = batch_rows
 
     def phases_ns(self) -> tuple[int, int, int, int, int]:
         """Durations in the order of ``PHASES``; call it when all points were reached."""

@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -11,7 +12,6 @@ from ortserve.batching.learned import Learned
 from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
 from ortserve.core.promise import Outputs
-from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
@@ -21,7 +21,7 @@ from ortserve.registry.loader import LoadedModel
 from ortserve.telemetry.metrics import ModelMetrics
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Submission:
     """A request in its model's queue.
 
@@ -30,8 +30,12 @@ class Submission:
         leave: To be called by who stops waiting: its place in the queue is free at once, and ``outputs`` cancelled.
     """
 
-    outputs: Outputs
-    leave: Callable[[], object]
+    outputs: Final[Outputs]
+    leave: Final[Callable[[], object]]
+
+    def __init__(self, outputs: Outputs, leave: Callable[[], object]) -> None:
+        self.outputs = outputs
+        self.leave = leave
 
 
 class ServedModel:

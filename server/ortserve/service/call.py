@@ -1,11 +1,13 @@
 """A request from the moment that its body is complete, whatever becomes of it."""
 
-from ortserve.core.quick_dataclass import quick_dataclass
+from dataclasses import dataclass
+from typing import Final
+
 from ortserve.core.timing import Timing
 from ortserve.telemetry.tracing import Trace
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class Call:
     """A request whose body is complete.
 
@@ -16,7 +18,13 @@ class Call:
         trace: None where it is not sampled.
     """
 
-    protocol: str
-    timing: Timing
-    timeout_ns: int | None
-    trace: Trace | None = None
+    protocol: Final[str]
+    timing: Final[Timing]
+    timeout_ns: Final[int | None]
+    trace: Final[Trace | None]
+
+    def __init__(self, protocol: str, timing: Timing, timeout_ns: int | None, trace: Trace | None = None) -> None:
+        self.protocol = protocol
+        self.timing = timing
+        self.timeout_ns = timeout_ns
+        self.trace = trace

@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 _TAKEN: Final[Any] = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Pending:
     """A request on its way through its model.
 
@@ -56,7 +56,27 @@ class Pending:
     rows: int
     outputs: Outputs
     leave_queue: Callable[[], object]
-    classified: Mapping[str, Tensor] | None = None
+    classified: Mapping[str, Tensor] | None
+
+    def __init__(
+        self,
+        call: Call,
+        request: InferRequest,
+        served: ServedModel,
+        inputs: Arrays,
+        rows: int,
+        outputs: Outputs,
+        leave_queue: Callable[[], object],
+        classified: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.call = call
+        self.request = request
+        self.served = served
+        self.inputs = inputs
+        self.rows = rows
+        self.outputs = outputs
+        self.leave_queue = leave_queue
+        self.classified = classified
 
     def take(self) -> Arrays:
         """The outputs, once: they are leased for as long as anything holds them, and frames that failed live long.

@@ -1,14 +1,15 @@
-"""What is exposed: declarations, series of counts, and families of both, as prometheus_client's registry takes them."""
+"""What is exposed: declarations, and families of what was counted, as prometheus_client's registry takes them."""
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
+
+from ortserve.telemetry.histogram import HistogramSeries
 
 Labels: TypeAlias = tuple[str, ...]
 
@@ -22,22 +23,6 @@ class Declaration:
     labels: Labels
     help: str
     buckets: tuple[float, ...] = ()
-
-
-class HistogramSeries:
-    """Counts of one label set. ``bounds`` and observed values are integers of the same unit: nanoseconds or rows."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[int]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0
-
-    def observe(self, value: int) -> None:
-        # The first bound that is not less: Prometheus' buckets include their upper bound.
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
 
 
 @dataclass(frozen=True, slots=True)

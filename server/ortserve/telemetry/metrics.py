@@ -52,7 +52,8 @@ from ortserve.telemetry.declarations import (
     UNAUTHORIZED,
 )
 from ortserve.telemetry.devices import DeviceReading, DeviceRuns, device_families
-from ortserve.telemetry.families import Family, HistogramSeries, Labels
+from ortserve.telemetry.families import Family, Labels
+from ortserve.telemetry.histogram import HistogramSeries
 from ortserve.telemetry.tracing import Tracing
 
 _NS_PER_S: Final = 1_000_000_000

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.errors import ErrorKind
-from ortserve.telemetry.families import HistogramSeries
+from ortserve.telemetry.histogram import HistogramSeries
 from ortserve.telemetry.metrics import ModelMetrics
 
 FAILURE_REASONS: Final[Mapping[ErrorKind, str]] = {

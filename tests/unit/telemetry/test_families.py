@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from ortserve.telemetry.families import Declaration, Family, HistogramSeries, prometheus_type, spell_number
+from ortserve.telemetry.families import Declaration, Family, prometheus_type, spell_number
+from ortserve.telemetry.histogram import HistogramSeries
 
 SIZES = Declaration("sizes_rows", "histogram", ("model",), "Sizes.", (1.0, 4.0))
 

@@ -1,11 +1,11 @@
 """What the headers of an infer request say of the body that follows, and of the answer that its caller waits for."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from ortserve.codecs.compression import Encoding
 from ortserve.codecs.load_report import LoadFormat, read_load_format
-from ortserve.core.quick_dataclass import quick_dataclass
 from ortserve.errors import invalid_input
 from ortserve.frontends.http.encodings import answer_encoding, body_encoding
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER
@@ -29,7 +29,7 @@ _READ: Final = frozenset(
 )
 
 
-@quick_dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Announcement:
     """``body_size`` is 0 for a chunked body. ``json_size`` is None where the whole body is JSON.
 

@@ -1,0 +1,107 @@
+"""Which of the server's functions the interpreter runs for each infer request, told as JSON: name → calls a request.
+
+A process of its own: the profiler is everybody's, and so is what a server makes of logging and garbage collection.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import FrameType
+from typing import TypeAlias
+
+import grpc
+import numpy as np
+import uvloop
+
+from models import builders
+from ortserve._pb import grpc_service_pb2 as pb
+from ortserve.app.server import Server
+from ortserve.config.options import ServerOptions
+from ortserve.telemetry.logs import configure_logging
+from proxies import free_ports
+
+REQUESTS = 50
+Call: TypeAlias = Callable[[], Awaitable[None]]
+ROW = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64)
+
+
+async def rest_caller(port: int, *, is_binary: bool) -> Call:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    tensor: dict[str, object] = {"name": "x", "shape": ROW.shape, "datatype": "FP32"}
+    output: dict[str, object] = {"name": "y"}
+    tail = b""
+    if is_binary:
+        tail = ROW.tobytes()
+        tensor["parameters"] = {"binary_data_size": len(tail)}
+        output["parameters"] = {"binary_data": True}
+    else:
+        tensor["data"] = ROW.ravel().tolist()
+    document = json.dumps({"inputs": [tensor], "outputs": [output]}).encode()
+    head = b"POST /v2/models/mlp/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(document + tail)
+    if is_binary:
+        head += b"Inference-Header-Content-Length: %d\r\n" % len(document)
+
+    async def call() -> None:
+        writer.write(head + b"\r\n" + document + tail)
+        answered = await reader.readuntil(b"\r\n\r\n")
+        assert answered.startswith(b"HTTP/1.1 200 "), answered
+        sizes = [int(line[16:]) for line in answered.lower().split(b"\r\n") if line.startswith(b"content-length: ")]
+        await reader.readexactly(sizes[0])
+
+    return call
+
+
+async def grpc_caller(port: int) -> Call:
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+    method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+        "/inference.GRPCInferenceService/ModelInfer"
+    )
+    request = pb.ModelInferRequest(model_name="mlp", raw_input_contents=[ROW.tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=ROW.shape)
+    data = request.SerializeToString()
+
+    async def call() -> None:
+        await method(data, timeout=60)
+
+    return call
+
+
+async def profile(folder: Path, protocol: str) -> dict[str, float]:
+    """Serve a model, call it, and count what is interpreted meanwhile."""
+    interpreted: Counter[str] = Counter()
+
+    def on_event(frame: FrameType, event: str, _: object) -> None:
+        module = str(frame.f_globals.get("__name__"))  # of what was made of no file, too
+        if event == "call" and module.startswith("ortserve."):
+            interpreted[f"{module}.{frame.f_code.co_qualname}"] += 1
+
+    ports = free_ports()
+    options = ServerOptions(
+        repositories=(folder,), http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics
+    )
+    server = Server(options, configure_logging("error"))
+    await server.start()
+    await server.load()
+    if protocol == "grpc":
+        call = await grpc_caller(ports.grpc)
+    else:
+        call = await rest_caller(ports.http, is_binary=protocol == "binary")
+    for _ in range(REQUESTS):
+        await call()
+    sys.setprofile(on_event)
+    for _ in range(REQUESTS):
+        await call()
+    sys.setprofile(None)
+    await server.stop()
+    return {name: count / REQUESTS for name, count in interpreted.most_common()}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        (Path(temporary) / "mlp" / "1").mkdir(parents=True)
+        builders.mlp(Path(temporary) / "mlp" / "1" / "model.onnx")
+        json.dump(runner.run(profile(Path(temporary), sys.argv[1])), sys.stdout)

@@ -1,0 +1,24 @@
+"""Where the way of a request is compiled, nothing of ours on it is left to the interpreter.
+
+What dataclasses and enumerations make for themselves is interpreted also where their module is compiled; of those that
+are made for each request ``__init__`` is written out, or each would take several times as long to make.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ortserve.core.compiled import IS_COMPILED
+
+PROFILE = Path(__file__).parent.parent / "calls_profile.py"
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="is about the compiled package")
+@pytest.mark.parametrize("protocol", ["json", "binary", "grpc"])
+def test_nothing_of_ours_is_interpreted_for_each_request(protocol: str) -> None:
+    told = subprocess.run([sys.executable, PROFILE, protocol], check=True, capture_output=True, text=True, timeout=120)
+    per_request = json.loads(told.stdout)
+    assert {name: count for name, count in per_request.items() if count >= 1} == {}
