@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--server", action="append", default=[], metavar="NAME=URL")
     parser.add_argument("--keep", type=Path, metavar="FOLDER")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     if options.keep is not None:
         write_model(options.keep)
@@ -166,7 +167,7 @@ def main() -> None:
                 results.setdefault(arm.server, []).append(load)
                 print(f"round {number + 1} {arm.server:17} {load}", flush=True)
         foreign = {arm.server for arm in arms if arm.pid is None}
-    report(results, foreign, options.connections)
+    report(results, foreign, options.connections, options.results)
 
 
 def write_model(repository: Path) -> None:
@@ -182,8 +183,8 @@ _CAVEATS: Final = (
 )
 
 
-def report(results: dict[str, list[Load]], foreign: set[str], connections: int) -> None:
-    """Write the tables and the plot; of ``foreign`` servers no CPU time is known."""
+def report(results: dict[str, list[Load]], foreign: set[str], connections: int, folder: Path) -> None:
+    """Write the tables and the plot into a folder; of ``foreign`` servers no CPU time is known."""
 
     def median(server: str, field: str) -> float:
         return float(statistics.median(getattr(load, field) for load in results[server]))
@@ -216,7 +217,6 @@ def report(results: dict[str, list[Load]], foreign: set[str], connections: int) 
             "![requests a second](peer_throughput.png)",
         ]
     )
-    folder = HERE / "results"
     folder.mkdir(exist_ok=True)
     (folder / "peer_throughput.md").write_text(text + "\n")
     plot({server: median(server, "requests_per_s") for server in results}, connections, folder / "peer_throughput.png")
