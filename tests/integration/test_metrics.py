@@ -132,3 +132,8 @@ def test_names_that_callers_made_up_become_no_label_values(samples: Samples) -> 
 def test_numbers_of_the_build_and_of_the_process_are_there(samples: Samples) -> None:
     assert list(samples.by_labels("ortserve_build_info", "version").values()) == [1]
     assert samples.value("process_resident_memory_bytes") > 0
+
+
+def test_numbers_of_the_machine_are_there_by_tritons_names(samples: Samples) -> None:
+    assert 0 <= samples.value("nv_cpu_utilization") <= 1
+    assert 0 < samples.value("nv_cpu_memory_used_bytes") < samples.value("nv_cpu_memory_total_bytes")

@@ -17,6 +17,7 @@ from ortserve.config.options import ServerOptions
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.device_region import are_regions_possible, open_region
 from ortserve.engine.device.readings import devices_reader
+from ortserve.engine.gpus import GpuReader
 from ortserve.engine.runtime import Runtime
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
@@ -62,6 +63,7 @@ from ortserve.service.trace_writing import TraceWriter
 from ortserve.telemetry.access_log import AccessLog
 from ortserve.telemetry.logs import LogSwitches, log_event
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.proc import CpuReader
 from ortserve.telemetry.trace_files import TraceFiles
 from ortserve.telemetry.tracing import Tracing, start_tracing
 from ortserve.telemetry.triton_metrics import TritonMetrics
@@ -107,7 +109,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     prometheus = CollectorRegistry()
     metrics = Metrics(prometheus, onnxruntime_version=onnxruntime.__version__)
     if options.triton_metrics:
-        TritonMetrics(prometheus, metrics)
+        TritonMetrics(prometheus, metrics, read_gpus=GpuReader(os.environ).read, read_cpu=CpuReader(monotonic_ns).read)
     tracing = _tracing(options, metrics)
     certificate = _certificate(options, metrics)
     key_files = KeyFiles(_key_paths(options))

@@ -115,7 +115,8 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     """How long admitted requests may take to finish after the listeners have closed."""
 
     triton_metrics: bool = True
-    """Show the numbers under Triton's metric names (``nv_inference_…``) too."""
+    """Show the numbers under Triton's metric names (``nv_inference_…``) too, and those of GPUs and processors that it
+    shows (``nv_gpu_…``, ``nv_cpu_…``)."""
     load_reports: Literal["never", "asked", "always"] = "asked"
     """Which answers to inference say how busy the server is, as balancers read it (ORCA): ``asked``, those to callers
     who send ``endpoint-load-metrics-format: text``, ``json`` or ``bin``; ``always``, the others too, in the header or

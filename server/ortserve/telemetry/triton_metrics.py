@@ -1,10 +1,12 @@
 """Triton's names for what ``telemetry.metrics`` counts, so that its dashboards and alerts go on working.
 
+``telemetry.machine`` has those of GPUs and processors, which perf_analyzer reads, too.
+
 Its counters have no ``_total`` at the end, which prometheus_client gives every counter; they are exposed as untyped.
 Prometheus keeps types for documentation only, so that ``rate()`` works on them as on any counter.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -13,6 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from ortserve.telemetry.families import Declaration, Family
+from ortserve.telemetry.machine import MACHINE_DECLARATIONS, CpuReading, GpuReading, machine_families
 from ortserve.telemetry.metrics import Metrics, ModelMetrics
 from ortserve.telemetry.statistics import VersionStatistics, read_statistics
 
@@ -95,19 +98,29 @@ TRITON_METRICS: Final = (
     ),
 )
 
-TRITON_DECLARATIONS: Final = tuple(metric.declaration for metric in TRITON_METRICS)
+TRITON_DECLARATIONS: Final = (*(metric.declaration for metric in TRITON_METRICS), *MACHINE_DECLARATIONS)
 
 
 class TritonMetrics(Collector):
     """Exposes the numbers of ``metrics`` under Triton's names. Counting costs nothing more, a scrape does."""
 
-    def __init__(self, registry: CollectorRegistry, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        metrics: Metrics,
+        *,
+        read_gpus: Callable[[], Sequence[GpuReading]] = tuple,
+        read_cpu: Callable[[], CpuReading] = CpuReading,
+    ) -> None:
+        """``read_gpus`` and ``read_cpu`` are asked at each scrape, on the scraping thread."""
         self._metrics = metrics
+        self._read_gpus = read_gpus
+        self._read_cpu = read_cpu
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples."""
-        return [Family(metric.declaration) for metric in TRITON_METRICS]
+        return [Family(declaration) for declaration in TRITON_DECLARATIONS]
 
     def collect(self) -> Iterator[Metric]:
         """The families as they stand. Called by the registry on the scraping thread."""
@@ -119,3 +132,4 @@ class TritonMetrics(Collector):
                 for more, value in metric.read(model, statistics).items()
             }
             yield Family(metric.declaration, values)
+        yield from machine_families(self._read_gpus(), self._read_cpu())

@@ -177,7 +177,8 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.load_ns = 1
     by_direction = {"in": 1, "out": 2}
     model.set_device_source(lambda: DeviceRuns({"bound": 1}, {"failed": 1}, by_direction, by_direction, by_direction))
-    metrics.set_devices_source(lambda: [DeviceReading("cuda:0", {"free": 1}, {"m/1": {"buffers": 1}}, 0.5)])
+    account = {"m/1": {"buffers": 1}}
+    metrics.set_devices_source(lambda: [DeviceReading("cuda:0", {"free": 1}, account, 0.5, account)])
 
     families = {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
 

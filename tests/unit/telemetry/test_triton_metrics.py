@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from ortserve.core.batch import BatchResult
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind
+from ortserve.telemetry.machine import MACHINE_DECLARATIONS, CpuReading, GpuReading
 from ortserve.telemetry.metrics import BatchingNumbers, Metrics
 from ortserve.telemetry.triton_metrics import TRITON_DECLARATIONS, TritonMetrics
 
@@ -47,13 +48,41 @@ def test_numbers_stand_under_the_names_of_the_protocol(registry: CollectorRegist
     reasons = {"REJECTED": 1, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     for reason, count in reasons.items():
         assert registry.get_sample_value("nv_inference_request_failure", {**LABELS, "reason": reason}) == count
-    assert expected.keys() | {"nv_inference_request_failure"} == {known.name for known in TRITON_DECLARATIONS}
+    others = {"nv_inference_request_failure", *(known.name for known in MACHINE_DECLARATIONS)}
+    assert expected.keys() | others == {known.name for known in TRITON_DECLARATIONS}
+
+
+def test_gpus_and_processors_stand_under_tritons_names_and_what_is_not_told_nowhere() -> None:
+    registry = CollectorRegistry()
+    gpus = [GpuReading("GPU-a", 0.25, 400, 300, 51.5, 700.0, 2.5), GpuReading("GPU-b", power_watts=20.0)]
+    cpu = [CpuReading(0.5, 2000, 1500)]
+    TritonMetrics(registry, Metrics(CollectorRegistry()), read_gpus=lambda: gpus, read_cpu=lambda: cpu[-1])
+
+    def samples(text: str) -> set[str]:
+        return {line for line in text.splitlines() if line.startswith(("nv_gpu", "nv_cpu", "nv_energy"))}
+
+    assert samples(generate_latest(registry).decode()) == {
+        'nv_gpu_utilization{gpu_uuid="GPU-a"} 0.25',
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-a"} 400.0',
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-a"} 300.0',
+        'nv_gpu_power_usage{gpu_uuid="GPU-a"} 51.5',
+        'nv_gpu_power_usage{gpu_uuid="GPU-b"} 20.0',
+        'nv_gpu_power_limit{gpu_uuid="GPU-a"} 700.0',
+        'nv_energy_consumption{gpu_uuid="GPU-a"} 2.5',
+        "nv_cpu_utilization 0.5",
+        "nv_cpu_memory_total_bytes 2000.0",
+        "nv_cpu_memory_used_bytes 1500.0",
+    }
+    gpus.clear()
+    cpu.append(CpuReading())
+    assert samples(generate_latest(registry).decode()) == set()
 
 
 def test_counters_have_no_suffix_in_the_text(registry: CollectorRegistry) -> None:
     text = generate_latest(registry).decode()
     assert '\nnv_inference_count{model="m",version="1"} 7.0\n' in text
-    assert not [line for line in text.splitlines() if "nv_" in line and ("_total" in line or "_created" in line)]
+    names = [line.split("{")[0] for line in text.splitlines() if line.startswith("nv_")]
+    assert not [name for name in names if name.endswith(("_total", "_created"))]
 
 
 def test_two_servers_metrics_are_refused(registry: CollectorRegistry) -> None:
