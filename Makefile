@@ -2,6 +2,7 @@
 # make test    all tests
 # make check   lint, types, import arrows, generated files
 # make test-compiled   the same tests of the package as it is when it is compiled (needs a C compiler)
+# make fuzz    bad input, more of it than among all tests: CASES=1000000 of each kind, SEED=2 for others than the usual
 # make audit   known vulnerabilities of the pinned dependencies, where a service can be asked
 # Each makes what it needs in .venv first; only Python and make have to be there.
 
@@ -15,7 +16,11 @@ PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadsco
 # Before anything imports ONNX Runtime: its official wheels report to their maker from import on.
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: serve test test-compiled check audit protos reference clean
+# Of make fuzz; among all tests there are 10,000 cases. The time that they may take grows with their number.
+CASES ?= 100000
+SEED ?= 1
+
+.PHONY: serve test test-compiled fuzz check audit protos reference clean
 
 serve: .venv/serve.done
 	$(BIN)/ortserve serve --example
@@ -30,6 +35,10 @@ test-compiled: .venv/dev.done
 		--target .venv/compiled .
 	rm -rf build
 	PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+fuzz: .venv/dev.done
+	ORTSERVE_TEST_FUZZ_CASES=$(CASES) ORTSERVE_TEST_FUZZ_SEED=$(SEED) \
+		$(BIN)/python -m pytest $(PARALLEL) tests/fuzz $(PYTEST_ARGS)
 
 check: .venv/dev.done
 	$(BIN)/ruff check

@@ -24,23 +24,36 @@ INTERNAL_BY_PROTOCOL: Final = ("failed to load", "failed to unload", "Unable to 
 
 MODELS: Final = ("digits", "simple", "text_stats", "nowhere")
 ROUTES: Final = (
-    ("GET", "/v2"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready"), ("GET", "/v2/models/{m}/ready"),
-    ("GET", "/v2/models/{m}/versions/{v}/ready"), ("GET", "/v2/models/{m}"), ("GET", "/v2/models/{m}/versions/{v}"),
-    ("POST", "/v2/models/{m}/infer"), ("POST", "/v2/models/{m}/versions/{v}/infer"),
-    ("POST", "/v2/models/{m}/generate"), ("POST", "/v2/models/{m}/generate_stream"),
-    ("GET", "/v2/models/{m}/config"), ("GET", "/v2/models/{m}/versions/{v}/config"), ("GET", "/v2/models/stats"),
-    ("GET", "/v2/models/{m}/stats"), ("GET", "/v2/models/{m}/versions/{v}/stats"), ("GET", "/v2/models/{m}/batching"),
-    ("POST", "/v2/repository/index"), ("POST", "/v2/repository/r/index"),
-    ("POST", "/v2/repository/models/{m}/load"), ("POST", "/v2/repository/models/{m}/unload"),
-    ("GET", "/v2/systemsharedmemory/status"), ("GET", "/v2/systemsharedmemory/region/{r}/status"),
-    ("POST", "/v2/systemsharedmemory/region/{r}/register"), ("POST", "/v2/systemsharedmemory/region/{r}/unregister"),
-    ("POST", "/v2/systemsharedmemory/unregister"), ("GET", "/v2/cudasharedmemory/status"),
-    ("POST", "/v2/cudasharedmemory/region/{r}/register"), ("POST", "/v2/cudasharedmemory/unregister"),
-    ("GET", "/v2/trace/setting"), ("POST", "/v2/trace/setting"), ("GET", "/v2/models/{m}/trace/setting"),
-    ("POST", "/v2/models/{m}/trace/setting"), ("GET", "/v2/logging"), ("POST", "/v2/logging"),
-    ("GET", "/docs"), ("GET", "/openapi.json"), ("GET", "/"),
+    ("GET", "/v2"), ("GET", "/v2/health/live"), ("GET", "/v2/health/ready"), ("GET", "/v2/models/stats"),
+    *(
+        (method, f"/v2/models/{model}{page}")
+        for model in ("{model}", "{model}/versions/{version}")
+        for method, page in (
+            ("GET", ""), ("GET", "/ready"), ("GET", "/config"), ("GET", "/stats"), ("GET", "/batching"),
+            ("POST", "/infer"), ("POST", "/generate"), ("POST", "/generate_stream"),
+        )
+    ),
+    *(
+        ("POST", f"/v2/repository{repository}{page}")
+        for repository in ("", "/{repository}")
+        for page in ("/index", "/models/{model}/load", "/models/{model}/unload")
+    ),
+    *(
+        (method, f"/v2/{kind}sharedmemory{page}")
+        for kind in ("system", "cuda")
+        for method, page in (
+            ("GET", "/status"), ("GET", "/region/{region}/status"), ("POST", "/region/{region}/register"),
+            ("POST", "/region/{region}/unregister"), ("POST", "/unregister"),
+        )
+    ),
+    *(
+        (method, f"/v2{page}")
+        for page in ("/trace/setting", "/models/{model}/trace/setting", "/logging")
+        for method in ("GET", "POST")
+    ),
+    ("GET", "/docs"), ("GET", "/docs/oauth2-redirect"), ("GET", "/redoc"), ("GET", "/openapi.json"), ("GET", "/"),
 )  # fmt: skip
-"""All routes of the protocol, and ours."""
+"""All routes of the protocol, and ours, with the application's names of their parts."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,8 @@ def infer_document() -> dict[str, Any]:
 
 def http_case(rng: random.Random) -> HttpCase:
     """Any request: mostly inference that is almost right, else any route with any body."""
-    make = rng.choices((_infer_json, _infer_binary, _infer_compressed, _any_route), (5, 3, 1, 3))[0]
+    makers = (_infer_json, _infer_binary, _infer_compressed, _generate, _any_route)
+    make = rng.choices(makers, (10, 6, 2, 1, 6))[0]
     return make(rng)
 
 
@@ -247,6 +261,13 @@ def _infer_compressed(rng: random.Random) -> HttpCase:
     return HttpCase("POST", _infer_target(rng), packed, {"Content-Encoding": encoding} | _headers(rng))
 
 
+def _generate(rng: random.Random) -> HttpCase:
+    document = {"id": "1", "text": "two words", "weight": 1.5, "stream": True, "parameters": {"priority": 1}}
+    model = f"/v2/models/text_stats{rng.choice(('', '/versions/1'))}"
+    target = f"{model}/{rng.choice(('generate', 'generate_stream'))}"
+    return HttpCase("POST", target, dumps(mutate(rng, document)), _headers(rng))
+
+
 def _any_route(rng: random.Random) -> HttpCase:
     method, target = rng.choice(ROUTES)
     if rng.random() < 0.1:
@@ -266,8 +287,9 @@ def _any_route(rng: random.Random) -> HttpCase:
         "0",
         "999999999999",
     )
-    for part in ("{m}", "{v}", "{r}"):
-        target = target.replace(part, rng.choice(escapes) if rng.random() < 0.5 else {"{v}": "1"}.get(part, "simple"))
+    for part in ("{model}", "{version}", "{region}", "{repository}"):
+        usual = "1" if part == "{version}" else "simple"
+        target = target.replace(part, rng.choice(escapes) if rng.random() < 0.5 else usual)
     if rng.random() < 0.1:
         target += rng.choice(("?", "?a=b", "/", "//", "?%00", "#x"))
     kind = rng.randrange(4)

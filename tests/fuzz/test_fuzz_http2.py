@@ -1,10 +1,6 @@
-"""Bad HTTP/2 on the gRPC port: every connection ends in time, and nothing of it stays.
-
-A thousand connections each time; ``ORTSERVE_TEST_FUZZ_CONNECTIONS=100000`` for as many as one wants.
-"""
+"""Bad HTTP/2 on the gRPC port: every connection ends in time, and nothing of it stays."""
 
 import errno
-import os
 import random
 import socket
 from collections.abc import Callable, Iterator
@@ -15,14 +11,17 @@ import psutil
 import pytest
 
 from encodings_of_requests import grpc_raw
+from fuzz.bounds import CASES, LONG_ENOUGH, SEED, watching_memory
+from fuzz.messages import good_infer
 from fuzz.mutations import flip
-from fuzz.test_fuzz_grpc import good_infer
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.header_blocks import literal
 from servers import SHORT_WARMUP, ServerProcess, read_metrics, serving, wait_for_sample
 
-CONNECTIONS: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_CONNECTIONS", "1000"))
-SEED: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_SEED", "1"))
+pytestmark = LONG_ENOUGH
+
+CONNECTIONS: Final = CASES // 10
+"""Each of a few calls."""
 MOST_S: Final = 20.0
 MOST_GROWTH: Final = 100 * 2**20
 
@@ -122,20 +121,22 @@ def test_bad_connections_end_in_time_and_leave_nothing_behind(server: ServerProc
     process = psutil.Process(server.pid)
     for number in range(100):  # until all that is made once is made
         exchange(server, random.Random(f"{SEED}/warm/{number}"))
-    memory, files = process.memory_info().rss, process.num_fds()
+    files = process.num_fds()
     codes: dict[int, int] = {}
     answered = 0
-    for number in range(CONNECTIONS):
-        received = exchange(server, random.Random(f"{SEED}/{number}"))
-        answered += b"grpc-status" in received
-        position = 0
-        while position + 9 <= len(received):
-            length_and_kind, _, _ = frames.read_header(received, position)
-            if length_and_kind & 0xFF == frames.GOAWAY:
-                code = int.from_bytes(received[position + 13 : position + 17], "big")
-                codes[code] = codes.get(code, 0) + 1
-            position += 9 + (length_and_kind >> 8)
-        assert process.is_running()
+    with watching_memory(server, most_growth=MOST_GROWTH) as memory:
+        for number in range(CONNECTIONS):
+            received = exchange(server, random.Random(f"{SEED}/{number}"))
+            answered += b"grpc-status" in received
+            position = 0
+            while position + 9 <= len(received):
+                length_and_kind, _, _ = frames.read_header(received, position)
+                if length_and_kind & 0xFF == frames.GOAWAY:
+                    code = int.from_bytes(received[position + 13 : position + 17], "big")
+                    codes[code] = codes.get(code, 0) + 1
+                position += 9 + (length_and_kind >> 8)
+            assert process.is_running()
+            memory.after(f"{SEED}/{number}")
     assert codes.get(frames.ErrorCode.INTERNAL_ERROR, 0) == 0
     assert "Traceback" not in server.output
     # Else the cases are no test.
@@ -146,5 +147,3 @@ def test_bad_connections_end_in_time_and_leave_nothing_behind(server: ServerProc
     wait_for_sample(server, "ortserve_grpc_streams", lambda open_now: open_now == 0)
     assert read_metrics(server).by_labels("ortserve_queue_rows", "model") == {}
     assert process.num_fds() <= files + 5
-    grown = process.memory_info().rss - memory
-    assert grown < MOST_GROWTH, f"the server grew by {grown / 2**20:.0f} MiB"

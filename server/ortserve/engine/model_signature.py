@@ -12,7 +12,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.bfloat16 import can_give_bfloat16
 from ortserve.engine.declared_shapes import names_without_shape
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 _ELEMENTS: Final = {
     "bool": DataType.BOOL,
@@ -49,8 +49,16 @@ def read_signature(session: ort.InferenceSession, path: Path | None = None) -> M
 
     Raises:
         ServeError: unsupported, naming inputs that the model needs but no inference protocol carries, or all of its
-            outputs where none can be served.
+            outputs where none can be served; invalid_input for names that are no text.
     """
+    try:
+        return _read_signature(session, path)
+    except UnicodeDecodeError as error:  # which is as much as ONNX Runtime's Python API tells
+        name = error.object.decode("utf-8", "backslashreplace")
+        raise invalid_input(f"names of inputs, outputs and dimensions: expected UTF-8, got '{name:.100}'") from None
+
+
+def _read_signature(session: ort.InferenceSession, path: Path | None) -> ModelSignature:
     inputs, unserved_inputs = _read_inputs(session.get_inputs())
     outputs, unserved_outputs = _read_outputs(session.get_outputs(), inputs)
     if path is not None and not all(spec.shape for spec in (*inputs, *outputs)):

@@ -171,3 +171,13 @@ def test_tensors_of_any_shape_are_told_from_those_without_axes(tmp_path: Path) -
     ]
     assert signature.unbatched_because == "the model declares no shape for input 'x'"
     assert not signature.has_one_shape_class
+
+
+def test_names_that_are_no_text_are_an_error(tmp_path: Path) -> None:
+    path = builders.identity(tmp_path / "model.onnx")
+    content = path.read_bytes()
+    assert b"batch" in content
+    path.write_bytes(content.replace(b"batch", b"b\xfftch"))
+    session = open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1))
+    with pytest.raises(ServeError, match=r"names of inputs, outputs and dimensions: expected UTF-8, got 'b\\xfftch'"):
+        read_signature(session, path)

@@ -205,8 +205,15 @@ async def abort(context: Context, status: Status) -> NoReturn:
 
     Whoever calls this has let go of the error, whose frames hold the request, and of the request: grpc keeps what it
     raises here, and so the frames that wait for it, until the garbage collector finds that circle.
+
+    Raises:
+        grpc.aio.AbortError: The call has ended.
+        asyncio.CancelledError: As ``write``.
     """
-    await context.abort(*status)
+    try:
+        await context.abort(*status)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None
     raise AssertionError("abort always raises")
 
 

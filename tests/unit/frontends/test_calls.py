@@ -1,0 +1,32 @@
+"""How a call ends whose caller has left already."""
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import pytest
+
+from ortserve.errors import invalid_input
+from ortserve.frontends.grpc.calls import answering, streaming
+
+
+class Left:
+    """What grpc gives as the context of a call before it cancels it: nothing can be sent any more."""
+
+    async def abort(self, *_: object) -> None:
+        raise grpc.aio.InternalError("Failed 'execute_batch'")
+
+
+@pytest.mark.parametrize("kind", ["unary", "stream"])
+async def test_caller_who_left_before_the_refusal_is_no_fault(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(_: object) -> Any:
+        raise invalid_input("bad")
+
+    async def refuse_stream(context: Any) -> None:
+        refuse(context)
+
+    unary, stream = answering(refuse).unary_unary, streaming(refuse_stream).stream_stream
+    with caplog.at_level(logging.WARNING), pytest.raises(asyncio.CancelledError):
+        await (unary(b"", Left()) if kind == "unary" else stream(None, Left()))  # type: ignore[misc,arg-type]
+    assert caplog.records == []
