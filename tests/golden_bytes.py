@@ -1,14 +1,18 @@
 """Make ``contract/golden.json``: requests as clients spell them and the server's answers, frozen.
 
-A change of this file is a change of the wire. Run from the repository's root, and read the difference:
+It holds what the codecs make of tensors; ``contract/golden_calls.json``, made along with it by ``golden_calls`` and a
+server, the other calls. A change of these files is a change of the wire. Run from the repository's root, and read the
+difference:
 
     PYTHONPATH=server:tests python tests/golden_bytes.py
 """
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+import golden_calls
 import wire
 from ortserve.codecs.grpc_infer import encode_response
 from ortserve.codecs.rest import encode_rest_response
@@ -61,6 +65,8 @@ def main() -> None:
             "answers": {codec: spell(body) for codec, body in answers(response).items()},
         }
     PAGE.write_text(json.dumps(page, indent=1, ensure_ascii=True) + "\n")
+    with tempfile.TemporaryDirectory() as folder, golden_calls.contract_server(Path(folder)) as server:
+        golden_calls.PAGE.write_text(golden_calls.render(server))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+"""Frozen calls over real sockets are answered with the frozen bytes, whichever way they take through the server."""
+
+import json
+from typing import Any
+
+import pytest
+
+import golden_calls
+from servers import ServerProcess
+
+CALLS = golden_calls.calls()
+PAGE: dict[str, dict[str, dict[str, Any]]] = json.loads(golden_calls.PAGE.read_text())
+
+
+def test_every_call_is_frozen_as_clients_spell_it() -> None:
+    assert {name: frozen["call"] for name, frozen in PAGE.items()} == {
+        name: golden_calls.spell_call(call) for name, call in CALLS.items()
+    }
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_answer_over_a_socket_is_the_frozen_one_to_the_byte(server: ServerProcess, name: str) -> None:
+    assert golden_calls.answer(server, CALLS[name]) == PAGE[name]["answer"]
