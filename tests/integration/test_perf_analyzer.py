@@ -3,13 +3,19 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from apart import UnavailableError
+from ortserve.telemetry.exposition import MetricsServer
+from ortserve.telemetry.machine import GpuReading
+from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.triton_metrics import TritonMetrics
 from perf_analyzer import VERSION, PerfAnalyzer, find_perf_analyzer
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
@@ -83,6 +89,21 @@ def test_trace_files_are_written_as_its_options_say(
     assert run(perf_analyzer, server, "http", "-m", "simple", *traced) > 0
     counts = {path.name: len(json.loads(path.read_bytes())) for path in trace_file.parent.iterdir()}
     assert counts == {"trace.0": 10, "trace.1": 10}
+
+
+def test_numbers_of_gpus_are_found_by_tritons_names(perf_analyzer: PerfAnalyzer, server: ServerProcess) -> None:
+    gpus = {
+        GpuReading("GPU-a", 0.25, 2**37, 2**35, 312.5): ["25%", "312.5 watts", f"{2**35} bytes", f"{2**37} bytes"],
+        GpuReading("GPU-b", 0.75, 2**37, 2**36, 20.0): ["75%", "20 watts", f"{2**36} bytes", f"{2**37} bytes"],
+    }
+    registry = CollectorRegistry()
+    TritonMetrics(registry, Metrics(registry), read_gpus=lambda: [*gpus])
+    with closing(MetricsServer(registry, "127.0.0.1", 0)) as metrics:  # as this machine's server may have no GPU
+        told = ("--collect-metrics", "--metrics-url", f"127.0.0.1:{metrics.port}/metrics", "--metrics-interval", "200")
+        output = perf_analyzer.run("-i", "http", "-u", server.http, *SHORT, "-m", "simple", *told)
+    assert "Unable to parse" not in output, output
+    for gpu, told_of_it in gpus.items():
+        assert re.findall(rf"^\s+{gpu.uuid} : (.+)$", output, re.MULTILINE) == told_of_it, output
 
 
 def regions(server: ServerProcess) -> object:

@@ -66,6 +66,14 @@ def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int
     )
 
 
+def denoted(path: Path) -> Path:
+    """Dimensions that say what they are for: x FP32 [batch, 3, -1] → y FP32 [batch, 3, -1], the input as it came."""
+    x = _fp32("x", "batch", 3, None)
+    for dimension, denotation in zip(x.type.tensor_type.shape.dim, ("BATCH", "CHANNEL", "FEATURE"), strict=True):
+        dimension.denotation = f"DATA_{denotation}"
+    return _write(path, [helper.make_node("Identity", ["x"], ["y"])], [x], [_fp32("y", "batch", 3, None)])
+
+
 def scalar_sum(path: Path) -> Path:
     """An output without any axis: x FP32 [n] → y FP32 [], the sum. The free axis of x is no batch axis."""
     nodes = [helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0)]

@@ -41,8 +41,10 @@ class SessionSettings(BaseModel):
     """Let idle threads of a session wait in a busy loop: quicker to start, at the cost of whatever else runs there."""
     memory_arena: bool = True
     """Keep freed memory for the next run. Without it memory goes back at once, and runs are a little slower."""
-    memory_pattern: bool = True
-    """Plan the memory of a whole run, once for each shape. Of no use, and growing, where shapes vary a lot."""
+    memory_pattern: bool | None = None
+    """Plan the memory of a whole run, once for each shape of its inputs. Unset: where the first axis of inputs alone is
+    free, or every other one has its length from ``free_dimensions``. Elsewhere there would be a plan for each length
+    that ever came, seldom used again and kept until the model is unloaded."""
     shared_arena: bool = False
     """Take host memory from one arena that all models with this setting share, instead of one each: less memory where
     many models are seldom busy at the same time, but runs then wait for each other where they allocate."""
@@ -64,6 +66,10 @@ class SessionSettings(BaseModel):
     )
     """Lengths of dimensions that the model only names, so that its graph is rewritten for them; requests of any other
     length are refused."""
+    free_dimensions_by_denotation: Mapping[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, json_schema_extra={"expects": "{denotation: length, ...}"}
+    )
+    """The same by what the model says that a dimension is for, such as ``DATA_WIDTH``, in capitals or not."""
     optimized_model_file: str | None = Field(
         default=None, pattern="^/", json_schema_extra={"expects": "absolute path of a file"}
     )

@@ -1,4 +1,4 @@
-"""Which inputs and outputs a model file declares without any shape, and what it calls their dimensions.
+"""Which inputs and outputs a model file declares without any shape, and what it says of their dimensions.
 
 ONNX Runtime's Python API shows such a tensor as one without axes, and takes any shape for it. The file tells them
 apart: it is one protobuf message, of which no more than the graph's interface is looked at here.
@@ -6,6 +6,7 @@ apart: it is one protobuf message, of which no more than the graph's interface i
 
 import mmap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,13 +21,32 @@ _TYPE_OPTIONAL: Final = 9
 _OPTIONAL_ELEMENT: Final = 1
 _TENSOR_SHAPE: Final = 2
 _SHAPE_DIM: Final = 1
+_DIM_LENGTH: Final = 1
 _DIM_NAME: Final = 2
+_DIM_DENOTATION: Final = 3
 
 # Wire types (protobuf.dev/programming-guides/encoding).
 _VARINT: Final = 0
 _FIXED64: Final = 1
 _LENGTH_DELIMITED: Final = 2
 _FIXED32: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """One of a graph input's, as the file declares it.
+
+    Attributes:
+        axis: Which it is.
+        is_free: Whether requests say how long it is.
+        name: Empty where it has none.
+        denotation: What it is for, such as ``DATA_BATCH``; empty where that is not said, which is usual.
+    """
+
+    axis: int
+    is_free: bool
+    name: str = ""
+    denotation: str = ""
 
 
 def names_without_shape(path: Path) -> frozenset[str]:
@@ -45,25 +65,37 @@ def names_without_shape(path: Path) -> frozenset[str]:
         return frozenset()
 
 
-def dimension_names(path: Path) -> frozenset[str]:
-    """Names of dimensions of graph inputs. Blocks on the file. Empty for a file in another format."""
+def input_dimensions(path: Path) -> list[Dimension]:
+    """Those of all graph inputs that have a shape. Blocks on the file. Empty for a file in another format."""
+    if not path.is_file():  # a pipe is read but once, and not by us
+        return []
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             view = memoryview(content)
             try:
-                return frozenset(_dimension_names(view))
+                return list(_dimensions(view))
             finally:
                 view.release()
     except (OSError, ValueError, IndexError):  # unreadable, empty, or no protobuf message
-        return frozenset()
+        return []
 
 
-def _dimension_names(model: memoryview) -> Iterator[str]:
+def _dimensions(model: memoryview) -> Iterator[Dimension]:
     spans = [(0, len(model))]
-    for number in (_MODEL_GRAPH, _GRAPH_INPUT, _VALUE_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE, _SHAPE_DIM, _DIM_NAME):
+    for number in (_MODEL_GRAPH, _GRAPH_INPUT, _VALUE_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE):
         spans = [inner for span in spans for inner in _messages(model, *span, number)]
     for span in spans:
-        yield bytes(model[slice(*span)]).decode()
+        for axis, dimension in enumerate(_messages(model, *span, _SHAPE_DIM)):
+            lengths = [
+                _varint(model, span[0])[0] for number, _, span in _fields(model, *dimension) if number == _DIM_LENGTH
+            ]
+            name, denotation = (_text(model, *dimension, number) for number in (_DIM_NAME, _DIM_DENOTATION))
+            # Some exporters say -1 for free, which has all of its 64 bits set.
+            yield Dimension(axis, not any(length < 2**63 for length in lengths), name, denotation)
+
+
+def _text(data: memoryview, start: int, end: int, number: int) -> str:
+    return "".join(bytes(data[slice(*span)]).decode() for span in _messages(data, start, end, number))
 
 
 def _names(model: memoryview) -> Iterator[str]:
@@ -92,20 +124,32 @@ def _messages(data: memoryview, start: int, end: int, number: int) -> Iterator[t
         ValueError: It is no such message.
         IndexError: Likewise.
     """
+    for found, wire_type, span in _fields(data, start, end):
+        if found == number and wire_type == _LENGTH_DELIMITED:
+            yield span
+
+
+def _fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Number and wire type of each field of a message, and where its value begins and ends.
+
+    Raises:
+        ValueError: It is no message.
+        IndexError: Likewise.
+    """
     while start < end:
         tag, start = _varint(data, start)
         wire_type = tag & 7
         if wire_type == _LENGTH_DELIMITED:
             size, start = _varint(data, start)
-            if tag >> 3 == number:
-                yield start, start + size
-            start += size
+            after = start + size
         elif wire_type == _VARINT:
-            _, start = _varint(data, start)
+            _, after = _varint(data, start)
         elif wire_type in (_FIXED64, _FIXED32):
-            start += 8 if wire_type == _FIXED64 else 4
+            after = start + (8 if wire_type == _FIXED64 else 4)
         else:
             raise ValueError("no protobuf message")
+        yield tag >> 3, wire_type, (start, after)
+        start = after
     if start != end:
         raise ValueError("no protobuf message")
 

@@ -1,5 +1,6 @@
 """Opening a model file as an ONNX Runtime session, and saying in our words what is wrong with it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -7,7 +8,7 @@ from typing import Final, TypeAlias
 import onnxruntime as ort
 
 from ortserve.config.session import Scalar, SessionSettings, option_text
-from ortserve.engine.declared_shapes import dimension_names
+from ortserve.engine.declared_shapes import Dimension, input_dimensions
 from ortserve.engine.ort_errors import ORT_ERRORS as ORT_ERRORS
 from ortserve.engine.ort_errors import without_paths as without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
@@ -62,10 +63,11 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
             if not the CPU; also where that does not start, or runs none of the model's nodes.
     """
     _check_settings(options)
-    _check_dimensions(path, options.settings)
+    dimensions = input_dimensions(path)
+    _check_dimensions(dimensions, options.settings)
     provider = options.provider
     try:
-        native = _native_options(name, options)
+        native = _native_options(name, options, varies=_has_varying_shapes(dimensions, options.settings))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
         session = ort.InferenceSession(
             str(path),
@@ -112,17 +114,36 @@ def _check_settings(options: SessionOptions) -> None:
             )
 
 
-def _check_dimensions(path: Path, settings: SessionSettings) -> None:
+def _check_dimensions(dimensions: Sequence[Dimension], settings: SessionSettings) -> None:
     """ONNX Runtime says nothing of a dimension that is not there."""
-    if settings.free_dimensions:
-        there = dimension_names(path)
-        for name in settings.free_dimensions:
-            if name not in there:
-                told = ", ".join(sorted(there)) or "none"
-                raise invalid_input(f"session.free_dimensions: expected dimensions out of {told}, got {name}")
+    names = {dimension.name for dimension in dimensions} - {""}
+    for name in settings.free_dimensions:
+        if name not in names:
+            told = ", ".join(sorted(names)) or "none"
+            raise invalid_input(f"session.free_dimensions: expected dimensions out of {told}, got {name}")
+    denotations = {dimension.denotation for dimension in dimensions} - {""}
+    for denotation in settings.free_dimensions_by_denotation:
+        if denotation.lower() not in {there.lower() for there in denotations}:  # which is how they are compared there
+            told = ", ".join(sorted(denotations)) or "none"
+            raise invalid_input(
+                f"session.free_dimensions_by_denotation: expected denotations out of {told}, got {denotation}"
+            )
 
 
-def _native_options(name: str, options: SessionOptions) -> ort.SessionOptions:
+def _has_varying_shapes(dimensions: Sequence[Dimension], settings: SessionSettings) -> bool:
+    """Whether requests may differ in more than their rows, as which the first axis of an input counts here."""
+    denotations = {denotation.lower() for denotation in settings.free_dimensions_by_denotation}
+    return any(
+        dimension.axis > 0
+        and dimension.is_free
+        and dimension.name not in settings.free_dimensions
+        and dimension.denotation.lower() not in denotations
+        for dimension in dimensions
+    )
+
+
+def _native_options(name: str, options: SessionOptions, *, varies: bool) -> ort.SessionOptions:
+    """``varies`` says whether requests differ in more than their rows."""
     settings = options.settings
     native = ort.SessionOptions()
     native.intra_op_num_threads = options.intra_op_threads
@@ -131,7 +152,7 @@ def _native_options(name: str, options: SessionOptions) -> ort.SessionOptions:
     native.execution_mode = ort.ExecutionMode.ORT_PARALLEL if is_parallel else ort.ExecutionMode.ORT_SEQUENTIAL
     native.graph_optimization_level = _LEVELS[settings.graph_optimization]
     native.enable_cpu_mem_arena = settings.memory_arena
-    native.enable_mem_pattern = settings.memory_pattern
+    native.enable_mem_pattern = not varies if settings.memory_pattern is None else settings.memory_pattern
     native.use_deterministic_compute = settings.deterministic
     # Idle threads that spin cost up to eight times the CPU of the work itself on a shared machine.
     for pool in ("intra_op", "inter_op"):
@@ -148,6 +169,8 @@ def _native_options(name: str, options: SessionOptions) -> ort.SessionOptions:
             native.add_session_config_entry(key, option_text(value))
     for dimension, length in settings.free_dimensions.items():
         native.add_free_dimension_override_by_name(dimension, length)
+    for denotation, length in settings.free_dimensions_by_denotation.items():
+        native.add_free_dimension_override_by_denotation(denotation, length)
     if settings.optimized_model_file is not None:
         native.optimized_model_filepath = settings.optimized_model_file
     native.add_session_config_entry(RECORD_ENTRY, "1")

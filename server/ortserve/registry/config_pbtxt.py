@@ -96,6 +96,11 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
             ErrorKind.UNSUPPORTED,
             "cc_model_filenames is not supported on a GPU: name the one file in default_model_filename",
         )
+    without_effect = [*parameters.without_effect, *wishes.without_effect]
+    if config.optimization.cuda.graphs and wishes.wants_gpu:
+        given["graph_replay"] = True
+    elif config.optimization.cuda.graphs:
+        without_effect.append("optimization.cuda.graphs: the model is not on a GPU")
     level = config.optimization.graph.level
     if level not in _GRAPH_LEVELS:
         raise invalid_input(f"optimization.graph.level: expected one of -1, 0, 1, 2, got {level}")
@@ -104,7 +109,7 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
         "graph_optimization": _GRAPH_LEVELS[level],
         "operator_libraries": list(config.model_operations.op_library_filename),
     }
-    return given, [*parameters.without_effect, *wishes.without_effect]
+    return given, without_effect
 
 
 def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 
 from models import builders, interfaces
 from ortserve.core.dtypes import DataType
-from ortserve.engine.declared_shapes import dimension_names, names_without_shape
+from ortserve.engine.declared_shapes import Dimension, input_dimensions, names_without_shape
 
 
 @pytest.fixture
@@ -46,22 +46,33 @@ def test_models_with_weights_and_declared_shapes_have_none(path: Path, build: ob
 def test_file_of_another_format_says_nothing(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert names_without_shape(path) == set()
-    assert dimension_names(path) == set()
+    assert input_dimensions(path) == []
 
 
 def test_file_that_is_not_there_says_nothing(path: Path) -> None:
     assert names_without_shape(path) == set()
-    assert dimension_names(path) == set()
+    assert input_dimensions(path) == []
 
 
-def test_names_are_those_of_dimensions_of_inputs(path: Path) -> None:
-    assert dimension_names(builders.two_batch_names(path)) == {
-        dimension.dim_param
+def test_dimensions_are_those_of_inputs(path: Path) -> None:
+    assert input_dimensions(builders.two_batch_names(path)) == [
+        Dimension(axis, is_free=not dimension.HasField("dim_value"), name=dimension.dim_param)
         for value in onnx.load(path).graph.input
-        for dimension in value.type.tensor_type.shape.dim
-        if dimension.dim_param
-    }
-    assert dimension_names(builders.identity(path, DataType.FP32, ("rows", None, "width", 3))) == {"rows", "width"}
+        for axis, dimension in enumerate(value.type.tensor_type.shape.dim)
+    ]
+    assert input_dimensions(builders.identity(path, DataType.FP32, ("rows", None, 3))) == [
+        Dimension(0, True, "rows"),
+        Dimension(1, True),
+        Dimension(2, False),
+    ]
+
+
+def test_denotations_are_told_of_free_dimensions_and_of_others(path: Path) -> None:
+    assert input_dimensions(builders.denoted(path)) == [
+        Dimension(0, True, "batch", "DATA_BATCH"),
+        Dimension(1, False, "", "DATA_CHANNEL"),
+        Dimension(2, True, "", "DATA_FEATURE"),
+    ]
 
 
 def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:

@@ -107,6 +107,10 @@ def test_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(tmp_pa
         ("two\n  lines\n", "two lines"),
         ("3 rows/s, and/or ratio 1/2", "3 rows/s, and/or ratio 1/2"),
         ("node /encoder/layer.0/MatMul", "node …/MatMul"),
+        (
+            "CUDA failure 2: out of memory ; GPU=0 ; hostname=n7 ; file=/a/b.cc ; line=1 ; expr=f(p, n); while running",
+            "CUDA failure 2: out of memory while running",
+        ),
     ],
 )
 def test_text_without_paths(text: str, told: str) -> None:
@@ -252,6 +256,39 @@ def test_free_dimension_gets_its_length(tmp_path: Path) -> None:
     options = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(free_dimensions={"rows": 3}))
     with pytest.raises(ServeError, match=r"session\.free_dimensions: expected dimensions out of batch, got rows"):
         open_session(path, "m", options)
+
+
+def test_free_dimension_gets_its_length_by_what_it_is_for(tmp_path: Path) -> None:
+    path = builders.denoted(tmp_path / "model.onnx")
+    settings = SessionSettings(free_dimensions_by_denotation={"data_feature": 7})
+    session = open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1, settings))
+    assert session.get_inputs()[0].shape == ["batch", 3, 7]
+    settings = SessionSettings(free_dimensions_by_denotation={"DATA_WIDTH": 7})
+    with pytest.raises(
+        ServeError,
+        match=r"session\.free_dimensions_by_denotation: expected denotations out of DATA_BATCH, DATA_CHANNEL, "
+        "DATA_FEATURE, got DATA_WIDTH",
+    ):
+        open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1, settings))
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "is_planned"),
+    [
+        (builders.mlp, SessionSettings(), True),
+        (builders.variable_length, SessionSettings(), False),
+        (builders.variable_length, SessionSettings(memory_pattern=True), True),
+        (builders.variable_length, SessionSettings(free_dimensions={"seq": 8}), True),
+        (builders.denoted, SessionSettings(), False),
+        (builders.denoted, SessionSettings(free_dimensions_by_denotation={"Data_Feature": 8}), True),
+    ],
+)
+def test_memory_is_planned_where_only_the_rows_of_requests_vary(
+    tmp_path: Path, build: Callable[[Path], Path], settings: SessionSettings, is_planned: bool
+) -> None:
+    options = SessionOptions(ProviderChoice(CPU), 1, settings)
+    session = open_session(build(tmp_path / "model.onnx"), "m", options)
+    assert session.get_session_options().enable_mem_pattern == is_planned
 
 
 def test_sessions_may_share_an_arena(tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ REFUSED = {
 REPORTED = {
     "runtime": 'runtime: "libtriton_onnxruntime.so"',
     "optimization.priority": "optimization { priority: PRIORITY_MAX }",
-    "optimization.cuda": "optimization { cuda { graphs: true } }",
+    "optimization.cuda.busy_wait_events": "optimization { cuda { busy_wait_events: true } }",
+    "optimization.cuda.graph_spec": "optimization { cuda { graph_spec { batch_size: 4 } } }",
+    "optimization.cuda.output_copy_stream": "optimization { cuda { output_copy_stream: true } }",
     "optimization.input_pinned_memory": "optimization { input_pinned_memory { enable: false } }",
     "optimization.output_pinned_memory": "optimization { output_pinned_memory { enable: true } }",
     "optimization.gather_kernel_buffer_threshold": "optimization { gather_kernel_buffer_threshold: 1 }",

@@ -75,6 +75,14 @@ def refusal(folder: Path, text: str) -> ServeError:
             "instance_group [{ count: 2 gpus: [0, 1] }]",
             "instances: 4\ngpus: [0, 1, 0, 1]\nexecution_providers: [{cuda: {device_id: '0'}}]",
         ),
+        (
+            "instance_group { kind: KIND_GPU } optimization { cuda { graphs: true } }",
+            "instances: 1\nexecution_providers: [cuda]\ngraph_replay: true",
+        ),
+        (
+            "instance_group { kind: KIND_GPU } optimization { cuda { graphs: false } }",
+            "instances: 1\nexecution_providers: [cuda]",
+        ),
         ("optimization { graph { level: 1 } }", "session: {graph_optimization: extended}"),
         ("optimization { graph { level: -1 } }", "session: {graph_optimization: basic}"),
         ("optimization { graph { level: 2 } }", "session: {graph_optimization: none}"),
@@ -235,6 +243,12 @@ def test_file_that_cannot_be_read_is_told_without_its_folder(tmp_path: Path) -> 
     with pytest.raises(ServeError) as caught:
         read_configuration("m", tmp_path / "config.pbtxt", DEFAULTS)
     assert caught.value.message == "config.pbtxt: cannot be read: Is a directory"
+
+
+def test_graphs_are_reported_where_there_is_no_gpu_to_replay_them(tmp_path: Path) -> None:
+    read_here = read(tmp_path, "optimization { cuda { graphs: true } }")
+    assert read_here.without_effect == ("optimization.cuda.graphs: the model is not on a GPU",)
+    assert not read_here.options.graph_replay
 
 
 def test_parameters_that_mean_nothing_here_are_reported(tmp_path: Path) -> None:

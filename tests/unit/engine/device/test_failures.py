@@ -28,7 +28,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
 def test_an_error_is_known_by_its_text(text: str, kind: type[ServeError]) -> None:
     failure = run_failure(RuntimeError(text), "cuda:0")
     assert type(failure) is kind
-    assert text in failure.message
+    assert text.partition(" ; GPU=")[0] in failure.message  # on which host is nobody's business
 
 
 def test_a_lost_device_is_not_ready_and_a_bad_batch_is_internal() -> None:
