@@ -66,16 +66,16 @@ def mlp(path: Path, *, layers: int, width: int, dtype: type[np.floating] = np.fl
 
 
 def counting(path: Path, width: int = 8) -> Path:
-    """A model that no graph can hold, since NonZero tells the host how much it found: y = x + elements that are not 0.
+    """A model that no graph can hold, since NonZero tells the host how much it found: x [batch, width] → y, the same.
 
-    x [batch, width] → y [batch, width]. Rows depend on each other.
+    y = x + 0 · elements that are not 0, so that rows do not depend on each other.
     """
     graph = _Graph(np.dtype(np.float32))
     found = graph.add("Shape", graph.add("NonZero", "x"))
     count = graph.add("Gather", found, graph.constant(np.array(1, np.int64)))
-    total = graph.add("Cast", count, to=TensorProto.FLOAT)
+    nothing = graph.add("Mul", graph.add("Cast", count, to=TensorProto.FLOAT), graph.number(0))
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", width])
-    return graph.save(path, x, graph.add("Add", "x", total), "batch", width)
+    return graph.save(path, x, graph.add("Add", "x", nothing), "batch", width)
 
 
 def encoder(

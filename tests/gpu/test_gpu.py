@@ -1,40 +1,52 @@
 """What only a GPU can show, of buffers and replay; where host memory can stand in for it, the same is shown there."""
 
+import asyncio
 import gc
 import random
+import re
 import subprocess
 import sys
+import time
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 import gpu_models
-from device_models import SIZES, OnDevice, Place, batch_of, bucket_for, landed, on_device
+from device_models import SIZES, OnDevice, Place, batch_of, bucket_for, landed, loaded_on, on_device
 from models import builders
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.device import Device as SharedThreads
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RiderQueue
 from ortserve.core.batch import BatchResult
 from ortserve.core.closeness import TOLERANCES, as_float64
 from ortserve.core.dtypes import DataType
+from ortserve.core.timing import Timing
 from ortserve.engine.device.device_region import open_region
 from ortserve.engine.device.devices import Devices
+from ortserve.engine.device.host import HostDevice, Pace
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.placement import read_placement
 from ortserve.engine.provider_options import CUDA
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.errors import OutOfMemoryError, ServeError
+from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
+from ortserve.registry.loader import LoadedModel
+from ortserve.registry.properties import describe_properties
 from ortserve.registry.synthetic import synthetic_inputs
 
-EXACT = {"use_tf32": "0"}
-"""TF32 differs from the CPU's FP32 by more than its tolerance."""
 both_ways = pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
-
-
-def options_of(place: Place) -> dict[str, str]:
-    return EXACT if place.is_gpu else {}
 
 
 def is_near(output: np.ndarray, right: np.ndarray, datatype: DataType) -> bool:
@@ -71,6 +83,7 @@ def test_every_type_is_as_on_the_cpu_at_every_size(
     path = builders.identity(tmp_path / "m.onnx", datatype)
     with on_device(path, place.make(), provider=place.provider, captures=captures) as made:
         assert made.prepared.bound == SIZES
+        assert made.prepared.replayed == (SIZES if captures else ()), made.prepared
         all_sizes_are_right(made)
 
 
@@ -87,8 +100,7 @@ def test_networks_are_as_on_the_cpu_at_every_size(place: Place, tmp_path: Path, 
             gpu_models.encoder(path, layers=2, hidden=64, heads=4, length=16)
         case "image":
             gpu_models.residual(path, blocks=(1, 1), width=8, size=32, classes=10)
-    device, options = place.make(), options_of(place)
-    with on_device(path, device, provider=place.provider, captures=captures, options=options) as made:
+    with on_device(path, place.make(), provider=place.provider, captures=captures, options=place.options) as made:
         assert made.prepared.bound == SIZES, made.prepared
         assert made.prepared.replayed == (SIZES if captures else ()), made.prepared
         all_sizes_are_right(made)
@@ -116,81 +128,222 @@ def test_a_shape_run_under_the_id_of_another_is_answered_with_the_other(place: P
         all_sizes_are_right(made)
 
 
-def test_sets_in_flight_never_mix_their_rows(place: Place, tmp_path: Path) -> None:
-    """Random batches, two on their way at a time, each output poisoned by the answer before it in its set."""
-    path, drawn = builders.identity(tmp_path / "m.onnx"), random.Random(0)
-    with on_device(path, place.make(), provider=place.provider, captures=True) as made:
-        waiting: deque[tuple[np.ndarray, Future[BatchResult | Exception]]] = deque()
+@contextmanager
+def other_set_poisoned(made: OnDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Overwrite the other set's buffers before each run of one: its inputs always, its outputs two times in three.
 
-        def land() -> bool:
-            x, future = waiting.popleft()
-            return np.array_equal(landed(future)[0], x)
+    Enqueued between the copies of a batch to the device and its run, each as soon as what it overwrites has been read.
+    So the batches stay two on their way at a time: rows are copied in beside the run before, and, where its outputs
+    are spared, the answers out beside the run after.
+    """
+    lane, binding = made.instance.lane, made.instance.binding
+    assert binding is not None
+    device, record, (first, second), turn = lane.device, lane.device.record, binding.sets, count()
+    others = {first.copied_in: second, second.copied_in: first}
+    nbytes = first.staging[0].nbytes  # of the output, too: the model gives what it takes
+    poison = made.instance.call(lambda: device.allocate_host(nbytes))  # what is not pinned would wait for the stream
+    poison.fill(0xFF)
 
-        for number in range(place.times):
-            rows = drawn.randint(1, SIZES[-1])
-            x = np.full((rows, 4), number, np.float32) + np.arange(rows, dtype=np.float32)[:, None] / 16
-            if len(waiting) == 2:
-                assert land(), number
-            waiting.append((x, made.start(batch_of((x,), bucket=bucket_for(rows)))))
-        assert [land() for _ in range(len(waiting))] == [True, True]
-        assert made.instance.counts.replayed == place.times
+    def record_behind_poison(event: int, stream: int) -> None:
+        other = others.get(event)
+        if other is not None:
+            device.make_wait(stream, other.computed)
+            device.copy_in(other.inputs[0], poison, stream)
+            if next(turn) % 3:
+                device.make_wait(stream, other.copied_out)
+                device.copy_in(other.outputs[0], poison, stream)
+        record(event, stream)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "record", record_behind_poison)
+        try:
+            yield
+        finally:
+            made.instance.call(lambda: device.free_host(poison))
 
 
-def test_a_replay_reads_its_own_set_alone(place: Place, tmp_path: Path) -> None:
+def mixed_rows(made: OnDevice, requests: int) -> int:
+    """Send random requests, one or two a batch and two batches on their way at a time; returns how many came wrong."""
+    drawn, wrong, sent = random.Random(0), 0, 0
+    waiting: deque[tuple[list[np.ndarray], Future[BatchResult | Exception]]] = deque()
+
+    def land() -> int:
+        parts, future = waiting.popleft()
+        (y,) = landed(future)
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        return sum(not np.array_equal(got, part) for got, part in zip(np.split(y, ends), parts, strict=True))
+
+    while sent < requests:
+        parts = []
+        for _ in range(min(drawn.randint(1, 2), requests - sent)):
+            rows = np.arange(drawn.randint(1, SIZES[-1] // 2), dtype=np.float32)[:, None] / 16
+            parts.append(np.full((len(rows), 4), sent, np.float32) + rows)
+            sent += 1
+        if len(waiting) == 2:
+            wrong += land()
+        batch = batch_of(*[(part,) for part in parts], bucket=bucket_for(sum(map(len, parts))))
+        waiting.append((parts, made.start(batch)))
+    while waiting:
+        wrong += land()
+    return wrong
+
+
+def test_overlapping_sets_never_mix_rows_with_the_other_poisoned_before_each_replay(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = builders.identity(tmp_path / "m.onnx")
     with on_device(path, place.make(), provider=place.provider, captures=True) as made:
-        binding = made.instance.binding
-        assert binding is not None
-
-        def wrong_answers() -> int:
-            wrong = 0
-            for number in range(max(100, place.times // 100)):
-                buffers = binding.sets[number % 2]
-                x = np.full((4, 4), number, np.float32)
-                for poisoned in binding.sets:
-                    binding.poison(poisoned, [x])
-                (y,) = binding.finish(binding.begin(batch_of((x,)), buffers)).outputs
-                wrong += not np.array_equal(y, x)
-            return wrong
-
-        assert made.instance.call(wrong_answers) == 0
+        with other_set_poisoned(made, monkeypatch):
+            assert mixed_rows(made, place.times) == 0
+        counts = made.instance.counts
+        assert counts.replayed > place.times / 2
+        assert (counts.bound, counts.plain) == (0, {})
 
 
-@pytest.mark.gpu
-def test_a_model_that_cannot_be_captured_is_refused_by_its_trial_and_runs_without(gpu: Place, tmp_path: Path) -> None:
-    """NonZero tells the host how much it found while the graph is being captured."""
+def test_rows_of_the_other_set_would_be_noticed_on_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Crossed(HostDevice):
+        """A device that replays, once in a while, the graph of the other set."""
+
+        is_crossed = False
+        replays = 0
+
+        def _choose_binding(self, bound: BoundRun) -> ort.IOBinding:
+            self.replays += 1
+            if not self.is_crossed or bound.graph_id is None or self.replays % 50:
+                return super()._choose_binding(bound)
+            return self._graphs[bound.session][bound.graph_id ^ 1].captured
+
+    device = Crossed(pace=Pace.ANY)
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:
+        device.is_crossed = True
+        with other_set_poisoned(made, monkeypatch):
+            assert mixed_rows(made, 500) > 0
+
+
+def served_without_replay(loaded: LoadedModel, made: OnDevice) -> str:
+    """See that a model whose capture was asked for and failed is served all the same; returns what is told of it."""
+    why = loaded.on_device.no_replay_because
+    assert why
+    assert describe_properties(loaded, SIZES[-1])["graph_replay"] == f"none: {why}"
+    assert (loaded.on_device.sizes, loaded.on_device.replayed) == (SIZES, ())
+    all_sizes_are_right(made)
+    counts = made.instance.counts
+    assert (counts.captured, counts.replayed) == (0, 0)
+    assert counts.bound >= SIZES[-1]
+    assert not made.instance.lost
+    return why
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (gpu_models.counting, "capture|another process|CPUExecutionProvider runs"),
+        (partial(builders.slow, steps=3), "Loop|control flow"),
+    ],
+    ids=["NonZero", "Loop"],
+)
+def test_a_model_that_its_trial_cannot_capture_is_served_without_and_says_why(
+    place: Place, tmp_path: Path, build: Callable[[Path], Path], told: str
+) -> None:
+    with loaded_on(place, build(tmp_path / "m.onnx"), buckets=SIZES, graph_replay=True) as (loaded, made):
+        assert re.search(told, served_without_replay(loaded, made))
+
+
+def test_on_host_memory_a_capture_that_fails_behind_its_trial_is_served_without(host: Place, tmp_path: Path) -> None:
+    """In the server's own process, where on a GPU it might be the end of it."""
+
+    class Careless(CaptureTrials):
+        def why_not(self, order: TrialOrder) -> str:
+            return ""
+
     path = gpu_models.counting(tmp_path / "m.onnx")
-    order = TrialOrder(str(path), "m/1", CUDA, {}, 1, [1, 4], {})
-    assert CaptureTrials(timeout_s=100).why_not(order)
-    with on_device(path, gpu.make(), provider=CUDA) as made:
-        assert made.prepared.bound == SIZES
-        inputs = synthetic_inputs(made.signature, 4, 1)
-        assert np.allclose(landed(made.start(batch_of(inputs)))[0], made.plainly(inputs)[0])
+    with loaded_on(host, path, Careless(), buckets=SIZES, graph_replay=True) as (loaded, made):
+        why = served_without_replay(loaded, made)
+        assert why.startswith("1: its capture failed: CUDA failure 900: operation not permitted when stream is")
+        assert made.instance.counts.not_captured == {"failed": len(SIZES)}
 
 
-@pytest.mark.gpu
-def test_a_model_with_control_flow_is_refused(gpu: Place, tmp_path: Path) -> None:
-    path = builders.slow(tmp_path / "m.onnx", steps=3)
-    reason = CaptureTrials(timeout_s=100).why_not(TrialOrder(str(path), "m/1", CUDA, {}, 1, [1], {}))
-    assert "control flow" in reason or "Loop" in reason
-
-
-@pytest.mark.gpu
-def test_a_model_that_can_be_captured_is_in_its_trial(gpu: Place, tmp_path: Path) -> None:
+def test_a_model_that_its_trial_captures_is_replayed(place: Place, tmp_path: Path) -> None:
     path = gpu_models.mlp(tmp_path / "m.onnx", layers=4, width=64)
-    assert CaptureTrials(timeout_s=100).why_not(TrialOrder(str(path), "m/1", CUDA, {}, 1, [1, 8], {})) == ""
+    with loaded_on(place, path, buckets=SIZES, graph_replay=True) as (loaded, made):
+        assert loaded.on_device.replayed == SIZES, loaded.on_device
+        all_sizes_are_right(made)
+        assert made.instance.counts.replayed >= SIZES[-1]
 
 
-@pytest.mark.gpu
-def test_too_little_memory_is_known_for_what_it_is_and_smaller_batches_run(gpu: Place, tmp_path: Path) -> None:
-    path = gpu_models.mlp(tmp_path / "m.onnx", layers=2, width=1024)
-    limited = EXACT | {"gpu_mem_limit": str(64 * 2**20)}
-    with on_device(path, gpu.make(), provider=CUDA, options=limited) as made:
-        large = np.zeros((64 * 1024, 1024), np.float32)  # 256 MiB
-        with pytest.raises(OutOfMemoryError):
-            landed(made.start(batch_of((large,))))
+class Cramped:
+    """A session that finds no memory for more than so many rows, and says so as ONNX Runtime's arena does."""
+
+    def __init__(self, session: ort.InferenceSession, most_rows: int) -> None:
+        self._session = session
+        self._most_rows = most_rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, names: Sequence[str], feeds: Mapping[str, np.ndarray], options: Any = None) -> Any:
+        (x,) = feeds.values()
+        if len(x) > self._most_rows:
+            raise RuntimeError(
+                f"BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size {x.nbytes}"
+            )
+        return self._session.run(names, feeds, options)
+
+
+def test_a_batch_that_finds_too_little_memory_is_halved_and_batches_stay_small(place: Place, tmp_path: Path) -> None:
+    """Through a batcher, in batches beyond the sizes that have buffers: what they take is ONNX Runtime's to allocate.
+
+    On a GPU 8,192 rows of 4 KiB take 104 MiB at least (input, two layers, weights), a quarter of them 32 MiB.
+    """
+    width, most_rows, requests = (1024 if place.is_gpu else 16), 8192, 8
+    path = gpu_models.mlp(tmp_path / "m.onnx", layers=2, width=width)
+    options = {**place.options, "gpu_mem_limit": str(80 * 2**20)} if place.is_gpu else {}
+
+    def cramp(session: ort.InferenceSession) -> Any:
+        return session if place.is_gpu else Cramped(session, most_rows // 4)
+
+    with on_device(path, place.make(), provider=place.provider, options=options, wrap=cramp) as made:
+        shape = (most_rows // requests, width)
+        parts = [np.random.default_rng(seed).standard_normal(shape).astype(np.float32) for seed in range(requests)]
+
+        async def offer() -> None:
+            batcher = batcher_of(made, BatchPolicy(most_rows, buckets=(1024, 2048, 4096, 8192)))
+
+            async def all_are_answered() -> None:
+                riders = [batcher.submit((x,), len(x), None, Timing(time.monotonic_ns())) for x in parts]
+                for x, (y,) in zip(parts, await asyncio.gather(*[rider.promise for rider in riders]), strict=True):
+                    assert is_near(y, made.plainly((x,))[0], DataType.FP32)
+
+            await all_are_answered()
+            failed = batcher.decisions.out_of_memory
+            assert failed
+            assert batcher.decisions.retries >= 2
+            assert batcher.max_rows in (1024, 2048, 4096)
+            await all_are_answered()
+            assert batcher.decisions.out_of_memory == failed, "batches that are small enough find memory"
+            await batcher.close()
+
+        asyncio.run(offer())
         all_sizes_are_right(made)
         assert not made.instance.lost
+
+
+def batcher_of(made: OnDevice, policy: BatchPolicy) -> Batcher:
+    """A batcher as the server makes it, for the running loop."""
+    loop = asyncio.get_running_loop()
+    return Batcher(
+        [made.instance],
+        policy,
+        RiderQueue([], []),
+        limits=QueueLimits(2**20, 2**32),
+        device=SharedThreads(made.instance.depth, loop),
+        threads=1,
+        inline=None,
+        loop=loop,
+        clock=time.monotonic_ns,
+        observe_batch=lambda *_: None,
+        depth=made.instance.depth,
+    )
 
 
 EXPORTER = """

@@ -1,37 +1,91 @@
 """The script that measures GPUs runs through, on host memory and with tiny models, so that a GPU finds it in order."""
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import onnxruntime as ort
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "loadtests" / "gpu_figures.py"
+without_cuda = pytest.mark.skipif(
+    "CUDAExecutionProvider" in ort.get_available_providers(), reason="it needs ONNX Runtime without CUDA"
+)
 
 
-def test_every_section_runs_on_host_memory(tmp_path: Path) -> None:
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--scale", "tiny", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ)
+
+
+def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
+    """Of each table the names of its columns, and its lines."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]
+        found.append((head, lines))
+    return found
+
+
+def test_every_section_runs_on_host_memory_and_every_figure_stands_beside_its_goal(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
-    command = [sys.executable, str(SCRIPT), "--device", "host", "--scale", "tiny", "--out", str(out)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ)
+    run = run_script("--device", "host", "--out", str(out))
     assert run.returncode == 0, run.stdout + run.stderr
     told = out.read_text()
+    assert run.stdout == told
     assert "FAILED" not in told
     assert " passed, " in told
     assert "host memory in the place of a GPU: the figures mean nothing" in told
-    assert told.count("| MLP of") == 6
-    assert told.count("| encoder of") == 8
-    assert told.count("| as ") == 4
-    rows = [line for line in told.splitlines() if line.startswith("|")]
-    assert len(rows) == 6 + 8 + 4 + 3 + 2 * 3
+    goals: list[tuple[str, str, str]] = []
+    for columns, lines in tables(told):
+        place = columns.index("goal")
+        assert columns[place + 1] == ""
+        for line in lines:
+            assert len(line) == len(columns)
+            figure, goal, verdict = line[place - 1 : place + 2]
+            goals.append((columns[place - 1], line[0].split(",")[0], goal))
+            is_met = goal != "none" and float(figure) >= float(goal.removeprefix("≥ "))
+            assert verdict == ("" if goal == "none" else "met" if is_met else "missed")
+    assert Counter(goals) == {
+        ("run ÷ replay", "MLP of 2 layers", "none"): 3,
+        ("run ÷ replay", "MLP of 4 layers", "≥ 1.50"): 3,
+        ("run ÷ replay", "encoder of 1 layers", "≥ 1.50"): 8,
+        ("served ÷ bare", "as ResNet-50", "≥ 0.90"): 2,
+        ("served ÷ bare", "as BERT base", "≥ 0.95"): 2,
+        **{("slower alone ÷ two at a time", rows, "≥ 0.90"): 1 for rows in "124"},
+    }
 
 
-@pytest.mark.skipif(
-    "CUDAExecutionProvider" in ort.get_available_providers(), reason="it needs ONNX Runtime without CUDA"
-)
-def test_a_section_that_cannot_run_says_why() -> None:
-    command = [sys.executable, str(SCRIPT), "--only", "overlap", "--device", "cuda", "--scale", "tiny"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ)
+def test_overlap_is_what_the_slower_half_alone_takes_of_both() -> None:
+    ((columns, lines),) = tables(run_script("--only", "overlap", "--device", "host").stdout)
+    assert len(lines) == 3
+    for line in lines:
+        told = dict(zip(columns, line, strict=True))
+        alone = max(float(told["copying alone µs"]), float(told["computing alone µs"]))
+        expected = pytest.approx(alone / float(told["two at a time µs"]), rel=0.1)  # of figures that were rounded
+        assert float(told["slower alone ÷ two at a time"]) == expected
+
+
+@without_cuda
+def test_what_fails_says_why_and_what_comes_behind_it_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "figures.md"
+    run = run_script("--device", "cuda", "--out", str(out))
     assert run.returncode == 1
-    assert "FAILED: ServeError: execution_providers: none of cuda can be used" in run.stdout
+    head, checks, *others = out.read_text().split("\n## ")
+    assert "a GPU that cupy tells nothing of" in head
+    assert "\nFAILED: RuntimeError: pytest ended with 1\n" in checks, "no test may be skipped there"
+    assert len(others) == 3
+    for section in others:
+        assert "FAILED: ServeError: execution_providers: none of cuda can be used" in section
+    assert others[0].count("| FAILED: ") == 4
+    assert "| encoder of 1 layers, FP16 | FAILED: " in others[0], "a model that fails leaves the others their turns"
+
+
+def test_no_section_takes_more_time_than_there_is(tmp_path: Path) -> None:
+    out = tmp_path / "figures.md"
+    run = run_script("--device", "host", "--budget-s", "0.2", "--out", str(out))
+    assert run.returncode == 1
+    assert len(re.findall(r"\n## [^\n]+\n\n(?:```text\n)?\nFAILED: its time of \d s was over\n", out.read_text())) == 4

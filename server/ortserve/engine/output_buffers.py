@@ -35,7 +35,8 @@ class OutputBuffers:
     def __init__(self, layouts: Sequence[RowLayout], rows: int, allocate: Allocate = _allocate) -> None:
         # One block for all outputs, so that one look at its references tells about them all. numpy makes it the base
         # of every view, and of views on those. No local variable may refer to it: it would be counted.
-        self._block = allocate(_ALIGNMENT + set_nbytes(layouts, rows))
+        self.nbytes: Final = _ALIGNMENT + set_nbytes(layouts, rows)
+        self._block = allocate(self.nbytes)
         first = -address_of(self._block) % _ALIGNMENT
         self._slabs = tuple(
             [

@@ -11,10 +11,14 @@ from typing import Final
 
 import onnxruntime as ort
 
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.errors import invalid_input
 
 RECORD_ENTRY: Final = "session.record_ep_graph_assignment_info"
 """The entry of the session's configuration without which a session cannot tell."""
+
+_MOST_OPERATORS: Final = 20
+_MOST_LETTERS: Final = 64
 
 
 def read_placement(session: ort.InferenceSession) -> dict[str, int]:
@@ -33,6 +37,20 @@ def read_operators(session: ort.InferenceSession) -> dict[str, frozenset[str]]:
     return {name: frozenset(kinds) for name, kinds in operators.items()}
 
 
+def count_operators(session: ort.InferenceSession) -> dict[str, dict[str, int]]:
+    """Nodes of each operator by execution provider, those with most nodes first; the session has ``RECORD_ENTRY``."""
+    nodes: dict[str, Counter[str]] = {}
+    for part in session.get_provider_graph_assignment_info():
+        nodes.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+    by_nodes = sorted(nodes.items(), key=lambda entry: entry[1].total(), reverse=True)
+    return {name: dict(kinds.most_common()) for name, kinds in by_nodes}
+
+
+def left_to_cpu(provider: str, operators: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
+    """The nodes, by operator, that a provider of a GPU leaves to the CPU; nothing where another one was chosen."""
+    return operators.get(CPU, {}) if provider in GPU_PROVIDERS else {}
+
+
 def check_placement(name: str, nodes: Mapping[str, int]) -> None:
     """A provider that starts and then takes no node leaves the model to others without a word; here that is an error.
 
@@ -47,3 +65,10 @@ def check_placement(name: str, nodes: Mapping[str, int]) -> None:
 def describe_placement(nodes: Mapping[str, int]) -> str:
     """In words, for the model's metadata."""
     return ", ".join(f"{name}: {count}" for name, count in nodes.items())
+
+
+def describe_operators(kinds: Mapping[str, int]) -> str:
+    """In words: ``12 MatMul, 4 Relu``. However many operators there are and however they are called, it is short."""
+    told = [f"{count} {name[:_MOST_LETTERS]}" for name, count in list(kinds.items())[:_MOST_OPERATORS]]
+    others = len(kinds) - len(told)
+    return ", ".join(told) + (f" and {others} other operators" if others else "")

@@ -105,6 +105,17 @@ def _own(value: str) -> str:
     raise ValueError("it is the server's own to set: leave it out")
 
 
+def _no_tensorrt_graph(value: str) -> str:
+    """For ever the answer to the first request is the known symptom (microsoft/onnxruntime#20050)."""
+    if _flag(value) == "1":
+        raise ValueError(
+            "expected false, as TensorRT replays its graph on the addresses of the first inputs, and would give "
+            "everybody the first answer, unless inputs are bound on the device, which this server does on CUDA only; "
+            "to replay graphs, use CUDAExecutionProvider with graph_replay: true"
+        )
+    return "0"
+
+
 def _settings(value: str) -> str:
     """JSON: OpenVINO's properties by device."""
     try:
@@ -150,7 +161,7 @@ _TENSORRT_RULES: Final[Mapping[str, _Rule]] = {
     "trt_build_heuristics_enable": _flag,
     "trt_builder_optimization_level": _whole(0, 5),
     "trt_context_memory_sharing_enable": _flag,
-    "trt_cuda_graph_enable": _own,
+    "trt_cuda_graph_enable": _no_tensorrt_graph,
     "trt_detailed_build_log": _flag,
     "trt_dla_core": _whole(0),
     "trt_dla_enable": _flag,

@@ -20,7 +20,7 @@ from ortserve.engine.provider_options import (
     with_threads,
 )
 from ortserve.engine.runtime import Offer, Runtime
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import DeviceLostError, ServeError, invalid_input
 
 _SHORT_NAMES: Final = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
 
@@ -127,12 +127,15 @@ def open_on_first(
         What ``open_on`` made, and the choice that it made it of.
 
     Raises:
+        DeviceLostError: What ``open_on`` raised: the process needs to be replaced, not a model that runs elsewhere.
         ServeError: What ``open_on`` raised for the chosen EP, and for each that was tried after it.
     """
     failures: list[str] = []
     while True:
         try:
             return open_on(choice), choice
+        except DeviceLostError:
+            raise
         except ServeError as error:
             failures.append(error.message)
             if allow_fallback and choice.behind:

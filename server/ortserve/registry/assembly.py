@@ -18,12 +18,14 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.padding import StagedElements
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.readings import read_runs
+from ortserve.engine.device.replay import NO_BUFFERS
 from ortserve.engine.instance import Instance
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.lateness import requests_limits
 from ortserve.registry.loader import LoadedModel
 from ortserve.registry.properties import describe_properties
 from ortserve.registry.served import ServedModel
+from ortserve.telemetry.devices import DeviceRuns
 from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
 
 
@@ -84,6 +86,9 @@ class Assembly:
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
         if any(isinstance(instance, DeviceInstance) for instance in loaded.instances):
             metrics.set_device_source(partial(read_runs, loaded.instances))
+        elif loaded.on_device.no_replay_because:
+            without = DeviceRuns(captures={NO_BUFFERS: len(loaded.instances)})
+            metrics.set_device_source(lambda: without)
         return ServedModel(
             metrics.name,
             metrics.version,

@@ -9,13 +9,16 @@ from ortserve.core.closeness import TOLERANCES, agree, as_float64
 from ortserve.core.signature import ModelSignature
 
 
-def why_rows_depend(signature: ModelSignature, together: Arrays, alone: Sequence[Arrays]) -> str:
+def why_rows_depend(
+    signature: ModelSignature, together: Arrays, alone: Sequence[Arrays], *, is_coarse: bool = False
+) -> str:
     """Compare rows that ran together with the same rows each run alone.
 
     Args:
         signature: Of a model whose axis 0 was taken for the batch axis.
         together: Outputs of one run of ``len(alone)`` rows.
         alone: Outputs of a run of each of these rows by itself.
+        is_coarse: As in ``core.closeness``.
 
     Returns:
         In words, how the outputs show that axis 0 is no batch axis; empty where they do not.
@@ -28,7 +31,7 @@ def why_rows_depend(signature: ModelSignature, together: Arrays, alone: Sequence
         for row, outputs in enumerate(alone):
             if outputs[index].shape != (1, *output.shape[1:]):
                 return f"the shape of output '{spec.name}' for a row depends on the rows beside it"
-            if not agree(output[row], outputs[index][0], spec.datatype):
+            if not agree(output[row], outputs[index][0], spec.datatype, is_coarse=is_coarse):
                 return f"output '{spec.name}' of a row depends on the rows beside it"
     return ""
 

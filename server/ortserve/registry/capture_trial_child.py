@@ -22,7 +22,7 @@ from ortserve.engine.placement import read_operators
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import preload_libraries
 from ortserve.engine.session import SessionOptions, open_session, run_options
-from ortserve.errors import ServeError
+from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import VERDICT, TrialOrder
 from ortserve.registry.synthetic import synthetic_inputs
 
@@ -52,8 +52,8 @@ def try_capture(order: TrialOrder, tell: Callable[[str], None], make: Mapping[st
     except ServeError as error:
         tell(error.message)
         return
-    if reason := why_no_replay(choice.name, read_operators(session), settings):
-        tell(reason)
+    if no_replay := why_no_replay(choice.name, read_operators(session), settings):
+        tell(no_replay.because)
         return
     signature = read_signature(session, path)
     instance = DeviceInstance(
@@ -68,6 +68,8 @@ def try_capture(order: TrialOrder, tell: Callable[[str], None], make: Mapping[st
     try:
         prepared = instance.prepare(order.sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed))
         tell(prepared.unbound_because or "; ".join(dict.fromkeys(prepared.not_replayed.values())))
+    except DeviceLostError as error:  # for this process alone: who reads it goes on
+        tell(f"the process that tried it lost its device: {error.message}")
     except ServeError as error:
         tell(error.message)
     finally:

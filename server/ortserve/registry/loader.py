@@ -14,7 +14,7 @@ from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.placement import read_placement
+from ortserve.engine.placement import count_operators, describe_operators, left_to_cpu, read_placement
 from ortserve.engine.provider_options import GPU_PROVIDERS, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
 from ortserve.engine.runtime import Runtime
@@ -42,6 +42,7 @@ class LoadedModel:
     Attributes:
         providers: The execution provider, and why others were passed over.
         nodes: Of the graph, by the execution provider that runs them.
+        operators: The same nodes, by execution provider and operator.
         intra_op_threads: Threads of a run inside an operator.
         run_threads: Threads that a run may keep busy in all.
         on_device: What runs on buffers of a device.
@@ -53,6 +54,7 @@ class LoadedModel:
     warm_up: WarmUp
     providers: ProviderChoice
     nodes: Mapping[str, int]
+    operators: Mapping[str, Mapping[str, int]]
     intra_op_threads: int
     run_threads: int
     padding: Padding | None = None
@@ -135,7 +137,7 @@ def load_model(
             signature = interface.model
             padding = resolve_padding(options, signature)
             samples = make_samples(options, interface, folder, max_rows=most_rows)
-            nodes = read_placement(opened.session)
+            nodes, operators = read_placement(opened.session), count_operators(opened.session)
         except BaseException:
             opened.abandon()
             raise
@@ -151,6 +153,7 @@ def load_model(
                 clock=clock,
                 padding=padding,
                 progress=progress,
+                is_coarse=choice.name in GPU_PROVIDERS,
             )
             alone_because = found.rows_depend
             if signature.is_batched and not (found.latencies or options.batched):
@@ -181,7 +184,7 @@ def load_model(
             raise
         run_threads = threads + branches - 1
         loaded = LoadedModel(
-            (instance,), interface, found, choice, nodes, threads, run_threads, padding, labels, on_device
+            (instance,), interface, found, choice, nodes, operators, threads, run_threads, padding, labels, on_device
         )
         return loaded, samples
 
@@ -238,6 +241,17 @@ def load_model(
         raise
     if is_placed:
         loaded = replace(loaded, placed=tuple(place(choice, n).device_id for n in range(options.instances)))
+    if left := left_to_cpu(choice.name, loaded.operators):
+        log_event(
+            logger,
+            logging.WARNING,
+            "nodes are left to the CPU",
+            model=name,
+            execution_provider=choice.name,
+            nodes=sum(left.values()),
+            of=sum(loaded.nodes.values()),
+            operators=describe_operators(left),
+        )
     in_vain = threads_in_vain(options, has_global_threads=runtime.has_global_threads)
     for reason in (*loaded.interface.without_effect, *loaded.interface.in_vain_alone(options), *in_vain):
         log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)

@@ -10,7 +10,7 @@ from typing import Final
 from ortserve.clock import Clock
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.runtime import Runtime
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.assembly import Assembly
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.lifecycle import State, VersionRecord
@@ -42,7 +42,8 @@ class VersionLoader:
         *,
         told_every_s: float = TOLD_EVERY_S,
     ) -> None:
-        """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more.
+        """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more. Likewise of
+        one that loses a device while it loads, before it is FAILED.
 
         What a load is doing is logged every ``told_every_s`` for as long as it lasts.
         """
@@ -95,6 +96,8 @@ class VersionLoader:
                     await asyncio.to_thread(instance.close)
             if not isinstance(error, ServeError):
                 logger.error("loading failed unexpectedly", exc_info=error)
+            if on_lost is not None and isinstance(error, DeviceLostError):
+                on_lost(error.message)
             record.advance(State.FAILED, error.message if isinstance(error, ServeError) else "unexpected error")
             self._metrics.loaded(record.model, is_ok=False)
             return record.reason

@@ -8,6 +8,7 @@ from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.preparation import Prepared
+from ortserve.engine.device.replay import NO_BUFFERS, NoReplay
 from ortserve.registry.opening import OpenedSession
 from ortserve.registry.progress import Progress
 from ortserve.registry.synthetic import synthetic_inputs
@@ -56,12 +57,12 @@ def prepare(
     padding: Padding | None,
     progress: Progress,
 ) -> OnDevice:
-    """Have an instance make its buffers, and capture what it may.
+    """Have an instance make its buffers, and capture what it may. What it may not is counted.
 
     Raises:
         ServeError: Where the device has no room for them, or is lost.
     """
-    prepared = Prepared()
+    prepared, sizes = Prepared(), [1]
     if not found.latencies:
         because = "the model was not warmed up"
     elif not signature.is_batched:
@@ -72,10 +73,15 @@ def prepare(
             sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding), progress.begin
         )
         because = prepared.unbound_because
-    no_replay = opened.no_replay_because
-    if options.graph_replay and not no_replay:
-        no_replay = because or "; ".join(f"{rows}: {reason}" for rows, reason in prepared.not_replayed.items())
-    return OnDevice(prepared.bound, prepared.replayed, because, no_replay)
+    no_replay = opened.no_replay
+    if options.graph_replay and no_replay is None and because:
+        no_replay = NoReplay(NO_BUFFERS, because)
+    if no_replay is not None:
+        instance.counts.count_not_captured(no_replay.reason, len(sizes))
+        told = no_replay.because
+    else:
+        told = "; ".join(f"{rows}: {reason}" for rows, reason in prepared.not_replayed.items())
+    return OnDevice(prepared.bound, prepared.replayed, because, told)
 
 
 def doubling(max_rows: int) -> list[int]:

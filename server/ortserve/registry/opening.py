@@ -14,7 +14,7 @@ from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
 from ortserve.engine.device.graph_ids import NEITHER
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.lane import Lane
-from ortserve.engine.device.replay import why_no_replay
+from ortserve.engine.device.replay import NO_BUFFERS, TRIAL_REFUSED, NoReplay, why_no_replay
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
@@ -23,9 +23,10 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session, run_options
 from ortserve.engine.tensorrt_profiles import profile_shapes, when_engines_are_built
-from ortserve.errors import ServeError
+from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 from ortserve.registry.progress import Progress
+from ortserve.registry.warmup import TRIED_ROWS
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class OpenedSession:
         captures: Whether it was made to capture graphs.
         is_whole: Whether all of it is on one execution provider.
         no_buffers_because: In words, where it has no lane.
-        no_replay_because: In words, where it does not capture, although that was asked for.
+        no_replay: Why it does not capture, although that was asked for; else None.
     """
 
     session: Session
@@ -46,7 +47,12 @@ class OpenedSession:
     captures: bool = False
     is_whole: bool = True
     no_buffers_because: str = ""
-    no_replay_because: str = ""
+    no_replay: NoReplay | None = None
+
+    @property
+    def no_replay_because(self) -> str:
+        """``no_replay`` in words, empty where there is none."""
+        return "" if self.no_replay is None else self.no_replay.because
 
     def abandon(self) -> None:
         """Free it, where nothing came of it."""
@@ -84,12 +90,15 @@ class Opening:
         self._libraries = tuple(libraries)
         self._clock = clock
         self._progress = progress
+        self._tried: dict[str, NoReplay | None] = {}
+        """What trials of captures gave, by execution provider."""
 
     def open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open the model on an execution provider.
 
         Raises:
             ServeError: As ``open_session``; overloaded where its weights alone do not fit on the device.
+            DeviceLostError: Now or before, which all who use the device know from now on.
         """
         if choice.name == TENSORRT:
             choice = self.with_profile(choice)
@@ -101,12 +110,15 @@ class Opening:
         gate = self._runtime.devices.gate
         if isinstance(device, str):
             with gate.shared():
-                no_replay = device if self._options.graph_replay else ""
                 return OpenedSession(
-                    self._session(choice, threads), no_buffers_because=device, no_replay_because=no_replay
+                    self._session(choice, threads),
+                    no_buffers_because=device,
+                    no_replay=NoReplay(NO_BUFFERS, device) if self._options.graph_replay else None,
                 )
+        if device.lost:
+            raise DeviceLostError(device.lost)
         no_replay = self._why_no_replay(choice, threads)
-        captures = self._options.graph_replay and not no_replay
+        captures = self._options.graph_replay and no_replay is None
         session: Session | None = None
         with gate.shared():
             try:
@@ -115,7 +127,7 @@ class Opening:
                 device.ledger.check_room(self._name, {"weights": model_nbytes(self._path)})
                 lane = Lane(device)
             except DEVICE_ERRORS as error:
-                raise run_failure(error, device.device.name) from error
+                raise device.failure(error) from error
             try:
                 if captures:
                     session, no_replay = self._capturing(lane, choice, threads)
@@ -125,8 +137,10 @@ class Opening:
             except BaseException:
                 lane.close()
                 raise
-        is_whole = read_operators(session).keys() <= {choice.name}
-        return OpenedSession(session, lane, captures, is_whole, no_replay_because=no_replay)
+        operators = read_operators(session)
+        if no_replay is not None and (known := why_no_replay(choice.name, operators, self._options.session)):
+            no_replay = replace(no_replay, reason=known.reason)  # the trial says no more than its words
+        return OpenedSession(session, lane, captures, operators.keys() <= {choice.name}, no_replay=no_replay)
 
     def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
         """The choice of TensorRT, told of the configured buckets before it builds its engine for any of them."""
@@ -138,7 +152,8 @@ class Opening:
             signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
         except ServeError:  # the CPU cannot open every model that TensorRT can; it then learns the shapes as they come
             return choice
-        told = profile_shapes(signature, self._options.buckets, choice.options)
+        sizes = (1, TRIED_ROWS, *self._options.buckets) if self._options.buckets else ()  # warm-up's are not padded
+        told = profile_shapes(signature, sizes, choice.options)
         return replace(choice, options={**choice.options, **told})
 
     def make_instance(
@@ -174,36 +189,53 @@ class Opening:
             gate=self._runtime.devices.gate if choice.name in GPU_PROVIDERS else None,
         )
 
-    def _capturing(self, lane: Lane, choice: ProviderChoice, threads: int) -> tuple[Session | None, str]:
+    def _capturing(self, lane: Lane, choice: ProviderChoice, threads: int) -> tuple[Session | None, NoReplay | None]:
         """A session that captures; None and why, where it cannot, as the trial should have said."""
         try:
             session = self._on_lane(lane, choice, threads, captures=True)
             no_replay = why_no_replay(choice.name, read_operators(session), self._options.session)
+        except DeviceLostError:
+            raise
         except ServeError as error:
-            return None, error.message
-        return (None, no_replay) if no_replay else (session, "")
+            return None, NoReplay("failed", error.message)
+        return (session, None) if no_replay is None else (None, no_replay)
 
     def _on_lane(self, lane: Lane, choice: ProviderChoice, threads: int, *, captures: bool) -> Session:
         told = {**choice.options, **lane.provider_options(captures=captures)}
-        return self._session(replace(choice, options=told), threads)
+        return self._session(replace(choice, options=told), threads, lane.opened)
 
-    def _session(self, choice: ProviderChoice, threads: int) -> Session:
+    def _session(self, choice: ProviderChoice, threads: int, device: OpenDevice | None = None) -> Session:
         told = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
         self._progress.begin(f"opening the session on {choice.name}{told}")
         has_global_threads = self._runtime.has_global_threads
         options = SessionOptions(choice, threads, self._options.session, self._libraries, has_global_threads)
-        return open_session(self._path, self._name, options)
+        try:
+            return open_session(self._path, self._name, options)
+        except ServeError as error:
+            cause = error.__cause__
+            if isinstance(cause, DEVICE_ERRORS) and (device is not None or choice.name in GPU_PROVIDERS):
+                failure = run_failure(cause, "the GPU") if device is None else device.failure(cause)
+                if isinstance(failure, DeviceLostError):
+                    raise failure from cause
+            raise
 
-    def _why_no_replay(self, choice: ProviderChoice, threads: int) -> str:
+    def _why_no_replay(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
         if not self._options.graph_replay:
-            return ""
+            return None
+        if choice.options.get("tunable_op_tuning_enable") == "1":
+            return NoReplay("tunes", "tunable_op_tuning_enable tries kernels while it runs, which no graph can hold")
+        if choice.name not in self._tried:  # an instance on another device of the kind would be refused as long
+            self._tried[choice.name] = self._try_capture(choice, threads)
+        return self._tried[choice.name]
+
+    def _try_capture(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
         options = self._options
         # The smallest and the largest: what a capture breaks on is in the nodes rather than in the sizes between.
         sizes = sorted(
             {1, options.max_rows or 8} if not options.buckets else {min(options.buckets), max(options.buckets)}
         )
         self._progress.begin("trying in another process whether graphs can be captured")
-        return self._trials.why_not(
+        because = self._trials.why_not(
             TrialOrder(
                 str(self._path),
                 self._name,
@@ -215,6 +247,7 @@ class Opening:
                 [str(library) for library in self._libraries],
             )
         )
+        return NoReplay(TRIAL_REFUSED, because) if because else None
 
 
 def model_nbytes(path: Path) -> int:

@@ -1,7 +1,7 @@
 """What operators may read of a loaded model: how it is run, and why."""
 
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.placement import describe_placement
+from ortserve.engine.placement import describe_operators, describe_placement
 from ortserve.registry.loader import LoadedModel
 
 
@@ -23,6 +23,7 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
     properties = {
         "execution_provider": loaded.execution_provider,
         "nodes": describe_placement(loaded.nodes),
+        "operators": "; ".join(f"{name}: {describe_operators(kinds)}" for name, kinds in loaded.operators.items()),
         "intra_op_threads": str(loaded.intra_op_threads),
         "batching": batching,
         "warm_up": warm_up,

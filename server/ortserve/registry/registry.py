@@ -315,11 +315,11 @@ class Registry:
         self._begin_end(record, self._retire(record))
 
     def _on_lost(self, record: VersionRecord, reason: str) -> None:
-        """Take a version out of service that can run nothing any more."""
+        """Know of a lost device, and take the version out of service that can run nothing any more."""
         self.lost = self.lost or reason
-        if record.state is not State.READY:
-            return
         _log_failure("device is lost", record, reason)
+        if record.state is not State.READY:  # it was loading, and its loader says FAILED, or it is on its way out
+            return
         record.advance(State.FAILED, reason)
         self._catalog.route(record.model)
         self._begin_end(record, self._free(record))

@@ -3,7 +3,6 @@
 import statistics
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final
@@ -12,7 +11,7 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
 from ortserve.registry.progress import Progress
 from ortserve.registry.samples import Sample
@@ -24,7 +23,8 @@ _WORTHWHILE: Final = 0.95
 """A bucket is worth having while its time a row is below this share of the bucket's before it."""
 _TRIED_IN_VAIN: Final = 2
 """Sizes in a row that were not: one may have been timed while something else ran on the machine."""
-_TRIED_ROWS: Final = 3
+TRIED_ROWS: Final = 3
+"""Run alone and together, as they are, to see whether rows depend on each other."""
 _MOST_BATCH_ELEMENTS: Final = 2**24
 """Of an input with larger free dimensions: a batch of images, not a film."""
 
@@ -75,13 +75,18 @@ def warm_up(
     clock: Clock,
     padding: Padding | None = None,
     progress: Progress | None = None,
+    is_coarse: bool = False,
 ) -> WarmUp:
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
 
     Batch sizes double from 1 until two in a row have not made the time a row fall by 5 %, up to 64 rows, or up to
     ``max_rows`` whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A
     budget of 0 runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are
-    left out, unless the model refuses that; free dimensions are larger where it refuses small ones.
+    left out, unless the model refuses that; free dimensions are larger where it refuses small ones. ``is_coarse`` is as
+    in ``core.closeness``.
+
+    Raises:
+        DeviceLostError: Whatever the model takes, it cannot be run.
     """
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
     if budget_s == 0:
@@ -90,7 +95,9 @@ def warm_up(
     progress = progress or Progress(clock)
     try:
         make_up = _choose(runner, _MakeUp(signature, padding), progress)
-        return _measure(runner, make_up, max_rows, stop_ns, clock, progress)
+        return _measure(runner, make_up, max_rows, stop_ns, clock, progress, is_coarse=is_coarse)
+    except DeviceLostError:
+        raise
     except ServeError as error:
         return replace(unknown, refused=error.message)
 
@@ -103,6 +110,8 @@ def _choose(runner: Runner, make_up: "_MakeUp", progress: Progress) -> "_MakeUp"
         progress.begin("warming up: looking for inputs that the model takes")
         try:
             outputs = _run_on_worker(runner, _as_batch(way(1, 0), 1)).outputs
+        except DeviceLostError:
+            raise
         except ServeError:
             continue
         if all(output.size for output in outputs):
@@ -112,14 +121,21 @@ def _choose(runner: Runner, make_up: "_MakeUp", progress: Progress) -> "_MakeUp"
 
 
 def _measure(
-    runner: Runner, make_up: "_MakeUp", max_rows: int | None, stop_ns: int, clock: Clock, progress: Progress
+    runner: Runner,
+    make_up: "_MakeUp",
+    max_rows: int | None,
+    stop_ns: int,
+    clock: Clock,
+    progress: Progress,
+    *,
+    is_coarse: bool,
 ) -> WarmUp:
     """Raises ServeError: internal, when the model refuses such inputs."""
     signature = make_up.signature
     rows_depend, drift = "", 0.0
     if signature.is_batched:
         progress.begin("warming up: rows alone and together")
-        rows_depend, drift = _try_rows(runner, make_up)
+        rows_depend, drift = _try_rows(runner, make_up, is_coarse=is_coarse)
     sizes = [_time_runs(runner, make_up, 1, stop_ns, clock, progress)]
     best = sizes[0]
     if signature.is_batched and not rows_depend:
@@ -187,7 +203,7 @@ def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -
     """Run what the model's configuration asks for, on the instance's own worker.
 
     Raises:
-        ServeError: invalid_input, naming the sample that failed, and why.
+        ServeError: invalid_input, naming the sample that failed, and why; not_ready, where the device is lost.
     """
     for sample in samples:
         progress.begin(f"warming up: sample '{sample.name}'")
@@ -195,6 +211,8 @@ def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -
         try:
             for _ in range(sample.count):
                 _run_on_worker(runner, batch)
+        except DeviceLostError:
+            raise
         except ServeError as error:
             raise invalid_input(f"warm-up sample '{sample.name}': {error.message}") from None
 
@@ -262,7 +280,7 @@ def _time_runs(
     return SizeLatency(rows, int(statistics.median(runs)), int(statistics.median(round_trips)))
 
 
-def _try_rows(runner: Runner, make_up: _MakeUp) -> tuple[str, float]:
+def _try_rows(runner: Runner, make_up: _MakeUp, *, is_coarse: bool) -> tuple[str, float]:
     """Run rows alone and together, on drawn inputs and, where some were left out so far, with the optional ones.
 
     Returns:
@@ -271,16 +289,22 @@ def _try_rows(runner: Runner, make_up: _MakeUp) -> tuple[str, float]:
     Raises:
         ServeError: internal, when the model refuses drawn inputs.
     """
-    problem, drift = _compare_rows(runner, make_up)
+    problem, drift = _compare_rows(runner, make_up, is_coarse=is_coarse)
     if not problem:
         # Where data decides how many rows come out, drawn inputs may happen to give as many as went in.
-        with suppress(ServeError):  # some models take no zeros
-            zeros = _run_on_worker(runner, _as_batch(make_up(_TRIED_ROWS, None), _TRIED_ROWS)).outputs
-            problem = why_no_rows(make_up.signature, zeros, _TRIED_ROWS)
+        try:
+            zeros = _run_on_worker(runner, _as_batch(make_up(TRIED_ROWS, None), TRIED_ROWS)).outputs
+            problem = why_no_rows(make_up.signature, zeros, TRIED_ROWS)
+        except DeviceLostError:
+            raise
+        except ServeError:  # some models take no zeros
+            pass
     if not problem and make_up.signature.has_optional_inputs and not make_up.brings_optional:
         try:
-            problem, with_optional = _compare_rows(runner, replace(make_up, brings_optional=True))
+            problem, with_optional = _compare_rows(runner, replace(make_up, brings_optional=True), is_coarse=is_coarse)
             drift = max(drift, with_optional)
+        except DeviceLostError:
+            raise
         except ServeError as error:
             problem = (
                 f"rows could not be tried with the optional inputs, of which the model refuses made-up ones: {error}"
@@ -288,14 +312,14 @@ def _try_rows(runner: Runner, make_up: _MakeUp) -> tuple[str, float]:
     return problem, 0.0 if problem else drift
 
 
-def _compare_rows(runner: Runner, make_up: _MakeUp) -> tuple[str, float]:
-    inputs = make_up(_TRIED_ROWS, 0)
-    together = _run_on_worker(runner, _as_batch(inputs, _TRIED_ROWS)).outputs
+def _compare_rows(runner: Runner, make_up: _MakeUp, *, is_coarse: bool) -> tuple[str, float]:
+    inputs = make_up(TRIED_ROWS, 0)
+    together = _run_on_worker(runner, _as_batch(inputs, TRIED_ROWS)).outputs
     alone = [
         _run_on_worker(runner, _as_batch(tuple(array[row : row + 1] for array in inputs), 1)).outputs
-        for row in range(_TRIED_ROWS)
+        for row in range(TRIED_ROWS)
     ]
-    problem = why_rows_depend(make_up.signature, together, alone)
+    problem = why_rows_depend(make_up.signature, together, alone, is_coarse=is_coarse)
     return problem, 0.0 if problem else row_drift(make_up.signature, together, alone)
 
 

@@ -137,6 +137,14 @@ DEVICE_LEDGER: Final = Declaration(
     "Memory of a device by the instance that has it and the purpose: buffers, to the byte; graphs, what the device had "
     "less of after they were captured; session, what it had less of besides, which is weights and workspace.",
 )
+DEVICE_PINNED: Final = Declaration(
+    "ortserve_device_pinned_bytes",
+    "gauge",
+    ("device", "owner", "purpose"),
+    "Memory of the host, none of it the device's, that is pinned for copies to and from it, to the byte, by the "
+    "instance that has it and the purpose: staging, where batches are gathered; answers, where outputs come to and are "
+    "read. The owner unloaded has answers of models that are gone: the next load or unload frees what nobody reads.",
+)
 DEVICE_UTILIZATION: Final = Declaration(
     "ortserve_device_utilization",
     "gauge",
@@ -156,8 +164,12 @@ DEVICE_CAPTURES: Final = Declaration(
     "ortserve_device_captures_total",
     "counter",
     ("model", "version", "result"),
-    "Graphs that were to be captured, one for each batch size and buffer set: captured, failed, or wrong_answer (its "
-    "replay did not give what a plain run gives).",
+    "captured: graphs that are replayed, one for each batch size and buffer set of an instance. All else: batch sizes "
+    "that were to be replayed and run without, by why: failed (the capture), wrong_answer (the replay did not give "
+    "what a plain run gives), over_limit (as many sizes as may be are captured already), trial_refused (by another "
+    "process, where captures are tried first; it may have crashed or hung), control_flow, other_provider (nodes are on "
+    "the CPU or another execution provider), shrinks_arena (session.shrink_arenas), tunes (tunable_op_tuning_enable) "
+    "or no_buffers. The model's metadata says each in words.",
 )
 DEVICE_COPIED: Final = Declaration(
     "ortserve_device_copied_bytes_total",
@@ -227,6 +239,7 @@ DECLARATIONS: Final = (
     MODEL_STATE,
     DEVICE_MEMORY,
     DEVICE_LEDGER,
+    DEVICE_PINNED,
     DEVICE_UTILIZATION,
     DEVICE_BATCHES,
     DEVICE_CAPTURES,

@@ -9,6 +9,7 @@ from ortserve.telemetry.declarations import (
     DEVICE_COPIED,
     DEVICE_LEDGER,
     DEVICE_MEMORY,
+    DEVICE_PINNED,
     DEVICE_TIMED_COPY,
     DEVICE_TIMED_COPY_BYTES,
     DEVICE_UTILIZATION,
@@ -23,14 +24,16 @@ class DeviceReading:
     Attributes:
         name: Such as ``cuda:0``.
         memory: Bytes by kind, ``free`` and ``total``; empty while they cannot be asked for.
-        ledger: Bytes by owner and purpose.
+        ledger: Bytes of it by owner and purpose.
         utilization: Share of the last moments in which it computed; None where nobody tells.
+        pinned: Bytes of the host's memory that copies to and from it are made with, by owner and purpose.
     """
 
     name: str
     memory: Mapping[str, int] = field(default_factory=dict)
     ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     utilization: float | None = None
+    pinned: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +58,8 @@ class DeviceRuns:
 def device_families(devices: Sequence[DeviceReading], runs: Iterable[tuple[Labels, DeviceRuns]]) -> Iterator[Family]:
     """The families of devices; ``runs`` by model and version."""
     yield Family(DEVICE_MEMORY, {(one.name, kind): size for one in devices for kind, size in one.memory.items()})
-    ledger: dict[Labels, float] = {
-        (one.name, owner, purpose): size
-        for one in devices
-        for owner, account in one.ledger.items()
-        for purpose, size in account.items()
-    }
-    yield Family(DEVICE_LEDGER, ledger)
+    yield Family(DEVICE_LEDGER, _by_owner((one.name, one.ledger) for one in devices))
+    yield Family(DEVICE_PINNED, _by_owner((one.name, one.pinned) for one in devices))
     yield Family(DEVICE_UTILIZATION, {(one.name,): one.utilization for one in devices if one.utilization is not None})
     known = list(runs)
     yield _by_version(DEVICE_BATCHES, ((labels, of.batches) for labels, of in known))
@@ -69,6 +67,15 @@ def device_families(devices: Sequence[DeviceReading], runs: Iterable[tuple[Label
     yield _by_version(DEVICE_COPIED, ((labels, of.copied_bytes) for labels, of in known))
     yield _by_version(DEVICE_TIMED_COPY, ((labels, of.timed_copy_s) for labels, of in known))
     yield _by_version(DEVICE_TIMED_COPY_BYTES, ((labels, of.timed_copy_bytes) for labels, of in known))
+
+
+def _by_owner(accounts: Iterable[tuple[str, Mapping[str, Mapping[str, int]]]]) -> dict[Labels, float]:
+    return {
+        (device, owner, purpose): size
+        for device, owners in accounts
+        for owner, account in owners.items()
+        for purpose, size in account.items()
+    }
 
 
 def _by_version(declaration: Declaration, known: Iterable[tuple[Labels, Mapping[str, float]]]) -> Family:

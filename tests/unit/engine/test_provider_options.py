@@ -38,6 +38,7 @@ PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "m
             {"trt_fp16_enable": "1"} | {"trt_auxiliary_streams": "-1"},
         ),
         (TENSORRT, PROFILE, PROFILE),
+        (TENSORRT, {"trt_cuda_graph_enable": "false"}, {"trt_cuda_graph_enable": "0"}),
         (
             TENSORRT,
             {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"},
@@ -90,6 +91,16 @@ def test_options_of_openvino_are_properties_of_its_device(
             "cudnn_conv_algo_search: expected one of EXHAUSTIVE, HEURISTIC, DEFAULT, got 'heuristic'",
         ),
         (CUDA, {"enable_cuda_graph": "1"}, "enable_cuda_graph: it is the server's own to set: leave it out, got '1'"),
+        (
+            TENSORRT,
+            {"trt_cuda_graph_enable": "true"},
+            (
+                "trt_cuda_graph_enable: expected false, as TensorRT replays its graph on the addresses of the first "
+                "inputs, and would give everybody the first answer, unless inputs are bound on the device, which this "
+                "server does on CUDA only; to replay graphs, use CUDAExecutionProvider with graph_replay: true, "
+                "got 'true'"
+            ),
+        ),
         (
             CUDA,
             {"user_compute_stream": "94"},

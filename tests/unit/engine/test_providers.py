@@ -16,7 +16,7 @@ from ortserve.engine.providers import (
     open_on_first,
 )
 from ortserve.engine.runtime import Offer
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
 
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
@@ -142,6 +142,14 @@ def test_choice_that_does_not_open_is_an_error_where_giving_way_is_not_allowed()
     with pytest.raises(ServeError) as caught:
         open_on_first(BOTH, failing_on(TENSORRT), allow_fallback=False)
     assert caught.value.message == f"{TENSORRT} fails (with allow_fallback it would be tried on {CUDA})"
+
+
+def test_choice_whose_device_is_lost_gives_way_to_nobody() -> None:
+    def open_on(choice: ProviderChoice) -> str:
+        raise DeviceLostError("cuda:0 is lost")
+
+    with pytest.raises(DeviceLostError, match=r"^cuda:0 is lost$"):
+        open_on_first(BOTH, open_on, allow_fallback=True)
 
 
 def test_error_names_all_that_were_tried_where_none_opens() -> None:

@@ -44,12 +44,14 @@ class HeldDevice(HostDevice):
         super().run(bound, stream)
 
 
-def serve(assembly: Assembly, path: Path, device: HostDevice | None, **chosen: Any) -> ServedModel:
+def serve(
+    assembly: Assembly, path: Path, device: HostDevice | None, metrics: Metrics | None = None, **chosen: Any
+) -> ServedModel:
     runtime = Runtime(devices=Devices({CPU: lambda number: device})) if device else Runtime()
     options = ModelOptions(**{"warmup_s": 0.1, "max_rows": 1, "intra_op_threads": 1} | chosen)
     loaded = load_model(path, path.stem, options, time.monotonic_ns, None, runtime)
-    metrics = Metrics(CollectorRegistry()).model(path.stem, "1")
-    return assembly.serve(loaded, Configuration(options), metrics)
+    metrics = metrics or Metrics(CollectorRegistry())
+    return assembly.serve(loaded, Configuration(options), metrics.model(path.stem, "1"))
 
 
 def ask(served: ServedModel) -> Outputs:
@@ -72,3 +74,21 @@ async def test_runs_on_a_device_hold_no_processor_and_wait_for_none(tmp_path: Pa
         np.testing.assert_array_equal(y, X)
     for served in (on_device, on_host):
         await served.close()
+
+
+async def test_replay_that_was_asked_for_is_counted_though_the_model_has_no_buffers(tmp_path: Path) -> None:
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    chosen: dict[str, Any] = {"graph_replay": True, "instances": 2}
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    for name, device, has_buffers in [("off", HostDevice(), False), ("host", None, True)]:
+        options = {**chosen, "device_buffers": has_buffers}
+        served = serve(assembly, builders.identity(tmp_path / f"{name}.onnx"), device, metrics, **options)
+        await served.close()
+
+    def captures(model: str) -> float | None:
+        labels = {"model": model, "version": "1", "result": "no_buffers"}
+        return registry.get_sample_value("ortserve_device_captures_total", labels)
+
+    assert captures("off") == 2
+    assert captures("host") is None  # a model on the CPU has no graphs that anybody could miss

@@ -45,6 +45,16 @@ def test_rounding_is_no_dependence_and_more_than_that_is(
         assert reason == ("output 'y' of a row depends on the rows beside it" if depends else "")
 
 
+def test_on_gpus_the_rounding_of_large_values_may_show_beside_small_ones_and_dependence_shows_still() -> None:
+    together = np.array([[10, 1e-4], [-10, 0]], np.float32)
+    rounded = together + np.array([[5e-3, 5e-3], [0, -5e-3]], np.float32)  # as TF32 rounds sums of values around 10
+    assert why_rows_depend(SIGNATURE, (together,), split(rounded))
+    assert why_rows_depend(SIGNATURE, (together,), split(rounded), is_coarse=True) == ""
+    mixed = together - together.mean(axis=0)
+    assert why_rows_depend(SIGNATURE, (together,), split(together + mixed / 4), is_coarse=True)
+    assert why_rows_depend(SIGNATURE, (together,), split(np.full_like(together, np.nan)), is_coarse=True)
+
+
 def test_nan_agrees_with_nan_only() -> None:
     nan = np.full((2, 2), np.nan, np.float32)
     assert why_rows_depend(SIGNATURE, (nan,), split(nan)) == ""

@@ -89,6 +89,12 @@ def test_what_the_child_finds_is_the_reason(tmp_path: Path) -> None:
                 raise RuntimeError("CUDA failure 900: operation not permitted when stream is capturing")
             super().run(bound, stream)
 
+    class Lost(HostDevice):
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id is not None:
+                raise RuntimeError("CUDA failure 700: an illegal memory access was encountered")
+            super().run(bound, stream)
+
     def tried(path: Path, device: type[HostDevice] = HostDevice) -> str:
         told: list[str] = []
         try_capture(order(path), told.append, {CPU: device})
@@ -98,6 +104,7 @@ def test_what_the_child_finds_is_the_reason(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "m.onnx")
     assert tried(path) == ""
     assert tried(path, Broken).startswith("its capture failed: CUDA failure 900")
+    assert tried(path, Lost).startswith("the process that tried it lost its device: host:0 is lost: CUDA failure 700")
     assert "decided while it runs, by Loop" in tried(builders.slow(tmp_path / "l.onnx", steps=3))
     assert "does not fix the shapes" in tried(builders.unnamed_dims(tmp_path / "t.onnx"))
     assert "cannot load the model" in tried(builders.not_onnx(tmp_path / "n.onnx"))

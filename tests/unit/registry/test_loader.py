@@ -1,7 +1,10 @@
 """From a file to a warm instance, with the real ONNX Runtime."""
 
+import logging
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,16 @@ from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Batch
 from ortserve.core.dtypes import DataType
 from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.session import open_session
+from ortserve.engine.device.devices import Devices
+from ortserve.engine.device.host import HostDevice
+from ortserve.engine.provider_options import CPU, CUDA
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.runtime import Offer, Runtime
+from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.loader import LoadedModel, load_model, threads_in_vain
 from ortserve.registry.progress import Progress
+from ortserve.registry.properties import describe_properties
 
 QUICK = ModelOptions(warmup_s=0.1)
 
@@ -278,3 +287,51 @@ def test_run_holds_as_many_threads_as_it_may_keep_busy(tmp_path: Path) -> None:
     assert (loaded.intra_op_threads, loaded.run_threads) == (2, 4)
     settings = SessionSettings(inter_op_threads=3)  # of no use in the other mode
     assert load(path, QUICK.model_copy(update={"intra_op_threads": 2, "session": settings})).run_threads == 2
+
+
+class OfferingCuda(Runtime):
+    """Says that there is CUDA, with devices of host memory."""
+
+    def __init__(self) -> None:
+        super().__init__(devices=Devices({CUDA: HostDevice}))
+
+    def offer(self, name: str) -> Offer:
+        return Offer(is_built_in=True)
+
+
+def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_cpu_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if ONNX Runtime had placed the nodes so, and run on CUDA what it runs on the CPU."""
+    placed = {CUDA: {"MatMul": 2}, CPU: {"Relu": 1, "Softmax": 1}}
+
+    def open_on_cpu(path: Path, name: str, options: SessionOptions) -> Session:
+        return open_session(path, name, replace(options, provider=ProviderChoice(CPU)))
+
+    def count_operators(session: Session) -> Mapping[str, Mapping[str, int]]:
+        return placed
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_on_cpu)
+    monkeypatch.setattr("ortserve.registry.loader.count_operators", count_operators)
+    path = builders.mlp(tmp_path / "m.onnx")
+
+    def load_and_warn(*wishes: str) -> list[dict[str, Any]]:
+        caplog.clear()
+        options = ModelOptions(warmup_s=0.1, max_rows=2, instances=2, execution_providers=wishes)
+        with caplog.at_level(logging.WARNING):
+            loaded = load_model(path, "m/1", options, time.monotonic_ns, None, OfferingCuda())
+        for instance in loaded.instances:
+            instance.close()
+        told = describe_properties(loaded, 2)["operators"]
+        assert told == f"{CUDA}: 2 MatMul; {CPU}: 1 Relu, 1 Softmax"
+        return [vars(line)["fields"] for line in caplog.records if line.message == "nodes are left to the CPU"]
+
+    (warned,) = load_and_warn("cuda", "cpu")
+    assert warned == {
+        "model": "m/1",
+        "execution_provider": CUDA,
+        "nodes": 2,
+        "of": 4,
+        "operators": "1 Relu, 1 Softmax",
+    }
+    assert load_and_warn("cpu") == []

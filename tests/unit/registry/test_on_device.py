@@ -19,11 +19,14 @@ from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
-from ortserve.errors import ServeError
+from ortserve.engine.session import SessionOptions, open_session
+from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 from ortserve.registry.loader import LoadedModel, load_model
 from ortserve.registry.on_device import OnDevice, doubling
+from ortserve.registry.opening import Opening
 from ortserve.registry.progress import Progress
 from ortserve.registry.properties import describe_properties
 
@@ -127,6 +130,80 @@ def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> 
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.captured == 0
+    assert instance.counts.not_captured == {"trial_refused": 2}
+    close(loaded)
+
+
+def test_a_load_tries_a_capture_once_for_all_its_instances(tmp_path: Path) -> None:
+    trials = Trials("it crashed")
+    path = builders.mlp(tmp_path / "m.onnx")
+    loaded = load(path, HostDevice(), trials, max_rows=2, graph_replay=True, instances=3)
+    assert len(loaded.instances) == 3
+    assert len(trials.orders) == 1
+    close(loaded)
+
+
+def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: Path) -> None:
+    trials = Trials()
+    path = builders.mlp(tmp_path / "m.onnx")
+    runtime = Runtime(devices=Devices({CPU: lambda number: HostDevice()}))
+    options = ModelOptions(graph_replay=True)
+    opening = Opening(path, "m", options, runtime, trials, (), time.monotonic_ns, Progress(time.monotonic_ns))
+    refused = opening._why_no_replay(ProviderChoice(CPU, options={"tunable_op_tuning_enable": "1"}), 1)
+    assert refused is not None
+    assert (refused.reason, trials.orders) == ("tunes", [])
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "refused", "counted"),
+    [
+        (lambda path: builders.slow(path, steps=3), {}, "ONNX Runtime cannot capture it", {"control_flow": 2}),
+        (lambda path: builders.slow(path, steps=3), {}, "", {"control_flow": 2}),
+        (builders.mlp, {"session": {"shrink_arenas": ["gpu:0"]}, "warmup_s": 0}, "no", {"shrinks_arena": 1}),
+        (builders.fixed_batch, {}, "", {"no_buffers": 1}),
+        (builders.variable_length, {}, "", {"no_buffers": 2}),
+        (builders.variable_length, {"graph_replay": False}, "", {}),
+        (builders.mlp, {}, "", {}),
+    ],
+)
+def test_sizes_that_are_not_captured_are_counted_by_the_kind_of_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Any,
+    options: dict[str, Any],
+    refused: str,
+    counted: dict[str, int],
+) -> None:
+    monkeypatch.setattr("ortserve.engine.session._check_settings", lambda options: None)  # the CPU has no gpu:0
+    chosen = {"max_rows": 2, "graph_replay": True} | options
+    loaded = load(build(tmp_path / "m.onnx"), HostDevice(), Trials(refused), **chosen)
+    (instance,) = loaded.instances
+    assert isinstance(instance, DeviceInstance)
+    assert instance.counts.not_captured == counted
+    assert ("graph_replay" in told(loaded)) == chosen["graph_replay"]
+    if refused:
+        assert told(loaded)["graph_replay"] == f"none: {refused}"
+    close(loaded)
+
+
+def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Captures(HostDevice):
+        def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
+            return {"captures": "1"} if captures else {}
+
+    def open_it(path: Path, name: str, options: SessionOptions) -> ort.InferenceSession:
+        if options.provider.options:
+            raise invalid_input("This session cannot use the graph capture feature")
+        return open_session(path, name, options)
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_it)
+    loaded = load(builders.mlp(tmp_path / "m.onnx"), Captures(), max_rows=2, graph_replay=True)
+    (instance,) = loaded.instances
+    assert isinstance(instance, DeviceInstance)
+    assert instance.counts.not_captured == {"failed": 2}
+    assert told(loaded)["graph_replay"] == "none: This session cannot use the graph capture feature"
     close(loaded)
 
 

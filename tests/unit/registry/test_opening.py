@@ -8,10 +8,10 @@ import pytest
 
 from models import builders
 from ortserve.config.model import ModelOptions
-from ortserve.engine.provider_options import TENSORRT
+from ortserve.engine.provider_options import CPU, CUDA, TENSORRT
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
-from ortserve.errors import ServeError
+from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.opening import Opening, model_nbytes
 from ortserve.registry.progress import Progress
@@ -33,6 +33,8 @@ def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
     ("build", "buckets", "expected"),
     [
         (builders.mlp, (1, 8), {"x:1x64", "x:8x64"}),
+        (builders.mlp, (4, 8), {"x:1x64", "x:8x64"}),  # warm-up runs single rows
+        (builders.mlp, (1, 2), {"x:1x64", "x:3x64"}),  # and three together
         (builders.mlp, (), set()),
         (builders.not_onnx, (1, 8), set()),
     ],
@@ -60,3 +62,23 @@ def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, buckets: 
     with pytest.raises(ServeError, match=TENSORRT):
         opening.open(ProviderChoice(TENSORRT), 1)
     assert progress.describe() == f"opening the session on {TENSORRT}, {told}, for 0 s"
+
+
+@pytest.mark.parametrize("provider", [CPU, CUDA, TENSORRT])
+def test_session_that_cannot_be_made_as_its_gpu_is_lost_says_so_though_it_has_no_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    """On the CPU it is a text like any other."""
+
+    def fail(*_: Any) -> Any:
+        try:
+            raise RuntimeError("CUDA failure 719: unspecified launch failure")
+        except RuntimeError as error:
+            raise invalid_input(f"ONNX Runtime cannot load the model: {error}") from error
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", fail)
+    opening = opening_of(builders.mlp(tmp_path / "m.onnx"), ModelOptions(device_buffers=False))
+    with pytest.raises(ServeError, match="CUDA failure 719") as failed:
+        opening.open(ProviderChoice(provider), 1)
+    assert isinstance(failed.value, DeviceLostError) is (provider != CPU)
+    assert failed.value.kind is (ErrorKind.INVALID_INPUT if provider == CPU else ErrorKind.NOT_READY)

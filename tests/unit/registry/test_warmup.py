@@ -18,8 +18,10 @@ from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.warmup import MAX_SWEPT_ROWS, WarmUp, warm_up
+from ortserve.errors import DeviceLostError, ErrorKind, ServeError
+from ortserve.registry.progress import Progress
+from ortserve.registry.samples import Sample
+from ortserve.registry.warmup import MAX_SWEPT_ROWS, WarmUp, run_samples, warm_up
 
 MS = 1_000_000
 X, Y = TensorSpec("x", DataType.FP32, (-1, 4)), TensorSpec("y", DataType.FP32, (-1, 4))
@@ -315,3 +317,38 @@ def test_model_that_needs_its_optional_inputs_is_brought_them() -> None:
     assert found.brings_optional
     assert not found.rows_depend
     assert found.latencies
+
+
+def test_device_that_is_lost_at_any_run_ends_the_warm_up_and_is_no_matter_of_the_models_taste() -> None:
+    free, optional = (
+        TensorSpec("x", DataType.FP32, (-1, -1)),
+        TensorSpec("z", DataType.FP32, (-1, 4), is_optional=True),
+    )
+    signature = ModelSignature((free, optional), (TensorSpec("y", DataType.FP32, (-1, -1)),))
+
+    def run_until(last: int) -> int:
+        """How many runs there were before the device was lost."""
+        runs = 0
+
+        def compute(batch: Batch) -> Arrays:
+            nonlocal runs
+            if runs == last:
+                raise DeviceLostError("cuda:0 is lost")
+            runs += 1
+            return (np.concatenate(batch.parts[0]),)
+
+        warm_up(ComputingRunner(compute), signature, budget_s=60, max_rows=2, clock=lambda: 0)
+        return runs
+
+    runs = run_until(-1)
+    assert runs > 10
+    for last in range(runs):
+        with pytest.raises(DeviceLostError):
+            run_until(last)
+
+
+def test_device_that_is_lost_in_a_sample_is_not_the_samples_fault() -> None:
+    clock = FakeClock()
+    runner = TimedRunner(clock, lambda rows: MS, DeviceLostError("cuda:0 is lost"))
+    with pytest.raises(DeviceLostError, match=r"^cuda:0 is lost$"):
+        run_samples(runner, [Sample("s", (np.zeros((1, 4), np.float32),), 1, 1)], Progress(clock))

@@ -1,10 +1,15 @@
-"""What becomes of a server whose device is lost: it refuses, is not ready, and not live, so that it is replaced."""
+"""What becomes of a server whose device is lost: it refuses, is not ready, and not live, so that it is replaced.
+
+In the same way whether it serves or is still loading by then.
+"""
 
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +21,9 @@ from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runtime import Runtime
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.engine.session import SessionOptions, open_session
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.lifecycle import State
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
@@ -71,3 +78,174 @@ async def test_a_server_whose_device_is_lost_is_neither_ready_nor_live(tmp_path:
         await ask(served[1])
     await registry.close()
     assert device.allocated_bytes == 0
+
+
+LOST = "CUDA failure 719: unspecified launch failure"
+
+
+class FailsOnce(HostDevice):
+    """A device that fails once, and seems to work again, at a step of a load that is yet to come."""
+
+    step = ""
+    error = LOST
+
+    def _fail(self, step: str) -> None:
+        if step == self.step:
+            self.step = ""
+            raise RuntimeError(self.error)
+
+    def make_stream(self) -> int:
+        self._fail("opening")
+        return super().make_stream()
+
+    def allocate_host(self, nbytes: int) -> np.ndarray:
+        self._fail("making buffers")
+        return super().allocate_host(nbytes)
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if bound.graph_id is None:
+            self._fail("trying buffers")
+        else:
+            graph = self._graphs.get(bound.session, {}).get(bound.graph_id)
+            self._fail("capturing" if graph is None or graph.captured is None else "replaying")
+        super().run(bound, stream)
+
+    def elapsed_ns(self, first: int, second: int) -> int:
+        self._fail("timing")
+        return super().elapsed_ns(first, second)
+
+
+class FailingSession:
+    """A session that fails at a step of the device's, in plain runs, which go by no device of host memory."""
+
+    def __init__(self, session: ort.InferenceSession, device: FailsOnce) -> None:
+        self._session = session
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, *args: Any) -> Any:
+        self._device._fail("warming up")
+        return self._session.run(*args)
+
+
+class Loading:
+    """A server with a model that serves and one, ``late``, that is not loaded yet."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = FailsOnce()
+
+        def open_it(path: Path, name: str, options: SessionOptions) -> Any:
+            try:
+                self.device._fail("making the session")
+            except RuntimeError as error:
+                raise invalid_input(f"ONNX Runtime cannot load the model: {error}") from error
+            session = open_session(path, name, options)
+            return FailingSession(session, self.device) if name == "late/1" else session
+
+        monkeypatch.setattr("ortserve.registry.opening.open_session", open_it)
+        monkeypatch.setattr(CaptureTrials, "why_not", lambda trials, order: "")
+        for name in ("early", "late"):
+            builders.identity(folder / f"{name}.onnx")
+        runtime = Runtime(devices=Devices({CPU: lambda number: self.device}))
+        defaults = LoadOptions(warmup_s=0.2, max_rows=2, graph_replay=True, intra_op_threads=1)
+        self.registry = Registry([folder], defaults, Metrics(CollectorRegistry()), time.monotonic_ns, runtime)
+        self.models = ModelService(self.registry, server_name="s", strict_readiness=False)
+
+    @property
+    def health(self) -> tuple[bool, bool]:
+        return self.models.is_live(), self.models.is_ready()
+
+    async def load_late(self, step: str, error: str) -> ServeError:
+        """How a load ends that fails at a step."""
+        self.device.step, self.device.error = step, error
+        with pytest.raises(ServeError, match="failed to load 'late'") as failed:
+            await self.registry.load("late")
+        assert not self.device.step, "it did not come to that"
+        return failed.value
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "opening",
+        "making the session",
+        "warming up",
+        "making buffers",
+        "trying buffers",
+        "capturing",
+        "replaying",
+        "timing",
+    ],
+)
+async def test_device_that_is_lost_while_a_model_loads_is_lost_for_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    server = Loading(tmp_path, monkeypatch)
+    await server.registry.load_all({"early"})
+    served = server.registry.find("early", "")
+    assert server.health == (True, True)
+    news = server.models.readiness_news()
+    failed = await server.load_late(step, LOST)
+    assert f"host:0 is lost: {LOST}" in failed.message
+    assert server.health == (False, False)
+    assert news.is_set()
+    assert server.models.lost == f"host:0 is lost: {LOST}"
+    (record,) = server.registry.models()["late"]
+    assert (record.state, record.reason) == (State.FAILED, server.models.lost)
+    assert "device is lost" in caplog.messages
+
+    with pytest.raises(ServeError, match="host:0 is lost"):  # who served before does not any more
+        await ask(served)
+    with pytest.raises(ServeError, match="host:0 is lost"):  # and nothing is loaded, although it would seem to work
+        await server.registry.load("late")
+    await server.registry.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ("opening", "CUDA failure 2: out of memory"),
+        ("opening", "CUDA failure 1: invalid argument"),
+        ("making buffers", "CUDA failure 2: out of memory"),
+    ],
+)
+async def test_load_that_fails_for_another_reason_leaves_the_server_live_and_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: str
+) -> None:
+    server = Loading(tmp_path, monkeypatch)
+    await server.registry.load_all({"early"})
+    failed = await server.load_late(step, error)
+    assert "lost" not in failed.message
+    assert server.health == (True, True)
+    assert not server.models.lost
+    await ask(server.registry.find("early", ""))
+    await server.registry.load("late")
+    await ask(server.registry.find("late", ""))
+    await server.registry.close()
+
+
+@pytest.mark.parametrize("step", ["making the session", "capturing", "replaying", "making buffers"])
+async def test_model_that_runs_plainly_as_something_failed_leaves_the_server_live_and_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    server = Loading(tmp_path, monkeypatch)
+    server.device.step, server.device.error = step, "CUDA failure 900: operation not permitted"
+    await server.registry.load_all()
+    assert not server.device.step
+    assert server.health == (True, True)
+    for name in ("early", "late"):
+        await ask(server.registry.find(name, ""))
+    await server.registry.close()
+
+
+async def test_device_that_is_lost_at_the_start_is_told_before_all_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Loading(tmp_path, monkeypatch)
+    server.device.step = "capturing"
+    await server.registry.load_all()
+    assert server.health == (False, False)
+    assert server.models.tally() == (0, 2)
+    await server.registry.close()

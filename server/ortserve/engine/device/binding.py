@@ -12,6 +12,7 @@ never waited for.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -25,10 +26,11 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.buffers import BufferSet, device_nbytes, inverted
 from ortserve.engine.device.copy_timing import CopyTiming
 from ortserve.engine.device.counts import DeviceCounts
-from ortserve.engine.device.failures import give_back
+from ortserve.engine.device.failures import DEVICE_ERRORS, give_back, says_lost
 from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id
 from ortserve.engine.device.lane import Lane
-from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.ledger import Account
+from ortserve.engine.device.protocol import BoundRun, Device
 from ortserve.engine.output_buffers import MAX_SETS, OutputBuffers, OutputPool, can_tell_leases, set_nbytes
 from ortserve.engine.row_layout import RowLayout, fits, input_layouts
 from ortserve.engine.staging import stage_rows
@@ -71,6 +73,7 @@ class DeviceBinding:
         captures: bool,
         is_whole: bool = True,
         clock: Clock,
+        account: Account,
     ) -> None:
         """Allocate room for ``rows`` rows, twice.
 
@@ -84,6 +87,7 @@ class DeviceBinding:
             is_whole: Whether all its nodes are on the device. If not, ONNX Runtime waits for the end of each run: what
                 it copies from the host for nodes there, it may use again as soon as the run has returned.
             clock: Monotonic nanoseconds.
+            account: Of the instance, in which the host's pinned memory is entered; it grows as answers need it.
         """
         self._session = session
         self._lane = lane
@@ -98,7 +102,11 @@ class DeviceBinding:
         self._outputs = [(spec.name, _element_type(spec.datatype)) for spec in signature.outputs]
         self._runs: dict[tuple[int, int], BoundRun] = {}
         answer_sets = max(_LEAST_ANSWER_SETS, min(MAX_SETS, _MAX_POOL_BYTES // max(1, set_nbytes(outputs, rows))))
-        self._answers = OutputPool(outputs, rows, self._device.allocate_host, max_sets=answer_sets)
+        self._account = account
+        # Nothing of the binding itself: it would be part of a cycle with its pool, and free nothing when it is let go.
+        self._answers = OutputPool(
+            outputs, rows, partial(_allocate_answers, self._device, account), max_sets=answer_sets
+        )
         self._flights = 0
         self.rows: Final = rows
         self.sets: Final[list[BufferSet]] = []
@@ -106,6 +114,7 @@ class DeviceBinding:
         try:
             for index in range(SETS):
                 self.sets.append(BufferSet(self._device, index, self._input_layouts, outputs, rows))
+                account.add_pinned("staging", self.sets[-1].staging_nbytes)
                 self._timings.append(CopyTiming(lane))
         except BaseException:
             self.close()
@@ -169,8 +178,8 @@ class DeviceBinding:
         for arrays, front in zip(batch.parts, fronts, strict=True):
             stage_rows(arrays, front, batch.rows)
         staged_ns = self._clock()
-        answer = self._answers.take()
-        if answer is None:  # they are all being read: memory that copies go to more slowly
+        answer = self._take_answer()
+        if answer is None:  # memory that copies go to more slowly
             answer = OutputBuffers(self._output_layouts, batch.bucket)
         outputs = answer.first_rows(batch.rows)
         timing = self._timings[buffers.index] if self._flights % _TIMED_EVERY == 0 else None
@@ -218,8 +227,18 @@ class DeviceBinding:
             flight.timing.count(self._counts, staged, sum([output.nbytes for output in flight.outputs]))
         return BatchResult(flight.outputs, flight.staged_ns, computed_ns, computed_ns - flight.staged_ns)
 
-    def capture(self, bound: BoundRun, runs: int) -> None:
-        """Run ``bound`` so often that its graph is captured, waiting for each run. Alone inside the gate."""
+    def capture(self, bound: BoundRun, buffers: BufferSet, inputs: Arrays, runs: int) -> None:
+        """Run ``bound``, of a set with these inputs, until its graph is captured. Alone inside the gate.
+
+        Each run is waited for. Inputs have to be some that the model takes: with what was there before, an index could
+        lie outside of its table, and the device be lost.
+        """
+        for staging, array, address in zip(buffers.staging, inputs, buffers.inputs, strict=True):
+            front = staging[: len(array)]
+            front[:] = array
+            self._device.copy_in(address, front, self._lane.inward)
+        self._device.record(buffers.copied_in, self._lane.inward)
+        self._device.wait(buffers.copied_in)
         for _ in range(runs):
             self._device.run(bound, self._lane.compute)
             event = self.sets[0].computed
@@ -243,6 +262,17 @@ class DeviceBinding:
         give_back(*[timing.close for timing in self._timings], *[buffers.close for buffers in self.sets])
         for answer in self._answers.sets:
             self._lane.opened.retire(answer)
+        self._account.enter_pinned("staging", 0)
+        self._account.enter_pinned("answers", 0)
+
+    def _take_answer(self) -> OutputBuffers | None:
+        """Pinned memory for answers; None where all is being read, or the host pins no more, which harms no batch."""
+        try:
+            return self._answers.take()
+        except DEVICE_ERRORS as error:
+            if says_lost(error):
+                raise
+            return None
 
     def _settle(self, buffers: BufferSet) -> None:
         """After a failure half-way, wait for what was enqueued, so that the set's memory is nobody's again."""
@@ -274,6 +304,12 @@ def why_unbound(signature: ModelSignature, padding: Padding | None) -> str:
 def sets_nbytes(signature: ModelSignature, outputs: Sequence[RowLayout], rows: int) -> int:
     """What the buffers of an instance take on the device."""
     return SETS * device_nbytes([*input_layouts(signature), *outputs], rows)
+
+
+def _allocate_answers(device: Device, account: Account, nbytes: int) -> np.ndarray:
+    block = device.allocate_host(nbytes)
+    account.add_pinned("answers", nbytes)
+    return block
 
 
 def _element_type(datatype: DataType) -> ElementType:

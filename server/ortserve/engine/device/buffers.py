@@ -18,7 +18,8 @@ class BufferSet:
     Batches of all sizes use the same memory, from its front on. Not for two batches at once.
 
     Attributes:
-        staging: Host arrays of all rows, one an input.
+        staging: Host arrays of all rows, one an input,
+        staging_nbytes: and what they take together.
         inputs: Addresses on the device.
         outputs: The same.
         copied_in: Stands for the inputs being on the device,
@@ -38,7 +39,8 @@ class BufferSet:
             addresses = [block + start for start in offsets([*inputs, *outputs], rows, _ALIGNMENT)[:-1]]
             self.inputs = addresses[: len(inputs)]
             self.outputs = addresses[len(inputs) :]
-            host = device.allocate_host(device_nbytes(inputs, rows))
+            self.staging_nbytes = device_nbytes(inputs, rows)
+            host = device.allocate_host(self.staging_nbytes)
             self._undo.append(partial(device.free_host, host))
             self.staging = [
                 host[start:][: layout.nbytes * rows].view(layout.dtype).reshape(rows, *layout.item)

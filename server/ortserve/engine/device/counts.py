@@ -12,8 +12,8 @@ class DeviceCounts:
         replayed: Batches computed by the replay of a graph.
         bound: Batches run on bound buffers without one.
         plain: Batches run neither way, by why.
-        captured: Graphs that were captured and are replayed.
-        not_captured: Graphs that were not, by why.
+        captured: Graphs that were captured and are replayed, one for each size and buffer set.
+        not_captured: Sizes that were to be replayed and are not, by why; counted while the instance is prepared.
         copied_in_bytes: To the device.
         copied_out_bytes: From the device.
         timed_in_ns: Time of the copies to the device of those batches that were timed.
@@ -37,8 +37,8 @@ class DeviceCounts:
     def count_plain(self, reason: str) -> None:
         self.plain[reason] = self.plain.get(reason, 0) + 1
 
-    def count_not_captured(self, reason: str) -> None:
-        self.not_captured[reason] = self.not_captured.get(reason, 0) + 1
+    def count_not_captured(self, reason: str, sizes: int = 1) -> None:
+        self.not_captured[reason] = self.not_captured.get(reason, 0) + sizes
 
 
 def sum_counts(counts: "list[DeviceCounts]") -> DeviceCounts:

@@ -8,13 +8,16 @@ from typing import Final, TypeAlias
 from ortserve.engine.device.cuda import CudaDevice
 from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
 from ortserve.engine.device.gate import CaptureGate
-from ortserve.engine.device.ledger import Ledger
+from ortserve.engine.device.ledger import Account, Ledger
 from ortserve.engine.device.protocol import Device
 from ortserve.engine.output_buffers import OutputBuffers
 from ortserve.engine.provider_options import CUDA
 from ortserve.errors import DeviceLostError, ServeError
 
 MakeDevice: TypeAlias = Callable[[int], Device]
+
+UNLOADED: Final = "unloaded"
+"""Who has, in the accounts, the memory of answers whose model is gone, and which are read, or not freed yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +37,10 @@ class OpenDevice:
     lost: str = ""
     _retired: list[OutputBuffers] = field(default_factory=list)
     _retired_lock: threading.Lock = field(default_factory=threading.Lock)
+    _unloaded: Account = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._unloaded = self.ledger.open(UNLOADED)
 
     def failure(self, error: Exception) -> ServeError:
         """What became of a run on it that raised one of ``DEVICE_ERRORS``: a lost device is so for all who use it."""
@@ -46,6 +53,7 @@ class OpenDevice:
         """Take over memory of answers that may still be read; it is freed once they are not. From any thread."""
         with self._retired_lock:
             self._retired.append(buffers)
+            self._note_retired()
 
     def reclaim(self) -> None:
         """Free what was retired and is read by nobody any more. Inside the gate, on a thread that uses the device."""
@@ -55,8 +63,12 @@ class OpenDevice:
             for buffers in self._retired:
                 (unread if buffers.is_free else read).append(buffers)  # free ones stay so: nobody asks them for rows
             self._retired = read
+            self._note_retired()
         for buffers in unread:
             buffers.release(self.device.free_host)
+
+    def _note_retired(self) -> None:
+        self._unloaded.enter_pinned("answers", sum(buffers.nbytes for buffers in self._retired))
 
 
 class Devices:

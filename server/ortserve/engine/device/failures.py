@@ -41,10 +41,15 @@ def give_back(*steps: Callable[[], object]) -> None:
             step()
 
 
+def says_lost(error: Exception) -> bool:
+    """Whether one of ``DEVICE_ERRORS`` says that its device is lost."""
+    return _LOST.search(without_paths(str(error))) is not None
+
+
 def run_failure(error: Exception, device: str) -> ServeError:
     """What became of a run on a device that raised one of ``DEVICE_ERRORS``."""
     text = without_paths(str(error))
-    if _LOST.search(text):
+    if says_lost(error):
         return DeviceLostError(f"{device} is lost: {text}")
     if _OUT_OF_MEMORY.search(text):
         return OutOfMemoryError(f"{device} has too little memory for the batch: {text}")

@@ -282,6 +282,7 @@ class DeviceInstance:
             captures=self._captures,
             is_whole=self._is_whole,
             clock=self._clock,
+            account=self._account,
         )
         self._account.enter("buffers", nbytes)
         return binding

@@ -1,7 +1,10 @@
-"""How many bytes of a device this process has taken, by whom and what for; and whether there is room for more."""
+"""How many bytes of a device this process has taken, by whom and what for; and whether there is room for more.
+
+Beside it, and never counted with it, the host's memory that is pinned for copies to and from the device.
+"""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ortserve.engine.device.protocol import MemoryInfo
 from ortserve.errors import ErrorKind, ServeError
@@ -54,40 +57,63 @@ class Ledger:
             self._accounts.remove(account)
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """Bytes by owner and what for, as they stand; nothing of those who have none."""
+        """Bytes of the device by owner and what for, as they stand; nothing of those who have none."""
+        return _totals((account.owner, account.entries()) for account in self._all())
+
+    def pinned(self) -> dict[str, dict[str, int]]:
+        """The same of the host's pinned memory."""
+        return _totals((account.owner, account.pinned()) for account in self._all())
+
+    def _all(self) -> list["Account"]:
         with self._lock:
-            accounts = list(self._accounts)
-        totals: dict[str, dict[str, int]] = {}
-        for account in accounts:
-            for what, nbytes in account.entries().items():
-                total = totals.setdefault(account.owner, {})
-                total[what] = total.get(what, 0) + nbytes
-        return totals
+            return list(self._accounts)
 
 
 class Account:
-    """What one instance has of a device's memory. One thread enters, any may read."""
+    """What one instance has of a device's memory, and of the host's beside it. One thread enters, any may read."""
 
     def __init__(self, ledger: Ledger, owner: str) -> None:
         self.owner = owner
         self._ledger = ledger
         self._entries: dict[str, int] = {}
+        self._pinned: dict[str, int] = {}
 
     def check_room(self, needs: Mapping[str, int]) -> None:
         """As the ledger's, for this owner."""
         self._ledger.check_room(self.owner, needs)
 
     def enter(self, what: str, nbytes: int) -> None:
-        """Note how many bytes it has for something."""
+        """Note how many bytes of the device it has for something."""
         self._entries[what] = nbytes
 
+    def enter_pinned(self, what: str, nbytes: int) -> None:
+        """Note how many bytes of the host's pinned memory it has for something."""
+        self._pinned[what] = nbytes
+
+    def add_pinned(self, what: str, nbytes: int) -> None:
+        """Note that it has so many bytes more of that."""
+        self._pinned[what] = self._pinned.get(what, 0) + nbytes
+
     def entries(self) -> dict[str, int]:
-        """Bytes by what for, where there are any."""
+        """Bytes of the device by what for, where there are any."""
         return {what: nbytes for what, nbytes in list(self._entries.items()) if nbytes}
+
+    def pinned(self) -> dict[str, int]:
+        """The same of the host's pinned memory."""
+        return {what: nbytes for what, nbytes in list(self._pinned.items()) if nbytes}
 
     def close(self) -> None:
         """Note that it has nothing any more."""
         self._ledger.close(self)
+
+
+def _totals(entries: Iterable[tuple[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    totals: dict[str, dict[str, int]] = {}
+    for owner, account in entries:
+        for what, nbytes in account.items():
+            total = totals.setdefault(owner, {})
+            total[what] = total.get(what, 0) + nbytes
+    return totals
 
 
 def format_bytes(nbytes: int) -> str:

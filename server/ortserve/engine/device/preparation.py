@@ -16,7 +16,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.binding import DeviceBinding
 from ortserve.engine.device.buffers import BufferSet
 from ortserve.engine.device.counts import DeviceCounts
-from ortserve.engine.device.failures import DEVICE_ERRORS
+from ortserve.engine.device.failures import DEVICE_ERRORS, says_lost
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.ort_errors import without_paths
@@ -110,15 +110,18 @@ class Preparation:
                         return None, Prepared(unbound_because=problem)
                 graphs = {buffers.index: False for buffers in binding.sets}
                 if captures:
-                    problem = f"{MAX_GRAPHS} sizes are captured already"
                     if len(replayed) < MAX_GRAPHS:
                         problem = self._capture(binding, rows)
+                    else:
+                        problem = f"{MAX_GRAPHS} sizes are captured already"
+                        self._counts.count_not_captured("over_limit")
                     if problem:
                         not_replayed[rows] = problem
                     else:
                         replayed.append(rows)
                         graphs = dict.fromkeys(graphs, True)
                 binding.admit(rows, graphs)
+            self._counts.captured += len(replayed) * len(binding.sets)
         except BaseException:
             with self._gate.shared():
                 binding.close()
@@ -143,6 +146,8 @@ class Preparation:
                 bound = binding.bind(rows, buffers, is_graph=False)
                 problem = self._compare(binding, bound, buffers, inputs, expected)
             except DEVICE_ERRORS as error:
+                if says_lost(error):  # and is not to be believed again, whatever a plain run gives
+                    raise
                 # The plain run went well: its shapes depend on more than the rows. One that fails, too, is raised.
                 self._run_plainly(inputs)
                 problem = f"it fails on bound buffers: {without_paths(str(error))}"
@@ -158,7 +163,8 @@ class Preparation:
             try:
                 with self._gate.alone():
                     before = self._free_bytes()
-                    binding.capture(binding.bind(rows, buffers, is_graph=True, is_waited_for=True), CAPTURING_RUNS)
+                    bound = binding.bind(rows, buffers, is_graph=True, is_waited_for=True)
+                    binding.capture(bound, buffers, self._make_inputs(rows, rows), CAPTURING_RUNS)
                     self._graph_bytes += max(0, before - self._free_bytes())
                 with self._gate.shared():
                     bound = binding.bind(rows, buffers, is_graph=True)
@@ -170,12 +176,13 @@ class Preparation:
                             self._counts.count_not_captured("wrong_answer")
                             return problem
             except DEVICE_ERRORS as error:
+                if says_lost(error):
+                    raise
                 self._counts.count_not_captured("failed")
                 # A capture that failed may have spoilt the device: then this raises, and the model is not served.
                 with self._gate.shared():
                     self._run_plainly(self._make_inputs(rows, rows))
                 return f"its capture failed: {without_paths(str(error))}"
-        self._counts.captured += len(binding.sets)
         return ""
 
     def _compare(

@@ -43,7 +43,10 @@ def _read(opened: OpenDevice, nvml: Nvml) -> DeviceReading:
             memory = {}
         finally:
             opened.gate.leave()
-    return DeviceReading(device.name, memory, opened.ledger.totals(), nvml.utilization(device.pci_bus_id))
+    ledger = opened.ledger
+    return DeviceReading(
+        device.name, memory, ledger.totals(), nvml.utilization(device.pci_bus_id), pinned=ledger.pinned()
+    )
 
 
 def _runs(counts: DeviceCounts) -> DeviceRuns:

@@ -1,6 +1,7 @@
-"""Whether a model's graph can be captured and replayed, in words, by what is known before it is tried."""
+"""Whether a model's graph can be captured and replayed, by what is known before it is tried."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from ortserve.config.session import SessionSettings
@@ -18,8 +19,20 @@ _OF_SHAPES: Final = frozenset(
 as nothing but shapes goes in: what they gave then is right for every replay, since the rows are the same."""
 
 
-def why_no_replay(provider: str, operators: Mapping[str, frozenset[str]], settings: SessionSettings) -> str:
-    """Why the graph of a model is not to be captured; empty where it may be tried.
+NO_BUFFERS: Final = "no_buffers"
+TRIAL_REFUSED: Final = "trial_refused"
+
+
+@dataclass(frozen=True, slots=True)
+class NoReplay:
+    """Why no graph of a model is captured: ``reason`` as the metrics name it, ``because`` in words."""
+
+    reason: str
+    because: str
+
+
+def why_no_replay(provider: str, operators: Mapping[str, frozenset[str]], settings: SessionSettings) -> NoReplay | None:
+    """Why the graph of a model is not to be captured; None where it may be tried.
 
     Args:
         provider: The execution provider that captures, in full.
@@ -28,11 +41,12 @@ def why_no_replay(provider: str, operators: Mapping[str, frozenset[str]], settin
     """
     everything = frozenset().union(*operators.values())
     if control := sorted(everything & _CONTROL_FLOW):
-        return f"which nodes run is decided while it runs, by {', '.join(control)}"
+        return NoReplay("control_flow", f"which nodes run is decided while it runs, by {', '.join(control)}")
     elsewhere = {name: kinds for name, kinds in operators.items() if name != provider}
     if elsewhere and not (elsewhere.keys() == {CPU} and elsewhere[CPU] <= _OF_SHAPES):
         told = "; ".join(f"{name} runs {', '.join(sorted(kinds))}" for name, kinds in sorted(elsewhere.items()))
-        return f"not all of it is on {provider}: {told}"
+        return NoReplay("other_provider", f"not all of it is on {provider}: {told}")
     if any(arena.startswith("gpu:") for arena in settings.shrink_arenas):
-        return "session.shrink_arenas gives back memory that captured graphs go on using"
-    return ""
+        because = "session.shrink_arenas gives back memory that captured graphs go on using"
+        return NoReplay("shrinks_arena", because)
+    return None

@@ -1,13 +1,21 @@
 """The door to CUDA, with a runtime of host memory behind it: what is called, with what, in what order."""
 
 import ctypes
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
+from apart import UnavailableError, installed_apart
 from device_models import SIZES, batch_of, landed, on_device
 from models import builders
 from ortserve.engine.device.cuda import CudaDevice
@@ -16,6 +24,7 @@ from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.ledger import Ledger
 from ortserve.engine.provider_options import CUDA
+from servers import LONG_S
 
 
 class HostRuntime:
@@ -208,7 +217,60 @@ def test_a_callers_memory_is_copied_through_the_door_and_given_back() -> None:
         device.nbytes_from(address)
 
 
-def test_every_function_that_the_door_calls_is_cupys() -> None:
-    cupy = pytest.importorskip("cupy", reason="cupy is not installed", exc_type=ImportError)
-    used = {name for name in dir(HostRuntime) if not name.startswith("_")}
-    assert used <= set(dir(cupy.cuda.runtime)) | {"calls"}
+_CUPY: Final = ("cupy-cuda13x==14.2.0", "cuda-pathfinder==1.9.0")
+_CUPY_TELLS: Final = """
+import json, sys
+from cupy.cuda import runtime
+from ortserve.engine.device.cuda import count_devices
+from ortserve.engine.device.failures import DEVICE_ERRORS
+assert issubclass(runtime.CUDARuntimeError, DEVICE_ERRORS)
+assert count_devices() >= 0
+found = {name: getattr(runtime, name, None) for name in sys.argv[1:]}
+json.dump({name: one if isinstance(one, int) else one and one.__doc__ for name, one in found.items()}, sys.stdout)
+"""
+
+
+@pytest.fixture
+def runtime_of_cupy() -> dict[str, int | str | None]:
+    """What there is of ``HostRuntime``'s names: values of constants, and first lines like ``free(intptr_t ptr)``.
+
+    Its import takes no GPU. It is the environment's own where there is one, which a GPU's is.
+    """
+    path = [os.environ.get("PYTHONPATH", "")]
+    if importlib.util.find_spec("cupy") is None:
+        try:
+            options = ("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1")
+            path.insert(0, str(installed_apart("cupy-cuda13x-14.2.0", *options, *_CUPY)))
+        except UnavailableError as error:
+            pytest.skip(f"cupy cannot be installed here: {error}")
+    names = [name for name in dir(HostRuntime) if not name.startswith("_")]
+    told = subprocess.run(
+        [sys.executable, "-c", _CUPY_TELLS, *names],
+        env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+    )
+    assert told.returncode == 0, told.stderr
+    found: dict[str, int | str | None] = json.loads(told.stdout)
+    return found
+
+
+@pytest.mark.timeout(400)  # it may have to be installed
+def test_every_function_and_constant_that_the_door_uses_is_cupys(
+    runtime_of_cupy: dict[str, int | str | None],
+) -> None:
+    for name, told in runtime_of_cupy.items():
+        ours = getattr(HostRuntime, name)
+        if isinstance(ours, int):
+            assert told == ours, name
+            continue
+        assert isinstance(told, str), f"cupy has no {name}"
+        _, *parameters = inspect.signature(ours).parameters.values()
+        # By hand, as functions in C tell no signature but in this text: "f(intptr_t ptr, unsigned int flags=0) -> int".
+        (inside,) = re.findall(rf"^{name}\((.*?)\)", told)
+        theirs = [one.partition("=") for one in inside.split(", ") if one]
+        assert [one.name for one in parameters] == [kind_and_name.split()[-1] for kind_and_name, _, _ in theirs], name
+        # The door may leave out no more than cupy lets it.
+        for parameter, (_, equals, _) in zip(parameters, theirs, strict=True):
+            assert equals or parameter.default is inspect.Parameter.empty, f"{name}: {parameter}"

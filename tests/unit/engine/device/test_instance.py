@@ -215,11 +215,59 @@ def test_a_capture_that_fails_is_not_served_and_the_others_are(tmp_path: Path) -
         assert made.instance.counts.bound
 
 
+class Watching(HostDevice):
+    """Notes what the first input begins with when a graph is captured or replayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bytes] = []
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        for rows in SIZES:
+            for number in range(SETS):
+                if bound.graph_id == graph_id(rows, number):
+                    self.seen.append(list(self._memory.values())[number][:8].tobytes())
+        super().run(bound, stream)
+
+
+def test_a_capture_runs_on_inputs_that_the_model_takes(tmp_path: Path) -> None:
+    device = Watching()
+    with on_device(builders.identity(tmp_path / "m.onnx", DataType.INT64), device, captures=True) as made:
+        assert made.prepared.replayed == SIZES
+        assert len(device.seen) >= len(SIZES) * SETS * CAPTURING_RUNS
+        assert b"\xff" * 8 not in device.seen
+
+
+class Pinning(HostDevice):
+    """A device whose host pins no more memory while ``refuses`` says why."""
+
+    refuses = ""
+
+    def allocate_host(self, nbytes: int) -> np.ndarray:
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+        return super().allocate_host(nbytes)
+
+
+def test_host_that_pins_no_more_memory_fails_no_batch(tmp_path: Path) -> None:
+    device = Pinning()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
+        device.refuses = "cudaErrorMemoryAllocation: out of memory"
+        kept = [landed(made.start(batch_of((numbered(3, number),), bucket=4)))[0] for number in range(20)]
+        for number, rows in enumerate(kept):
+            assert np.array_equal(rows, numbered(3, number))
+        device.refuses = "cudaErrorIllegalAddress: an illegal memory access was encountered"
+        with pytest.raises(DeviceLostError):
+            landed(made.start(batch_of((numbered(3, 0),), bucket=4)))
+
+
 def test_no_more_sizes_are_captured_than_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "MAX_GRAPHS", 2)
     with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
         assert made.prepared.replayed == (1, 2)
         assert made.prepared.not_replayed == dict.fromkeys((4, 8), "2 sizes are captured already")
+        assert made.instance.counts.not_captured == {"over_limit": 2}
+        assert made.instance.counts.captured == 2 * SETS
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -471,6 +519,75 @@ def test_device_that_is_lost_when_all_sizes_were_tried_fails_the_load_and_gets_a
         pass
     assert device.allocated_bytes == 0
     assert device.handles == 0
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["in buffers", "in a capture"])
+def test_device_that_is_lost_once_while_sizes_are_tried_is_lost_though_it_seems_to_work_again(
+    tmp_path: Path, graph: bool
+) -> None:
+    class LostOnce(HostDevice):
+        is_lost = False
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if not self.is_lost and (bound.graph_id is not None) is graph:
+                self.is_lost = True
+                raise RuntimeError("CUDA failure 700: an illegal memory access was encountered")
+            super().run(bound, stream)
+
+    device = LostOnce()
+    with (
+        pytest.raises(DeviceLostError, match="host:0 is lost: CUDA failure 700"),
+        on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True),
+    ):
+        pass
+    assert device.allocated_bytes == 0
+
+
+def test_graphs_of_sizes_that_run_plainly_after_all_are_not_counted(tmp_path: Path) -> None:
+    class WrongAtLast(HostDevice):
+        """Forgets what it computes for 8 rows."""
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.binding.get_outputs()[0].shape()[0] != 8:
+                super().run(bound, stream)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), WrongAtLast(), captures=True) as made:
+        assert made.prepared.bound == ()
+        assert made.instance.counts.captured == 0
+
+
+def test_memory_of_the_host_is_in_the_accounts_and_never_the_devices(tmp_path: Path) -> None:
+    device = HostDevice()
+    row = 4 * 4
+    with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
+        ledger = made.opened.ledger
+
+        def answers(owner: str = "m/1") -> int:
+            return ledger.pinned().get(owner, {}).get("answers", 0)
+
+        assert ledger.totals() == {"m/1": {"buffers": 1024}}
+        assert ledger.pinned()["m/1"]["staging"] == SETS * 256
+        kept = [landed(made.start(batch_of((numbered(2, number),)))) for number in range(3)]
+        made.instance.call(lambda: None)
+        assert answers() == 3 * (64 + SIZES[-1] * row)
+        assert sum(ledger.pinned()["m/1"].values()) == sum(device._host.values())
+        assert ledger.totals() == {"m/1": {"buffers": 1024}}
+    made.opened.reclaim()
+    assert (answers(), answers("unloaded")) == (0, 3 * (64 + SIZES[-1] * row))
+    assert answers("unloaded") == sum(device._host.values())
+    kept.clear()
+    made.opened.reclaim()
+    assert ledger.pinned() == {}
+    assert device.handles == 0
+
+
+def test_memory_of_the_host_that_came_to_nothing_is_in_no_account(tmp_path: Path) -> None:
+    device = Forgetful(1)
+    device.forgets = True
+    with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
+        assert made.prepared.bound == ()
+        made.opened.reclaim()
+        assert made.opened.ledger.pinned() == {}
 
 
 def test_memory_of_answers_is_freed_once_however_many_instances_look_for_it(tmp_path: Path) -> None:

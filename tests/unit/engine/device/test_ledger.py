@@ -42,6 +42,21 @@ def test_an_owner_who_is_there_twice_has_the_sum_until_one_of_them_goes() -> Non
     assert ledger.totals() == {"m/1": {"buffers": 12}}
 
 
+def test_memory_of_the_host_is_in_books_of_its_own() -> None:
+    ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
+    one, two = ledger.open("m/1"), ledger.open("m/1")
+    one.enter("buffers", 10)
+    one.enter_pinned("staging", 3)
+    two.add_pinned("answers", 5)
+    two.add_pinned("answers", 5)
+    two.enter_pinned("staging", 4)
+    assert ledger.totals() == {"m/1": {"buffers": 10}}
+    assert ledger.pinned() == {"m/1": {"staging": 7, "answers": 10}}
+    two.close()
+    one.enter_pinned("staging", 0)
+    assert ledger.pinned() == {}
+
+
 @pytest.mark.parametrize(
     ("nbytes", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")]
 )

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from device_models import batch_of, landed, on_device
 from models import builders
-from ortserve.engine.device.devices import Devices
+from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.nvml import Nvml
 from ortserve.engine.device.readings import devices_reader, read_runs
@@ -50,7 +50,15 @@ def test_runs_copies_and_memory_are_in_the_metrics(tmp_path: Path) -> None:
             landed(made.start(batch_of((np.ones((rows, 4), np.float32),))))
         metrics.model("m", "1").set_device_source(lambda: read_runs([made.instance]))
         metrics.set_devices_source(
-            lambda: [DeviceReading("host:0", {"free": 1, "total": 2}, made.opened.ledger.totals(), 0.5)]
+            lambda: [
+                DeviceReading(
+                    "host:0",
+                    {"free": 1, "total": 2},
+                    made.opened.ledger.totals(),
+                    0.5,
+                    pinned=made.opened.ledger.pinned(),
+                )
+            ]
         )
 
         def value(name: str, **labels: str) -> float | None:
@@ -65,7 +73,20 @@ def test_runs_copies_and_memory_are_in_the_metrics(tmp_path: Path) -> None:
         assert (value("timed_copy_seconds_total", **model, direction="out") or 0) > 0
         assert value("memory_bytes", device="host:0", kind="free") == 1
         assert value("ledger_bytes", device="host:0", owner="m/1", purpose="buffers") == 1024
+        assert value("pinned_bytes", device="host:0", owner="m/1", purpose="staging") == 512
+        assert value("ledger_bytes", device="host:0", owner="m/1", purpose="staging") is None
         assert value("utilization", device="host:0") == 0.5
+
+
+def test_pinned_memory_is_read_beside_that_of_the_device(tmp_path: Path) -> None:
+    devices = Devices({CPU: HostDevice})
+    opened = devices.open(CPU, 0)
+    assert isinstance(opened, OpenDevice)
+    account = opened.ledger.open("m/1")
+    account.enter("buffers", 1)
+    account.enter_pinned("staging", 2)
+    (reading,) = devices_reader(devices, Nvml(FakeNvml()))()
+    assert (reading.ledger, reading.pinned) == ({"m/1": {"buffers": 1}}, {"m/1": {"staging": 2}})
 
 
 def test_devices_are_read_but_not_while_a_graph_is_captured() -> None:
