@@ -1,7 +1,7 @@
 """Where the way of a request is compiled, nothing of ours on it is left to the interpreter.
 
 What dataclasses and enumerations make for themselves is interpreted also where their module is compiled; of those that
-are made for each request ``__init__`` is written out, or each would take several times as long to make.
+are made for each request ``__init__`` is written out.
 """
 
 import json

@@ -19,7 +19,7 @@ CASES: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_CASES", "10000"))
 SEED: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_SEED", "1"))
 
 MOST_S: Final = 5.0
-"""For one case, on a machine that does other things too; the usual one takes a millisecond."""
+"""For one case, on a machine that does other things too."""
 
 LONG_ENOUGH: Final = pytest.mark.timeout(120 * max(1.0, CASES / 10_000))
 """For a test: as long for each case as the usual number of them has."""
@@ -80,7 +80,7 @@ def watching_memory(
 ) -> Iterator[MemoryWatch]:
     """Hold the cases of a ``with`` block to bounds, the last ones too.
 
-    The usual peak is 12 MiB: a few copies of one body of 4 MB, which is as much as the servers here take.
+    A peak of a few copies of one body of 4 MB, which is as much as the servers here take, is usual.
     """
     watch = MemoryWatch(server.pid, most_peak=most_peak, most_growth=most_growth)
     yield watch

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ortserve.engine.device.nvml import open_library
 from ortserve.telemetry.machine import GpuReading
 
 
@@ -41,17 +42,11 @@ class GpuReader:
             environment: Of the process, whose ``CUDA_VISIBLE_DEVICES`` may leave some out.
             library: None for the package's; without it, or without a driver, there are no GPUs.
         """
-        self._library: Any = None
+        self._library = library = open_library(library)
         self._gpus: list[Gpu] = []
         if library is None:
-            try:
-                import pynvml
-            except ImportError:
-                return
-            library = pynvml
+            return
         try:
-            library.nvmlInit()
-            self._library = library
             found = [self._find(number) for number in range(library.nvmlDeviceGetCount())]
         except library.NVMLError:
             return

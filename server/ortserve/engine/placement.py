@@ -23,18 +23,12 @@ _MOST_LETTERS: Final = 64
 
 def read_placement(session: ort.InferenceSession) -> dict[str, int]:
     """Nodes by execution provider, the provider with most of them first; the session has ``RECORD_ENTRY``."""
-    nodes: Counter[str] = Counter()
-    for part in session.get_provider_graph_assignment_info():
-        nodes[part.ep_name] += len(part.get_nodes())
-    return dict(nodes.most_common())
+    return total_nodes(count_operators(session))
 
 
 def read_operators(session: ort.InferenceSession) -> dict[str, frozenset[str]]:
     """Which operators each execution provider runs; the session has ``RECORD_ENTRY``."""
-    operators: dict[str, set[str]] = {}
-    for part in session.get_provider_graph_assignment_info():
-        operators.setdefault(part.ep_name, set()).update(node.op_type for node in part.get_nodes())
-    return {name: frozenset(kinds) for name, kinds in operators.items()}
+    return {name: frozenset(kinds) for name, kinds in count_operators(session).items()}
 
 
 def count_operators(session: ort.InferenceSession) -> dict[str, dict[str, int]]:
@@ -44,6 +38,11 @@ def count_operators(session: ort.InferenceSession) -> dict[str, dict[str, int]]:
         nodes.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
     by_nodes = sorted(nodes.items(), key=lambda entry: entry[1].total(), reverse=True)
     return {name: dict(kinds.most_common()) for name, kinds in by_nodes}
+
+
+def total_nodes(operators: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Nodes by execution provider, of what ``count_operators`` gave."""
+    return {name: sum(kinds.values()) for name, kinds in operators.items()}
 
 
 def left_to_cpu(provider: str, operators: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:

@@ -14,7 +14,7 @@ from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.placement import count_operators, describe_operators, left_to_cpu, read_placement
+from ortserve.engine.placement import count_operators, describe_operators, left_to_cpu, total_nodes
 from ortserve.engine.provider_options import GPU_PROVIDERS, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
 from ortserve.engine.runtime import Runtime
@@ -41,8 +41,7 @@ class LoadedModel:
 
     Attributes:
         providers: The execution provider, and why others were passed over.
-        nodes: Of the graph, by the execution provider that runs them.
-        operators: The same nodes, by execution provider and operator.
+        operators: Nodes of the graph, by the execution provider that runs them and by operator.
         intra_op_threads: Threads of a run inside an operator.
         run_threads: Threads that a run may keep busy in all.
         on_device: What runs on buffers of a device.
@@ -53,7 +52,6 @@ class LoadedModel:
     interface: Interface
     warm_up: WarmUp
     providers: ProviderChoice
-    nodes: Mapping[str, int]
     operators: Mapping[str, Mapping[str, int]]
     intra_op_threads: int
     run_threads: int
@@ -61,6 +59,11 @@ class LoadedModel:
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     on_device: OnDevice = field(default_factory=OnDevice)
     placed: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> Mapping[str, int]:
+        """Of the graph, by execution provider."""
+        return total_nodes(self.operators)
 
     @property
     def signature(self) -> ModelSignature:
@@ -137,7 +140,7 @@ def load_model(
             signature = interface.model
             padding = resolve_padding(options, signature)
             samples = make_samples(options, interface, folder, max_rows=most_rows)
-            nodes, operators = read_placement(opened.session), count_operators(opened.session)
+            operators = count_operators(opened.session)
         except BaseException:
             opened.abandon()
             raise
@@ -184,7 +187,7 @@ def load_model(
             raise
         run_threads = threads + branches - 1
         loaded = LoadedModel(
-            (instance,), interface, found, choice, nodes, operators, threads, run_threads, padding, labels, on_device
+            (instance,), interface, found, choice, operators, threads, run_threads, padding, labels, on_device
         )
         return loaded, samples
 
