@@ -37,6 +37,7 @@ COMPILED: Final = (
     "frontends/http/heads.py",
     "frontends/http/lane.py",
     "frontends/http/limits.py",
+    "frontends/large_body.py",
     "frontends/tls/transport.py",
     "registry/catalog.py",
     "registry/served.py",

@@ -45,10 +45,17 @@ def framed(message: bytes, *, flag: int = 0) -> bytes:
     return bytes((flag,)) + len(message).to_bytes(4, "big") + message
 
 
-class FakeTransport(asyncio.Transport):
-    """Takes what is written, in so many ``writes``; while ``is_stuck`` nothing leaves it, so that it fills up."""
+_READ_BYTES: Final = 256 * 1024
+"""What uvloop reads at once for a protocol without buffers of its own."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol) -> None:
+
+class FakeTransport(asyncio.Transport):
+    """Takes what is written, in so many ``writes``; while ``is_stuck`` nothing leaves it, so that it fills up.
+
+    What it receives it gives to its protocol as uvloop does, of which ``placed_bytes`` into the protocol's own buffers.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.BaseProtocol) -> None:
         super().__init__()
         self._loop = loop
         self._protocol = protocol
@@ -59,6 +66,7 @@ class FakeTransport(asyncio.Transport):
         self.is_lost = False
         self.is_stuck = False
         self.writes = 0
+        self.placed_bytes = 0
         self._reads = True
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
@@ -74,6 +82,28 @@ class FakeTransport(asyncio.Transport):
 
     def writelines(self, list_of_data: "Iterable[bytes | bytearray | memoryview[Any]]") -> None:
         self.write(b"".join(list_of_data))
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
+
+    def receive(self, data: bytes) -> None:
+        """Let bytes arrive."""
+        rest = memoryview(data)
+        while rest and not self._is_closing:
+            if isinstance(self._protocol, asyncio.BufferedProtocol):
+                buffer = memoryview(self._protocol.get_buffer(-1))
+                count = min(len(buffer), len(rest))
+                buffer[:count] = rest[:count]
+                self._protocol.buffer_updated(count)
+                self.placed_bytes += count
+            else:
+                assert isinstance(self._protocol, asyncio.Protocol)
+                count = min(_READ_BYTES, len(rest))
+                self._protocol.data_received(bytes(rest[:count]))
+            rest = rest[count:]
 
     def take(self) -> bytes:
         """What has left so far and was not taken yet."""
@@ -159,8 +189,7 @@ class Wire:
 
     def feed(self, data: bytes) -> None:
         """Let bytes arrive."""
-        if not self.transport.is_closing():
-            self.connection.data_received(data)
+        self.transport.receive(data)
 
     async def turn(self) -> bytes:
         """Let the loop do all that it can do now, and take what was sent."""
@@ -181,18 +210,18 @@ class Wire:
 
     def _echo(
         self,
-        message: bytes,
+        message: bytes | memoryview,
         timeout_ns: int | None,
         _head: CallHead,
         on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
         on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
         outputs: asyncio.Future[Arrays] = asyncio.ensure_future(asyncio.sleep(0, ()))
-        return self._later(message, timeout_ns, on_answer, on_failure, outputs)
+        return self._later(bytes(message), timeout_ns, on_answer, on_failure, outputs)
 
     def _hold(
         self,
-        message: bytes,
+        message: bytes | memoryview,
         timeout_ns: int | None,
         _head: CallHead,
         on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
@@ -200,7 +229,7 @@ class Wire:
     ) -> Callable[[], object]:
         outputs = Promise()
         self._releases.append(outputs)
-        return self._later(message, timeout_ns, on_answer, on_failure, outputs)
+        return self._later(bytes(message), timeout_ns, on_answer, on_failure, outputs)
 
     def _later(
         self,
@@ -226,7 +255,7 @@ class Wire:
 
     def _fail(
         self,
-        _message: bytes,
+        _message: bytes | memoryview,
         _timeout_ns: int | None,
         _head: CallHead,
         _on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
@@ -242,7 +271,7 @@ class Wire:
     async def _stream(self, context: Context) -> None:
         with _Counted(self):
             while (message := await read(context)) is not None:
-                await write(context, message)
+                await write(context, bytes(message))
 
     async def _slow(self, data: bytes, _context: Context) -> bytes:
         with _Counted(self):

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 from typing import Any, Final
@@ -21,7 +21,8 @@ import numpy as np
 import psutil
 import pytest
 
-from certificates import HOST, Secret
+from certificates import Secret
+from http_wire import Answers, connect, get, post
 from models import builders
 from servers import (
     LONG_S,
@@ -66,55 +67,9 @@ def connection(server: ServerProcess) -> Iterator[socket.socket]:
         yield connection
 
 
-def connect(server: ServerProcess) -> socket.socket:
-    host, port = server.http.split(":")
-    plain = socket.create_connection((host, int(port)), timeout=LONG_S)
-    return server.client.wrap_socket(plain, server_hostname=HOST) if server.client else plain
-
-
 def body_of(number: float, width: int = 4, **more: Any) -> bytes:
     row = np.full((1, width), number, np.float32)
     return json.dumps({"id": str(number), "inputs": [json_input("x", row)], **more}).encode()
-
-
-def post(model: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
-    lines = [f"POST /v2/models/{model}/infer HTTP/{version}", "Host: x", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "\r\n"]).encode() + body
-
-
-def get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
-
-
-class Answers:
-    """Reads the answers of a connection one after the other."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._came = bytearray()
-
-    def next(self) -> tuple[int, Mapping[str, str], Any]:
-        """Status, headers (names in lower case) and document of the next answer."""
-        while b"\r\n\r\n" not in self._came:
-            self._receive()
-        head, _, self._came = self._came.partition(b"\r\n\r\n")
-        first, *lines = head.decode().split("\r\n")
-        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        length = int(headers.get("content-length", "0"))
-        while len(self._came) < length:
-            self._receive()
-        body, self._came = bytes(self._came[:length]), self._came[length:]
-        is_json = headers.get("content-type") == "application/json"
-        return int(first.split(" ")[1]), headers, json.loads(body) if is_json else body
-
-    def is_at_end(self) -> bool:
-        """Whether the server closed the connection and nothing is left to read. Blocks until one is true."""
-        return not self._came and self._connection.recv(1) == b""
-
-    def _receive(self) -> None:
-        data = self._connection.recv(1 << 20)
-        assert data, f"the server closed the connection after {bytes(self._came)!r}"
-        self._came += data
 
 
 def ask(server: ServerProcess, model: str, body: bytes) -> httpx.Response:

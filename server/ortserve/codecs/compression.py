@@ -38,7 +38,7 @@ class Inflater:
 
     def __init__(
         self,
-        body: bytes,
+        body: bytes | memoryview,
         encoding: Encoding,
         max_bytes: int,
         *,

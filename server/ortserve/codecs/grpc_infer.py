@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from ortserve._pb.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
 from ortserve.codecs.bytes_elements import decode_element, object_array
-from ortserve.codecs.grpc_wire import answer_id, raw_contents, raw_output, split_request
+from ortserve.codecs.grpc_wire import answer_id, raw_output, split_request
 from ortserve.codecs.region_span import BYTE_SIZE, OFFSET, REGION, read_span
 from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
 from ortserve.core.dtypes import DATATYPES, DataType
@@ -62,21 +62,21 @@ class _Head:
     regions: RegionUse | None
 
 
-def decode_request(data: bytes) -> InferRequest:
+def decode_request(data: bytes | memoryview) -> InferRequest:
     """Read a serialized ``ModelInferRequest``; tensors that came as raw contents are read-only views on ``data``.
 
     Raises:
         ServeError: invalid_input for anything malformed; unsupported for extensions this server does not have.
     """
+    raw: Sequence[bytes | memoryview]
     parts = split_request(data)
     if parts is None:
         message = parse_message(ModelInferRequest, data)
         head, request_id = _read_head(message), message.id
-        raw: Sequence[bytes | memoryview] = message.raw_input_contents
+        raw = message.raw_input_contents
     else:
-        told, request_id, raw_start = parts
+        told, request_id, raw = parts
         head = _known_head(told) if len(told) <= _KEPT_BYTES else _parse_head(told)
-        raw = raw_contents(data, raw_start)
     return InferRequest(
         head.model,
         head.version,
@@ -88,7 +88,7 @@ def decode_request(data: bytes) -> InferRequest:
     )
 
 
-def read_names(data: bytes) -> ModelInferRequest:
+def read_names(data: bytes | memoryview) -> ModelInferRequest:
     """Read what can be read of a serialized ``ModelInferRequest`` but its raw contents, to name it in an error.
 
     Never fails; bytes that are no such message have no names.
@@ -139,14 +139,14 @@ def _answer_head(
     return ModelInferResponse(model_name=model, model_version=version).SerializeToString(), message.SerializeToString()
 
 
-def parse_message(message_type: type[M], data: bytes) -> M:
+def parse_message(message_type: type[M], data: bytes | memoryview) -> M:
     """Parse a whole message of any type.
 
     Raises:
         ServeError: invalid_input, when ``data`` is no such message.
     """
     try:
-        return message_type.FromString(data)
+        return message_type.FromString(data if isinstance(data, bytes) else bytes(data))
     except DecodeError:
         raise invalid_input(f"the request is not a valid message of type {message_type.DESCRIPTOR.full_name}") from None
 

@@ -43,7 +43,7 @@ def encode_stream_answer(response: InferResponse) -> bytes:
     return b"".join((head, answer, _FINAL_PARAMETER))
 
 
-def encode_stream_error(request: bytes, text: str) -> bytes:
+def encode_stream_error(request: bytes | memoryview, text: str) -> bytes:
     """Serialize what is wrong with a request, under the id, model and version that its bytes give."""
     names = read_names(request)
     message = ModelStreamInferResponse(error_message=text or "unknown error")  # an empty one would be no error

@@ -13,51 +13,61 @@ _RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUM
 _ANSWER_ID_TAG: Final = bytes([ModelInferResponse.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 
 
-def split_request(data: bytes) -> tuple[bytes, str, int] | None:
-    """Split a serialized ``ModelInferRequest`` into what is neither its id nor raw contents, its id, and the rest.
+_FRONT_BYTES: Final = 64 * 1024
+"""Of a message that is a view, what is read byte by byte. No client's head is as long."""
+
+_MAX_SIZE_BYTES: Final = 5
+
+
+def split_request(data: bytes | memoryview) -> tuple[bytes, str, list[memoryview]] | None:
+    """Split a serialized ``ModelInferRequest`` into what is neither its id nor raw contents, its id, and the latter.
 
     Returns:
-        The first as a message of its own, the id, and where the raw contents begin, which fill ``data`` to its end;
-        None where there are none, or the message is not built as clients build it (fields in the order of their
-        numbers, all known), or is broken: protobuf itself has the last word on those.
+        The first as a message of its own, the id, and views on the raw contents, which fill ``data`` to its end; None
+        where there are none, or the message is not built as clients build it (fields in the order of their numbers,
+        all known), or is broken: protobuf itself has the last word on those.
     """
-    position, end = 0, len(data)
+    front = data if isinstance(data, bytes) else bytes(data[:_FRONT_BYTES])
+    position = 0
     id_start = id_end = 0
     request_id = ""
-    raw_start: int | None = None
     try:
-        while position < end:
+        while True:
             start = position
-            tag = data[position]
-            size = data[position + 1]
+            tag = front[position]
+            if tag == _RAW_INPUT_TAG:
+                break
+            size = front[position + 1]
             position += 2
             if size > 127:
-                size, position = _long_size(data, position - 1)
-            if tag == _RAW_INPUT_TAG:
-                if raw_start is None:
-                    raw_start = start
-            elif raw_start is not None or tag & 7 != _LENGTH_DELIMITED or tag > 127:
+                size, position = _long_size(front, position - 1)
+            if tag & 7 != _LENGTH_DELIMITED or tag > 127:
                 return None
-            elif tag == _ID_TAG:
+            if tag == _ID_TAG:
                 id_start, id_end = start, position + size
-                request_id = data[position:id_end].decode()
+                request_id = front[position:id_end].decode()
             position += size
+        raw = _raw_contents(data, start)
     except (IndexError, UnicodeDecodeError):
         return None
-    if position != end or raw_start is None:
-        return None
-    return data[:id_start] + data[id_end:raw_start], request_id, raw_start
+    return front[:id_start] + front[id_end:start], request_id, raw
 
 
-def raw_contents(data: bytes, position: int) -> list[memoryview]:
-    """Views on the raw contents that ``split_request`` found from ``position`` on."""
+def _raw_contents(data: bytes | memoryview, position: int) -> list[memoryview]:
+    """Views on the raw contents that fill ``data`` from ``position`` on. Raises IndexError where anything else does."""
     view = memoryview(data)
     end = len(data)
     contents: list[memoryview] = []
     while position < end:
-        size, position = _long_size(data, position + 1)
+        begin = bytes(data[position : position + 1 + _MAX_SIZE_BYTES])
+        if begin[0] != _RAW_INPUT_TAG:
+            raise IndexError
+        size, length = _long_size(begin, 1)
+        position += length
         contents.append(view[position : position + size])
         position += size
+    if position > end:
+        raise IndexError
     return contents
 
 

@@ -32,7 +32,9 @@ class EncodedResponse:
         self.json_size = json_size
 
 
-def decode_rest_request(body: bytes, json_size: int | None, model_name: str, model_version: str) -> InferRequest:
+def decode_rest_request(
+    body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str
+) -> InferRequest:
     """Read an inference request.
 
     Args:

@@ -45,7 +45,7 @@ class InferRequest:
     outputs: Final[Sequence[RequestedOutput]]
     parameters: Final[Mapping[str, Parameter]]
     binary_output: Final[bool]
-    raw_input: Final[bytes | None]
+    raw_input: Final[bytes | memoryview | None]
     regions: Final[RegionUse | None]
 
     def __init__(
@@ -57,7 +57,7 @@ class InferRequest:
         outputs: Sequence[RequestedOutput],
         parameters: Mapping[str, Parameter],
         binary_output: bool = False,
-        raw_input: bytes | None = None,
+        raw_input: bytes | memoryview | None = None,
         regions: RegionUse | None = None,
     ) -> None:
         self.model_name = model_name

@@ -10,7 +10,7 @@ from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import invalid_input
 
 
-def read_raw_input(data: bytes, signature: ModelSignature, model: str) -> Tensor:
+def read_raw_input(data: bytes | memoryview, signature: ModelSignature, model: str) -> Tensor:
     """Make the only input of a model from its bytes.
 
     Name and datatype are the signature's, and so is the shape: one row, where rows are batched, and one free dimension
@@ -35,7 +35,7 @@ def read_raw_input(data: bytes, signature: ModelSignature, model: str) -> Tensor
                 f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1], "
                 f"got {format_shape(spec.shape)} for '{model}'"
             )
-        return Tensor(spec.name, spec.datatype, object_array([decode_element(data, 0, spec.name)], shape))
+        return Tensor(spec.name, spec.datatype, object_array([decode_element(bytes(data), 0, spec.name)], shape))
     if -1 in shape:
         shape = _with_free_dimension(shape, len(data), spec, model)
     return Tensor(spec.name, spec.datatype, decode_binary_tensor(data, spec.datatype, shape, spec.name, model))

@@ -68,7 +68,9 @@ OnAnswer: TypeAlias = Callable[[bytes, bytes, MetadataEntry | None], None]
 OnFailure: TypeAlias = Callable[[ServeError], None]
 """Told of what went wrong."""
 
-QuickCall: TypeAlias = Callable[[bytes, int | None, CallHead, OnAnswer, OnFailure], Callable[[], object] | None]
+QuickCall: TypeAlias = Callable[
+    [bytes | memoryview, int | None, CallHead, OnAnswer, OnFailure], Callable[[], object] | None
+]
 """A unary call that needs no task: message, time that the caller waits (ns), headers, and what is to be called once, on
 the loop. Returns what cancels it, None where it is over."""
 
@@ -161,10 +163,10 @@ def check(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeError 
     return None
 
 
-async def read(context: Context) -> bytes | None:
+async def read(context: Context) -> bytes | memoryview | None:
     """The next message of a stream, None when the caller has sent all."""
     data: object = await context.read()  # declared as bytes alone
-    return data if isinstance(data, bytes) else None
+    return data if isinstance(data, bytes | memoryview) else None
 
 
 async def write(context: Context, data: bytes) -> None:
@@ -188,7 +190,7 @@ async def read_one(context: Context) -> bytes:
     data = await read(context)
     if data is None:
         raise invalid_input("the call takes one message, got none")
-    return data
+    return bytes(data)
 
 
 _MAX_DETAILS_BYTES: Final = 2000

@@ -82,7 +82,7 @@ class InferCalls:
 
     def begin(
         self,
-        data: bytes,
+        data: bytes | memoryview,
         timeout_ns: int | None,
         head: CallHead,
         on_answer: OnAnswer,

@@ -148,7 +148,7 @@ class InferStream:
             self._has_news.set()
             del data  # the next one may be long in coming
 
-    async def _answer(self, data: bytes) -> bytes | Status:
+    async def _answer(self, data: bytes | memoryview) -> bytes | Status:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())

@@ -25,14 +25,16 @@ async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | 
         if len(first) > max_bytes:
             raise body_too_large(len(first), max_bytes)
         return first
-    body = bytearray(first)
-    hold.count(len(body))
+    parts, size = [first], len(first)
+    hold.count(size)
     while message.get("more_body", False):
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise body_too_large(len(body), max_bytes)
-        hold.resize(len(body))
-    return bytes(body)
+        part: bytes = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > max_bytes:
+            raise body_too_large(size, max_bytes)
+        hold.resize(size)
+    return b"".join(parts)

@@ -14,7 +14,7 @@ _INLINE_BYTES: Final = 64 * 1024
 """Bodies of this size are compressed in about 0.6 ms."""
 
 
-async def inflate(body: bytes, encoding: Encoding, hold: Hold, *, max_bytes: int) -> bytes:
+async def inflate(body: bytes | memoryview, encoding: Encoding, hold: Hold, *, max_bytes: int) -> bytes:
     """Undo the encoding of a request's body, which is as long as ``hold`` says; what it grows by is held, too.
 
     Raises:

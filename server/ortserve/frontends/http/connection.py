@@ -230,6 +230,11 @@ class Connection(HttpToolsProtocol):
             self._refusal = _too_many_headers(len(self.headers), limits)
             self.send_400_response("")
 
+    def make_parser(self) -> None:
+        """Begin to read anew, with whatever comes next."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+
     def end_slow_body(self, error: ServeError) -> None:
         """Answer a request whose body takes too long; what waits for it learns that its caller left."""
         if self.cycle.response_started:
@@ -261,8 +266,7 @@ class Connection(HttpToolsProtocol):
                 value = b", ".join(part for part in value.split(b",") if part.strip().lower() not in _OFFERS)
             if name not in _OFFERS:
                 lines.append(b"%s: %s" % (name, value))
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.make_parser()
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _grow_old(self) -> None:

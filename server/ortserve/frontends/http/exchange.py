@@ -22,6 +22,7 @@ from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_l
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.corked_transport import CorkedTransport
 from ortserve.frontends.http.heads import Head, Heads
+from ortserve.frontends.large_body import LargeBody, is_worth_placing
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.access import Guard, RefusedKeyError
@@ -109,6 +110,7 @@ class Exchange:
         "_inflating",
         "_is_started",
         "_is_written",
+        "_large",
         "_parts",
         "_pending",
         "_received_ns",
@@ -129,6 +131,7 @@ class Exchange:
         self._connection = connection
         self.head: Final = head
         self._parts: list[bytes] = []
+        self._large: LargeBody | None = None
         self._size = 0
         self._held = 0
         self._call: Call | None = None
@@ -182,10 +185,36 @@ class Exchange:
 
     def on_body(self, data: bytes) -> None:
         """Keep a part of the body, unless it is refused."""
+        if self._refusal is None:
+            self._parts.append(data)
+            self.count(len(data))
+
+    def place_rest(self) -> LargeBody | None:
+        """Where the rest of the body is to be received, behind what has come; None where it is to come as parts.
+
+        Whoever receives it calls ``count`` for what came.
+        """
+        if self._refusal is not None or self._large is not None or not self._is_started:
+            return None
+        size = self._announced.body_size  # 0 of one that comes in chunks
+        if not is_worth_placing(size, self._size):
+            return None
+        try:
+            large = LargeBody(size)
+        except MemoryError:  # there may be some by the time that it has come
+            return None
+        for part in self._parts:
+            large.put(part)
+        self._parts = []
+        self._large = large
+        return large
+
+    def count(self, nbytes: int) -> None:
+        """So much more of the body came, which is refused where there is no room for it."""
         if self._refusal is not None:
             return
         lane = self._connection.lane
-        size = self._size + len(data)
+        size = self._size + nbytes
         try:
             if size > lane.max_body_bytes:
                 raise body_too_large(size, lane.max_body_bytes)
@@ -197,7 +226,6 @@ class Exchange:
             self.refuse_body(error)
             return
         self._size = size
-        self._parts.append(data)
 
     def on_part(self) -> None:
         """The rest of the body is yet to come: hold what is there. Who announced it could keep others out by that."""
@@ -212,6 +240,8 @@ class Exchange:
             return
         self._refusal = error
         self._parts.clear()
+        if self._large is not None:
+            self._large.drop()
         if self._is_started:
             self._refuse(error)
 
@@ -258,16 +288,21 @@ class Exchange:
 
     def _begin(self) -> None:
         lane = self._connection.lane
-        parts = self._parts
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._parts = []
+        body = self._take_body()
         self._call = lane.service.receive("http", self._announced.timeout_ns, self._trace, self._received_ns)
         if self._announced.encoding is None:
             self._submit(body)
         else:
             self._inflating = self._connection.loop.create_task(self._inflate(body, self._announced.encoding))
 
-    async def _inflate(self, body: bytes, encoding: Encoding) -> None:
+    def _take_body(self) -> bytes | memoryview:
+        parts, large = self._parts, self._large
+        self._parts, self._large = [], None
+        if large is not None:
+            return large.content()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _inflate(self, body: bytes | memoryview, encoding: Encoding) -> None:
         connection, lane, hold = self._connection, self._connection.lane, self._hold
         assert hold is not None
         kind = ErrorKind.CANCELLED
@@ -286,7 +321,7 @@ class Exchange:
         lane.service.count_refused_body("http", kind, self._received_ns, self._trace)
         hold.release()  # it may have grown since the caller left
 
-    def _submit(self, body: bytes) -> None:
+    def _submit(self, body: bytes | memoryview) -> None:
         assert self._call is not None
         head = self.head
         try:

@@ -22,6 +22,7 @@ from ortserve.frontends.http.exchange import Exchange, Lane
 from ortserve.frontends.http.heads import Head, find_head
 from ortserve.frontends.http.infer_route import match_infer_path
 from ortserve.frontends.http.limits import HttpLimits, Stage
+from ortserve.frontends.large_body import LargeBody, Receiver
 
 UVICORN: Final = "0.54.0"
 """The version whose protocol class the lane is made for, attribute by attribute."""
@@ -123,6 +124,25 @@ class LaneConnection(Connection):
         exchange: object = self.cycle
         if type(exchange) is Exchange and self.stage is _BODY:
             exchange.on_part()
+            large = exchange.place_rest()
+            if large is not None:
+                self.transport.set_protocol(BodyReceiver(self, large))
+
+    def on_placed(self, count: int, *, is_whole: bool) -> None:
+        """``count`` bytes of the exchange's body came to their place, past the parser, which still waits for them."""
+        exchange: object = self.cycle
+        assert type(exchange) is Exchange
+        self._chunk_bytes = count
+        self._body_bytes += count
+        exchange.count(count)
+        if not is_whole:
+            self.on_unfinished()
+            return
+        self.make_parser()
+        if not self.transport.is_closing():
+            self.transport.set_protocol(self)
+        self.stage = _REQUEST
+        exchange.on_end()
 
     def send_400_response(self, msg: str) -> None:
         exchange: object = self.cycle
@@ -191,6 +211,22 @@ class LaneConnection(Connection):
         self.url, self.headers, self.expect_100_continue = url, headers, expects_continue
         self.scope["headers"] = headers
         super().on_headers_complete()  # which checks them once more; control requests are few
+
+
+class BodyReceiver(Receiver):
+    """Receives the rest of a large body for a connection."""
+
+    def __init__(self, connection: LaneConnection, body: LargeBody) -> None:
+        super().__init__(connection)
+        self._connection = connection
+        self._body = body
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._body.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._body.add(nbytes)
+        self._connection.on_placed(nbytes, is_whole=self._body.is_whole)
 
 
 def _target(url: bytes) -> tuple[str, str] | None:

@@ -94,6 +94,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         self._entrance = entrance
         self._make_protocol = make_protocol
         self._protocol: asyncio.Protocol | None = None
+        self._receiver: asyncio.BufferedProtocol | None = None
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._session: ssl.SSLObject | None = None
@@ -141,6 +142,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         self._is_closing = True
         self._end_handshake()
         protocol, self._protocol = self._protocol, None  # else both would wait for the garbage collector
+        self._receiver = None
         if protocol is not None:
             protocol.connection_lost(exc)
 
@@ -209,6 +211,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = cast("asyncio.Protocol", protocol)
+        self._receiver = protocol if isinstance(protocol, asyncio.BufferedProtocol) else None
 
     def is_reading(self) -> bool:
         return not self._is_paused and not self.is_closing()
@@ -275,7 +278,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._deadline = None
 
     def _take(self, data: bytes | memoryview, parts: list[bytes]) -> None:
-        """Decrypt what has come, and put it behind ``parts``; the session may be closing after it."""
+        """Decrypt what has come, into ``parts`` or where the protocol wants it; the session may be closing after it."""
         session, incoming = self._session, self._incoming
         incoming.write(data)
         if self._protocol is None:
@@ -284,15 +287,17 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             session = self._session
         assert session is not None
         assert self._empty is not None
-        came, data_bytes, before = incoming.pending, 0, len(parts)
+        came, data_bytes, records = incoming.pending, 0, 0
         try:
-            while incoming.pending:
-                part = session.read(_RECORD_BYTES)
-                if not part:
+            while incoming.pending or session.pending():  # of a record that did not fit where it was wanted
+                count = self._read_record(session, parts)
+                if not count:
                     self._has_ended = True
                     break
-                parts.append(part)
-                data_bytes += len(part)
+                data_bytes += count
+                records += 1
+                if self._is_closing:
+                    return
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
@@ -302,9 +307,23 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._send_out()
             if self._socket.get_write_buffer_size() > _UNREAD_BYTES:
                 self._empty.forgo_refill()
-        if self._empty.are_too_many(came, data=data_bytes, records=len(parts) - before):
+        if self._empty.are_too_many(came, data=data_bytes, records=records):
             log_event(logger, logging.DEBUG, "TLS session brings too little data", port=self._entrance.port)
             self.abort()
+
+    def _read_record(self, session: ssl.SSLObject, parts: list[bytes]) -> int:
+        """Decrypt one record, or what there is room for; its bytes, 0 where the peer has sent all."""
+        receiver = self._receiver
+        if receiver is None:
+            part = session.read(_RECORD_BYTES)
+            if part:
+                parts.append(part)
+            return len(part)
+        room = cast("bytearray", receiver.get_buffer(_RECORD_BYTES))  # as typeshed has it; any buffer does
+        count = cast("int", session.read(_RECORD_BYTES, room))
+        if count:
+            receiver.buffer_updated(count)
+        return count
 
     def _hand_on(self, parts: list[bytes]) -> None:
         """As one piece: so that a protocol that pauses is sent nothing more."""

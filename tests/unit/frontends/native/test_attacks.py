@@ -181,7 +181,8 @@ def test_connection_that_begins_wrongly_is_told_so_and_closed(sent: bytes, code:
 
 
 WRONG = {
-    "a frame that is too large": (b"\x00\x40\x01\x00\x00\x00\x00\x00\x01", ErrorCode.FRAME_SIZE_ERROR),
+    "DATA that are too large": (b"\x10\x00\x01\x00\x00\x00\x00\x00\x01", ErrorCode.FRAME_SIZE_ERROR),
+    "HEADERS that are too large": (b"\x00\x40\x01\x01\x04\x00\x00\x00\x01", ErrorCode.ENHANCE_YOUR_CALM),
     "DATA of an idle stream": (data(1, b"x"), ErrorCode.PROTOCOL_ERROR),
     "DATA of no stream": (data(0, b"x"), ErrorCode.PROTOCOL_ERROR),
     "HEADERS of a server's stream": (opening(2), ErrorCode.PROTOCOL_ERROR),

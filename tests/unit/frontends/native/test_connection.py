@@ -1,10 +1,13 @@
 """A connection against the h2 library: what each call gets, and what becomes of connections that age, idle or drain."""
 
 import asyncio
+import random
 
 import pytest
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from native_wire import (
     BOOM,
@@ -23,7 +26,7 @@ from native_wire import (
 )
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.compression import deflate
-from ortserve.frontends.grpc.native.connection import Connection
+from ortserve.frontends.grpc.native.connection import Connection, MessageReceiver
 from ortserve.frontends.grpc.native.limits import Limits
 
 OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 1, 4, 8, 12, 13
@@ -43,6 +46,86 @@ def test_message_of_any_size_comes_back(path: str, size: int) -> None:
         assert answer.status == OK
         assert answer.is_ended
         assert answer.reset is None
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+@pytest.mark.parametrize("size", [300_000, 5_000_000])
+def test_large_message_is_received_where_it_stays(path: str, size: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        message = random.Random(size).randbytes(size)
+        stream = client.open(path)
+        await client.send_all(stream, framed(message))
+        await client.exchange()
+        assert client.answers[stream].messages == [message]
+        copied = size - wire.transport.placed_bytes
+        assert copied <= 256 * 1024 + max(0, size // 2)  # what came before it was known to be large, too
+        small = await client.call(ECHO, b"small")
+        assert small.messages == [b"small"]
+
+    on_wire(test)
+
+
+@given(st.data())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_large_messages_of_many_streams_come_between_each_other(data: st.DataObject) -> None:
+    """In frames of any size, cut anywhere, with padding, small calls and the ends of streams between."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        seeded = random.Random(data.draw(st.integers(0, 2**32)))
+        unsent: dict[int, bytes] = {}
+        sent: dict[int, list[bytes]] = {}
+        for _ in range(data.draw(st.integers(1, 4))):
+            path = data.draw(st.sampled_from([ECHO, STREAM]))
+            sizes = data.draw(st.lists(st.sampled_from([0, 70_000, 300_000, 1_500_000]), min_size=1, max_size=3))
+            stream = client.open(path)
+            sent[stream] = [seeded.randbytes(size) for size in sizes[: 1 if path == ECHO else 3]]
+            unsent[stream] = b"".join(map(framed, sent[stream]))
+        reset: set[int] = set()
+        while unsent:
+            stream = seeded.choice(sorted(unsent))
+            if seeded.random() < 0.01:
+                client.h2.reset_stream(stream)
+                reset.add(stream)
+                del unsent[stream]
+                continue
+            room = min(client.h2.local_flow_control_window(stream), client.h2.max_outbound_frame_size - 256)
+            size = min(room, seeded.choice([1, 100, 16_384, 100_000, 1_000_000]))
+            rest = unsent[stream]
+            if size > 0:
+                pad = seeded.choice([None, None, 0, 200]) if size + 300 < room else None
+                client.h2.send_data(stream, rest[:size], end_stream=size >= len(rest), pad_length=pad)
+                unsent[stream] = rest[size:]
+                if size >= len(rest):
+                    del unsent[stream]
+            out = client.h2.data_to_send()
+            while out:
+                cut = seeded.choice([1, 50, 5_000, 300_000])
+                wire.feed(out[:cut])
+                out = out[cut:]
+            await client.exchange()
+        await client.exchange()
+        for stream in sent.keys() - reset:
+            assert client.answers[stream].status == OK
+            assert client.answers[stream].messages == sent[stream]
+
+    on_wire(test)
+
+
+def test_call_that_ends_in_the_middle_of_a_large_message_leaves_nothing_behind() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(ECHO, ("grpc-timeout", "1S"))
+        client.send(stream, framed(bytes(1_000_000))[:400_000])
+        await client.exchange()
+        assert isinstance(wire.transport.get_protocol(), MessageReceiver)
+        assert wire.gate.held_bytes == 400_000 - 5
+        await asyncio.sleep(2)
+        await client.exchange()
+        assert client.answers[stream].status == DEADLINE
+        assert wire.gate.held_bytes == 0
+        other = await client.call(ECHO, b"x")
+        assert other.messages == [b"x"]
 
     on_wire(test)
 

@@ -5,11 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.frontends.grpc.native.messages import MessageReader, RefusedMessageError
+from ortserve.frontends.grpc.native.messages import Message, MessageReader, RefusedMessageError
 
 
 def framed(message: bytes, *, flag: int = 0) -> bytes:
     return bytes((flag,)) + len(message).to_bytes(4, "big") + message
+
+
+def feed(reader: MessageReader, data: bytes) -> list[Message]:
+    """The same bytes among others."""
+    return reader.feed(b"ab" + data + b"c", 2, 2 + len(data))
 
 
 def test_messages_are_found_wherever_the_bytes_are_cut_in_two() -> None:
@@ -17,7 +22,7 @@ def test_messages_are_found_wherever_the_bytes_are_cut_in_two() -> None:
     sent = b"".join(framed(message, flag=number % 2) for number, message in enumerate(messages))
     for cut in range(len(sent) + 1):
         reader = MessageReader(100)
-        found = reader.feed(sent[:cut]) + reader.feed(sent[cut:])
+        found = feed(reader, sent[:cut]) + feed(reader, sent[cut:])
         assert found == [(message, number % 2 == 1) for number, message in enumerate(messages)]
         assert reader.is_between_messages
         assert reader.kept_bytes == 0
@@ -31,7 +36,7 @@ def test_messages_are_found_wherever_the_bytes_are_cut(messages: list[bytes], cu
     position = number = 0
     while position < len(sent):
         size = cuts[number % len(cuts)]
-        found += reader.feed(sent[position : position + size])
+        found += feed(reader, sent[position : position + size])
         position += size
         number += 1
         assert reader.kept_bytes == sum(len(part) for part in reader._parts)
@@ -40,15 +45,15 @@ def test_messages_are_found_wherever_the_bytes_are_cut(messages: list[bytes], cu
 
 def test_bytes_that_come_one_by_one_are_not_kept_one_by_one() -> None:
     reader = MessageReader(100_000)
-    reader.feed(framed(bytes(50_000))[:5])
+    feed(reader, framed(bytes(50_000))[:5])
     for _ in range(40_000):
-        reader.feed(b"x")
+        feed(reader, b"x")
     assert len(reader._parts) < 20
 
 
 def test_rest_of_a_message_that_was_let_go_is_not_counted() -> None:
     reader = MessageReader(100)
-    reader.feed(framed(b"hello")[:7])
+    feed(reader, framed(b"hello")[:7])
     assert not reader.is_between_messages
     assert (reader.kept_bytes, reader.length) == (2, 5)
     reader.clear()
@@ -62,5 +67,5 @@ def test_rest_of_a_message_that_was_let_go_is_not_counted() -> None:
 )
 def test_message_that_is_none_or_too_large_is_refused_by_its_prefix(sent: bytes, code: grpc.StatusCode) -> None:
     with pytest.raises(RefusedMessageError) as caught:
-        MessageReader(100).feed(sent[:5])
+        feed(MessageReader(100), sent[:5])
     assert caught.value.code is code

@@ -23,7 +23,7 @@ from ortserve.frontends.grpc.native.limits import Limits
 
 CANCELLED, DEADLINE, UNIMPLEMENTED = 1, 4, 12
 paths = st.sampled_from([ECHO, FAIL, HOLD, SLOW, STREAM, "/nothing/Here"])
-sizes = st.sampled_from([0, 1, 5, 100, 16_379, 20_000])
+sizes = st.sampled_from([0, 1, 5, 100, 16_379, 20_000, 200_000])
 
 
 def schedules(count: int, *, steps: int) -> settings:

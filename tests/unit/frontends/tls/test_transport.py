@@ -71,6 +71,30 @@ class Recorder(asyncio.Protocol):
         self.news.set()
 
 
+class Taker(asyncio.BufferedProtocol):
+    """Takes the next ``room`` bytes of a recorder's session in its own memory, then leaves the rest to it."""
+
+    def __init__(self, recorder: Recorder, room: int) -> None:
+        self.taken = bytearray()
+        self._recorder = recorder
+        self._buffer = bytearray(room)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return memoryview(self._buffer)[len(self.taken) :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.taken += self._buffer[len(self.taken) :][:nbytes]
+        self._recorder.news.set()
+        if len(self.taken) == len(self._buffer):
+            self._recorder.transport.set_protocol(self._recorder)
+
+    def eof_received(self) -> None:
+        self._recorder.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._recorder.connection_lost(exc)
+
+
 class Listener:
     """A loop in a thread of its own, as the server's, with an entrance on a port."""
 
@@ -212,6 +236,53 @@ def test_bytes_arrive_as_they_were_sent_both_ways(listener: Listener) -> None:
 
         listener.call(answer)
         assert read_to_end(session) == sent
+
+
+@pytest.mark.parametrize("room", [1, 16_383, 16_384, 100_000, 500_000])
+def test_protocol_with_a_buffer_gets_its_bytes_there_and_the_next_one_the_rest(listener: Listener, room: int) -> None:
+    session, recorder = listener.connect()
+    with session:
+        taker = Taker(recorder, room)
+        session.sendall(b"before")
+        listener.wait(recorder, lambda told: told.came == b"before")
+        listener.call(lambda: recorder.transport.set_protocol(taker))
+        sent = os.urandom(500_010)
+        session.sendall(sent)
+        listener.wait(recorder, lambda told: len(told.came) + len(taker.taken) == 6 + len(sent))
+        assert taker.taken == sent[:room]
+        assert recorder.came == b"before" + sent[room:]
+
+
+def test_protocol_with_a_buffer_learns_of_the_end(listener: Listener) -> None:
+    session, recorder = listener.connect()
+    with session:
+        taker = Taker(recorder, 100)
+        listener.call(lambda: recorder.transport.set_protocol(taker))
+        session.sendall(b"some")
+        listener.wait(recorder, lambda _: taker.taken == b"some")
+        with suppress(ConnectionError):
+            session.unwrap()
+        listener.wait(recorder, lambda told: "lost" in told.calls)
+        assert recorder.calls == ["made", "eof", "lost"]
+
+
+def test_session_that_its_buffers_protocol_ends_gives_it_nothing_more(listener: Listener) -> None:
+    with by_hand(listener) as (raw, session, outgoing):
+        recorder = listener.newest()
+        taker = Taker(recorder, 100)
+        take = taker.buffer_updated
+
+        def take_one_and_leave(nbytes: int) -> None:
+            take(nbytes)
+            recorder.transport.abort()
+
+        taker.buffer_updated = take_one_and_leave  # type: ignore[method-assign]
+        listener.call(lambda: recorder.transport.set_protocol(taker))
+        for number in range(5):
+            session.write(b"%d" % number)
+        raw.sendall(outgoing.read())
+        listener.wait(recorder, lambda told: "lost" in told.calls)
+        assert taker.taken == b"0"
 
 
 def test_protocol_learns_of_the_session(listener: Listener) -> None:

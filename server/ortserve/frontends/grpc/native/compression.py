@@ -9,7 +9,7 @@ import grpc
 from ortserve.codecs.compression import Encoding, Inflater
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.message_limits import too_large
-from ortserve.frontends.grpc.native.messages import Message, RefusedMessageError
+from ortserve.frontends.grpc.native.messages import RefusedMessageError
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW
 from ortserve.frontends.inflating import inflate_all
 from ortserve.service.gate import Hold
@@ -26,7 +26,7 @@ _DEFLATED_INLINE_BYTES: Final = 32 * 1024
 """Messages up to this size are compressed on the loop, in less than 1 ms."""
 
 
-async def inflate(message: bytes, encoding: bytes, hold: Hold, *, max_bytes: int) -> bytes:
+async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, max_bytes: int) -> bytes:
     """Undo the compression of a message, as long as ``hold`` says; what it grows by is held, too.
 
     Nobody is asked about what fits a stream's window, it counts alone: who takes the message asks, and refuses it as a
@@ -75,8 +75,8 @@ def deflate(message: bytes, encoding: bytes) -> bytes:
     return zlib.compress(message, _LEVEL, _KNOWN[encoding].window_bits)
 
 
-async def compressed(message: bytes, encoding: bytes) -> Message:
-    """What to send for a message: itself where compression makes it no smaller."""
+async def compressed(message: bytes, encoding: bytes) -> tuple[bytes, bool]:
+    """What to send for a message, and whether it is compressed: itself where that makes it no smaller."""
     if len(message) <= _DEFLATED_INLINE_BYTES:
         smaller = deflate(message, encoding)
     else:

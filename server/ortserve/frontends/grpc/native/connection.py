@@ -10,7 +10,7 @@ from typing import Final, cast
 
 from ortserve.clock import Clock
 from ortserve.frontends.grpc.native import frames
-from ortserve.frontends.grpc.native.frame_reader import FrameReader
+from ortserve.frontends.grpc.native.frame_reader import MAX_DATA_BYTES, FrameReader
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.lifetime import STALL_S, Due, Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
@@ -19,10 +19,14 @@ from ortserve.frontends.grpc.native.send_waits import SendWaits
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW, Stream
 from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
+from ortserve.frontends.large_body import LARGE_BYTES, Receiver
 
 logger: Final = logging.getLogger(__name__)
 
 _WRITE_BUFFER_BYTES: Final = 1024 * 1024
+
+_BETWEEN_BYTES: Final = 4 * 1024
+"""Read at once between two frames of a large message. What is DATA among it is copied."""
 
 _LAST_CALLS_S: Final = 1.0
 """For which calls that were on their way when a drain began still count, where the peer does not answer a PING."""
@@ -76,6 +80,7 @@ class Connection(asyncio.Protocol):
         ours = {
             frames.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
+            frames.MAX_FRAME_SIZE: MAX_DATA_BYTES,
             frames.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
         }
         self._sending.control(frames.settings(ours))
@@ -83,17 +88,9 @@ class Connection(asyncio.Protocol):
         self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_failed:
-            return
-        now_ns = self._clock()
-        self._life.heard_ns = now_ns
-        try:
-            self._reader.feed(data, now_ns)
-        except Http2ConnectionError as error:
-            self._fail(error)
-        except Exception:
-            logger.exception("a gRPC connection failed")
-            self._fail(Http2ConnectionError(ErrorCode.INTERNAL_ERROR, ""))
+        self.on_bytes(data)
+        if self._reader.data_left >= LARGE_BYTES and self._receiving.placing() is not None:
+            self._transport.set_protocol(MessageReceiver(self))
 
     def eof_received(self) -> None:
         """A caller who sends nothing more reads nothing either: the transport closes."""
@@ -113,6 +110,41 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._sending.resume()
+
+    # Its receiver's calls
+
+    def room(self) -> memoryview | None:
+        """Where the next bytes belong; None for those that have to be looked at first."""
+        large = self._receiving.placing()
+        if large is None or not self._reader.data_left:
+            return None
+        return large.room()[: self._reader.data_left]
+
+    def on_placed(self, count: int) -> None:
+        """The next ``count`` bytes were written to ``room``."""
+        self.on_bytes(None, placed=count)
+
+    def go_on(self) -> None:
+        """Take what comes as it comes again, unless it is still part of a large message."""
+        if self._receiving.placing() is None and not self._transport.is_closing():
+            self._transport.set_protocol(self)
+
+    def on_bytes(self, data: bytes | None, *, placed: int = 0) -> None:
+        """The next bytes, or how many there were of those that were placed."""
+        if self._is_failed:
+            return
+        now_ns = self._clock()
+        self._life.heard_ns = now_ns
+        try:
+            if data is None:
+                self._reader.skip(placed)
+            else:
+                self._reader.feed(data, now_ns)
+        except Http2ConnectionError as error:
+            self._fail(error)
+        except Exception:
+            logger.exception("a gRPC connection failed")
+            self._fail(Http2ConnectionError(ErrorCode.INTERNAL_ERROR, ""))
 
     # The server's calls
 
@@ -185,3 +217,26 @@ class Connection(asyncio.Protocol):
         self._sending.flush()
         self._life.abort_by(self._clock(), STALL_S)
         self._transport.close()
+
+
+class MessageReceiver(Receiver):
+    """Receives the rest of a large message for a connection: DATA into its place, what is between into little."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+        self._between = memoryview(bytearray(_BETWEEN_BYTES))
+        self._is_placing = False
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        room = self._connection.room()
+        self._is_placing = room is not None
+        return self._between if room is None else room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        connection = self._connection
+        if self._is_placing:
+            connection.on_placed(nbytes)
+        else:
+            connection.on_bytes(bytes(self._between[:nbytes]))
+        connection.go_on()

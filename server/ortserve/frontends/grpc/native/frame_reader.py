@@ -9,6 +9,9 @@ from typing import Final, Protocol
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 
+MAX_DATA_BYTES: Final = 1024 * 1024
+"""Of a DATA frame, which costs as much to begin and end whatever is in it. All others are kept until they are whole."""
+
 _MAX_BLOCK_BYTES: Final = 32 * 1024
 _MAX_CONTINUATIONS: Final = 8
 """Of one header block (CVE-2024-27316 and its kin send them without an end)."""
@@ -21,8 +24,12 @@ class FrameTaker(Protocol):
         """A DATA frame begins; ``length`` counts its padding."""
         ...
 
-    def on_data_part(self, part: bytes, *, is_last: bool) -> None:
-        """Some bytes of the DATA frame that began last; none where it has none."""
+    def on_data_part(self, data: bytes, begin: int, end: int, *, is_last: bool) -> None:
+        """Some bytes of the DATA frame that began last: ``data`` from ``begin`` to ``end``; none where it has none."""
+        ...
+
+    def on_placed(self, count: int, *, is_last: bool) -> None:
+        """Some bytes of the DATA frame that began last, which are already where they belong."""
         ...
 
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
@@ -39,6 +46,7 @@ class FrameReader:
 
     Attributes:
         has_settings: Whether the preface and the first frame came, which must be SETTINGS.
+        data_left: Of the DATA frame that began last, the bytes that are still to come.
         unfinished_since_ns: When the frame or header block began that is not whole yet; None where there is none.
     """
 
@@ -48,7 +56,8 @@ class FrameReader:
         self._has_preface = False
         self.has_settings = False
         self.unfinished_since_ns: int | None = None
-        self._data_left = 0
+        self.data_left = 0
+        self._padding_left = 0
         self._block: list[bytes] = []
         self._block_bytes = 0
         self._block_id = 0
@@ -73,6 +82,11 @@ class FrameReader:
         if self.unfinished_since_ns is None or (position and not self._block):
             self.unfinished_since_ns = now_ns
 
+    def skip(self, count: int) -> None:
+        """The next ``count`` bytes, no more than ``data_left``, came past it to where they belong."""
+        self.data_left -= count
+        self._taker.on_placed(count, is_last=not self.data_left)
+
     def _read(self, data: bytes) -> int:
         """Hand on all that is whole, and of DATA what is there; returns where the rest begins."""
         taker = self._taker
@@ -86,33 +100,50 @@ class FrameReader:
             position = len(frames.PREFACE)
         size = len(data)
         while True:
-            left = self._data_left
+            left = self.data_left
             if left:
-                part = data[position : position + left]
-                if not part:
+                begin, position = position, min(position + left, size)
+                if begin == position:
                     return position
-                position += len(part)
-                self._data_left = left = left - len(part)
-                taker.on_data_part(part, is_last=not left)
+                self.data_left = left = left - (position - begin)
+                taker.on_data_part(data, begin, position, is_last=not left)
+                continue
+            if self._padding_left:
+                padding = min(self._padding_left, size - position)
+                if not padding:
+                    return position
+                position += padding
+                self._padding_left -= padding
                 continue
             if size - position < frames.HEADER_BYTES:
                 return position
             length_and_kind, flags, stream_id = frames.read_header(data, position)
             length, kind = length_and_kind >> 8, length_and_kind & 0xFF
             stream_id &= frames.MAX_STREAM_ID
-            if length > frames.MIN_FRAME_SIZE:
+            if length > MAX_DATA_BYTES:
                 raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "the frame is too large")
+            if length > frames.MIN_FRAME_SIZE and kind != frames.DATA:
+                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the frame is too large for its type")
             if self._block and (kind != frames.CONTINUATION or stream_id != self._block_id):
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the header block is not at its end")
             if not self.has_settings and (kind != frames.SETTINGS or flags & frames.ACK):
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
             begin = position + frames.HEADER_BYTES
-            if kind == frames.DATA and not flags & frames.PADDED:
+            if kind == frames.DATA:
+                left, padding = length, 0
+                if flags & frames.PADDED:
+                    if length and begin == size:
+                        return position
+                    padding = data[begin] if length else 0
+                    if padding >= length:
+                        raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "more padding than payload")
+                    left -= 1 + padding
+                    begin += 1
                 position = begin
                 taker.on_data(stream_id, length, is_end=bool(flags & frames.END_STREAM))
-                self._data_left = length
-                if not length:
-                    taker.on_data_part(b"", is_last=True)
+                self.data_left, self._padding_left = left, padding
+                if not left:
+                    taker.on_data_part(data, begin, begin, is_last=True)
                 continue
             end = begin + length
             if size < end:
@@ -123,9 +154,6 @@ class FrameReader:
                 self._on_headers(stream_id, flags, payload)
             elif kind == frames.CONTINUATION:
                 self._on_continuation(flags, payload)
-            elif kind == frames.DATA:
-                taker.on_data(stream_id, length, is_end=bool(flags & frames.END_STREAM))
-                taker.on_data_part(frames.without_padding(payload, flags), is_last=True)
             else:
                 self.has_settings = True
                 taker.on_frame(kind, flags, stream_id, payload)

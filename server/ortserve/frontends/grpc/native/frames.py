@@ -124,7 +124,7 @@ def goaway(last_stream_id: int, code: ErrorCode, text: bytes = b"") -> bytes:
 
 
 def without_padding(payload: bytes, flags: int) -> bytes:
-    """What a DATA or HEADERS frame carries.
+    """What a HEADERS frame carries.
 
     Raises:
         Http2ConnectionError: There is more padding than payload.

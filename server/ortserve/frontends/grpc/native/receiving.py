@@ -27,6 +27,7 @@ from ortserve.frontends.grpc.native.request_head import MalformedRequestError, r
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW, Stream
 from ortserve.frontends.grpc.native.windows import ReceiveWindow
+from ortserve.frontends.large_body import LargeBody
 from ortserve.service.gate import Hold
 
 CONNECTION_WINDOW: Final = 16 * 1024 * 1024
@@ -119,7 +120,21 @@ class Receiving:
             self._data_stream = None
             self._reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
 
-    def on_data_part(self, part: bytes, *, is_last: bool) -> None:
+    def placing(self) -> LargeBody | None:
+        """Where the next bytes of DATA belong, if they are part of a large message; else None."""
+        stream = self._data_stream
+        if stream is None or stream.is_over or stream.trailers is not None:
+            return None
+        return stream.reader.large
+
+    def on_data_part(self, data: bytes, begin: int, end: int, *, is_last: bool) -> None:
+        self._on_part(data, begin, end, is_last=is_last)
+
+    def on_placed(self, count: int, *, is_last: bool) -> None:
+        self._on_part(None, 0, count, is_last=is_last)
+
+    def _on_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
+        """``data`` is None for what was written to its place."""
         stream = self._data_stream
         if stream is None or stream.is_over:
             return
@@ -127,15 +142,15 @@ class Receiving:
             stream.is_half_closed = is_last and self._data_is_end
             return
         if stream.announced_left is not None:
-            stream.announced_left -= len(part)
+            stream.announced_left -= end - begin
             if stream.announced_left < 0:
                 self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
                 return
         reader = stream.reader
-        if part:
+        if end > begin:
             was_length = reader.length
             try:
-                messages = reader.feed(part)
+                messages = reader.add(end - begin) if data is None else reader.feed(data, begin, end)
             except RefusedMessageError as error:
                 self._sending.end(stream, error.code, error.text, is_prompt=True)
                 return

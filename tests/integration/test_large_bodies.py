@@ -1,0 +1,234 @@
+"""Bodies that are received where they stay: on the lane, on plain ASGI, over TLS, and gRPC's messages."""
+
+import contextlib
+import gzip
+import json
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import psutil
+import pytest
+from tritonclient import grpc as triton_grpc
+
+from certificates import Secret
+from http_wire import Answers, connect, post
+from models import builders
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
+
+LIMIT: Final = 64 * 1024 * 1024
+"""Of one body, and of what is held of all."""
+BODY_TIMEOUT_S: Final = 3.0
+NOT_NOW: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+SIZES: Final = (65_000, 66_000, 300_000, 5_000_000)
+"""Of a tensor, in bytes: below and above what is worth it, and what is first waited for."""
+
+
+@pytest.fixture(scope="module", params=["--http-lane", "--no-http-lane", "TLS"])
+def way(request: pytest.FixtureRequest) -> str:
+    value: str = request.param
+    return value
+
+
+@pytest.fixture(scope="module")
+def secret(way: str, tmp_path_factory: pytest.TempPathFactory) -> Secret | None:
+    return Secret(tmp_path_factory.mktemp("tls")) if way == "TLS" else None
+
+
+@pytest.fixture(scope="module")
+def server(way: str, secret: Secret | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """``wide`` answers with what it was sent."""
+    repository = tmp_path_factory.mktemp("large")
+    add_model(repository, "wide", builders.identity, shape=("batch", "width"))
+    flags = [*SHORT_WARMUP, "--max-body-bytes", str(LIMIT), "--max-inflight-bytes", str(LIMIT)]
+    flags += ["--http-body-timeout-s", str(BODY_TIMEOUT_S), "--http-lane" if secret else way]
+    flags += secret.flags if secret else ()
+    with serving(repository, *flags, client=secret.client_context() if secret else None) as server:
+        yield server
+
+
+@pytest.fixture
+def connection(server: ServerProcess) -> Iterator[socket.socket]:
+    with connect(server) as connection:
+        yield connection
+
+
+def tensor(nbytes: int) -> np.ndarray:
+    return np.random.default_rng(nbytes).random((1, nbytes // 4), np.float32)
+
+
+def binary(array: np.ndarray, *headers: str, encoding: str = "") -> bytes:
+    """A request for ``array`` in binary, answered in binary."""
+    described = {"name": "x", "datatype": "FP32", "shape": array.shape}
+    document = {
+        "inputs": [{**described, "parameters": {"binary_data_size": array.nbytes}}],
+        "parameters": {"binary_data_output": True},
+    }
+    head = json.dumps(document).encode()
+    body = head + array.tobytes()
+    if encoding:
+        body = gzip.compress(body, 1)
+        headers = (*headers, f"Content-Encoding: {encoding}")
+    return post("wide", body, f"Inference-Header-Content-Length: {len(head)}", *headers)
+
+
+def values(answer: tuple[int, object, bytes]) -> np.ndarray:
+    """The tensor of a binary answer."""
+    status, _, body = answer
+    assert status == 200, body
+    size = json.loads(body[: body.index(b"}]}") + 3])["outputs"][0]["parameters"]["binary_data_size"]
+    return np.frombuffer(body[-size:], np.float32)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("most", [20_000, 10_000_000])
+def test_tensor_is_the_same_wherever_its_body_is_cut_and_so_are_the_requests_around_it(
+    connection: socket.socket, nbytes: int, most: int
+) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    arrays = [tensor(400), tensor(nbytes), tensor(800), tensor(nbytes + 400), tensor(1200)]
+    sent = b"".join(map(binary, arrays))
+    cuts = random.Random(nbytes + most)
+    answers = Answers(connection)
+    position, piece = 0, b""
+    connection.setblocking(False)
+    while position < len(sent):
+        piece = piece or sent[position : position + cuts.randint(1, most)]
+        with contextlib.suppress(*NOT_NOW):
+            count = connection.send(piece)
+            position, piece = position + count, piece[count:]
+            if cuts.random() < 0.02:
+                time.sleep(0.002)  # so that the server sees that piece alone
+        with contextlib.suppress(*NOT_NOW):  # else neither end would go on before the other reads
+            answers.receive()
+    connection.settimeout(LONG_S)
+    for array in arrays:
+        assert np.array_equal(values(answers.next()), array[0])
+
+
+def test_large_bodies_of_every_form_are_understood(connection: socket.socket) -> None:
+    array = tensor(400_000)
+    answers = Answers(connection)
+    connection.sendall(binary(array, encoding="gzip"))
+    assert np.array_equal(values(answers.next()), array[0])
+    connection.sendall(post("wide", array.tobytes(), "Inference-Header-Content-Length: 0"))
+    assert np.array_equal(values(answers.next()), array[0])
+    text = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": array.shape, "data": array.tolist()}]})
+    connection.sendall(post("wide", text.encode()))
+    status, _, document = answers.next()
+    assert (status, np.float32(document["outputs"][0]["data"]).tolist()) == (200, array[0].tolist())
+    connection.sendall(post("wide", text.encode()[:-200]))
+    status, _, document = answers.next()
+    assert (status, "failed to parse" in document["error"]) == (400, True)
+    connection.sendall(binary(array))
+    assert np.array_equal(values(answers.next()), array[0])
+
+
+def test_caller_who_waits_to_be_told_to_go_on_sends_a_large_body_then(connection: socket.socket) -> None:
+    array = tensor(1_000_000)
+    head, _, body = binary(array, "Expect: 100-continue").partition(b"\r\n\r\n")
+    answers = Answers(connection)
+    connection.sendall(head + b"\r\n\r\n")
+    assert answers.next()[0] == 100
+    connection.sendall(body)
+    assert np.array_equal(values(answers.next()), array[0])
+
+
+def test_large_body_that_comes_too_slowly_is_refused(server: ServerProcess, connection: socket.socket) -> None:
+    connection.sendall(binary(tensor(8_000_000))[:2_000_000])
+    answers = Answers(connection)
+    status, headers, document = answers.next()
+    assert (status, headers["connection"]) == (408, "close")
+    assert "http_body_timeout_s" in document["error"]
+    assert not holds(server, 1)
+    assert answers.is_at_end()
+
+
+def test_nothing_is_held_for_callers_who_leave_in_the_middle_of_a_large_body(server: ServerProcess) -> None:
+    for sent in (1, 100_000, 3_000_000):
+        with connect(server) as leaver:
+            request = binary(tensor(20_000_000))
+            leaver.sendall(request[: 400 + sent])
+            wait_until(partial(is_read, leaver))
+            assert holds(server, sent)
+        wait_until(lambda: not holds(server, 1))
+
+
+def test_who_announces_much_and_sends_little_takes_little_memory(server: ServerProcess) -> None:
+    process = psutil.Process(server.pid)
+    head = binary(tensor(20_000_000)).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    with connect(server) as warm:
+        warm.sendall(head + bytes(100_000))
+        time.sleep(0.1)
+    before = process.memory_info().rss
+    sent = 1_200_000
+    connections = [connect(server) for _ in range(30)]
+    try:
+        for connection in connections:
+            connection.sendall(head + bytes(sent))
+        wait_until(lambda: all(map(is_read, connections)))
+        assert holds(server, 30 * sent)
+        assert process.memory_info().rss - before < 30 * 3 * sent
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_large_bodies_count_as_they_come_and_are_refused_where_there_is_no_room(server: ServerProcess) -> None:
+    request = binary(tensor(60_000_000))
+    with connect(server) as first, connect(server) as second:
+        first.sendall(request[:55_000_000])
+        wait_until(lambda: is_read(first))
+        second.settimeout(LONG_S)
+        with contextlib.suppress(ConnectionError):  # it is refused before its end
+            second.sendall(request)
+        status, _, document = Answers(second).next()
+        assert status == 429
+        assert "max_inflight_bytes" in document["error"]
+        first.sendall(request[55_000_000:])
+        assert values(Answers(first).next()).nbytes == 60_000_000
+
+
+@pytest.mark.parametrize("nbytes", [*SIZES, 30_000_000])
+def test_messages_of_any_size_come_by_grpc(server: ServerProcess, secret: Secret | None, nbytes: int) -> None:
+    array = tensor(nbytes)
+    authority = str(secret.ca) if secret else None
+    with triton_grpc.InferenceServerClient(server.grpc, ssl=secret is not None, root_certificates=authority) as client:
+        given = triton_grpc.InferInput("x", list(array.shape), "FP32").set_data_from_numpy(array)
+        for _ in range(3):
+            answer = client.infer("wide", [given], client_timeout=LONG_S).as_numpy("y")
+            assert np.array_equal(answer, array)
+
+
+def holds(server: ServerProcess, nbytes: int) -> bool:
+    """Whether so many bytes are held of all requests: then there is no room for one with a byte too many."""
+    with connect(server) as asking:
+        length = LIMIT - nbytes + 1
+        lines = ("POST /v2/models/wide/infer HTTP/1.1", "Host: x", f"Content-Length: {length}", "Expect: 100-continue")
+        asking.sendall("\r\n".join((*lines, "\r\n")).encode())
+        return Answers(asking).next()[0] == 429
+
+
+def is_read(connection: socket.socket) -> bool:
+    """Whether the server has read all that was sent to it: nothing of it waits in either end's kernel."""
+    ours, theirs = connection.getsockname()[1], connection.getpeername()[1]
+    waiting = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        local, remote, _, queues = line.split()[1:5]
+        ends = [int(end.partition(":")[2], 16) for end in (local, remote)]
+        to_send, to_read = (int(queue, 16) for queue in queues.split(":"))
+        if ends == [ours, theirs]:
+            waiting += to_send
+        elif ends == [theirs, ours]:
+            waiting += to_read
+    return not waiting
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    assert any(is_so() for _ in range(1000))
