@@ -319,8 +319,8 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             if part:
                 parts.append(part)
             return len(part)
-        room = cast("bytearray", receiver.get_buffer(_RECORD_BYTES))  # as typeshed has it; any buffer does
-        count = cast("int", session.read(_RECORD_BYTES, room))
+        read: Any = session.read  # its stub knows of no other buffers than bytearray, and of no number
+        count: int = read(_RECORD_BYTES, receiver.get_buffer(_RECORD_BYTES))
         if count:
             receiver.buffer_updated(count)
         return count
