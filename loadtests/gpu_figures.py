@@ -190,17 +190,24 @@ def median_us(work: Sequence[Callable[[], object]], runs: int) -> list[float]:
     return [statistics.median(taken) / 1e3 for taken in times]
 
 
-def bound_run(instance: DeviceInstance, binding: DeviceBinding, rows: int, *, is_graph: bool) -> Callable[[], None]:
-    """A run of what lies in the first buffers already, waited for; nothing is copied."""
-    buffers, lane = binding.sets[0], instance.lane
-    bound = binding.bind(rows, buffers, is_graph=is_graph)
+def binding_of(instance: DeviceInstance) -> DeviceBinding:
+    binding = instance.binding
+    assert binding is not None
+    return binding
 
-    def run() -> None:
-        lane.device.run(bound, lane.compute)
-        lane.device.record(buffers.computed, lane.compute)
-        lane.device.wait(buffers.computed)
 
-    return run
+def run_bound(instance: DeviceInstance, bound: BoundRun) -> None:
+    """Run what lies in the first buffers already, and wait for it; nothing is copied."""
+    lane, computed = instance.lane, binding_of(instance).sets[0].computed
+    lane.device.run(bound, lane.compute)
+    lane.device.record(computed, lane.compute)
+    lane.device.wait(computed)
+
+
+def run_whole(instance: DeviceInstance, bound: BoundRun, batch: Batch) -> None:
+    """Stage a batch into the first buffers, copy it in, run, and copy the answers out."""
+    binding = binding_of(instance)
+    binding.finish(binding.begin(batch, binding.sets[0], bound))
 
 
 def against(ratio: float, goal: float) -> str:
@@ -237,25 +244,28 @@ def replay(bench: Bench) -> Iterator[str]:
         sizes[path] = (1, 2, 4, 8)
 
     def measure(name: str, path: Path) -> Iterator[str]:
-        with bench.loaded(path, sizes[path], captures=True) as (loaded, instance):
+        # The plain arm has a session that never captures, for that of one that does may be slower without its graph.
+        with (
+            bench.loaded(path, sizes[path], captures=True) as (loaded, instance),
+            bench.loaded(path, sizes[path], captures=False) as (_, plain_instance),
+        ):
             for rows in loaded.on_device.replayed:
                 batch = as_batch(synthetic_inputs(loaded.signature, rows, 1))
 
                 def arms(rows: int = rows, batch: Batch = batch) -> list[float]:
-                    binding = instance.binding
-                    assert binding is not None
-                    buffers = binding.sets[0]
-                    ways = [binding.bind(rows, buffers, is_graph=is_graph) for is_graph in (False, True)]
+                    ways = [
+                        (one, binding_of(one).bind(rows, binding_of(one).sets[0], is_graph=is_graph))
+                        for one, is_graph in ((plain_instance, False), (instance, True))
+                    ]
                     return median_us(
                         [
-                            bound_run(instance, binding, rows, is_graph=False),
-                            bound_run(instance, binding, rows, is_graph=True),
-                            lambda: binding.finish(binding.begin(batch, buffers, ways[0])),
-                            lambda: binding.finish(binding.begin(batch, buffers, ways[1])),
+                            *(partial(run_bound, *way) for way in ways),
+                            *(partial(run_whole, *way, batch) for way in ways),
                         ],
                         scale.runs,
                     )
 
+                # On the thread that captured, to which a graph belongs; a session without any runs on each.
                 plain, replayed, whole, whole_replayed = instance.call(arms)
                 ratio = plain / replayed
                 figure = f"{ratio:.3f} | none | " if name == few_kernels else against(ratio, REPLAY_GOAL)
@@ -286,9 +296,9 @@ def served(bench: Bench) -> Iterator[str]:
         with bench.loaded(path, scale.sizes, captures=False) as (loaded, instance):
 
             def bare(rows: int, seconds: float) -> float:
-                binding = instance.binding
-                assert binding is not None
-                return per_second(bound_run(instance, binding, rows, is_graph=False), rows, seconds)
+                binding = binding_of(instance)
+                bound = binding.bind(rows, binding.sets[0], is_graph=False)
+                return per_second(partial(run_bound, instance, bound), rows, seconds)
 
             by_size = {rows: instance.call(partial(bare, rows, scale.seconds / 2)) for rows in loaded.on_device.sizes}
             best = max(by_size, key=by_size.__getitem__)
@@ -349,8 +359,7 @@ def overlap(bench: Bench) -> Iterator[str]:
             batch = as_batch(synthetic_inputs(loaded.signature, rows, 1))
 
             def measure(rows: int = rows, batch: Batch = batch) -> list[float]:
-                binding, lane = instance.binding, instance.lane
-                assert binding is not None
+                binding, lane = binding_of(instance), instance.lane
                 runs = [binding.bind(rows, buffers, is_graph=False) for buffers in binding.sets]
                 idle: Any = NothingToRun()
                 copies = [BoundRun(idle, run.binding, run.options) for run in runs]

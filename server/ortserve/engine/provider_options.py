@@ -106,12 +106,12 @@ def _own(value: str) -> str:
 
 
 def _no_tensorrt_graph(value: str) -> str:
-    """For ever the answer to the first request is the known symptom (microsoft/onnxruntime#20050)."""
+    """TensorRT's provider keeps one graph a session, whatever ``gpu_graph_id`` a run has (1.31.1 does not read it)."""
     if _flag(value) == "1":
         raise ValueError(
-            "expected false, as TensorRT replays its graph on the addresses of the first inputs, and would give "
-            "everybody the first answer, unless inputs are bound on the device, which this server does on CUDA only; "
-            "to replay graphs, use CUDAExecutionProvider with graph_replay: true"
+            "expected false, as TensorRT keeps a single graph, of the batch that it captures first, and replays it for "
+            "batches of every size, on the memory of that one (microsoft/onnxruntime#20050); to replay graphs, use "
+            "CUDAExecutionProvider with graph_replay: true"
         )
     return "0"
 

@@ -13,7 +13,7 @@ from ortserve.engine.ort_errors import ORT_ERRORS as ORT_ERRORS
 from ortserve.engine.ort_errors import without_paths as without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
 from ortserve.engine.providers import CPU, ProviderChoice, attach_providers, check_providers
-from ortserve.errors import invalid_input
+from ortserve.errors import ServeError, invalid_input
 
 _NO_CPU: Final = "session.disable_cpu_ep_fallback"
 """The entry that makes it an error where a node would be left to the CPU; the CPU itself must not be asked for then."""
@@ -80,8 +80,12 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))
         where = "" if provider.name == CPU else f" on {provider.name}"
         raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}") from error
-    check_providers(provider, session.get_providers())
-    check_placement(provider.name, read_placement(session))
+    try:
+        check_providers(provider, session.get_providers())
+        check_placement(provider.name, read_placement(session))
+    except ServeError:
+        del session  # else the traceback would have it, for longer than there are the streams that it was told of
+        raise
     return session
 
 

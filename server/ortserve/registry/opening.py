@@ -1,5 +1,6 @@
 """Opening a model's sessions, each as what runs it: an instance on a device with buffers, or one without."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,8 +61,9 @@ class OpenedSession:
             del self.session
             return
         with self.lane.opened.gate.shared():
+            session = weakref.ref(self.session)
             del self.session
-            self.lane.close()
+            self.lane.close(session)
 
     def forget(self) -> None:
         """Let go of the session, which is the instance's alone from now on, to be freed with it."""

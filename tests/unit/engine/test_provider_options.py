@@ -95,9 +95,9 @@ def test_options_of_openvino_are_properties_of_its_device(
             TENSORRT,
             {"trt_cuda_graph_enable": "true"},
             (
-                "trt_cuda_graph_enable: expected false, as TensorRT replays its graph on the addresses of the first "
-                "inputs, and would give everybody the first answer, unless inputs are bound on the device, which this "
-                "server does on CUDA only; to replay graphs, use CUDAExecutionProvider with graph_replay: true, "
+                "trt_cuda_graph_enable: expected false, as TensorRT keeps a single graph, of the batch that it "
+                "captures first, and replays it for batches of every size, on the memory of that one "
+                "(microsoft/onnxruntime#20050); to replay graphs, use CUDAExecutionProvider with graph_replay: true, "
                 "got 'true'"
             ),
         ),

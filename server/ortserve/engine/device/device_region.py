@@ -11,7 +11,7 @@ import numpy as np
 from ortserve.core.region import RegionMemory
 from ortserve.engine.device.cuda import count_devices
 from ortserve.engine.device.devices import Devices, OpenDevice
-from ortserve.engine.device.failures import DEVICE_ERRORS, give_back
+from ortserve.engine.device.failures import DEVICE_ERRORS, give_back, says_lost
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.provider_options import CUDA
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
@@ -95,8 +95,14 @@ class DeviceRegion(RegionMemory):
             raise DeviceLostError(self._opened.lost)
 
     def _lost(self, error: Exception) -> ServeError | None:
-        failure = self._opened.failure(error)
-        return failure if isinstance(failure, DeviceLostError) else None
+        """That the device is lost, if the error says so and the device does, too: it was a caller's memory."""
+        if not says_lost(error):
+            return None
+        try:
+            self._opened.device.memory()
+        except DEVICE_ERRORS:
+            return self._opened.failure(error)
+        return None
 
 
 def open_region(devices: Devices, region: str, handle: bytes, device_id: int, byte_size: int) -> DeviceRegion:

@@ -1,5 +1,6 @@
 """What a failed run or call of a device means: a bad batch, too little memory, or a device that is lost."""
 
+import ctypes
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,6 +40,15 @@ def give_back(*steps: Callable[[], object]) -> None:
     for step in steps:
         with suppress(*DEVICE_ERRORS):
             step()
+
+
+def keep_for_good(owned: object) -> None:
+    """Never free something, not at the end of the process either.
+
+    That is for sessions with captured graphs on a lost device: ONNX Runtime's destructor of graphs throws where CUDA
+    cannot destroy them (``CudaGraphSet::Clear``), which would end the process in the middle of its drain.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
 
 
 def says_lost(error: Exception) -> bool:

@@ -1,9 +1,11 @@
 """An instance on a device: one session, a worker that hands it batches, and a thread that waits for them to land."""
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.binding import DeviceBinding, Flight, sets_nbytes, why_unbound
 from ortserve.engine.device.buffers import BufferSet
 from ortserve.engine.device.counts import DeviceCounts
-from ortserve.engine.device.failures import DEVICE_ERRORS, give_back
+from ortserve.engine.device.failures import DEVICE_ERRORS, give_back, keep_for_good
 from ortserve.engine.device.graph_ids import SETS
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.preparation import MakeInputs, OnStep, Preparation, Prepared
@@ -308,8 +310,11 @@ class DeviceInstance:
         if binding is not None:
             binding.close()
         del binding
+        if self._captures and self.lost:
+            keep_for_good(self._session)
+        session = weakref.ref(self._session)
         self._session = None  # before its stream
-        give_back(self.lane.opened.reclaim, self.lane.close)
+        give_back(self.lane.opened.reclaim, partial(self.lane.close, session))
         self._account.close()
 
 

@@ -1,7 +1,9 @@
 """What a session on a device has to itself: its compute stream, and a stream for copies each way."""
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from ortserve.engine.device.devices import OpenDevice
 from ortserve.engine.device.failures import give_back
@@ -25,7 +27,11 @@ class Lane:
         """What the session's execution provider is to be told."""
         return self.device.provider_options(self.compute, captures=captures)
 
-    def close(self) -> None:
-        """Give the streams back. Their session must be gone."""
+    def close(self, session: "weakref.ref[Any] | None" = None) -> None:
+        """Give the streams back. A session that is still there, as for who holds the traceback of what it raised, may
+        use them yet: then they are left to it.
+        """
+        if session is not None and session() is not None:
+            return
         streams = (self.compute, self.inward, self.outward)
         give_back(*[partial(self.device.destroy_stream, stream) for stream in streams])

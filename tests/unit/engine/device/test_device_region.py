@@ -8,6 +8,7 @@ import pytest
 from ortserve.engine.device.device_region import DeviceRegion, open_region
 from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.host import HostDevice, Pace
+from ortserve.engine.device.protocol import MemoryInfo
 from ortserve.engine.provider_options import CUDA
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
 
@@ -84,11 +85,22 @@ class Failing(HostDevice):
     """A device whose copies fail as they are told to."""
 
     error = ""
+    is_lost = False
 
     def copy_out(self, target: np.ndarray, address: int, stream: int) -> None:
         if self.error:
             raise RuntimeError(self.error)
         super().copy_out(target, address, stream)
+
+    def open_shared(self, handle: bytes) -> int:
+        if self.error:
+            raise RuntimeError(self.error)
+        return super().open_shared(handle)
+
+    def memory(self) -> MemoryInfo:
+        if self.is_lost:
+            raise RuntimeError(self.error)
+        return super().memory()
 
 
 def test_a_copy_that_fails_is_told_and_the_next_may_go_well() -> None:
@@ -112,9 +124,11 @@ def test_a_device_that_is_lost_by_a_copy_is_lost_for_all_and_asked_for_nothing_m
     callers = Callers(device)
     region, other = callers.open(), callers.open()
     device.error = "cudaErrorIllegalAddress: an illegal memory access was encountered"
+    device.is_lost = True
     with pytest.raises(DeviceLostError, match="host:0 is lost"):
         region.read(0, 8)
     device.error = ""
+    device.is_lost = False
     assert callers.opened.lost
     with pytest.raises(DeviceLostError):
         other.write(0, b"x")
@@ -123,6 +137,23 @@ def test_a_device_that_is_lost_by_a_copy_is_lost_for_all_and_asked_for_nothing_m
     region.close()
     other.close()
     assert callers.device.handles == 0
+
+
+def test_callers_memory_that_fails_in_words_of_a_lost_device_loses_none_that_answers() -> None:
+    device = Failing()
+    callers = Callers(device)
+    region = callers.open()
+    device.error = "cudaErrorUnknown: unknown error"
+    with pytest.raises(ServeError, match="failed to open CUDA IPC handle: cudaErrorUnknown") as refused:
+        callers.open()
+    assert refused.value.kind is ErrorKind.INVALID_INPUT
+    with pytest.raises(ServeError, match="cannot copy from or to") as failed:
+        region.read(0, 8)
+    assert failed.value.kind is ErrorKind.INTERNAL
+    assert not callers.opened.lost
+    device.error = ""
+    assert region.read(0, 8) == CONTENT[:8]
+    region.close()
 
 
 def test_copies_wait_for_a_capture_to_end() -> None:

@@ -1,7 +1,9 @@
 """Instances on a device of host memory: right rows whatever the pace, nobody's rows mixed, all memory given back."""
 
 import gc
+import os
 import random
+import subprocess
 import sys
 import threading
 import weakref
@@ -9,7 +11,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnxruntime as ort
@@ -427,6 +429,52 @@ def test_a_lost_device_is_lost_for_all_who_use_it(tmp_path: Path, pace: Pace) ->
         )
 
 
+def test_streams_of_a_session_that_somebody_holds_are_left_to_it(tmp_path: Path) -> None:
+    path = builders.identity(tmp_path / "m.onnx")
+    device = HostDevice()
+    held: list[ort.InferenceSession] = []
+
+    def hold(session: ort.InferenceSession) -> ort.InferenceSession:
+        held.append(session)
+        return session
+
+    with on_device(path, device, wrap=hold):
+        pass
+    assert device.handles == 3  # its streams, but no event
+    device = HostDevice()
+    with on_device(path, device):
+        pass
+    assert device.handles == 0
+
+
+LOST_AT_THE_END: Final = """
+import sys, weakref
+from pathlib import Path
+from device_models import on_device
+from ortserve.engine.device.host import HostDevice
+
+with on_device(Path(sys.argv[1]), HostDevice(), captures=True) as made:
+    session = weakref.ref(made.instance._session)
+    made.opened.lost = sys.argv[2]
+print("kept" if session() is not None else "freed")
+"""
+"""Loads, captures, may lose the device, unloads and ends."""
+
+
+@pytest.mark.parametrize(("lost", "told"), [("CUDA failure 700", "kept"), ("", "freed")])
+def test_session_with_graphs_on_a_lost_device_is_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
+    path = builders.identity(tmp_path / "m.onnx")
+    process = subprocess.run(
+        [sys.executable, "-c", LOST_AT_THE_END, path, lost],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (process.returncode, process.stdout.strip()) == (0, told), process.stderr
+
+
 def test_buffers_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path) -> None:
     device = HostDevice(total_bytes=1000)
     with (
@@ -498,7 +546,7 @@ def test_what_is_freed_of_a_lost_device_is_all_that_can_be(tmp_path: Path) -> No
     assert made.opened.ledger.totals() == {}
 
 
-def test_device_that_is_lost_when_all_sizes_were_tried_fails_the_load_and_gets_all_back(tmp_path: Path) -> None:
+def test_device_that_is_lost_when_all_sizes_were_tried_fails_the_load_and_gets_its_memory_back(tmp_path: Path) -> None:
     class LostAtLast(HostDevice):
         runs = 0
 
@@ -518,7 +566,7 @@ def test_device_that_is_lost_when_all_sizes_were_tried_fails_the_load_and_gets_a
     ):
         pass
     assert device.allocated_bytes == 0
-    assert device.handles == 0
+    assert device.handles == 3  # the streams of the session, which is in the error's traceback yet
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["in buffers", "in a capture"])
