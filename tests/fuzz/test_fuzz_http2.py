@@ -27,6 +27,8 @@ MOST_GROWTH: Final = 100 * 2**20
 
 PATHS: Final = ("ModelInfer", "ModelStreamInfer", "ServerLive", "ModelConfig", "Nothing")
 INFER: Final = good_infer().SerializeToString()
+LARGE: Final = b"\x3a\x80\x80\x80\x01" + bytes(2**21)
+"""Begins like raw contents of 2 MiB, of which there may be fewer bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,11 @@ def call_frames(rng: random.Random, stream_id: int) -> list[bytes]:
     if rng.random() < 0.3:
         name, value = rng.choice(((b"grpc-timeout", b"1m"), (b"grpc-encoding", b"gzip"), (b"x", b"y" * 5000)))
         block += bytes((rng.choice((0x00, 0x40)),)) + literal(name, value)[1:]
-    count = rng.choice((1, 1, 1, 0, 2, 20))
-    body = b"".join(b"\0" + len(INFER).to_bytes(4, "big") + INFER for _ in range(count))
-    size = rng.choice((16_384, 16_384, 100, 7))
+    is_large = rng.random() < 0.05
+    message = INFER + LARGE[: rng.choice((66_000, 300_000, 1_500_000))] if is_large else INFER
+    count = rng.choice((1, 1, 1, 0, 2, 2 if is_large else 20))
+    body = b"".join(b"\0" + len(message).to_bytes(4, "big") + message for _ in range(count))
+    size = rng.choice((16_384, 200_000, 1_000_000) if is_large else (16_384, 16_384, 100, 7))
     parts = [body[begin : begin + size] for begin in range(0, len(body), size)][:500] or [b""]
     sent = [frames.header_block(stream_id, block, rng.choice((16_384, 50)), is_end=False)]
     sent += [frames.frame(frames.DATA, 0, stream_id, part) for part in parts[:-1]]
