@@ -19,7 +19,7 @@ from ortserve.engine.provider_options import (
     make_provider_options,
     with_threads,
 )
-from ortserve.engine.runtime import Offer, Runtime
+from ortserve.engine.runtime import Offer, Runtime, missing_library
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
 
 _SHORT_NAMES: Final = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
@@ -188,7 +188,7 @@ def check_providers(choice: ProviderChoice, used: Sequence[str]) -> None:
     if choice.name not in used:
         raise invalid_input(
             f"execution_providers: {choice.name} was chosen, but ONNX Runtime could not start it and uses "
-            f"{', '.join(used)}"
+            f"{', '.join(used)}{missing_library(choice.name)}"
         )
 
 

@@ -3,8 +3,10 @@
 All of it is ONNX Runtime's own state, which belongs to the process and cannot be taken back while sessions live.
 """
 
+import ctypes
 import importlib
 import pkgutil
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ import onnxruntime as ort
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
-from ortserve.engine.provider_options import GPU_PROVIDERS
+from ortserve.engine.provider_options import CUDA, GPU_PROVIDERS, TENSORRT
 from ortserve.errors import invalid_input
 
 _PACKAGE_PREFIX: Final = "onnxruntime_ep_"
@@ -24,6 +26,12 @@ _PACKAGE_PREFIX: Final = "onnxruntime_ep_"
 _PACKAGE_ERRORS: Final[tuple[type[Exception], ...]] = (ImportError, AttributeError, *ORT_ERRORS)
 _LIBRARY: Final = "library_path"
 """Where ONNX Runtime notes a plug-in's library, in what it tells of its devices."""
+
+
+_LIBRARIES: Final = Path(ort.__file__).parent / "capi"
+_LIBRARY_OF: Final = {CUDA: "libonnxruntime_providers_cuda.so", TENSORRT: "libonnxruntime_providers_tensorrt.so"}
+_MISSING: Final = re.compile(r"([^\s/:]+): cannot open shared object file")
+"""What the system's loader says of a library that another one needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,21 @@ def preload_libraries(name: str) -> None:
     """
     if name in GPU_PROVIDERS and name in ort.get_available_providers():
         ort.preload_dlls()
+
+
+def missing_library(name: str, folder: Path = _LIBRARIES) -> str:
+    """That a library which a built-in provider needs is not found here, as the end of a sentence; empty where none is.
+
+    ONNX Runtime writes it to its log alone. ``folder`` holds the libraries of providers.
+    """
+    try:
+        ctypes.CDLL(str(folder / _LIBRARY_OF[name]))
+    except KeyError:  # a provider that is a part of ONNX Runtime, or a plug-in
+        return ""
+    except OSError as error:
+        missing = _MISSING.match(str(error))
+        return f"; the library {missing[1]} is missing here" if missing else ""
+    return ""
 
 
 class Runtime:

@@ -13,6 +13,7 @@ from ortserve.engine.ort_errors import ORT_ERRORS as ORT_ERRORS
 from ortserve.engine.ort_errors import without_paths as without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
 from ortserve.engine.providers import CPU, ProviderChoice, attach_providers, check_providers
+from ortserve.engine.runtime import missing_library
 from ortserve.errors import ServeError, invalid_input
 
 _NO_CPU: Final = "session.disable_cpu_ep_fallback"
@@ -79,7 +80,8 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
         # The model's own folder by its text: it may hold spaces, at which a pattern would stop.
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))
         where = "" if provider.name == CPU else f" on {provider.name}"
-        raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}") from error
+        missing = missing_library(provider.name)
+        raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{missing}") from error
     try:
         check_providers(provider, session.get_providers())
         check_placement(provider.name, read_placement(session))

@@ -1,11 +1,14 @@
 """What the process's ONNX Runtime offers. Plug-ins that work are in the integration tests, in other processes."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import onnxruntime as ort
 import pytest
 
-from ortserve.engine.runtime import Offer, Runtime
+from ortserve.engine.provider_options import CUDA
+from ortserve.engine.runtime import Offer, Runtime, missing_library
 from ortserve.errors import ErrorKind, ServeError
 
 PACKAGE = """
@@ -55,3 +58,25 @@ def test_library_that_is_no_plug_in_is_named_with_the_reason(tmp_path: Path) -> 
     with pytest.raises(ServeError, match=f"execution_provider_libraries: '{library}' cannot be used: ") as caught:
         Runtime([library])
     assert caught.value.kind is ErrorKind.INVALID_INPUT
+
+
+@pytest.mark.parametrize("name", ["CPUExecutionProvider", "OpenVINOExecutionProvider", "NoSuchExecutionProvider"])
+def test_no_library_is_missing_for_what_has_none(name: str) -> None:
+    assert missing_library(name) == ""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="makes a library")
+def test_library_that_a_providers_own_needs_is_named(tmp_path: Path) -> None:
+    def build(file: str, *needed: str) -> None:
+        command = ["gcc", "-shared", "-o", file, "nothing.c", *needed]
+        subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+
+    (tmp_path / "nothing.c").touch()
+    build("libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+    build("libonnxruntime_providers_cuda.so", "-Wl,--no-as-needed", "./libcuda.so.1", "-Wl,-rpath,$ORIGIN")
+    (tmp_path / "libcuda.so.1").unlink()
+    assert missing_library(CUDA, tmp_path) == "; the library libcuda.so.1 is missing here"
+    build("libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+    assert missing_library(CUDA, tmp_path) == ""
+    (tmp_path / "libonnxruntime_providers_cuda.so").write_text("no library")
+    assert missing_library(CUDA, tmp_path) == ""
