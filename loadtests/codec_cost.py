@@ -17,9 +17,9 @@ another thread, which asks for the interpreter as often as it can, had to wait f
 lets threads switch. Expected: not much for JSON, since orjson keeps the interpreter's lock from the first byte to the
 last, and so does numpy while it makes an array of a list: the wait is the longest of those steps.
 
-Engine and sockets are not in it; those are in ``rest_throughput.py`` and ``large_requests.py``. Caveats: the body is warm
-in the cache as far as it fits; JSON's numbers are spelled as Python spells a float32, in 17 digits as a rule; times of
-waiting need a machine that does nothing else. Writes ``loadtests/results/codec_cost.md``.
+Engine and sockets are not in it; those are in ``rest_throughput.py`` and ``large_requests.py``. Caveats: the body is
+warm in the cache as far as it fits; JSON's numbers are spelled as Python spells a float32, in 17 digits as a rule;
+times of waiting need a machine that does nothing else. Writes ``loadtests/results/codec_cost.md``.
 
     python loadtests/codec_cost.py [--rounds 11] [--seconds 0.05]
 """
@@ -261,8 +261,8 @@ A copy is memory of the tensor's size; what a call needs besides is left out, wh
 A binary tensor is read as a view on the body and staged from there. It is written by the one copy that joins it with
 what stands before it, because the servers of both protocols take an answer as one piece. JSON's copies are the text and
 the objects that numbers become on the way, and above all what orjson sets aside before it reads: 12 bytes for each byte
-of text, of which it touches what it needs. What protobuf allocates for typed contents is not seen; of theirs is seen what
-makes a tensor of them. They are answered raw, as all calls are.
+of text, of which it touches what it needs. Of typed contents it is not seen what protobuf sets aside, but the bytes
+that a tensor of them is a view on. They are answered raw, as all calls are.
 
 ## What a thread would spare the event loop
 

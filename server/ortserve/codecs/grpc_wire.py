@@ -96,6 +96,11 @@ def raw_output(size: int) -> bytes:
     return _RAW_OUTPUT_TAG + varint(size)
 
 
+def packed_tag(field_number: int) -> bytes:
+    """What stands before the length of a field of bytes, or of numbers that are packed."""
+    return varint(field_number << 3 | _LENGTH_DELIMITED)
+
+
 def varint(value: int) -> bytes:
     """Spell a length, or any number that is not negative, as the wire format does."""
     encoded = bytearray()

@@ -32,7 +32,7 @@ def test_report_has_figures_of_every_encoding(capsys: pytest.CaptureFixture[str]
     text = report.read_text()
     assert capsys.readouterr().out == text
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    encodings = ["REST JSON", "REST binary", "gRPC raw"]
+    encodings = ["REST JSON", "REST binary", "gRPC raw", "gRPC typed"]
     assert [row[0].strip("| ") for row in rows if row[1] in sizes and len(row) == 6] == [
         *(encodings * 2),
         *(name for name in encodings for _ in ("read", "written")),

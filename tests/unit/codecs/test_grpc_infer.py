@@ -262,6 +262,22 @@ def test_typed_contents_of_every_datatype_arrive(datatype: str, field: str, valu
     assert tensor.array.ravel().tolist() == expected
 
 
+@pytest.mark.parametrize(("dtype", "field"), [(np.float32, "fp32_contents"), (np.float64, "fp64_contents")])
+@pytest.mark.parametrize("unknown", [b"", b"\xa2\x06\x03abc", b"\x0d\x01\0\0\0"], ids=["none", "unknown", "other"])
+@pytest.mark.parametrize("count", [1, 40, 5000])
+def test_typed_floats_are_those_that_protobuf_reads(
+    dtype: type[np.floating], field: str, unknown: bytes, count: int
+) -> None:
+    """Also beside fields that it does not know, or knows by another type."""
+    values = np.random.default_rng(count).standard_normal(count).astype(dtype)
+    values[0] = math.nan
+    message = typed(f"FP{values.itemsize * 8}", [count], **{field: values.tolist()})
+    message.inputs[0].contents.MergeFromString(unknown)
+    decoded = decode(message).inputs[0].array
+    assert decoded.dtype == dtype
+    assert decoded.tobytes() == values.tobytes()
+
+
 @pytest.mark.parametrize(
     ("datatype", "field", "value"),
     [
