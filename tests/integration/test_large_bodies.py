@@ -24,7 +24,6 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
 
 LIMIT: Final = 64 * 1024 * 1024
 """Of one body, and of what is held of all."""
-BODY_TIMEOUT_S: Final = 3.0
 NOT_NOW: Final = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 SIZES: Final = (65_000, 66_000, 300_000, 5_000_000)
 """Of a tensor, in bytes: below and above what is worth it, and what is first waited for."""
@@ -42,14 +41,24 @@ def secret(way: str, tmp_path_factory: pytest.TempPathFactory) -> Secret | None:
 
 
 @pytest.fixture(scope="module")
-def server(way: str, secret: Secret | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """``wide`` answers with what it was sent."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a repository: ``wide`` answers with what it was sent."""
     repository = tmp_path_factory.mktemp("large")
     add_model(repository, "wide", builders.identity, shape=("batch", "width"))
-    flags = [*SHORT_WARMUP, "--max-body-bytes", str(LIMIT), "--max-inflight-bytes", str(LIMIT)]
-    flags += ["--http-body-timeout-s", str(BODY_TIMEOUT_S), "--http-lane" if secret else way]
-    flags += secret.flags if secret else ()
-    with serving(repository, *flags, client=secret.client_context() if secret else None) as server:
+    return repository
+
+
+@contextlib.contextmanager
+def large_serving(folder: Path, way: str, secret: Secret | None, *more: str) -> Iterator[ServerProcess]:
+    flags = [*SHORT_WARMUP, "--max-body-bytes", str(LIMIT), "--max-inflight-bytes", str(LIMIT), *more]
+    flags += (*secret.flags, "--http-lane") if secret else (way,)
+    with serving(folder, *flags, client=secret.client_context() if secret else None) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, way: str, secret: Secret | None) -> Iterator[ServerProcess]:
+    with large_serving(folder, way, secret) as server:
         yield server
 
 
@@ -140,14 +149,18 @@ def test_caller_who_waits_to_be_told_to_go_on_sends_a_large_body_then(connection
     assert np.array_equal(values(answers.next()), array[0])
 
 
-def test_large_body_that_comes_too_slowly_is_refused(server: ServerProcess, connection: socket.socket) -> None:
-    connection.sendall(binary(tensor(8_000_000))[:2_000_000])
-    answers = Answers(connection)
-    status, headers, document = answers.next()
-    assert (status, headers["connection"]) == (408, "close")
-    assert "http_body_timeout_s" in document["error"]
-    assert not holds(server, 1)
-    assert answers.is_at_end()
+def test_large_body_that_comes_too_slowly_is_refused(folder: Path, way: str, secret: Secret | None) -> None:
+    with (
+        large_serving(folder, way, secret, "--http-body-timeout-s", "0.5") as server,
+        connect(server) as connection,
+    ):
+        connection.sendall(binary(tensor(8_000_000))[:2_000_000])
+        answers = Answers(connection)
+        status, headers, document = answers.next()
+        assert (status, headers["connection"]) == (408, "close")
+        assert "http_body_timeout_s" in document["error"]
+        assert not holds(server, 1)
+        assert answers.is_at_end()
 
 
 def test_nothing_is_held_for_callers_who_leave_in_the_middle_of_a_large_body(server: ServerProcess) -> None:

@@ -1,7 +1,7 @@
 """A large body or message, received where it stays: in the memory that tensors are views on until they are staged.
 
-What comes as parts has been an object each, and is joined in the end: of 16 MB, that costs five times what receiving
-them into their place does.
+What comes as parts has been an object each, and is joined in the end, which costs several times what receiving it does
+(``loadtests/large_requests.py``).
 """
 
 import asyncio
