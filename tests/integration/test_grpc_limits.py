@@ -14,10 +14,12 @@ import grpc
 import pytest
 
 from fakes.service import FakeInferenceService, FakeModelService
-from grpc_frontends import LONG_S, Frontend, frontend, infer_request
+from grpc_frontends import LONG_S, Frontend, frontend, infer_request, wait_until
 from ortserve.codecs.grpc_wire import varint
 from ortserve.frontends.grpc.calls import SERVICE_NAME
 from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES
+from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.header_blocks import literal
 from ortserve.service.gate import BodyGate
 from raw_grpc import end_of_call
 
@@ -166,6 +168,31 @@ async def test_bombs_take_no_more_memory_together_than_the_server_may_hold() -> 
     assert inference.gate.held_bytes == 0
     # What may be held, a step in each thread, and the last of all, which is alone, in parts and whole.
     assert peak < (8 + 4 * threads) * MIB + 2 * size + MIB
+
+
+@pytest.mark.parametrize(("announced", "sent", "calls"), [(3_900_000, 100_000, 90), (60 * MIB, 1_200_000, 30)])
+async def test_messages_that_are_announced_take_memory_as_far_as_they_come(
+    announced: int, sent: int, calls: int
+) -> None:
+    block = b"\x83\x86" + literal(b":path", INFER.encode()) + literal(b"content-type", b"application/grpc")
+    begun = b"\0" + announced.to_bytes(4, "big") + bytes(sent)
+    step = frames.MIN_FRAME_SIZE
+    parts = [begun[begin : begin + step] for begin in range(0, len(begun), step)]
+    inference = FakeInferenceService(gate=BodyGate(2**30))
+    async with frontend(inference, FakeModelService(), "native", max_body_bytes=64 * MIB) as (front, _):
+        host, _, port = front.address.rpartition(":")
+        grown = PeakMemory()
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frames.PREFACE + frames.settings({}))
+        for stream_id in range(1, 2 * calls, 2):
+            writer.write(frames.header_block(stream_id, block, step, is_end=False))
+            writer.writelines([frames.frame(frames.DATA, 0, stream_id, part) for part in parts])
+            await writer.drain()
+        await wait_until(lambda: inference.gate.held_bytes == calls * sent)
+        # A page of 2 MiB may be begun in each, and some of what was sent is kept here, too.
+        assert grown.by_bytes() < calls * (2 * sent + 2 * MIB * (announced > 4 * MIB)) + 16 * MIB
+        writer.close()
+        await wait_until(lambda: inference.gate.held_bytes == 0)
 
 
 async def test_answer_that_its_caller_does_not_take_ends_with_the_time_and_its_memory_is_free() -> None:
