@@ -35,6 +35,7 @@ COMPILED: Final = (
     "frontends/http/corked_transport.py",
     "frontends/http/exchange.py",
     "frontends/http/heads.py",
+    "frontends/http/incoming_body.py",
     "frontends/http/lane.py",
     "frontends/http/limits.py",
     "frontends/large_body.py",

@@ -13,7 +13,7 @@ _RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUM
 _ANSWER_ID_TAG: Final = bytes([ModelInferResponse.ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
 
 
-_FRONT_BYTES: Final = 64 * 1024
+_FRONT_BYTES: Final = 16 * 1024
 """Of a message that is a view, what is read byte by byte. No client's head is as long."""
 
 _MAX_SIZE_BYTES: Final = 5
@@ -94,11 +94,6 @@ def answer_id(request_id: str) -> bytes:
 def raw_output(size: int) -> bytes:
     """What stands before an output's ``size`` bytes in a ``ModelInferResponse``."""
     return _RAW_OUTPUT_TAG + varint(size)
-
-
-def packed_tag(field_number: int) -> bytes:
-    """What stands before the length of a field of bytes, or of numbers that are packed."""
-    return varint(field_number << 3 | _LENGTH_DELIMITED)
 
 
 def varint(value: int) -> bytes:

@@ -5,6 +5,7 @@ What comes as parts has been an object each, and is joined in the end, which cos
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -19,11 +20,6 @@ _EARNEST_BYTES: Final = 1024 * 1024
 """What has to be there of a body of that size: who announces one and sends a byte is not to take a page by it."""
 
 _DROPPED_BYTES: Final = 16 * 1024
-
-
-def is_worth_placing(size: int, came: int) -> bool:
-    """Whether the rest of ``size`` bytes, of which ``came`` are there, should be received in its place."""
-    return size - came >= LARGE_BYTES and (size < _HUGE_BYTES or came >= _EARNEST_BYTES)
 
 
 class LargeBody:
@@ -72,6 +68,23 @@ class LargeBody:
     def content(self) -> memoryview:
         """All of it, to be read. It must be whole."""
         return self._content.toreadonly()
+
+
+def begin_large(size: int, came: Sequence[bytes], came_bytes: int) -> LargeBody | None:
+    """Room for ``size`` bytes, with the parts in it that came; None where the rest is better kept as parts, too.
+
+    ``came_bytes`` is the length of the parts together.
+    """
+    is_earnest = size < _HUGE_BYTES or came_bytes >= _EARNEST_BYTES
+    if size - came_bytes < LARGE_BYTES or not is_earnest:
+        return None
+    try:
+        large = LargeBody(size)
+    except MemoryError:  # there may be some by the time that it has come
+        return None
+    for part in came:
+        large.put(part)
+    return large
 
 
 class Receiver(asyncio.BufferedProtocol):

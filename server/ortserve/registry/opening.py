@@ -154,7 +154,7 @@ class Opening:
             signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
         except ServeError:  # the CPU cannot open every model that TensorRT can; it then learns the shapes as they come
             return choice
-        sizes = (1, TRIED_ROWS, *self._options.buckets) if self._options.buckets else ()  # warm-up's are not padded
+        sizes = (1, TRIED_ROWS, *self._options.buckets)  # warm-up's are not padded
         told = profile_shapes(signature, sizes, choice.options)
         return replace(choice, options={**choice.options, **told})
 

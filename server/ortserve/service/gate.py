@@ -32,6 +32,11 @@ class Hold:
         self._gate = gate
         self._size = 0
 
+    @property
+    def size(self) -> int:
+        """Bytes that are held."""
+        return self._size
+
     def grow(self, size: int) -> None:
         """Let ``size`` bytes more in, of a body whose length was not announced.
 

@@ -2,7 +2,7 @@
 
 from starlette.types import Receive
 
-from ortserve.frontends.http.answers import body_too_large
+from ortserve.frontends.http.incoming_body import IncomingBody
 from ortserve.service.gate import Hold
 
 
@@ -17,24 +17,12 @@ async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | 
     Raises:
         ServeError: too_large, before more than the limit is kept; overloaded.
     """
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        return None
-    first: bytes = message.get("body", b"")
-    if not message.get("more_body", False):
-        if len(first) > max_bytes:
-            raise body_too_large(len(first), max_bytes)
-        return first
-    parts, size = [first], len(first)
-    hold.count(size)
-    while message.get("more_body", False):
+    body = IncomingBody(hold, max_bytes=max_bytes)
+    while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        part: bytes = message.get("body", b"")
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
-            raise body_too_large(size, max_bytes)
-        hold.resize(size)
-    return b"".join(parts)
+        body.keep(message.get("body", b""))
+        if not message.get("more_body", False):
+            return bytes(body.take())  # which are some already
+        body.settle()

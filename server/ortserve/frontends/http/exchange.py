@@ -22,7 +22,8 @@ from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_l
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
 from ortserve.frontends.http.corked_transport import CorkedTransport
 from ortserve.frontends.http.heads import Head, Heads
-from ortserve.frontends.large_body import LargeBody, is_worth_placing
+from ortserve.frontends.http.incoming_body import IncomingBody
+from ortserve.frontends.large_body import LargeBody
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.access import Guard, RefusedKeyError
@@ -105,18 +106,16 @@ class Exchange:
         "_announced",
         "_call",
         "_connection",
-        "_held",
         "_hold",
+        "_incoming",
         "_inflating",
         "_is_started",
         "_is_written",
-        "_large",
-        "_parts",
         "_pending",
         "_received_ns",
         "_refusal",
-        "_size",
         "_trace",
+        "_whole",
         "disconnected",
         "head",
         "keep_alive",
@@ -130,10 +129,8 @@ class Exchange:
         lane = connection.lane
         self._connection = connection
         self.head: Final = head
-        self._parts: list[bytes] = []
-        self._large: LargeBody | None = None
-        self._size = 0
-        self._held = 0
+        self._whole = body
+        self._incoming: IncomingBody | None = None
         self._call: Call | None = None
         self._pending: Pending | None = None
         self._hold: Hold | None = None
@@ -156,11 +153,9 @@ class Exchange:
             body_size = self._announced.body_size if body is None else len(body)
             if body_size > lane.max_body_bytes:
                 raise body_too_large(body_size, lane.max_body_bytes)
-            self._held = body_size
             self._hold = lane.service.hold(body_size)
-            if body is not None:
-                self._size = body_size
-                self._parts.append(body)
+            if body is None:
+                self._incoming = IncomingBody(self._hold, max_bytes=lane.max_body_bytes, announced_bytes=body_size)
         except ServeError as error:
             self._refusal = error
 
@@ -185,63 +180,34 @@ class Exchange:
 
     def on_body(self, data: bytes) -> None:
         """Keep a part of the body, unless it is refused."""
-        if self._refusal is None:
-            self._parts.append(data)
-            self.count(len(data))
+        if self._refusal is None and self._incoming is not None:
+            try:
+                self._incoming.keep(data)
+            except ServeError as error:
+                self.refuse_body(error)
 
-    def place_rest(self) -> LargeBody | None:
-        """Where the rest of the body is to be received, behind what has come; None where it is to come as parts.
+    def on_placed(self, nbytes: int) -> None:
+        """So much of the body came to where ``on_part`` said."""
+        if self._refusal is None and self._incoming is not None:
+            try:
+                self._incoming.count(nbytes)
+            except ServeError as error:
+                self.refuse_body(error)
 
-        Whoever receives it calls ``count`` for what came.
-        """
-        if self._refusal is not None or self._large is not None or not self._is_started:
+    def on_part(self) -> LargeBody | None:
+        """The rest of the body is yet to come: where it is to be received, None where it is to come as parts."""
+        if self._refusal is not None or self._incoming is None:
             return None
-        size = self._announced.body_size  # 0 of one that comes in chunks
-        if not is_worth_placing(size, self._size):
-            return None
-        try:
-            large = LargeBody(size)
-        except MemoryError:  # there may be some by the time that it has come
-            return None
-        for part in self._parts:
-            large.put(part)
-        self._parts = []
-        self._large = large
-        return large
-
-    def count(self, nbytes: int) -> None:
-        """So much more of the body came, which is refused where there is no room for it."""
-        if self._refusal is not None:
-            return
-        lane = self._connection.lane
-        size = self._size + nbytes
-        try:
-            if size > lane.max_body_bytes:
-                raise body_too_large(size, lane.max_body_bytes)
-            if size > self._held:
-                assert self._hold is not None
-                self._hold.grow(size - self._held)
-                self._held = size
-        except ServeError as error:
-            self.refuse_body(error)
-            return
-        self._size = size
-
-    def on_part(self) -> None:
-        """The rest of the body is yet to come: hold what is there. Who announced it could keep others out by that."""
-        if self._refusal is None and self._held > self._size:
-            assert self._hold is not None
-            self._hold.shrink(self._held - self._size)
-            self._held = self._size
+        self._incoming.settle()
+        return self._incoming.place_rest() if self._is_started else None
 
     def refuse_body(self, error: ServeError) -> None:
         """Answer with an error, in its turn, and keep nothing of the body."""
         if self._refusal is not None:
             return
         self._refusal = error
-        self._parts.clear()
-        if self._large is not None:
-            self._large.drop()
+        if self._incoming is not None:
+            self._incoming.drop()
         if self._is_started:
             self._refuse(error)
 
@@ -296,11 +262,12 @@ class Exchange:
             self._inflating = self._connection.loop.create_task(self._inflate(body, self._announced.encoding))
 
     def _take_body(self) -> bytes | memoryview:
-        parts, large = self._parts, self._large
-        self._parts, self._large = [], None
-        if large is not None:
-            return large.content()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        whole, incoming = self._whole, self._incoming
+        self._whole = self._incoming = None
+        if whole is not None:
+            return whole
+        assert incoming is not None
+        return incoming.take()
 
     async def _inflate(self, body: bytes | memoryview, encoding: Encoding) -> None:
         connection, lane, hold = self._connection, self._connection.lane, self._hold

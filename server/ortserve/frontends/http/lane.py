@@ -123,8 +123,7 @@ class LaneConnection(Connection):
         super().on_unfinished()
         exchange: object = self.cycle
         if type(exchange) is Exchange and self.stage is _BODY:
-            exchange.on_part()
-            large = exchange.place_rest()
+            large = exchange.on_part()
             if large is not None:
                 self.transport.set_protocol(BodyReceiver(self, large))
 
@@ -134,7 +133,7 @@ class LaneConnection(Connection):
         assert type(exchange) is Exchange
         self._chunk_bytes = count
         self._body_bytes += count
-        exchange.count(count)
+        exchange.on_placed(count)
         if not is_whole:
             self.on_unfinished()
             return

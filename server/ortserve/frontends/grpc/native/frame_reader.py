@@ -24,12 +24,11 @@ class FrameTaker(Protocol):
         """A DATA frame begins; ``length`` counts its padding."""
         ...
 
-    def on_data_part(self, data: bytes, begin: int, end: int, *, is_last: bool) -> None:
-        """Some bytes of the DATA frame that began last: ``data`` from ``begin`` to ``end``; none where it has none."""
-        ...
+    def on_data_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
+        """Some bytes of the DATA frame that began last: ``data`` from ``begin`` to ``end``, none where it has none.
 
-    def on_placed(self, count: int, *, is_last: bool) -> None:
-        """Some bytes of the DATA frame that began last, which are already where they belong."""
+        ``data`` is None for as many that are already where they belong.
+        """
         ...
 
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
@@ -85,7 +84,7 @@ class FrameReader:
     def skip(self, count: int) -> None:
         """The next ``count`` bytes, no more than ``data_left``, came past it to where they belong."""
         self.data_left -= count
-        self._taker.on_placed(count, is_last=not self.data_left)
+        self._taker.on_data_part(None, 0, count, is_last=not self.data_left)
 
     def _read(self, data: bytes) -> int:
         """Hand on all that is whole, and of DATA what is there; returns where the rest begins."""

@@ -5,7 +5,7 @@ from typing import Final
 import grpc
 
 from ortserve.frontends.grpc.message_limits import too_large
-from ortserve.frontends.large_body import LargeBody, is_worth_placing
+from ortserve.frontends.large_body import LargeBody, begin_large
 
 PREFIX_BYTES: Final = 5
 
@@ -118,17 +118,11 @@ class MessageReader:
         return stop
 
     def _keep(self, data: bytes, begin: int, end: int) -> None:
-        if is_worth_placing(self.length, self.kept_bytes):
-            try:
-                large = LargeBody(self.length)
-            except MemoryError:  # there may be some by the time that it has come
-                pass
-            else:
-                for kept in self._parts:
-                    large.put(kept)
-                self._parts, self.large = [], large
-                self._place(large, data, begin, end)
-                return
+        large = begin_large(self.length, self._parts, self.kept_bytes)
+        if large is not None:
+            self._parts, self.large = [], large
+            self._place(large, data, begin, end)
+            return
         part = data[begin:end]
         self.kept_bytes += len(part)
         parts = self._parts

@@ -127,14 +127,7 @@ class Receiving:
             return None
         return stream.reader.large
 
-    def on_data_part(self, data: bytes, begin: int, end: int, *, is_last: bool) -> None:
-        self._on_part(data, begin, end, is_last=is_last)
-
-    def on_placed(self, count: int, *, is_last: bool) -> None:
-        self._on_part(None, 0, count, is_last=is_last)
-
-    def _on_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
-        """``data`` is None for what was written to its place."""
+    def on_data_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
         stream = self._data_stream
         if stream is None or stream.is_over:
             return
