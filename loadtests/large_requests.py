@@ -13,7 +13,6 @@ the largest number of a tensor of FP32, so that the answer is small. Answers are
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import socket
 import statistics
@@ -35,6 +34,7 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnx  # noqa: E402
 import psutil  # noqa: E402
+import tritonclient.http as triton_http  # noqa: E402
 import uvloop  # noqa: E402
 
 from harness import circumstances, serving, spread, table  # noqa: E402
@@ -171,15 +171,10 @@ def caller(way: str, array: np.ndarray, stack: ExitStack) -> Ask:
 
 
 def rest_caller(connection: socket.socket, array: np.ndarray) -> Ask:
-    described = {"name": "x", "datatype": "FP32", "shape": array.shape}
-    document = {
-        "inputs": [{**described, "parameters": {"binary_data_size": array.nbytes}}],
-        "parameters": {"binary_data_output": True},
-    }
-    head = json.dumps(document).encode()
-    body = head + array.tobytes()
+    given = triton_http.InferInput("x", list(array.shape), "FP32").set_data_from_numpy(array)
+    body, size = triton_http.InferenceServerClient.generate_request_body([given])
     lines = ("POST /v2/models/largest/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}")
-    request = "\r\n".join((*lines, f"Inference-Header-Content-Length: {len(head)}", "\r\n")).encode()
+    request = "\r\n".join((*lines, f"Inference-Header-Content-Length: {size}", "\r\n")).encode()
 
     def ask() -> float:
         connection.sendall(request)

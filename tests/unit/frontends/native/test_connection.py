@@ -51,16 +51,17 @@ def test_message_of_any_size_comes_back(path: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("path", [ECHO, STREAM])
-@pytest.mark.parametrize("size", [300_000, 5_000_000])
-def test_large_message_is_received_where_it_stays(path: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "most_copied"), [(700_000, 270_000), (5_000_000, 1_600_000)])
+def test_large_message_is_received_where_it_stays(path: str, size: int, most_copied: int) -> None:
+    """But for what came before memory was set aside for it, the read that showed it, and beside heads of frames."""
+
     async def test(wire: Wire, client: Client) -> None:
         message = random.Random(size).randbytes(size)
         stream = client.open(path)
         await client.send_all(stream, framed(message))
         await client.exchange()
         assert client.answers[stream].messages == [message]
-        copied = size - wire.transport.placed_bytes
-        assert copied <= 256 * 1024 + max(0, size // 2)  # what came before it was known to be large, too
+        assert size - wire.transport.placed_bytes <= most_copied
         small = await client.call(ECHO, b"small")
         assert small.messages == [b"small"]
 
