@@ -64,7 +64,7 @@ def test_index_lists_what_is_known_and_what_lies_there(
     broken, *others = call(managed, "/v2/repository/index", body, headers)
     assert broken.pop("reason").startswith("ONNX Runtime cannot load the model")
     assert broken == {"name": "broken", "version": "1", "state": "UNAVAILABLE"}
-    reason = "no version folder (1, 2, …) with a file model.onnx"
+    reason = "no version folder (1, 2, …) with a file model.onnx: it has nothing"
     assert others == [
         {"name": "empty", "state": "UNAVAILABLE", "reason": reason},
         {"name": "identity", "version": "1", "state": "READY"},

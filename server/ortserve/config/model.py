@@ -5,6 +5,7 @@
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
@@ -20,6 +21,8 @@ from ortserve.errors import invalid_input
 
 MOST_INSTANCES: Final = 64
 """Of one version of a model."""
+
+_REQUIRED: Final = re.compile(r"^required *: *true\b", re.MULTILINE)
 
 
 class LoadOptions(BaseModel):
@@ -190,6 +193,18 @@ def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions
     except ValueError as error:
         raise invalid_input(f"{path.name}: {error}") from None
     return make_model_options(given, defaults, path.name)
+
+
+def says_required(path: Path) -> bool:
+    """Whether a ``model.yaml`` says that its model is required, however wrong it may be in all else. Blocks on it."""
+    try:
+        return read_yaml(path).get("required") is True
+    except ValueError:
+        pass
+    try:
+        return _REQUIRED.search(path.read_text(errors="replace")) is not None
+    except OSError:
+        return False
 
 
 def make_model_options(given: Mapping[str, object], defaults: LoadOptions, source: str) -> ModelOptions:

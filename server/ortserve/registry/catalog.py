@@ -86,7 +86,7 @@ class Catalog:
         if records is None:
             return ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
         if version:
-            record = next((record for record in records.values() if str(record.version) == version), None)
+            record = next((record for record in records.values() if record.label == version), None)
             if record is None:
                 return ServeError(
                     ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' version {version} is not found"

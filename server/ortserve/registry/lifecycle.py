@@ -36,7 +36,10 @@ class VersionRecord:
         is_required: bool = False,
         source: VersionSource | None = None,
     ) -> None:
-        """``on_change`` is called after each change; ``source`` is None for a model that could not even be read."""
+        """``on_change`` is called after each change.
+
+        ``source`` is None, and ``version`` 0, for a model of which not even that could be read.
+        """
         self.model = model
         self.version = version
         self.is_required = is_required
@@ -47,10 +50,15 @@ class VersionRecord:
         """Why it failed, or ``UNLOADED``; of one that is READY, why its last reload failed."""
         self.progress: Progress | None = None
         """What its load is doing; None before that begins."""
-        self.metrics = ModelMetrics(model, str(version))
+        self.metrics = ModelMetrics(model, self.label)
         self.metrics.set_state(self.state.name.lower())
         self.served: ServedModel | None = None
         """What answers its requests; there while READY or DRAINING, and for a moment once its device is lost."""
+
+    @property
+    def label(self) -> str:
+        """The version as it is shown: empty for a model of which none could be read."""
+        return str(self.version) if self.version else ""
 
     @property
     def is_unloaded(self) -> bool:

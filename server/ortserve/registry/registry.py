@@ -228,7 +228,7 @@ class Registry:
         name = source.name
         self._sources[name] = source
         if source.problem:
-            self._note_problem(name, source.problem)
+            self._note_problem(source)
             return [source.problem]
         records = self._catalog.of(name)
         self._forget(
@@ -253,7 +253,8 @@ class Registry:
                 self._drain(self._catalog.of(name)[version], UNLOADED)
         return failures
 
-    def _note_problem(self, name: str, problem: str) -> None:
+    def _note_problem(self, source: ModelSource) -> None:
+        name, problem = source.name, source.problem
         serving = self._catalog.ready(name)
         for record in serving:
             record.reason = problem
@@ -261,7 +262,7 @@ class Registry:
             _log_failure("model cannot be reloaded, what served before goes on", serving[-1], problem)
             return
         self._forget(self._catalog.of(name).values())
-        record = VersionRecord(name, 0, self._tell_change)
+        record = VersionRecord(name, 0, self._tell_change, is_required=source.is_required)
         self._show(record)
         record.advance(State.FAILED, problem)
         _log_failure("model cannot be served", record, problem)
@@ -288,7 +289,7 @@ class Registry:
     def _forget(self, records: Iterable[VersionRecord]) -> None:
         for record in list(records):
             self._catalog.drop(record)
-            self._metrics.forget(record.model, str(record.version))
+            self._metrics.forget(record.model, record.label)
         self.on_change()
 
     async def _load_version(self, record: VersionRecord, source: VersionSource) -> str:
@@ -339,7 +340,7 @@ class Registry:
         await self._free(record)
         record.advance(State.GONE, record.reason)
         if record.is_unloaded and self._catalog.of(record.model).get(record.version) is record:
-            self._metrics.forget(record.model, str(record.version))
+            self._metrics.forget(record.model, record.label)
 
 
 def _ignore() -> None:
@@ -351,4 +352,4 @@ def _load_failure(name: str, reason: str) -> ServeError:
 
 
 def _log_failure(event: str, record: VersionRecord, reason: str) -> None:
-    log_event(logger, logging.ERROR, event, model=record.model, version=record.version, reason=reason)
+    log_event(logger, logging.ERROR, event, model=record.model, version=record.label, reason=reason)

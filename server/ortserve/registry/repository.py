@@ -5,7 +5,7 @@ model's folder, or simply ``<repository>/<name>.onnx`` as version 1 of ``<name>`
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,10 @@ MODEL_FILE: Final = "model.onnx"
 VERSION: Final = re.compile("[1-9][0-9]*")
 """The name of a version's folder: not 01, which would be 1 once more."""
 
+_MEANT_OPTIONS: Final = re.compile(r"model\.ya?ml", re.IGNORECASE)
+_MEANT_TRITON_OPTIONS: Final = re.compile(r"config\.(pb|pbtxt|pbtext|prototxt|textproto|txtpb)", re.IGNORECASE)
+_MOST_LISTED: Final = 5
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
@@ -27,16 +31,21 @@ class ModelFiles:
     Attributes:
         name: That of the folder, or of the file without its suffix.
         versions: The file of each, which is there unless the options name another one.
-        options: The file that says how it is served.
+        options_files: Those that say how it is served. More than one are a problem.
         problem: Why it cannot be.
         folder: Where its other files are; None for a file by itself.
     """
 
     name: str
     versions: Mapping[int, Path] = field(default_factory=dict)
-    options: Path | None = None
+    options_files: tuple[Path, ...] = ()
     problem: str = ""
     folder: Path | None = None
+
+    @property
+    def options(self) -> Path | None:
+        """The file that says how it is served; None without one."""
+        return self.options_files[0] if self.options_files else None
 
     def file(self, version: int, options: ModelOptions) -> Path:
         """The file of a version to open, by what the options say.
@@ -51,7 +60,8 @@ class ModelFiles:
         if file.is_dir():  # as Triton takes it, for models whose weights lie beside them
             file /= MODEL_FILE
         if not file.is_file():
-            raise invalid_input(f"version folder {version} has no file {options.model_file}")
+            there = _listed(entry.name for entry in found.parent.iterdir())
+            raise invalid_input(f"version folder {version} has no file {options.model_file}: it has {there}")
         return file
 
 
@@ -64,8 +74,12 @@ def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
     found: dict[str, ModelFiles] = {}
     for root in roots:
         for model in _read_repository(root):
-            if model.name in found:
-                model = ModelFiles(model.name, problem="there are two models of this name in the repositories")
+            if other := found.get(model.name):
+                model = ModelFiles(
+                    model.name,
+                    options_files=(*other.options_files, *model.options_files),
+                    problem="there are two models of this name in the repositories",
+                )
             found[model.name] = model
     return [found[name] for name in sorted(found)]
 
@@ -91,19 +105,40 @@ def _read_repository(root: Path) -> list[ModelFiles]:
 
 def _read_model(folder: Path) -> ModelFiles:
     name = folder.name
-    said = [folder / file for file in (OPTIONS_FILE, TRITON_OPTIONS_FILE) if (folder / file).exists()]
+    entries = sorted(folder.iterdir())
+    said = tuple(entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
+    versions = {
+        int(entry.name): entry / MODEL_FILE for entry in entries if VERSION.fullmatch(entry.name) and entry.is_dir()
+    }
+    problem = ""
     if len(said) > 1:
-        return ModelFiles(
-            name, problem=f"it has both {OPTIONS_FILE} and {TRITON_OPTIONS_FILE}: say it all in one of them"
+        problem = f"it has both {OPTIONS_FILE} and {TRITON_OPTIONS_FILE}: say it all in one of them"
+    elif misnamed := next((found for entry in entries if (found := _misnamed(entry))), ""):
+        problem = misnamed
+    elif not versions:
+        problem = (
+            f"no version folder (1, 2, …) with a file {MODEL_FILE}: it has {_listed(path.name for path in entries)}"
         )
-    versions: dict[int, Path] = {}
-    for entry in folder.iterdir():
-        if not (entry.is_dir() and VERSION.fullmatch(entry.name)):
-            continue
-        file = entry / MODEL_FILE
-        if not said and not (file.is_file() or (file / MODEL_FILE).is_file()):
-            return ModelFiles(name, problem=f"version folder {entry.name} has no file {MODEL_FILE}")
-        versions[int(entry.name)] = file
-    if not versions:
-        return ModelFiles(name, problem=f"no version folder (1, 2, …) with a file {MODEL_FILE}")
-    return ModelFiles(name, versions, said[0] if said else None, folder=folder)
+        if VERSION.fullmatch(name) and (folder / MODEL_FILE).exists():
+            problem += f"; a repository is a folder of models, which '{folder.parent.name}' seems to be one of"
+    return ModelFiles(name, versions, said, problem, folder)
+
+
+def _misnamed(entry: Path) -> str:
+    """What to do with a file that nothing reads, though it is meant to say how the model is served; empty for others.
+
+    To be passed over in silence would be to serve a model otherwise than its owner believes.
+    """
+    name = entry.name
+    if VERSION.fullmatch(name) and (entry / OPTIONS_FILE).exists():
+        return f"found {name}/{OPTIONS_FILE}: expected it beside the version folders"
+    meant = OPTIONS_FILE if _MEANT_OPTIONS.fullmatch(name) else TRITON_OPTIONS_FILE
+    is_meant = _MEANT_OPTIONS.fullmatch(name) or _MEANT_TRITON_OPTIONS.fullmatch(name)
+    return f"found {name}: expected {meant}" if is_meant and name != meant else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    """What lies in a folder, for who expected something else there."""
+    some = sorted(name for name in names if not name.startswith("."))
+    more = f" and {len(some) - _MOST_LISTED} more" if len(some) > _MOST_LISTED else ""
+    return f"{', '.join(some[:_MOST_LISTED])}{more}" if some else "nothing"

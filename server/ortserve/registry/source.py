@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ortserve.config.model import LoadOptions
-from ortserve.errors import ServeError
+from ortserve.config.model import LoadOptions, says_required
+from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.configuration import Configuration, read_configuration
 from ortserve.registry.repository import ModelFiles, read_repositories
 from ortserve.registry.stamps import FileStamp, stamp_files
@@ -83,17 +83,19 @@ def make_source(files: ModelFiles, configuration: Configuration) -> ModelSource:
 
 
 def _read_source(files: ModelFiles, defaults: LoadOptions) -> ModelSource:
-    if files.problem:
-        return ModelSource(files.name, problem=files.problem, has_files=bool(files.versions))
     try:
+        if files.problem:
+            raise invalid_input(files.problem)
         return make_source(files, read_configuration(files.name, files.options, defaults))
     except ServeError as error:
-        return ModelSource(files.name, problem=error.message)
+        problem = error.message
     except OSError as error:  # somebody changes the folder meanwhile
-        return ModelSource(files.name, problem=f"its files cannot be read: {error.strerror}")
+        problem = f"its files cannot be read: {error.strerror}"
     except Exception as error:  # else a fault of ours, or of a parser, would keep every other model from loading
         logger.error("configuration of '%s' cannot be read", files.name, exc_info=error)
-        return ModelSource(files.name, problem="its configuration cannot be read")
+        problem = "its configuration cannot be read"
+    is_required = any(map(says_required, files.options_files))
+    return ModelSource(files.name, is_required=is_required, problem=problem, has_files=bool(files.versions))
 
 
 def _version_source(files: ModelFiles, version: int, configuration: Configuration) -> VersionSource:

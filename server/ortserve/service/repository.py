@@ -147,8 +147,7 @@ class RepositoryService:
 
 
 def _entry(record: VersionRecord) -> IndexEntry:
-    version = str(record.version) if record.version else ""
-    return IndexEntry(record.model, version, _PROTOCOL_STATES[record.state], record.explanation)
+    return IndexEntry(record.model, record.label, _PROTOCOL_STATES[record.state], record.explanation)
 
 
 def _name(entry: IndexEntry) -> str:

@@ -108,6 +108,15 @@ async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Lo
         assert registry.knows(name)
 
 
+async def test_model_of_which_no_version_could_be_read_has_none(tmp_path: Path, load: Load) -> None:
+    (tmp_path / "m").mkdir()
+    registry = await load()
+    with pytest.raises(ServeError) as caught:
+        registry.find("m", "0")
+    assert caught.value.kind is ErrorKind.NOT_FOUND
+    assert refusal(registry, "m").kind is ErrorKind.NOT_READY
+
+
 async def test_highest_ready_version_answers_for_the_name(tmp_path: Path, load: Load) -> None:
     policy = "version_policy: {all: true}"
     put(tmp_path, builders.unnamed_dims, "m", 2, policy)
@@ -479,7 +488,7 @@ async def test_poll_tries_what_failed_again_only_when_it_has_changed(tmp_path: P
     (tmp_path / "m" / "1" / "model.onnx").unlink()
     await registry.poll()
     ((state, reason),) = state_of(registry, "m").values()
-    assert (state, reason) == (State.READY, "version folder 1 has no file model.onnx")
+    assert (state, reason) == (State.READY, "version folder 1 has no file model.onnx: it has nothing")
     (tmp_path / "m" / "1").rmdir()
     (tmp_path / "m").rmdir()
     await registry.poll()

@@ -29,8 +29,6 @@ def test_folder_with_versions_is_a_model(tmp_path: Path) -> None:
     assert read_one(tmp_path) == ModelFiles(
         "m",
         {1: tmp_path / "m/1/model.onnx", 12: tmp_path / "m/12/model.onnx"},
-        options=None,
-        problem="",
         folder=tmp_path / "m",
     )
 
@@ -82,12 +80,18 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
-        (["m/"], "no version folder (1, 2, …) with a file model.onnx"),
-        (["m/model.onnx"], "no version folder (1, 2, …) with a file model.onnx"),
-        (["m/1"], "no version folder (1, 2, …) with a file model.onnx"),
-        (["m/1/"], "version folder 1 has no file model.onnx"),
-        (["m/1/model.onnx", "m/2/other.onnx"], "version folder 2 has no file model.onnx"),
-        (["m/1/model.onnx/"], "version folder 1 has no file model.onnx"),
+        (["m/"], "no version folder (1, 2, …) with a file model.onnx: it has nothing"),
+        (["m/model.onnx"], "no version folder (1, 2, …) with a file model.onnx: it has model.onnx"),
+        (["m/1"], "no version folder (1, 2, …) with a file model.onnx: it has 1"),
+        (
+            ["m/g", "m/f", "m/e", "m/d", "m/c", "m/b", "m/.a"],
+            "no version folder (1, 2, …) with a file model.onnx: it has b, c, d, e, f and 1 more",
+        ),
+        (["m/1/model.onnx", "m/model.yml"], "found model.yml: expected model.yaml"),
+        (["m/1/model.onnx", "m/Model.YAML"], "found Model.YAML: expected model.yaml"),
+        (["m/1/model.onnx", "m/config.pbtext"], "found config.pbtext: expected config.pbtxt"),
+        (["m/1/model.onnx", "m/Config.pbtxt"], "found Config.pbtxt: expected config.pbtxt"),
+        (["m/1/model.onnx", "m/1/model.yaml"], "found 1/model.yaml: expected it beside the version folders"),
         (
             ["m/1/model.onnx", "m/config.pbtxt", "m/model.yaml"],
             "it has both model.yaml and config.pbtxt: say it all in one of them",
@@ -97,7 +101,38 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
 )
 def test_model_that_cannot_be_read_is_found_with_its_problem(tmp_path: Path, files: list[str], problem: str) -> None:
     touch(tmp_path, *files)
-    assert read_one(tmp_path) == ModelFiles("m", problem=problem)
+    model = read_one(tmp_path)
+    assert (model.name, model.problem) == ("m", problem)
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "config.yaml", "model.json", "README.md", "model.yaml.bak", "1/config.pbtxt"]
+)
+def test_files_of_others_are_passed_over(tmp_path: Path, file: str) -> None:
+    touch(tmp_path, "m/1/model.onnx", f"m/{file}")
+    assert not read_one(tmp_path).problem
+
+
+@pytest.mark.parametrize(
+    ("files", "there"),
+    [(["m/1/"], "nothing"), (["m/1/b.onnx", "m/1/a"], "a, b.onnx"), (["m/1/model.onnx/"], "model.onnx")],
+)
+def test_version_without_its_file_keeps_no_other_from_being_served(
+    tmp_path: Path, files: list[str], there: str
+) -> None:
+    touch(tmp_path, *files, "m/2/model.onnx")
+    model = read_one(tmp_path)
+    assert not model.problem
+    assert model.file(2, ModelOptions()) == tmp_path / "m/2/model.onnx"
+    with pytest.raises(ServeError) as caught:
+        model.file(1, ModelOptions())
+    assert caught.value.message == f"version folder 1 has no file model.onnx: it has {there}"
+
+
+def test_model_that_is_taken_for_a_repository_is_told_from_one(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx")
+    (model,) = read_repositories([tmp_path / "m"])
+    assert model.problem.endswith("it has model.onnx; a repository is a folder of models, which 'm' seems to be one of")
 
 
 def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
@@ -117,6 +152,9 @@ def test_model_folder_that_the_system_refuses_to_read_keeps_no_other_from_being_
     root.mkdir(parents=True)
     touch(root, "b")
     (root / "a").mkdir()
+    parent = os.open(root / "a", os.O_RDONLY)
+    os.mkdir("12345", dir_fd=parent)
+    os.close(parent)
     (model,) = read_repositories([root])
     assert model == ModelFiles("a", problem="its folder cannot be read: File name too long")
 

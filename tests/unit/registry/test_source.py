@@ -146,7 +146,7 @@ def test_version_without_its_file_has_a_problem_of_its_own(root: Path) -> None:
     versions = read(root)["m"].versions
     assert versions[1].problem == ""
     assert versions[1].path == root / "m" / "1" / "other.onnx"
-    assert versions[2].problem == "version folder 2 has no file other.onnx"
+    assert versions[2].problem == "version folder 2 has no file other.onnx: it has model.onnx"
 
 
 def test_one_model_is_read_as_among_all_and_without_the_others(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

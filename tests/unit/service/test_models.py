@@ -59,6 +59,31 @@ async def test_whoever_waits_for_news_hears_of_loading_and_of_the_end(registry: 
 
 
 @pytest.mark.parametrize(
+    ("files", "is_ready"),
+    [
+        ({"1/model.onnx": "", "model.yaml": "required: true"}, False),
+        ({"model.yaml": "required: true"}, False),
+        ({"1/model.onnx": "", "model.yaml": "required: true\nversion_policy: {specific: [7]}"}, False),
+        ({"1/model.onnx": "", "model.yaml": "max_rows: lots\nrequired: true"}, False),
+        ({"1/model.onnx": "", "model.yaml": "\tmax_rows: lots\nrequired : true # always"}, False),
+        ({"1/model.onnx": "", "model.yaml": "required: true", "config.pbtxt": ""}, False),
+        ({"1/model.onnx": "", "model.yaml": "required: true", "../bad.onnx": ""}, False),
+        ({"1/model.onnx": "", "model.yaml": "max_rows: lots\nrequired: false"}, True),
+        ({"1/model.onnx": "", "model.yaml": "\tmax_rows: lots\n# required: true"}, True),
+    ],
+)
+async def test_model_that_must_serve_holds_readiness_back_whatever_is_wrong_with_it(
+    registry: Registry, tmp_path: Path, files: dict[str, str], is_ready: bool
+) -> None:
+    for name, text in files.items():
+        file = tmp_path / "bad" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    await registry.load_all()
+    assert service(registry).is_ready() == is_ready
+
+
+@pytest.mark.parametrize(
     ("options", "strict", "is_ready"), [("", False, True), ("", True, False), ("required: true", False, False)]
 )
 async def test_failed_model_holds_readiness_back_only_where_it_must_serve(
