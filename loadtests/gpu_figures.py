@@ -77,8 +77,8 @@ FAILURE_TOLD: Final = 3
 IN_A_ROW: Final = 16
 """Batches of each arm of ``overlap``, timed together."""
 PRECISIONS: Final[dict[str, type[np.floating]]] = {"FP32": np.float32, "FP16": np.float16}
-_TOLERANCE: Final = 5e-2
-"""Largest difference to the CPU's answer, of values about 1: TF32 and FP16 against FP32, through many layers."""
+_TOLERANCE: Final = 0.2
+"""Largest difference to the CPU's answer, of its root mean square: TF32 and FP16 against FP32, through many layers."""
 
 
 _Model = TypeVar("_Model")
@@ -158,7 +158,8 @@ class Bench:
                 raise RuntimeError(f"no buffers: {loaded.on_device}")
             if captures and not loaded.on_device.replayed:
                 raise RuntimeError(f"no replay: {loaded.on_device.no_replay_because}")
-            self._check(path, loaded, instance, min(sizes))
+            for rows in sorted(sizes)[:2]:  # the others were compared with plain runs of the device
+                self._check(path, loaded, instance, rows)
             yield loaded, instance
         finally:
             instance.close()
@@ -169,8 +170,9 @@ class Bench:
         session = ort.InferenceSession(str(path), providers=[CPU])
         (right,) = session.run(None, {"x": inputs[0]})
         worst = float(np.abs(answer.astype(np.float32) - right.astype(np.float32)).max())
-        if not worst < _TOLERANCE * max(1.0, float(np.abs(right).max())):
-            raise RuntimeError(f"{path.stem}: answers differ from the CPU's by {worst}")
+        usual = float(np.sqrt(np.mean(np.square(right, dtype=np.float64))))
+        if not worst < _TOLERANCE * usual:
+            raise RuntimeError(f"{path.stem}: answers of size {usual} differ from the CPU's by {worst}")
 
 
 def as_batch(inputs: Arrays) -> Batch:
@@ -452,6 +454,7 @@ def checks(bench: Bench) -> Iterator[str]:
     which = ["-m", "gpu"] if bench.device == "cuda" else ["-k", "host and not every_type"]
     # The repository's own settings ask for plugins that a GPU machine may not have, and these tests need none.
     settings = ["-c", os.devnull, "--rootdir", str(root), "--import-mode=importlib", "-o", "markers=gpu"]
+    settings += ["-o", "faulthandler_timeout=60"]  # then all threads say where they stand
     settings += ["-p", "no:cacheprovider", "-p", "no:asyncio"]
     arguments = ["-m", "pytest", "-v", "-rfEs", "--tb=short", *settings, *which, str(root / "tests" / "gpu")]
     yield "```text"

@@ -19,7 +19,6 @@ from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.gate import CaptureGate
-from ortserve.engine.device.graph_ids import NEITHER
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.lane import Lane
@@ -28,7 +27,7 @@ from ortserve.engine.device.protocol import BoundRun, Device
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.plain_run import PlainRun, make_plain_run
-from ortserve.engine.provider_options import CPU, CUDA
+from ortserve.engine.provider_options import CPU, CUDA, make_provider_options
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session, run_options
@@ -120,7 +119,7 @@ def on_device(
     opened = Devices({provider: lambda _: device}).open(provider, device.device_id)
     assert isinstance(opened, OpenDevice)
     lane = Lane(opened)
-    told = {**options, **lane.provider_options(captures=captures)}
+    told = {**make_provider_options(provider, options), **lane.provider_options(captures=captures)}
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(provider, options=told), 1))
     signature = read_signature(session, path)
     instance = DeviceInstance(
@@ -129,7 +128,7 @@ def on_device(
         lane,
         name="m/1",
         clock=time.monotonic_ns,
-        run_options=run_options(SessionSettings(), graph_id=NEITHER if captures else None),
+        run_options=run_options(SessionSettings(), captures=captures),
         captures=captures,
     )
     del session

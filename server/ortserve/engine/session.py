@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from ortserve.config.session import Scalar, SessionSettings, option_text
 from ortserve.engine.declared_shapes import Dimension, input_dimensions
+from ortserve.engine.device.graph_ids import NEITHER, graph_options
 from ortserve.engine.ort_errors import ORT_ERRORS as ORT_ERRORS
 from ortserve.engine.ort_errors import without_paths as without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
@@ -91,15 +92,13 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
     return session
 
 
-def run_options(settings: SessionSettings, *, graph_id: int | None = None) -> ort.RunOptions | None:
-    """What each run is told; None for nothing. ``graph_id`` is for sessions that capture CUDA graphs."""
-    if not settings.shrink_arenas and graph_id is None:
+def run_options(settings: SessionSettings, *, captures: bool = False) -> ort.RunOptions | None:
+    """What each plain run is told; None for nothing. ``captures`` says that the session may capture CUDA graphs."""
+    if not settings.shrink_arenas and not captures:
         return None
-    told = ort.RunOptions()
+    told = graph_options(NEITHER)
     if settings.shrink_arenas:
         told.add_run_config_entry("memory.enable_memory_arena_shrinkage", ";".join(settings.shrink_arenas))
-    if graph_id is not None:
-        told.add_run_config_entry("gpu_graph_id", str(graph_id))
     return told
 
 

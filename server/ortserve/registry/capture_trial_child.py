@@ -13,7 +13,6 @@ from pathlib import Path
 from ortserve.clock import monotonic_ns
 from ortserve.config.session import SessionSettings
 from ortserve.engine.device.devices import Devices, MakeDevice
-from ortserve.engine.device.graph_ids import NEITHER
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.replay import why_no_replay
@@ -62,7 +61,7 @@ def try_capture(order: TrialOrder, tell: Callable[[str], None], make: Mapping[st
         lane,
         name=order.name,
         clock=monotonic_ns,
-        run_options=run_options(settings, graph_id=NEITHER),
+        run_options=run_options(settings, captures=True),
         captures=True,
     )
     try:

@@ -12,7 +12,6 @@ from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.devices import OpenDevice
 from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
-from ortserve.engine.device.graph_ids import NEITHER
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.replay import NO_BUFFERS, TRIAL_REFUSED, NoReplay, why_no_replay
@@ -176,7 +175,7 @@ class Opening:
                 name=name,
                 clock=self._clock,
                 padding=padding,
-                run_options=run_options(self._options.session, graph_id=NEITHER if opened.captures else None),
+                run_options=run_options(self._options.session, captures=opened.captures),
                 captures=opened.captures,
                 is_whole=opened.is_whole,
             )

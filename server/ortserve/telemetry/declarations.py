@@ -122,8 +122,8 @@ MODEL_STATE: Final = Declaration(
     "ortserve_model_state",
     "gauge",
     ("model", "version", "state"),
-    "1 for the state that a model version is in, 0 for the others. The version is empty for a model of which none could "
-    "be read.",
+    "1 for the state that a model version is in, 0 for the others. The version is empty for a model of which none "
+    "could be read.",
 )
 DEVICE_MEMORY: Final = Declaration(
     "ortserve_device_memory_bytes",

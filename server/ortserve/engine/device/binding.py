@@ -10,7 +10,7 @@ With two sets the first two steps of a batch happen beside the third of the batc
 never waited for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
@@ -27,7 +27,7 @@ from ortserve.engine.device.buffers import BufferSet, device_nbytes, inverted
 from ortserve.engine.device.copy_timing import CopyTiming
 from ortserve.engine.device.counts import DeviceCounts
 from ortserve.engine.device.failures import DEVICE_ERRORS, give_back, says_lost
-from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id
+from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id, graph_options
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.ledger import Account
 from ortserve.engine.device.protocol import BoundRun, Device
@@ -70,7 +70,6 @@ class DeviceBinding:
         outputs: Sequence[RowLayout],
         rows: int,
         *,
-        captures: bool,
         is_whole: bool = True,
         clock: Clock,
         account: Account,
@@ -83,7 +82,6 @@ class DeviceBinding:
             lane: Of the session.
             outputs: A row of each output.
             rows: Most rows of a batch.
-            captures: Whether the session was made to capture graphs.
             is_whole: Whether all its nodes are on the device. If not, ONNX Runtime waits for the end of each run: what
                 it copies from the host for nodes there, it may use again as soon as the run has returned.
             clock: Monotonic nanoseconds.
@@ -94,7 +92,6 @@ class DeviceBinding:
         self._device = lane.device
         self._clock = clock
         self._counts = DeviceCounts()  # what is run to prepare it was nobody's
-        self._captures = captures
         self._is_whole = is_whole
         self._input_layouts = input_layouts(signature)
         self._output_layouts = list(outputs)
@@ -131,10 +128,10 @@ class DeviceBinding:
         self._counts = counts
         self._flights = 0
 
-    def admit(self, rows: int, graphs: Mapping[int, bool]) -> None:
-        """From now on take batches of ``rows`` rows; ``graphs`` says for each set whether it replays."""
+    def admit(self, rows: int, *, is_graph: bool) -> None:
+        """From now on take batches of ``rows`` rows; ``is_graph`` says whether they are replayed."""
         for buffers in self.sets:
-            self._runs[rows, buffers.index] = self.bind(rows, buffers, is_graph=graphs[buffers.index])
+            self._runs[rows, buffers.index] = self.bind(rows, buffers, is_graph=is_graph)
 
     def bind(self, rows: int, buffers: BufferSet, *, is_graph: bool, is_waited_for: bool = False) -> BoundRun:
         """Bind a set's memory for ``rows`` rows.
@@ -154,11 +151,9 @@ class DeviceBinding:
         for (tensor, kind), layout, address in zip(self._outputs, self._output_layouts, buffers.outputs, strict=True):
             binding.bind_output(tensor, name, number, kind, (rows, *layout.item), address)
         graph = graph_id(rows, buffers.index) if is_graph else None
-        options = ort.RunOptions()
+        options = graph_options(NEITHER if graph is None else graph)
         if self._is_whole and not is_waited_for:
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        if self._captures:
-            options.add_run_config_entry("gpu_graph_id", str(NEITHER if graph is None else graph))
         return BoundRun(self._session, binding, options, graph)
 
     def begin(self, batch: Batch, buffers: BufferSet, bound: BoundRun | None = None) -> Flight:

@@ -22,11 +22,12 @@ _OUT_OF_MEMORY: Final = re.compile(
 # Errors after which every call of the process on the device fails (CUDA runtime, cudaError: "the process must be
 # terminated and relaunched"), by number and by name; 900 and more are of captures that were broken off, 46 of a device
 # that others have taken.
-_LOST_NUMBERS: Final = (214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999)
+_LOST_NUMBERS: Final = (214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999)
 _LOST: Final = re.compile(
     r"CUDA (?:failure|error)[ :]+(?:" + "|".join(map(str, _LOST_NUMBERS)) + r")\b|"
     r"cudaError(?:IllegalAddress|LaunchTimeout|ContextIsDestroyed|Assert|HardwareStackError|IllegalInstruction|"
-    r"MisalignedAddress|InvalidAddressSpace|InvalidPc|LaunchFailure|ECCUncorrectable|NvlinkUncorrectable|Unknown\b)|"
+    r"MisalignedAddress|InvalidAddressSpace|InvalidPc|LaunchFailure|ECCUncorrectable|NvlinkUncorrectable|"
+    r"Contained|TensorMemoryLeak|MpsClientTerminated|ExternalDevice|Unknown\b)|"
     r"an illegal memory access|unspecified launch failure|device-side assert|uncorrectable ECC error|"
     r"CUBLAS_STATUS_EXECUTION_FAILED.*700"
 )

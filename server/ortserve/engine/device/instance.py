@@ -281,7 +281,6 @@ class DeviceInstance:
             self.lane,
             outputs,
             rows,
-            captures=self._captures,
             is_whole=self._is_whole,
             clock=self._clock,
             account=self._account,

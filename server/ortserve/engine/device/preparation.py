@@ -82,6 +82,7 @@ class Preparation:
         self._free_bytes = free_bytes
         self._on_step = on_step
         self._graph_bytes = 0
+        self._captured_sizes = 0
 
     def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, Prepared]:
         """Make buffers and try all sizes on them.
@@ -99,37 +100,31 @@ class Preparation:
             if problem := self._why_not_by_rows(outputs, most):
                 return None, Prepared(unbound_because=problem)
             binding = self._make_binding(layouts_of(outputs), most)
+        bound = tuple(sorted(set(sizes)))
+        not_replayed: dict[int, str] = {}
         try:
-            replayed: list[int] = []
-            not_replayed: dict[int, str] = {}
-            for rows in sorted(set(sizes)):
+            for rows in bound:
                 self._on_step(f"trying batches of {rows} rows in buffers")
                 with self._gate.shared():
                     if problem := self._try_size(binding, rows):
                         binding.close()
                         return None, Prepared(unbound_because=problem)
-                graphs = {buffers.index: False for buffers in binding.sets}
-                if captures:
-                    if len(replayed) < MAX_GRAPHS:
-                        problem = self._capture(binding, rows)
-                    else:
-                        problem = f"{MAX_GRAPHS} sizes are captured already"
-                        self._counts.count_not_captured("over_limit")
-                    if problem:
-                        not_replayed[rows] = problem
-                    else:
-                        replayed.append(rows)
-                        graphs = dict.fromkeys(graphs, True)
-                binding.admit(rows, graphs)
+                if captures and (problem := self._capture_size(binding, rows)):
+                    not_replayed[rows] = problem
+            replayed = tuple(rows for rows in bound if rows not in not_replayed) if captures else ()
+            for rows in replayed:  # once more, as what was captured since may have moved something that it uses
+                self._on_step(f"replaying batches of {rows} rows")
+                if problem := self._replay_size(binding, rows):
+                    not_replayed[rows] = problem
+            replayed = tuple(rows for rows in replayed if rows not in not_replayed)
+            for rows in bound:
+                binding.admit(rows, is_graph=rows in replayed)
             self._counts.captured += len(replayed) * len(binding.sets)
         except BaseException:
             with self._gate.shared():
                 binding.close()
             raise
-        prepared = Prepared(
-            tuple(sorted(set(sizes))), tuple(replayed), not_replayed=not_replayed, graph_bytes=self._graph_bytes
-        )
-        return binding, prepared
+        return binding, Prepared(bound, replayed, not_replayed=not_replayed, graph_bytes=self._graph_bytes)
 
     def _why_not_by_rows(self, outputs: Sequence[np.ndarray], rows: int) -> str:
         for spec, output in zip(self._signature.outputs, outputs, strict=True):
@@ -155,35 +150,53 @@ class Preparation:
                 return problem
         return ""
 
-    def _capture(self, binding: DeviceBinding, rows: int) -> str:
+    def _capture_size(self, binding: DeviceBinding, rows: int) -> str:
         """Capture a size in all sets. Returns why it is not replayed; empty where it was seen to be right."""
+        if self._captured_sizes == MAX_GRAPHS:
+            self._counts.count_not_captured("over_limit")
+            return f"{MAX_GRAPHS} sizes are captured already"
         self._on_step(f"capturing the graph of batches of {rows} rows")
-        seeds = (rows, rows + 1)  # in turns, so that no answer of a set is the one before
-        for buffers in binding.sets:
-            try:
+        inputs = self._make_inputs(rows, rows)
+        try:
+            for buffers in binding.sets:
                 with self._gate.alone():
                     before = self._free_bytes()
                     bound = binding.bind(rows, buffers, is_graph=True, is_waited_for=True)
-                    binding.capture(bound, buffers, self._make_inputs(rows, rows), CAPTURING_RUNS)
+                    binding.capture(bound, buffers, inputs, CAPTURING_RUNS)
                     self._graph_bytes += max(0, before - self._free_bytes())
-                with self._gate.shared():
-                    bound = binding.bind(rows, buffers, is_graph=True)
-                    for seed in seeds:
-                        inputs = self._make_inputs(rows, seed)
-                        expected = self._run_plainly(inputs)
-                        problem = self._compare(binding, bound, buffers, inputs, expected)
-                        if problem:
-                            self._counts.count_not_captured("wrong_answer")
-                            return problem
-            except DEVICE_ERRORS as error:
-                if says_lost(error):
-                    raise
-                self._counts.count_not_captured("failed")
-                # A capture that failed may have spoilt the device: then this raises, and the model is not served.
-                with self._gate.shared():
-                    self._run_plainly(self._make_inputs(rows, rows))
-                return f"its capture failed: {without_paths(str(error))}"
+                if problem := self._replay(binding, rows, buffers):
+                    return problem
+        except DEVICE_ERRORS as error:
+            return self._why_failed(error, "its capture failed", rows)
+        self._captured_sizes += 1
         return ""
+
+    def _replay_size(self, binding: DeviceBinding, rows: int) -> str:
+        """Replay a captured size in all sets. Returns why it shall not be; empty where it is right."""
+        try:
+            return next((problem for buffers in binding.sets if (problem := self._replay(binding, rows, buffers))), "")
+        except DEVICE_ERRORS as error:
+            return self._why_failed(error, "its replay failed", rows)
+
+    def _replay(self, binding: DeviceBinding, rows: int, buffers: BufferSet) -> str:
+        bound = binding.bind(rows, buffers, is_graph=True)
+        for seed in (rows, rows + 1):  # in turns, so that no answer of a set is the one before
+            inputs = self._make_inputs(rows, seed)
+            with self._gate.shared():
+                problem = self._compare(binding, bound, buffers, inputs, self._run_plainly(inputs))
+            if problem:
+                self._counts.count_not_captured("wrong_answer")
+                return problem
+        return ""
+
+    def _why_failed(self, error: Exception, what: str, rows: int) -> str:
+        """In words, where the device can still be used; raises where it cannot, and the model is not served."""
+        if says_lost(error):
+            raise error
+        self._counts.count_not_captured("failed")
+        with self._gate.shared():
+            self._run_plainly(self._make_inputs(rows, rows))
+        return f"{what}: {without_paths(str(error))}"
 
     def _compare(
         self,

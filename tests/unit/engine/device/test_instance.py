@@ -263,6 +263,22 @@ def test_host_that_pins_no_more_memory_fails_no_batch(tmp_path: Path) -> None:
             landed(made.start(batch_of((numbered(3, 0),), bucket=4)))
 
 
+def test_a_capture_that_breaks_an_older_graph_costs_that_one(tmp_path: Path) -> None:
+    class Forgetful(HostDevice):
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id != graph_id(2, 1) or graph_id(8, 1) not in self.captured:
+                super().run(bound, stream)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), Forgetful(), captures=True) as made:
+        assert made.prepared.bound == SIZES
+        assert made.prepared.replayed == (1, 4, 8)
+        assert made.prepared.not_replayed == {2: "output 'y' of 2 rows is another one replayed"}
+        assert made.instance.counts.captured == 6
+        assert stream_of_requests(made, 50) == 0
+        assert made.instance.counts.replayed
+        assert made.instance.counts.bound
+
+
 def test_no_more_sizes_are_captured_than_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "MAX_GRAPHS", 2)
     with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
@@ -293,7 +309,7 @@ def test_runs_return_early_only_where_all_nodes_are_on_the_device(
         binding.bind(4, binding.sets[1], is_graph=True, is_waited_for=True)
     early = [("disable_synchronize_execution_providers", "1")] if is_whole else []
     graph = ("gpu_graph_id", str(graph_id(4, 1)))
-    assert entries == [*early, graph, *early, ("gpu_graph_id", "-1"), graph]
+    assert entries == [graph, *early, ("gpu_graph_id", "-1"), *early, graph]
 
 
 def test_captures_have_the_gate_for_themselves(tmp_path: Path) -> None:
