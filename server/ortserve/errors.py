@@ -19,7 +19,7 @@ class ErrorKind(StrEnum):
     NOT_FOUND = "not_found"
     """No such route, model or version."""
     CONFLICT = "conflict"
-    """The request does not fit the present state, such as loading a model that is loading."""
+    """What is asked for is somebody else's, such as a port that the server was to listen on."""
     ALREADY_EXISTS = "already_exists"
     """The name is taken."""
     TOO_LARGE = "too_large"
@@ -45,7 +45,7 @@ class ErrorKind(StrEnum):
 class ServeError(Exception):
     """A failure with a kind and a message for the caller: the thing, what was expected, what came.
 
-    Raised by every room; frontends turn it into a status. The message never holds file-system paths.
+    Raised by every room; frontends turn it into a status. What a caller can come by never holds file-system paths.
     """
 
     def __init__(self, kind: ErrorKind, message: str, *, retry_after_s: float | None = None) -> None:
@@ -60,6 +60,12 @@ class ServeError(Exception):
 def invalid_input(message: str) -> ServeError:
     """The most frequent failure, spelled short."""
     return ServeError(ErrorKind.INVALID_INPUT, message)
+
+
+def of_request(error: ServeError, request_id: str) -> ServeError:
+    """A copy whose text begins with the id of the request that it is about."""
+    message = f"[request id: {request_id or '<id_unknown>'}] {error.message}"
+    return ServeError(error.kind, message, retry_after_s=error.retry_after_s)
 
 
 class OutOfMemoryError(ServeError):

@@ -103,6 +103,7 @@ def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
         ("/v2/repository/models/identity/load", b'{"parameters":[]}', 400, "Unable to parse 'parameters'"),
         ("/v2/repository/models/m/load", b'{"parameters":{"x":1}}', 400, "unrecognized load parameter 'x'."),
         ("/v2/repository/models/m/load", b'{"parameters":{"file:1/x":"?"}}', 400, "a file's bytes in base64"),
+        ("/v2/repository/models/m/load", b'{"parameters":{"file:1/x":7}}', 400, "a file's bytes in base64"),
         ("/v2/repository/models/m/unload", b'{"parameters":{"x":1}}', 400, "unrecognized unload parameter 'x'."),
         (
             "/v2/repository/models/m/unload",
@@ -120,6 +121,13 @@ def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
             501,
             "writes nothing of a request's or an answer's tensors",
         ),
+        (
+            "/v2/trace/setting",
+            b'{"trace_rate":"1_0"}',
+            400,
+            "trace_rate: expected an integer, 1 to 2147483647, got '1_0'",
+        ),
+        ("/v2/trace/setting", '{"trace_rate":"٣"}'.encode(), 400, "trace_rate: expected an integer"),
         ("/v2/trace/setting", b'{"trace_mode":"opentelemetry"}', 501, "expected 'triton', got 'opentelemetry'"),
         ("/v2/models/none/trace/setting", b"", 404, "Request for unknown model : none"),
     ],

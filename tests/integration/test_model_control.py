@@ -1,5 +1,6 @@
 """Loading, reloading and unloading while clients send requests: by call, and by changing folders."""
 
+import base64
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -361,6 +362,13 @@ def test_files_of_a_client_are_the_model_until_the_next_load(tmp_path: Path, pro
         assert list(kept.iterdir()) == [], "what was sent is not kept once it is loaded"
         client.unload_model("sent")
         assert list(kept.iterdir()) == []
+        wrapped = {
+            "config": "{}",
+            "file:1/model.onnx": base64.encodebytes(double).decode(),
+        }  # lines of 76, as by a shell
+        url = f"http://{server.http}/v2/repository/models/wrapped/load"
+        httpx.post(url, json={"parameters": wrapped}, timeout=LONG_S).raise_for_status()
+        assert answer_of(server, "wrapped") == 2
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

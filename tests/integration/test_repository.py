@@ -108,6 +108,8 @@ def test_model_whose_turn_to_load_has_not_come_is_not_ready_rather_than_unknown(
         with pytest.raises(InferenceServerException) as caught:
             grpc_raw(server, "identity", ROW)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
+        ready = httpx.get(f"http://{server.http}/v2/models/identity/ready", timeout=LONG_S)
+        assert (ready.status_code, ready.json()) == (400, {"error": "Model version not ready"})
 
         server.wait_until_loaded()
         np.testing.assert_array_equal(rest_json(server, "identity", ROW)["y"], ROW["x"])

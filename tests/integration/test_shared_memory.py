@@ -496,6 +496,7 @@ def test_no_registration_does_more_than_be_refused(
     if "/" not in name and name not in (".", ".."):  # those are other paths
         assert (answer.status_code == 200) == fits, answer.text
         assert answer.status_code in (200, 400, 500)
+        assert answer.headers["content-type"] == "application/json"
         assert "internal error" not in answer.text
     rest.post("/unregister").raise_for_status()
     assert rest.get("/status").json() == []

@@ -23,7 +23,7 @@ from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import ServeError, invalid_input, of_request
 
 M = TypeVar("M", bound=Message)
 
@@ -79,7 +79,7 @@ def decode_request(data: bytes | memoryview) -> InferRequest:
         head.model,
         head.version,
         request_id,
-        _tensors(head, raw),
+        _tensors(head, request_id, raw),
         list(head.outputs),
         head.parameters,
         regions=head.regions,
@@ -196,7 +196,10 @@ def _inputs(
         names.add(name)
         datatype = DATATYPES.get(entry.datatype)
         if datatype is None:
-            raise invalid_input(f"input '{name}' for model '{model}' has the unknown datatype '{entry.datatype}'")
+            raise invalid_input(
+                f"input '{name}' for model '{model}' has the unknown datatype '{entry.datatype}': expected one of "
+                f"{', '.join(DATATYPES)}"
+            )
         shape = tuple(entry.shape)
         _check_shape(shape, name, model)
         contents = entry.contents if entry.HasField("contents") else None
@@ -210,7 +213,7 @@ def _inputs(
     return tuple(inputs)
 
 
-def _tensors(head: _Head, raw: Sequence[bytes | memoryview]) -> list[Tensor]:
+def _tensors(head: _Head, request_id: str, raw: Sequence[bytes | memoryview]) -> list[Tensor]:
     """The inputs that ``head`` announces, with their elements."""
     model = head.model
     tensors: list[Tensor] = []
@@ -223,12 +226,16 @@ def _tensors(head: _Head, raw: Sequence[bytes | memoryview]) -> list[Tensor]:
                     "contents field must not be specified when using raw_input_contents "
                     f"for '{name}' for model '{model}'"
                 )
-            array = decode_contents(told.contents, datatype, shape, name, model)
         elif taken == len(raw):
             raise invalid_input(f"unable to find data for input tensor '{name}' for model '{model}' in request.")
-        else:
-            array = decode_binary_tensor(raw[taken], datatype, shape, name, model)
-            taken += 1
+        try:
+            if told.contents is not None:
+                array = decode_contents(told.contents, datatype, shape, name, model)
+            else:
+                array = decode_binary_tensor(raw[taken], datatype, shape, name, model)
+                taken += 1
+        except ServeError as error:
+            raise of_request(error, request_id) from None
         tensors.append(Tensor(name, datatype, array))
     if taken != len(raw):
         raise invalid_input(

@@ -17,7 +17,7 @@ from ortserve.core.dtypes import DATATYPES
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
-from ortserve.errors import ServeError, invalid_input
+from ortserve.errors import ServeError, invalid_input, of_request
 
 
 @dataclass(slots=True, init=False)
@@ -72,7 +72,7 @@ def decode_rest_request(
         model_name,
         model_version,
         request_id,
-        _inputs(document.get("inputs"), tail, model_name, in_regions),
+        _inputs(document.get("inputs"), tail, model_name, request_id, in_regions),
         _outputs(document.get("outputs"), places, binary_output=binary_output),
         parameters,
         binary_output,
@@ -149,7 +149,9 @@ def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> d
     return value
 
 
-def _inputs(value: object, tail: memoryview, model: str, in_regions: list[RegionInput]) -> list[Tensor]:
+def _inputs(
+    value: object, tail: memoryview, model: str, request_id: str, in_regions: list[RegionInput]
+) -> list[Tensor]:
     if type(value) is not list:
         raise _parse_error("inputs", "an array", value)
     tensors: list[Tensor] = []
@@ -162,9 +164,14 @@ def _inputs(value: object, tail: memoryview, model: str, in_regions: list[Region
         names.add(name)
         shape = _shape(entry.get("shape"), name)
         datatype_name = entry.get("datatype")
-        datatype = DATATYPES.get(datatype_name) if type(datatype_name) is str else None
+        if type(datatype_name) is not str:
+            raise _parse_error("datatype", f"a string for input '{name}'", datatype_name)
+        datatype = DATATYPES.get(datatype_name)
         if datatype is None:
-            raise invalid_input(f"Unable to parse 'datatype' of input '{name}': unknown datatype {datatype_name!r}")
+            raise invalid_input(
+                f"Unable to parse 'datatype' of input '{name}': unknown datatype '{datatype_name}': expected one of "
+                f"{', '.join(DATATYPES)}"
+            )
         parameters = read_parameters(entry.get("parameters"), "parameters")
         size = parameters.get("binary_data_size") if parameters else None
         if parameters and REGION in parameters:
@@ -188,7 +195,10 @@ def _inputs(value: object, tail: memoryview, model: str, in_regions: list[Region
                     f"unexpected size for input '{name}', expecting {end - len(tail)} additional bytes "
                     f"for model '{model}'"
                 )
-            array = decode_binary_tensor(tail[offset:end], datatype, shape, name, model)
+            try:
+                array = decode_binary_tensor(tail[offset:end], datatype, shape, name, model)
+            except ServeError as error:
+                raise of_request(error, request_id) from None
             offset = end
         tensors.append(Tensor(name, datatype, array))
     if offset != len(tail):

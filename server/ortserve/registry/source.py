@@ -66,12 +66,7 @@ def read_source(name: str, roots: Sequence[Path], defaults: LoadOptions) -> Mode
 
 
 def make_source(files: ModelFiles, configuration: Configuration) -> ModelSource:
-    """The source of a model whose files and configuration are known.
-
-    Raises:
-        ServeError: invalid_input, when its version policy names versions that are not there.
-        OSError: A file went meanwhile.
-    """
+    """The source of a model whose files and configuration are known. Raises OSError: a file went meanwhile."""
     options = configuration.options
     versions = choose_versions(options.version_policy, files.versions)
     return ModelSource(
@@ -99,7 +94,11 @@ def _read_source(files: ModelFiles, defaults: LoadOptions) -> ModelSource:
 
 
 def _version_source(files: ModelFiles, version: int, configuration: Configuration) -> VersionSource:
-    found = files.versions[version]
+    found = files.versions.get(version)
+    if found is None:
+        there = ", ".join(map(str, sorted(files.versions)))
+        problem = f"version_policy: expected versions out of {there}, got {version}"
+        return VersionSource(Path(str(version)), files.folder, configuration, (), problem)
     stamps = stamp_files(files, version, configuration.options)
     try:
         path = files.file(version, configuration.options)

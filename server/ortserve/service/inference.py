@@ -15,7 +15,7 @@ from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, of_request
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.accounts import Accounts, named
@@ -311,7 +311,6 @@ def _response(pending: Pending, outputs: Arrays) -> InferResponse:
 
 def _for_caller(error: ServeError, request: InferRequest | None, served: ServedModel | None) -> ServeError:
     """A copy of its own for each caller; once its model is known, the text begins with the request's id."""
-    message = error.message
     if request is not None and served is not None:
-        message = f"[request id: {request.id or '<id_unknown>'}] {message}"
-    return ServeError(error.kind, message, retry_after_s=error.retry_after_s)
+        return of_request(error, request.id)
+    return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s)

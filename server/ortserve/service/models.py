@@ -127,7 +127,8 @@ class ModelService:
         return True
 
     def is_known(self, name: str) -> bool:
-        return self._registry.knows(name)
+        """Whether the model was ever asked for; until initial loading is over it may yet be, whatever its name."""
+        return self._registry.knows(name) or not self._registry.is_loaded
 
     def server_metadata(self) -> ServerMetadata:
         return ServerMetadata(self._server_name, __version__, self._extensions)

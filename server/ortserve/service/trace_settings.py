@@ -4,6 +4,7 @@ As Triton has it (its trace extension): each change begins the counting of reque
 their own count together; one that has some follows the server's in the rest, whenever those change.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -20,6 +21,7 @@ TRACE: Final = "trace"
 
 _LEAST: Final = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
 _MOST: Final = 2**31 - 1
+_INTEGER: Final = re.compile("-?[0-9]{1,10}")
 _SETTINGS: Final = ("trace_level", *_LEAST, "trace_file", "trace_mode")
 _MODE: Final = "triton"
 
@@ -151,10 +153,7 @@ def _checked(key: str, value: object, *, can_trace: bool) -> int | None:
             raise ServeError(ErrorKind.UNSUPPORTED, f"trace_mode: expected '{_MODE}', got '{values[0]}'")
         return None
     least = _LEAST[key]
-    try:
-        number = int(values[0])
-    except ValueError:
-        number = least - 1
+    number = int(values[0]) if _INTEGER.fullmatch(values[0]) else least - 1
     if isinstance(value, bool) or not least <= number <= _MOST:
         raise invalid_input(f"{key}: expected an integer, {least} to {_MOST}, got '{values[0]}'")
     return number

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import re
 import socket
 import ssl
 import sys
@@ -28,9 +29,12 @@ _MAX_CONNECTIONS: Final = 32
 _FAREWELL_S: Final = 1.0
 """For a caller's end of a TLS session; it has its answer."""
 
+_JSON: Final = ((b"content-type", b"application/json"),)
+_TAKES_GZIP: Final = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
+
 
 class MetricsServer:
-    """Serves the metrics at any path but those of health, ``/metrics`` by custom, from construction until ``close``.
+    """Serves the metrics at ``/metrics``, and what health probes are told, from construction until ``close``.
 
     Args:
         registry: What is exposed.
@@ -175,22 +179,24 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         health = self.read_health()
         if health is not None:
-            self._answer(*health, ((b"content-type", b"application/json"),))
+            self._answer(*health, _JSON)
             return
         refusal = self.refusal()
         if refusal is not None:
             self._answer(*refusal)
             return
+        if self.path.partition("?")[0] != "/metrics":
+            self._answer(404, b'{"error":"Not Found: expected /metrics or a path of health"}', _JSON)
+            return
         body = self.read()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        if "gzip" in self.headers.get("Accept-Encoding", ""):
+        headers = [(b"content-type", CONTENT_TYPE.encode())]
+        if _TAKES_GZIP.search(self.headers.get("Accept-Encoding", "")):
             # The fastest level is enough for names that come again and again, and no other thread waits meanwhile.
             body = gzip.compress(body, compresslevel=1)
-            self.send_header("Content-Encoding", "gzip")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+            headers.append((b"content-encoding", b"gzip"))
+        self._answer(200, body, headers)
+
+    do_HEAD = do_GET  # noqa: N815 - as its base looks for it
 
     def _answer(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.send_response(status)
@@ -198,7 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name.decode(), value.decode())
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """One line a scrape would say nothing."""

@@ -260,9 +260,15 @@ PARSE = [
     ({"inputs": [entry(), entry()]}, "input 'x' already exists in request"),
     ({"inputs": [entry(shape=None)]}, "Unable to parse 'shape': expected an array for input 'x', got nothing"),
     ({"inputs": [entry(shape=2)]}, "Unable to parse 'shape': expected an array for input 'x', got 2"),
-    ({"inputs": [entry(datatype=None)]}, "Unable to parse 'datatype' of input 'x': unknown datatype None"),
-    ({"inputs": [entry(datatype="int32")]}, "Unable to parse 'datatype' of input 'x': unknown datatype 'int32'"),
-    ({"inputs": [entry(datatype=["INT32"])]}, "Unable to parse 'datatype' of input 'x': unknown datatype ['INT32']"),
+    ({"inputs": [entry(datatype=None)]}, "Unable to parse 'datatype': expected a string for input 'x', got nothing"),
+    (
+        {"inputs": [entry(datatype="int32")]},
+        (
+            "Unable to parse 'datatype' of input 'x': unknown datatype 'int32': expected one of BOOL, UINT8, UINT16, "
+            "UINT32, UINT64, INT8, INT16, INT32, INT64, FP16, BF16, FP32, FP64, BYTES"
+        ),
+    ),
+    ({"inputs": [entry(datatype=[])]}, "Unable to parse 'datatype': expected a string for input 'x', got an array"),
     ({"inputs": [entry(parameters=7)]}, "Unable to parse 'parameters': expected an object, got 7"),
     ({"inputs": [entry(data=5)]}, "Unable to parse 'data': expected an array for input 'x', got 5"),
     ({"inputs": [entry(data="12")]}, "Unable to parse 'data': expected an array for input 'x', got a string"),
@@ -374,14 +380,20 @@ def test_binary_sizes_must_add_up() -> None:
     expect_invalid(
         {"inputs": [binary(7)]},
         INT32S[:7],
-        text="input byte size mismatch for input 'x' for model 'm'. Expected 8, got 7",
+        text="[request id: <id_unknown>] input byte size mismatch for input 'x' for model 'm'. Expected 8, got 7",
+    )
+    expect_invalid(
+        {"id": "me", "inputs": [binary(7)]},
+        INT32S[:7],
+        text="[request id: me] input byte size mismatch for input 'x' for model 'm'. Expected 8, got 7",
     )
 
 
 def test_strings_that_are_not_utf8_are_refused() -> None:
     error = refusal({"inputs": [binary(5, shape=[1], datatype="BYTES")]}, struct.pack("<I", 1) + b"\xff")
     assert error.kind is ErrorKind.INVALID_INPUT
-    assert error.message.startswith("string element 0 of inference input 'x' is not valid UTF-8")
+    begin = "[request id: <id_unknown>] string element 0 of inference input 'x' is not valid UTF-8"
+    assert error.message.startswith(begin)
 
 
 @pytest.mark.parametrize("json_size", [3, 10**18])

@@ -95,7 +95,7 @@ async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Lo
         "a_broken": (1, "Protobuf parsing failed"),
         "c_unserved": (1, "output 'y' has type seq(tensor(float)), which is not served"),
         "d_options": (0, "model.yaml: max_rows: expected integer, 1 to 65536, got 'many'"),
-        "e_policy": (0, "version_policy: expected versions out of 1, got 4"),
+        "e_policy": (4, "version_policy: expected versions out of 1, got 4"),
         "f_empty": (0, "no version folder"),
         "g_provider": (1, "none of no_such can be used"),
     }
@@ -106,6 +106,20 @@ async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Lo
         assert text in reason
         assert str(tmp_path) not in reason
         assert registry.knows(name)
+
+
+async def test_version_that_a_policy_names_and_that_is_not_there_keeps_no_other_from_serving(
+    tmp_path: Path, load: Load
+) -> None:
+    put(tmp_path, builders.identity, "m", options="version_policy: {specific: [1, 7]}")
+    registry = await load()
+    missing = "version_policy: expected versions out of 1, got 7"
+    assert state_of(registry, "m") == {1: (State.READY, ""), 7: (State.FAILED, missing)}
+    builders.identity(tmp_path / "m" / "1" / "model.onnx")
+    (tmp_path / "m" / "7").mkdir()
+    builders.identity(tmp_path / "m" / "7" / "model.onnx")
+    await registry.poll()
+    assert state_of(registry, "m") == {1: (State.READY, ""), 7: (State.READY, "")}
 
 
 async def test_model_of_which_no_version_could_be_read_has_none(tmp_path: Path, load: Load) -> None:

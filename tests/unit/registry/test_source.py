@@ -135,8 +135,8 @@ def test_problem_is_told_and_whether_there_are_files(root: Path) -> None:
     (root / "m" / "model.yaml").write_text("version_policy: {specific: [7]}")
     (root / "empty").mkdir()
     sources = read(root)
-    assert (sources["m"].versions, sources["m"].has_files) == ({}, True)
-    assert "version_policy: expected versions out of 1, 2, got 7" in sources["m"].problem
+    assert (sources["m"].problem, sources["m"].has_files) == ("", True)
+    assert sources["m"].versions[7].problem == "version_policy: expected versions out of 1, 2, got 7"
     assert (sources["empty"].problem[:17], sources["empty"].has_files) == ("no version folder", False)
 
 

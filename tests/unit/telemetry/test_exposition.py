@@ -39,6 +39,26 @@ def test_text_is_compressed_for_who_asks_for_it() -> None:
             body = answer.read()
         assert len(body) == int(answer.headers["Content-Length"])
         assert b"ortserve_build_info{" in gzip.decompress(body)
+        asking.add_header("Accept-Encoding", "br, gzip;q=0, *;q=0.1")
+        with urlopen(asking, timeout=10) as answer:
+            assert answer.headers["Content-Encoding"] is None
+            assert b"ortserve_build_info{" in answer.read()
+    finally:
+        server.close()
+
+
+def test_other_paths_are_not_found_and_head_has_no_body() -> None:
+    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        for path in ("/", "/healthz", "/v2/health/ready/", "/v2/models/m/ready"):
+            with pytest.raises(HTTPError) as refused:
+                urlopen(url + path, timeout=10)
+            with refused.value as answer:
+                assert (answer.code, answer.headers["Content-Type"]) == (404, "application/json")
+        with urlopen(Request(f"{url}/metrics?name[]=up", method="HEAD"), timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            assert answer.read() == b""
     finally:
         server.close()
 

@@ -59,12 +59,13 @@ def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
     body_size = 0
     json_size: int | None = None
     timeout_ns: int | None = None
-    encoding: Encoding | None = None
-    accepted: Encoding | None = None
+    encodings: bytes | None = None
+    accepted: bytes | None = None
     load_format: LoadFormat | None = None
-    for name, value in headers:
+    for name, spaced in headers:
         if name not in _READ:
             continue
+        value = spaced.strip()
         if name == b"content-length":
             body_size = int(value)  # the HTTP parser took it for a number already
         elif name == b"inference-header-content-length":
@@ -73,18 +74,29 @@ def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
                     f"Unable to parse Inference-Header-Content-Length, got: {value.decode('latin-1')}: "
                     "expected a number of bytes"
                 )
+            if json_size is not None and json_size != int(value):
+                raise invalid_input(
+                    f"Inference-Header-Content-Length: expected one number of bytes, got: {json_size}, {int(value)}"
+                )
             json_size = int(value)
         elif name == b"content-encoding":
-            encoding = body_encoding(value)
+            encodings = value if encodings is None else b"%b, %b" % (encodings, value)
         elif name == b"accept-encoding":
-            accepted = answer_encoding(value)
+            accepted = value if accepted is None else b"%b, %b" % (accepted, value)
         elif name == _LOAD_FORMAT:
             load_format = read_load_format(value.decode("latin-1"))
         else:
             if not (value.isdigit() and len(value) <= _MAX_DIGITS):
                 raise invalid_input(
-                    f"{name.decode()}: expected a number of milliseconds, got: {value.decode('latin-1')}"
+                    f"{name.decode()}: expected a whole number of milliseconds, got: {value.decode('latin-1')}"
                 )
             shorter_ns = int(value) * 1_000_000
             timeout_ns = shorter_ns if timeout_ns is None else min(timeout_ns, shorter_ns)
-    return Announcement(body_size, json_size, timeout_ns, encoding, accepted, load_format)
+    return Announcement(
+        body_size,
+        json_size,
+        timeout_ns,
+        None if encodings is None else body_encoding(encodings),
+        None if accepted is None else answer_encoding(accepted),
+        load_format,
+    )

@@ -45,9 +45,12 @@ class HealthFromThreads:
         self._loop = loop
 
     def answer(self, path: str) -> tuple[int, bytes] | None:
-        """Status and JSON for the paths of both questions, None for any other. From any thread but the loop's."""
+        """Status and JSON for the paths of both questions, whatever their queries; None for any other path.
+
+        From any thread but the loop's.
+        """
         question: Question
-        match path:
+        match path.partition("?")[0]:
             case "/v2/health/live":
                 question = "live"
             case "/v2/health/ready":

@@ -78,8 +78,8 @@ def _decoded(parameters: Mapping[str, Any]) -> dict[str, LoadParameter]:
     for name, value in parameters.items():
         if name.startswith("file:"):
             try:
-                value = base64.b64decode(value, validate=True)
-            except (TypeError, ValueError, binascii.Error):
+                value = base64.b64decode("".join(value.split()), validate=True)  # some tools break it into lines
+            except (AttributeError, ValueError, binascii.Error):
                 raise invalid_input(f"parameter '{name}': expected a file's bytes in base64") from None
         elif not isinstance(value, str | bool | int):
             raise invalid_input(f"parameter '{name}': expected a text, number or boolean, got {type(value).__name__}")

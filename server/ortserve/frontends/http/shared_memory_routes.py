@@ -76,19 +76,19 @@ def _system_routes(regions: SharedMemory) -> APIRouter:
         document = await read_json_object(request)
         offset, byte_size = _unsigned(document, "offset", 0), _unsigned(document, "byte_size", None)
         regions.register(region, _key(document), offset, byte_size)
-        return Response()
+        return _nothing()
 
     @router.post("/region/{region}/unregister", response_class=Response)
     async def unregister(region: RegionName) -> Response:
         """Forget a region; one that is not registered is no error."""
         regions.unregister(region)
-        return Response()
+        return _nothing()
 
     @router.post("/unregister", response_class=Response)
     async def unregister_all() -> Response:
         """Forget all regions."""
         regions.unregister("")
-        return Response()
+        return _nothing()
 
     return router
 
@@ -112,21 +112,25 @@ def _cuda_routes(regions: SharedMemory) -> APIRouter:
         document = await read_json_object(request)
         device_id, byte_size = _unsigned(document, "device_id", None), _unsigned(document, "byte_size", None)
         await regions.register_cuda(region, _handle(document), device_id, byte_size)
-        return Response()
+        return _nothing()
 
     @router.post("/region/{region}/unregister", response_class=Response)
     async def unregister_cuda(region: RegionName) -> Response:
         """Forget a region on a GPU; one that is not registered is no error."""
         regions.unregister_cuda(region)
-        return Response()
+        return _nothing()
 
     @router.post("/unregister", response_class=Response)
     async def unregister_all_cuda() -> Response:
         """Forget all regions on GPUs."""
         regions.unregister_cuda("")
-        return Response()
+        return _nothing()
 
     return router
+
+
+def _nothing() -> Response:
+    return Response(media_type="application/json")
 
 
 def _answer(regions: Sequence[RegionStatus | CudaRegionStatus]) -> Response:

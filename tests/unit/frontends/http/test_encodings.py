@@ -3,7 +3,7 @@
 import pytest
 
 from ortserve.codecs.compression import Encoding
-from ortserve.errors import ErrorKind
+from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.announcement import Announcement, read_announcement
 from ortserve.frontends.http.answers import failure
 from ortserve.frontends.http.encodings import UnknownEncodingError, answer_encoding, body_encoding
@@ -76,3 +76,26 @@ def test_headers_are_read_together() -> None:
     ]
     assert read_announcement(headers) == Announcement(10, 0, 5_000_000, DEFLATE, GZIP)
     assert read_announcement([]) == Announcement()
+
+
+def test_white_space_around_a_value_is_none_of_it() -> None:
+    headers = [
+        (b"inference-header-content-length", b"8 "),
+        (b"x-request-timeout-ms", b"5 \t"),
+        (b"content-encoding", b"gzip "),
+    ]
+    assert read_announcement(headers) == Announcement(0, 8, 5_000_000, GZIP)
+
+
+def test_lines_of_one_name_are_one_list() -> None:
+    accepted = [(b"accept-encoding", b"br"), (b"accept-encoding", b"gzip"), (b"accept-encoding", b"zstd")]
+    assert read_announcement(accepted) == Announcement(accepted=GZIP)
+    with pytest.raises(UnknownEncodingError, match="'gzip, gzip' is not supported"):
+        read_announcement([(b"content-encoding", b"gzip"), (b"content-encoding", b"gzip")])
+
+
+def test_lengths_that_contradict_each_other_are_refused() -> None:
+    name = b"inference-header-content-length"
+    assert read_announcement([(name, b"8"), (name, b"8")]) == Announcement(json_size=8)
+    with pytest.raises(ServeError, match="expected one number of bytes, got: 8, 9"):
+        read_announcement([(name, b"8"), (name, b"9")])

@@ -39,7 +39,9 @@ def test_both_questions_are_answered_and_no_other(loop: asyncio.AbstractEventLoo
     answer = HealthFromThreads(models, loop).answer
     assert answer("/v2/health/live") == (200, b'{"live":true}')
     assert answer("/v2/health/ready") == (200, b'{"ready":true}')
+    assert answer("/v2/health/ready?verbose=1") == (200, b'{"ready":true}')
     assert answer("/metrics") is None
+    assert answer("/v2/health/ready/") is None
     models.is_loaded = False
     assert answer("/v2/health/ready") == (400, b'{"ready":false}')
     models.lost = "cuda:0 is lost"
