@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import cast
 
 import grpc
@@ -10,11 +11,14 @@ import httpx
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders
+from ortserve.core.dtypes import DataType
 from servers import (
     LONG_S,
+    SHORT_WARMUP,
     ServerProcess,
     add_model,
     decisions,
@@ -199,3 +203,17 @@ def test_no_bytes_stay_counted_for_callers_who_were_refused_or_left(small_server
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda _: post_padded(small_server, 49_000), range(2)))
     assert [answer.status_code for answer in answers] == [200, 200]
+
+
+def test_rows_that_nobody_had_to_send_are_refused_at_once(tmp_path: Path) -> None:
+    add_model(tmp_path, "wide", builders.identity, datatype=DataType.UINT8, shape=("batch", "width"))
+    with serving(tmp_path, *SHORT_WARMUP) as server:
+        for rows in (5_000, 10**8, 2**40):
+            with pytest.raises(InferenceServerException, match="at most max_queue_rows 4096 rows where"):
+                grpc_raw(server, "wide", {"x": np.empty((rows, 0), np.uint8)})
+            document = {"inputs": [{"name": "x", "datatype": "UINT8", "shape": [rows, 0], "data": []}]}
+            answer = httpx.post(rest_url(server, "wide"), json=document, timeout=LONG_S)
+            assert answer.status_code == 400
+        few, many = np.empty((4096, 0), np.uint8), np.arange(300_000, dtype=np.uint8).reshape(-1, 1)
+        for array in (few, many):
+            assert np.array_equal(grpc_raw(server, "wide", {"x": array})["y"], array)

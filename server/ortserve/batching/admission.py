@@ -17,7 +17,7 @@ from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.core.batch import Arrays
 from ortserve.core.terms import Terms
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 _RETRY_AFTER_S: Final = 1.0
 """Where nothing is known of how long batches take."""
@@ -122,6 +122,18 @@ class Admission:
     def on_batch(self, rows: int) -> None:
         """Note how many rows the batch chosen last has: under a steady load the next one will hold about as many."""
         self._batch_rows = rows
+
+    def check_weight(self, nbytes: int, rows: int) -> None:
+        """Let a newcomer's rows in that are more than may wait, as long as somebody had to send them.
+
+        Raises:
+            ServeError: invalid_input, for rows of no bytes, of which a few digits announce any number.
+        """
+        if nbytes < rows > self._limits.rows:
+            raise invalid_input(
+                f"expected at most max_queue_rows {self._limits.rows} rows where there is less than a byte of a row, "
+                f"got {rows} rows of {nbytes} bytes"
+            )
 
     def check_room(self, nbytes: int, rows: int, shape_class: ShapeClass) -> None:
         """Let a newcomer in whose tensors have so many bytes and rows, or say that there is no room.

@@ -1,6 +1,7 @@
 """The loop around the decisions: takes requests, keeps the instances busy, answers everyone exactly once."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from ortserve.batching.isolation import Group, halve
 from ortserve.batching.learned import Decisions, Learned, describe
 from ortserve.batching.planner import BatchPolicy, lower_cap
 from ortserve.batching.queue import RiderQueue, ShapeClass
-from ortserve.batching.riders import Rider, join_pieces, make_batch, settle_all, split_rows
+from ortserve.batching.riders import JoinedRows, Rider, make_batch, settle_all, split_rows
 from ortserve.batching.saturation import saturation
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
@@ -28,6 +29,9 @@ from ortserve.core.promise import Promise
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+
+_PIECES_AHEAD: Final = 64
+"""Of one request, that wait at a time: more than run at a time, and each costs memory while it waits."""
 
 ObserveBatch: TypeAlias = Callable[[int, int, BatchResult, int], None]
 
@@ -87,6 +91,7 @@ class Batcher:
         self._closed_because = ""
         self._on_lost = on_lost
         self._idle: asyncio.Event | None = None
+        self._divided = 0  # requests that run in pieces, of which some may still be to come
         self._arrivals = ArrivalRate()
         self._answer_time = AnswerTime()
         self.decisions: Final = Decisions()
@@ -132,29 +137,43 @@ class Batcher:
     async def submit_in_pieces(
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms = NO_TERMS
     ) -> Arrays:
-        """Run a request of more than ``max_rows`` rows as several and put the answers together.
+        """Run a request of more than ``max_rows`` rows as several, some at a time, and put the answers together.
 
         ``timing`` then tells of the piece that was answered last.
 
         Raises:
-            ServeError: As ``submit`` or ``join_pieces``, or what the first piece failed with; nothing is left behind in
-                the queue.
+            ServeError: As ``submit`` or ``JoinedRows.add``, or what the first piece failed with; invalid_input, for
+                rows that nobody had to send. Nothing is left behind in the queue.
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
+        nbytes = tensor_bytes(inputs)
+        self._admission.check_weight(nbytes, rows)
         self._arrivals.count(rows, now_ns)
-        terms = self._admit(tensor_bytes(inputs), rows, known, terms, now_ns)
-        piece_rows = self._policy.max_rows  # which may be less by the time the pieces are answered
-        riders = [
-            self._enqueue(piece, tensor_bytes(piece), len(piece[0]), known, timing, terms, now_ns)
-            for piece in split_rows(inputs, rows, piece_rows)
-        ]
+        terms = self._admit(nbytes, rows, known, terms, now_ns)
+        pieces = split_rows(inputs, rows, self._policy.max_rows)  # which may be less by the time they are answered
+        riders: deque[Rider] = deque()
+        joined = JoinedRows(rows)
+        self._divided += 1
         try:
-            pieces = await asyncio.gather(*[rider.promise for rider in riders])
-            return join_pieces(pieces, rows, piece_rows)
+            for piece in pieces:
+                if len(riders) == _PIECES_AHEAD:
+                    joined.add(await riders[0].promise, riders[0].rows)
+                    riders.popleft()
+                    if not self._instances.count:
+                        raise ServeError(ErrorKind.NOT_READY, self._closed_because, retry_after_s=1)
+                riders.append(
+                    self._enqueue(piece, tensor_bytes(piece), len(piece[0]), known, timing, terms, self._clock())
+                )
+                timing.queued_ns = now_ns
+            for rider in riders:
+                joined.add(await rider.promise, rider.rows)
+            return joined.outputs()
         finally:
             for rider in riders:
                 self.leave(rider)
+            self._divided -= 1
+            self._note_idle()
 
     def leave(self, rider: Rider) -> None:
         """Note that a rider's caller no longer waits: its place in the queue, if it still has one, is free at once."""
@@ -168,7 +187,7 @@ class Batcher:
         )
         # Nobody comes any more who would be worth waiting for.
         self._policy = replace(self._policy, queue_delay_ns=0, waits_for_echo=False)
-        if self._instances.are_busy or self._boarding:
+        if self._instances.are_busy or self._boarding or self._divided:
             self._idle = self._idle or asyncio.Event()
             self._wake()
             await self._idle.wait()
@@ -255,7 +274,7 @@ class Batcher:
             self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._idle is not None and not self._boarding and not self._instances.are_busy:
+        if self._idle is not None and not self._boarding and not self._instances.are_busy and not self._divided:
             self._idle.set()
 
     def _pump(self) -> None:

@@ -364,6 +364,46 @@ def test_request_larger_than_the_queue_is_let_in_while_nobody_waits() -> None:
     play(main, max_rows=2, max_queue_rows=4)
 
 
+def test_no_more_pieces_of_a_request_wait_than_are_of_use() -> None:
+    async def main(stage: Stage) -> None:
+        rows = rows_of(*range(1, 1001))
+        task = stage.loop.create_task(stage.submit_in_pieces(rows))
+        waited = 0
+        while not task.done():
+            await asyncio.sleep(RUN_NS / 2e9)
+            waited = max(waited, stage.batcher.queued_rows)
+        assert_answered(await task, rows)
+        assert len(stage.runner.runs) == 500
+        assert 2 < waited <= 2 * 64
+
+    play(main, max_rows=2)
+
+
+def test_rows_without_a_byte_are_no_more_than_may_wait() -> None:
+    async def main(stage: Stage) -> None:
+        few, many = np.empty((4, 0), np.float32), np.empty((5, 0), np.float32)
+        assert_answered(await stage.submit_in_pieces(few), few)
+        with pytest.raises(
+            ServeError, match="expected at most max_queue_rows 4 rows .*, got 5 rows of 0 bytes"
+        ) as caught:
+            await stage.submit_in_pieces(many)
+        assert caught.value.kind is ErrorKind.INVALID_INPUT
+
+    play(main, max_rows=2, max_queue_rows=4)
+
+
+def test_close_waits_for_a_request_of_which_pieces_are_still_to_come() -> None:
+    async def main(stage: Stage) -> None:
+        rows = rows_of(*range(1, 301))
+        task = stage.loop.create_task(stage.submit_in_pieces(rows))
+        await asyncio.sleep(RUN_NS / 2e9)
+        await stage.batcher.close()
+        assert task.done()
+        assert_answered(await task, rows)
+
+    play(main, max_rows=2)
+
+
 def test_large_request_runs_in_pieces_beside_others() -> None:
     async def main(stage: Stage) -> None:
         timing = Timing(stage.clock())
