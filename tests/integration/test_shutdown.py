@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -230,6 +231,34 @@ def test_signal_while_models_are_loading_ends_the_server_with_status_0(tmp_path:
         server.stop()
         assert "drained" in server.output
         assert "model is ready" not in server.output
+
+
+def test_load_that_takes_long_keeps_no_server_from_ending(tmp_path: Path) -> None:
+    add_model(tmp_path, "a", builders.identity)
+    with starting(tmp_path, "--warmup-s", "60") as server:
+        labels = {"model": "a", "version": "1", "state": "warming"}
+        wait_for_sample(server, "ortserve_model_state", lambda value: value == 1, **labels)
+        began_s = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began_s < 15
+        assert "drained" in server.lines[-1]
+
+
+def test_run_that_outlasts_the_drain_keeps_no_server_from_ending(tmp_path: Path) -> None:
+    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for a minute
+    (tmp_path / "slow" / "model.yaml").write_text("max_rows: 1\n")
+    with starting(tmp_path, "--warmup-s", "0", "--drain-timeout-s", "1") as server, ThreadPoolExecutor(3) as pool:
+        server.wait_until_loaded()
+        row = np.zeros((1, 4), np.float32)
+        calls = [pool.submit(infer, server, "slow", {"x": row}) for infer in (rest_json, grpc_raw, rest_json)]
+        wait_for_queue(server, "slow", 2)
+        began_s = time.monotonic()
+        server.send(signal.SIGTERM)
+        assert server.wait() == 1
+        assert time.monotonic() - began_s < 15
+        assert "drain timed out: what still runs is given up timeout_s=1" in server.lines[-1]
+        for call in calls:
+            assert call.exception() is not None
 
 
 def _json_body(request_id: str, row: np.ndarray) -> bytes:

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import os
 import signal
 import sys
-from typing import Final
+from typing import Final, NoReturn
 
 import uvloop
 
@@ -22,10 +23,10 @@ _SWITCH_INTERVAL_S: Final = 0.00005
 
 
 def run(options: ServerOptions) -> int:
-    """Serve until SIGTERM or SIGINT; a second signal ends the process at once.
+    """Serve until SIGTERM or SIGINT, and end the process: 0 after a complete drain. A second signal ends it at once.
 
     Returns:
-        The exit status: 0 after a complete drain, 1 when the server could not start.
+        The exit status: 1 when the server could not start.
     """
     switches = configure_logging(options.log_level, options.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -35,10 +36,9 @@ def run(options: ServerOptions) -> int:
         except ServeError as error:
             log_event(logger, logging.ERROR, "the server cannot start", reason=error.message)
             return 1
-    return 0
 
 
-async def _serve(options: ServerOptions, switches: LogSwitches) -> None:
+async def _serve(options: ServerOptions, switches: LogSwitches) -> NoReturn:
     server = Server(options, switches)
     asked_to_stop = _catch_signals()
     try:
@@ -52,9 +52,13 @@ async def _serve(options: ServerOptions, switches: LogSwitches) -> None:
         await stopping
         loading.cancel()
         watching.cancel()
-        await server.drain()
+        is_whole = await server.drain()
     finally:
         await server.stop()
+    # Not by way of the interpreter's end, which would wait for a load, or a run, as long as it takes.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0 if is_whole else 1)
 
 
 def _catch_signals() -> asyncio.Event:

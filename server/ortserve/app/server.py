@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Final
@@ -17,6 +18,9 @@ from ortserve.telemetry.exposition import MetricsServer
 from ortserve.telemetry.logs import LogSwitches, log_event
 
 logger: Final = logging.getLogger(__name__)
+
+_LEAST_CLOSING_S: Final = 1.0
+"""For what ran when the last caller was answered or cut off."""
 
 
 class Server:
@@ -101,18 +105,33 @@ class Server:
         """Follow the repositories for as long as the server runs, where its mode is to."""
         await self._parts.repository.watch(self._options.repository_poll_s)
 
-    async def drain(self) -> None:
-        """Turn readiness off, wait for load balancers to notice, then finish what was admitted."""
+    async def drain(self) -> bool:
+        """Turn readiness off, wait for load balancers to notice, then finish what was admitted.
+
+        Returns:
+            False where runs are still under way whose callers were cut off when their time was over.
+        """
         parts, options = self._parts, self._options
+        ends_s = time.monotonic() + options.drain_delay_s + options.drain_timeout_s
         parts.models.begin_exit()
         log_event(logger, logging.INFO, "draining", delay_s=options.drain_delay_s, timeout_s=options.drain_timeout_s)
         parts.http.begin_drain()
         await asyncio.sleep(options.drain_delay_s)
         await asyncio.gather(parts.http.stop(options.drain_timeout_s), parts.grpc.stop(options.drain_timeout_s))
-        await parts.registry.close()
+        is_whole = True
+        try:
+            async with asyncio.timeout(max(_LEAST_CLOSING_S, ends_s - time.monotonic())):
+                await parts.registry.close()
+        except TimeoutError:
+            is_whole = False
         if parts.tracing is not None:
             await asyncio.to_thread(parts.tracing.close, options.otlp_flush_timeout_s)
-        log_event(logger, logging.INFO, "drained")
+        if is_whole:
+            log_event(logger, logging.INFO, "drained")
+        else:
+            told = "drain timed out: what still runs is given up"
+            log_event(logger, logging.WARNING, told, timeout_s=options.drain_timeout_s)
+        return is_whole
 
     async def stop(self) -> None:
         """Close what is still open; after ``drain`` that is the metrics port, which shows the drain to its end."""
