@@ -16,7 +16,18 @@ from tritonclient.grpc import service_pb2
 
 from encodings_of_requests import json_array, rest_json
 from models import builders
-from servers import LONG_S, ServerProcess, add_model, decisions, json_input, rest_url, serving, wait_for_queue
+from servers import (
+    LONG_S,
+    ServerProcess,
+    add_model,
+    decisions,
+    json_input,
+    read_metrics,
+    rest_url,
+    serving,
+    wait_for_queue,
+    wait_for_sample,
+)
 
 ROW: Final = np.arange(4, dtype=np.float32).reshape(1, 4)
 SEEN_BATCHES: Final = 10
@@ -169,6 +180,22 @@ def test_idle_server_tries_what_it_expects_to_be_late(server: ServerProcess, exp
     np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
 
 
+def test_deadline_that_passes_while_it_runs_is_counted_as_one(server: ServerProcess, channel: grpc.Channel) -> None:
+    count = "ortserve_request_duration_seconds_count"
+    labels = {"model": "slow", "version": "1", "protocol": "grpc"}
+
+    def counted(outcome: str) -> float:
+        told = {**labels, "outcome": outcome}
+        return read_metrics(server).by_labels(count, *told).get(" ".join(told.values()), 0.0)
+
+    late, left = counted("deadline"), counted("cancelled")
+    failure = call(channel, "slow", timeout_s=0.2 * learned_ms(server) / 1000)
+    assert failure is not None
+    assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert wait_for_sample(server, count, lambda value: value > late, **labels, outcome="deadline") == late + 1
+    assert counted("cancelled") == left
+
+
 def test_deadline_that_has_passed_is_refused_even_by_an_idle_server(server: ServerProcess) -> None:
     answer = post(server, "slow", {"x-request-timeout-ms": "0"})
     assert answer.status_code == 504
@@ -184,7 +211,7 @@ def test_shorter_of_two_timeouts_holds(server: ServerProcess) -> None:
 def test_timeout_that_is_no_number_of_milliseconds_is_400(server: ServerProcess, value: str) -> None:
     answer = post(server, "slow", {"x-request-timeout-ms": value})
     assert answer.status_code == 400
-    assert "x-request-timeout-ms: expected a number of milliseconds" in answer.json()["error"]
+    assert "x-request-timeout-ms: expected a whole number of milliseconds" in answer.json()["error"]
 
 
 def test_what_a_model_promises_holds_for_those_without_a_deadline(server: ServerProcess, expected: np.ndarray) -> None:

@@ -93,14 +93,28 @@ def _read_repository(root: Path) -> list[ModelFiles]:
     for entry in entries:
         if entry.name.startswith("."):
             continue
-        if entry.is_dir():
-            try:
-                models.append(_read_model(entry))
-            except OSError as error:
-                models.append(ModelFiles(entry.name, problem=f"its folder cannot be read: {error.strerror}"))
-        elif entry.suffix == ".onnx":
-            models.append(ModelFiles(entry.stem, {1: entry}))
+        try:
+            found = _read_entry(entry)
+        except OSError as error:
+            found = ModelFiles(_readable(entry.name), problem=f"it cannot be read: {error.strerror}")
+        if found is not None:
+            models.append(found)
     return models
+
+
+def _read_entry(entry: Path) -> ModelFiles | None:
+    is_folder = entry.is_dir()
+    if not is_folder and entry.suffix != ".onnx":
+        return None
+    name = entry.name if is_folder else entry.stem
+    if (readable := _readable(name)) != name:
+        return ModelFiles(readable, problem="its name has letters that cannot be printed, or that are not UTF-8")
+    return _read_model(entry) if is_folder else ModelFiles(name, {1: entry})
+
+
+def _readable(name: str) -> str:
+    """A name that can be told of, and asked for: letters that cannot be printed, or stand for bytes, are spelled."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
 def _read_model(folder: Path) -> ModelFiles:

@@ -1,6 +1,7 @@
 """What is told of a call once it has ended: in metrics, trace files, the access log and its own trace."""
 
 from dataclasses import replace
+from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.core.request import InferRequest
@@ -12,6 +13,9 @@ from ortserve.service.trace_writing import TraceWriter
 from ortserve.telemetry.access_log import AccessLog
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.tracing import EndedRequest, Trace
+
+_EARLY_NS: Final = 20_000_000
+"""By how much a caller who minds its deadline itself may leave sooner: its clock began before the request came."""
 
 
 class Accounts:
@@ -73,6 +77,12 @@ class Accounts:
             _log(self._access_log, call, request, served, kind.value, ended_ns)
         if call.trace is not None:
             _end_trace(call.trace, timing, ended_ns, kind, request, served)
+
+    def left(self, call: Call, request: InferRequest, served: ServedModel) -> None:
+        """Nobody waits for it any more: its caller left, or was told that its time is over."""
+        waited_ns, timeout_ns = self._clock() - call.timing.received_ns, call.timeout_ns
+        is_over = timeout_ns is not None and waited_ns >= timeout_ns - min(_EARLY_NS, timeout_ns // 10)
+        self.failed(call, request, served, ErrorKind.DEADLINE if is_over else ErrorKind.CANCELLED)
 
     def body_refused(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None) -> None:
         """Its body was refused, such as one that is too large, or its caller left while it came."""

@@ -188,7 +188,7 @@ class InferenceService:
             # The outputs are not named, so that the frame of a failure does not keep their memory leased.
             answer = encode(request, _response(pending, served.cut_back(pending.take(), pending.inputs)))
         except asyncio.CancelledError:
-            self._accounts.failed(call, request, served, ErrorKind.CANCELLED)
+            self._accounts.left(call, request, served)
             raise
         except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
             # Without its frames, which hold the outputs where encoding failed.
@@ -208,7 +208,7 @@ class InferenceService:
             await pending.outputs
         except asyncio.CancelledError:
             pending.leave()
-            self._accounts.failed(call, pending.request, pending.served, ErrorKind.CANCELLED)
+            self._accounts.left(call, pending.request, pending.served)
             raise
         except Exception as error:  # noqa: BLE001 - as in ``finish``
             raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)

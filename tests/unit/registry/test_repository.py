@@ -156,7 +156,23 @@ def test_model_folder_that_the_system_refuses_to_read_keeps_no_other_from_being_
     os.mkdir("12345", dir_fd=parent)
     os.close(parent)
     (model,) = read_repositories([root])
-    assert model == ModelFiles("a", problem="its folder cannot be read: File name too long")
+    assert model == ModelFiles("a", problem="it cannot be read: File name too long")
+
+
+def test_entry_that_cannot_be_looked_at_keeps_no_other_from_being_found(tmp_path: Path) -> None:
+    touch(tmp_path, "good.onnx")
+    (tmp_path / "bad").symlink_to("x" * 300)  # a name that the system refuses to follow, also for root
+    bad, good = read_repositories([tmp_path])
+    assert bad == ModelFiles("bad", problem="it cannot be read: File name too long")
+    assert good == ModelFiles("good", {1: tmp_path / "good.onnx"})
+
+
+@pytest.mark.parametrize("name", [b"na\xffme", b"na\nme", b"na\xffme.onnx"])
+def test_name_that_cannot_be_told_is_told_otherwise(tmp_path: Path, name: bytes) -> None:
+    touch(tmp_path, os.fsdecode(name) if name.endswith(b".onnx") else f"{os.fsdecode(name)}/1/model.onnx")
+    model = read_one(tmp_path)
+    assert model.name in ("na\\udcffme", "na\\nme")
+    assert model.problem == "its name has letters that cannot be printed, or that are not UTF-8"
 
 
 @pytest.mark.parametrize("name", ["none", "file"])
