@@ -18,6 +18,7 @@ from ortserve.registry.client_source import client_source
 from ortserve.registry.lifecycle import UNLOADED, State, VersionRecord
 from ortserve.registry.loading import VersionLoader
 from ortserve.registry.repository import read_repositories
+from ortserve.registry.retries import Retries
 from ortserve.registry.source import ModelSource, VersionSource, read_source, read_sources
 from ortserve.registry.swap import plan_swap
 from ortserve.telemetry.logs import log_event
@@ -46,6 +47,7 @@ class Registry:
         self._repositories = repositories
         self._defaults = defaults
         self._metrics = metrics
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         self._loader = VersionLoader(self._loop, metrics, clock, runtime, self._on_lost)
@@ -54,6 +56,7 @@ class Registry:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}
         """What each model was last loaded from, or should have been."""
+        self._retries = Retries()
         self._changes: set[asyncio.Task[Any]] = set()
         self._drains: dict[asyncio.Task[None], str] = {}
         """What still drains or is freed, with its model: of a version that was loaded anew there is no other trace."""
@@ -128,7 +131,7 @@ class Registry:
     async def poll(self) -> None:
         """Look at the repositories again: load what is new or has changed, unload what is gone.
 
-        What failed is not tried again until it changes.
+        What failed is tried again where it has changed, and now and then as it stands: the reason may have passed.
 
         Raises:
             ServeError: invalid_input, when a repository cannot be read; then all stays as it is.
@@ -202,6 +205,7 @@ class Registry:
     async def _unload(self, name: str) -> None:
         async with self._lock(name):
             self._sources.pop(name, None)
+            self._retries.forget(name)
             self._forget(record for record in self._catalog.of(name).values() if record.state is State.FAILED)
             for record in self._catalog.ready(name):
                 self._drain(record, UNLOADED)
@@ -212,7 +216,7 @@ class Registry:
     async def _poll(self) -> None:
         found = await self._read()
         for source in found:
-            if self._sources.get(source.name) != source:
+            if self._sources.get(source.name) != source or self._retries.is_due(source.name, self._clock()):
                 async with self._lock(source.name):
                     await self._apply(source)
         for name in self._sources.keys() - {source.name for source in found}:
@@ -229,6 +233,7 @@ class Registry:
         self._sources[name] = source
         if source.problem:
             self._note_problem(source)
+            self._retries.forget(name)
             return [source.problem]
         records = self._catalog.of(name)
         self._forget(
@@ -248,13 +253,17 @@ class Registry:
             for record in incoming
             if (reason := await self._load_version(record, source.versions[record.version]))
         ]
-        if not failures:
+        if failures:
+            self._retries.note(name, self._clock())
+        else:
+            self._retries.forget(name)
             for version in swap.retire:
                 self._drain(self._catalog.of(name)[version], UNLOADED)
         return failures
 
     def _note_problem(self, source: ModelSource) -> None:
         name, problem = source.name, source.problem
+        self._metrics.loaded(name, is_ok=False)
         serving = self._catalog.ready(name)
         for record in serving:
             record.reason = problem

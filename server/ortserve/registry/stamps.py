@@ -9,8 +9,8 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.session import provider_parts
 from ortserve.registry.repository import ModelFiles
 
-FileStamp: TypeAlias = tuple[str, int, int, int]
-"""A file's name, inode, size and time of change: another one where it was replaced or rewritten."""
+FileStamp: TypeAlias = tuple[str, int, int, int, int]
+"""A file's name, inode, mode, size and time of change: another one where it was replaced, rewritten or opened up."""
 
 _WRITTEN_ENTRIES: Final = ("ep.context_file_path",)
 _WRITTEN_BESIDE: Final = ("session.optimized_model_external_initializers_file_name",)
@@ -59,7 +59,7 @@ def _stamps(paths: Iterator[Path] | list[Path]) -> Iterator[FileStamp]:
             status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        yield str(path), status.st_ino, status.st_size, status.st_mtime_ns
+        yield str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 def _written_in(folder: Path, options: ModelOptions) -> set[Path]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import re
 import threading
 import time
@@ -20,6 +21,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry import retries
 from ortserve.registry.lifecycle import State, VersionRecord
 from ortserve.registry.registry import Registry
 from ortserve.telemetry.metrics import Metrics
@@ -486,6 +488,37 @@ async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: 
     await registry.unload("m")
     told = [state[0] for state in dict.fromkeys(state for state in seen if state is not None)]
     assert told == [State.LOADING, State.WARMING, State.READY, State.DRAINING, State.GONE]
+
+
+@pytest.mark.parametrize("is_due", [False, True])
+async def test_poll_tries_what_failed_again_in_time_as_the_reason_may_have_passed(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, is_due: bool
+) -> None:
+    monkeypatch.setattr(retries, "_FIRST_S", 0.0 if is_due else 60.0)
+    file = tmp_path / "m" / "1" / "model.onnx"
+    put(tmp_path, builders.identity, "m")
+    good, stat = file.read_bytes(), file.stat()
+    file.write_bytes(bytes(len(good)))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    registry = await load()
+    file.write_bytes(good)  # as if what kept it from loading were elsewhere: by its stamp nothing has changed
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    await registry.poll()
+    ((state, _),) = state_of(registry, "m").values()
+    assert state is (State.READY if is_due else State.FAILED)
+    assert not registry._retries.is_due("m", time.monotonic_ns())
+
+
+async def test_problem_of_a_folder_counts_as_a_load_that_failed(
+    tmp_path: Path, load: Load, prometheus: CollectorRegistry
+) -> None:
+    put(tmp_path, builders.identity, "m")
+    registry = await load()
+    (tmp_path / "m" / "model.yaml").write_text("max_rows: lots")
+    await registry.poll()
+    await registry.poll()
+    assert state_of(registry, "m")[1][0] is State.READY
+    assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "failed"}) == 1
 
 
 async def test_poll_tries_what_failed_again_only_when_it_has_changed(tmp_path: Path, load: Load) -> None:

@@ -115,6 +115,14 @@ def test_what_loading_writes_into_the_folder_is_no_change(
     assert changed(before["m"], read(root)["m"]) == [1]
 
 
+def test_file_that_may_be_read_now_is_a_change(root: Path) -> None:
+    file = root / "m" / "1" / "model.onnx"
+    file.chmod(0)
+    before = read(root)
+    file.chmod(0o644)
+    assert changed(before["m"], read(root)["m"]) == [1]
+
+
 def test_options_change_every_version(root: Path) -> None:
     before = read(root)
     (root / "m" / "model.yaml").write_text("version_policy: {all: true}\nmax_rows: 3\nrequired: true")

@@ -12,7 +12,7 @@ from ortserve.registry.swap import Swap, plan_swap
 
 def source(changed_at: int = 0, **options: object) -> VersionSource:
     configuration = Configuration(ModelOptions.model_validate(options))
-    return VersionSource(Path("m"), None, configuration, (("m", 1, 2, changed_at),))
+    return VersionSource(Path("m"), None, configuration, (("m", 1, 0, 2, changed_at),))
 
 
 @pytest.mark.parametrize(
