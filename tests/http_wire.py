@@ -2,7 +2,9 @@
 
 import json
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from certificates import HOST
@@ -24,6 +26,28 @@ def post(model: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
 
 def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
+def is_read(connection: socket.socket) -> bool:
+    """Whether the server has read all that was sent to it: nothing of it waits in either end's kernel."""
+    ours, theirs = connection.getsockname()[1], connection.getpeername()[1]
+    waiting = 0
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        local, remote, _, queues = line.split()[1:5]
+        ends = [int(end.partition(":")[2], 16) for end in (local, remote)]
+        to_send, to_read = (int(queue, 16) for queue in queues.split(":"))
+        if ends == [ours, theirs]:
+            waiting += to_send
+        elif ends == [theirs, ours]:
+            waiting += to_read
+    return not waiting
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Look again and again, for what nobody tells of."""
+    end_s = time.monotonic() + LONG_S
+    while not is_so():
+        assert time.monotonic() < end_s
 
 
 class Answers:

@@ -6,7 +6,7 @@ import json
 import random
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,7 @@ from tritonclient import grpc as triton_grpc
 from tritonclient import http as triton_http
 
 from certificates import Secret
-from http_wire import Answers, connect, post
+from http_wire import Answers, connect, is_read, post, wait_until
 from models import builders
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
 
@@ -222,22 +222,3 @@ def holds(server: ServerProcess, nbytes: int) -> bool:
         lines = ("POST /v2/models/wide/infer HTTP/1.1", "Host: x", f"Content-Length: {length}", "Expect: 100-continue")
         asking.sendall("\r\n".join((*lines, "\r\n")).encode())
         return Answers(asking).next()[0] == 429
-
-
-def is_read(connection: socket.socket) -> bool:
-    """Whether the server has read all that was sent to it: nothing of it waits in either end's kernel."""
-    ours, theirs = connection.getsockname()[1], connection.getpeername()[1]
-    waiting = 0
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        local, remote, _, queues = line.split()[1:5]
-        ends = [int(end.partition(":")[2], 16) for end in (local, remote)]
-        to_send, to_read = (int(queue, 16) for queue in queues.split(":"))
-        if ends == [ours, theirs]:
-            waiting += to_send
-        elif ends == [theirs, ours]:
-            waiting += to_read
-    return not waiting
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    assert any(is_so() for _ in range(1000))

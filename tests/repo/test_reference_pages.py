@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 from pydantic import BaseModel
@@ -17,6 +18,19 @@ from ortserve.config.session import SessionSettings
 from ortserve.config.tensors import InputOptions, OutputOptions, WarmupInput, WarmupSample
 from ortserve.telemetry.declarations import DECLARATIONS
 
+SCHEMAS: Final = (
+    ServerOptions,
+    ModelOptions,
+    SessionSettings,
+    QueuePolicy,
+    InputOptions,
+    OutputOptions,
+    WarmupInput,
+    WarmupSample,
+)
+NARROWING: Final = ("pattern", "patternProperties", "minLength", "minItems", "minProperties")
+"""Keywords of JSON Schema."""
+
 
 @pytest.mark.parametrize(
     ("page", "render", "command"),
@@ -31,12 +45,25 @@ def test_page_is_current(page: Path, render: Callable[[], str], command: str) ->
     assert page.read_text() == render(), f"run: python -m {command}"
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [ServerOptions, ModelOptions, SessionSettings, QueuePolicy, InputOptions, OutputOptions, WarmupInput, WarmupSample],
-)
+@pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_option_is_described(schema: type[BaseModel]) -> None:
     assert [name for name, field in schema.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_every_option_that_refuses_some_texts_or_lists_says_which_it_expects(schema: type[BaseModel]) -> None:
+    """Of numbers the bounds are told; ``expected text, got 'foo'`` would tell nothing."""
+    properties = schema.model_json_schema()["properties"]
+    assert [name for name, told in properties.items() if is_narrowed(told) and "expects" not in told] == []
+
+
+def is_narrowed(told: object) -> bool:
+    """Whether a JSON Schema, or one in it, sets a pattern or a least length."""
+    if isinstance(told, list):
+        return any(map(is_narrowed, told))
+    if not isinstance(told, dict):
+        return False
+    return not told.keys().isdisjoint(NARROWING) or any(map(is_narrowed, told.values()))
 
 
 def test_every_metric_is_described_and_named_with_its_unit() -> None:

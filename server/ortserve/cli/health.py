@@ -8,13 +8,14 @@ port.
 
 import argparse
 import http.client
+import math
 import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ortserve.config.options import OptionsError, read_options
+from ortserve.config.options import OptionsError, flag_name, read_options, variable_name
 
 _LOCAL: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared with, not listened on
 """Where to ask a server that listens on every interface."""
@@ -38,9 +39,11 @@ def main(arguments: Sequence[str]) -> int:
         name = "http_port" if asks_http else "metrics_port"
         sys.stderr.write(f"ortserve health: {name}: expected the port that the server listens on, got 0\n")
         return 2
+    tls_option = "tls_cert_file" if options.tls_cert_file is None else "tls_metrics"
     has_tls = options.tls_cert_file is not None and (asks_http or options.tls_metrics)
     question = "live" if asks_live else "ready"
-    if problem := _ask(_LOCAL.get(options.host, options.host), port, question, timeout_s, has_tls=has_tls):
+    host = _LOCAL.get(options.host, options.host)
+    if problem := _ask(host, port, question, timeout_s, unset_tls_option=None if has_tls else tls_option):
         sys.stderr.write(f"ortserve health: not {question}: {problem}\n")
         return 1
     sys.stdout.write(f"{question}\n")
@@ -80,17 +83,23 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not 0 < seconds <= 3600:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"expected number, above 0 and up to 3600, in seconds, got {text!r}")
     return seconds
 
 
-def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool) -> str | None:
-    """Say why the answer is not yes; ``None`` where it is."""
+def _ask(host: str, port: int, question: str, timeout_s: float, *, unset_tls_option: str | None) -> str | None:
+    """Say why the answer is not yes; ``None`` where it is.
+
+    Asks over TLS, or where an option that would have it do so is unset, in plain text.
+    """
     # By hand rather than with a client library: it runs every few seconds, and half of its time is Python's start.
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-    if has_tls:
+    if unset_tls_option is None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
@@ -101,6 +110,11 @@ def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool
         body = answer.read(1000).decode(errors="replace").strip()
     except TimeoutError:
         return f"{address} did not answer within {timeout_s:g} s"
+    except (ConnectionResetError, http.client.BadStatusLine):  # what plain text meets where TLS is spoken
+        if unset_tls_option is None:
+            return f"{address} closed the connection without an answer"
+        flag, variable = flag_name(unset_tls_option), variable_name(unset_tls_option)
+        return f"{address} did not answer in plain HTTP; if the server speaks TLS there, set {flag} or {variable}"
     except (OSError, http.client.HTTPException) as error:
         return f"{address}: {getattr(error, 'strerror', None) or repr(error)}"
     finally:

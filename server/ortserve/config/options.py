@@ -76,7 +76,7 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     their own; ``intra_op_threads`` and ``inter_op_threads`` do not count then. For very many models on few processors.
     Off, because idle threads of that pool cannot be told not to spin."""
 
-    host: str = Field(default="127.0.0.1", min_length=1)
+    host: str = Field(default="127.0.0.1", min_length=1, json_schema_extra={"expects": "IP address or host name"})
     """Address that all ports listen on; ``0.0.0.0`` for every network interface."""
     http_port: int = Field(default=8000, ge=0, le=65535)
     """Port of the REST protocol; 0 takes any free one."""
@@ -107,7 +107,7 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     allow_client_shm: bool = False
     """Let callers on this machine register their shared memory and have inputs read from it and outputs written to
     it. It lets any of them read and overwrite every object in ``/dev/shm`` that this process may open."""
-    server_name: str = Field(default="ortserve", min_length=1)
+    server_name: str = Field(default="ortserve", min_length=1, json_schema_extra={"expects": "text, not empty"})
     """Name in the server's metadata."""
     drain_delay_s: float = Field(default=0.0, ge=0, le=3600)
     """How long requests are still accepted after SIGTERM has turned readiness off, for load balancers to notice."""

@@ -13,7 +13,11 @@ class OtlpOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^/\s]+(/\S*)?$")
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/\s]+(/\S*)?$",
+        json_schema_extra={"expects": "URL such as http://collector:4318"},
+    )
     """URL of an OpenTelemetry collector that traces of requests are sent to: ``http://collector:4318``, or
     ``http://collector:4317`` for gRPC; ``https://`` for TLS. Unset: as ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` or
     ``OTEL_EXPORTER_OTLP_ENDPOINT`` says, and no traces without them. Needs the extra ``otel``: without it the option
@@ -24,7 +28,7 @@ class OtlpOptions(BaseModel):
     otlp_sample_ratio: float | None = Field(default=None, ge=0, le=1)
     """Of the requests that come without a trace of their caller's, the part that gets one here. A caller that sends
     ``traceparent`` decides itself. Unset: as ``OTEL_TRACES_SAMPLER`` and ``OTEL_TRACES_SAMPLER_ARG`` say, else all."""
-    otlp_service_name: str | None = Field(default=None, min_length=1)
+    otlp_service_name: str | None = Field(default=None, min_length=1, json_schema_extra={"expects": "text, not empty"})
     """Name of the service in traces. Unset: as ``OTEL_SERVICE_NAME`` or ``OTEL_RESOURCE_ATTRIBUTES`` says, else
     ``server_name``."""
     otlp_flush_timeout_s: float = Field(default=5.0, ge=0, le=3600)

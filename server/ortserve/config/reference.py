@@ -1,6 +1,5 @@
-"""Writes the reference page of options from their declaration: ``python -m ortserve.config.reference [--check]``."""
+"""Writes the reference page of options from their declaration: ``python -m ortserve.config.reference``."""
 
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -101,13 +100,5 @@ def _values(name: str, field: FieldInfo) -> str:
     return describe_values(field) + (f", in {unit}" if unit else "")
 
 
-def main() -> int:
-    """Write the page, or with ``--check`` only say whether it is current: 0 if so."""
-    if sys.argv[1:] == ["--check"]:
-        return int(not PAGE.exists() or PAGE.read_text() != render())
-    PAGE.write_text(render())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(render())

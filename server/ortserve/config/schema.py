@@ -1,7 +1,6 @@
-"""Writes the JSON Schema of ``model.yaml``, for editors: ``python -m ortserve.config.schema [--check]``."""
+"""Writes the JSON Schema of ``model.yaml``, for editors: ``python -m ortserve.config.schema``."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,13 +44,5 @@ def _tidy(node: object, *, names: bool = False) -> object:
     return tidy
 
 
-def main() -> int:
-    """Write the file, or with ``--check`` only say whether it is current: 0 if so."""
-    if sys.argv[1:] == ["--check"]:
-        return int(not FILE.exists() or FILE.read_text() != render())
-    FILE.write_text(render())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    FILE.write_text(render())

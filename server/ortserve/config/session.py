@@ -48,7 +48,9 @@ class SessionSettings(BaseModel):
     shared_arena: bool = False
     """Take host memory from one arena that all models with this setting share, instead of one each: less memory where
     many models are seldom busy at the same time, but runs then wait for each other where they allocate."""
-    shrink_arenas: tuple[Annotated[str, StringConstraints(pattern=r"^(cpu|gpu):\d+$")], ...] = ()
+    shrink_arenas: tuple[Annotated[str, StringConstraints(pattern=r"^(cpu|gpu):\d+$")], ...] = Field(
+        default=(), json_schema_extra={"expects": "list of arenas such as cpu:0"}
+    )
     """Arenas, such as ``cpu:0`` or ``gpu:0``, that give back what they do not need after every run."""
     thread_affinities: str | None = Field(
         default=None, pattern=r"^\d+([,-]\d+)*(;\d+([,-]\d+)*)*$", json_schema_extra={"expects": "text such as 1,2;3-4"}

@@ -5,10 +5,12 @@ apart: it is one protobuf message, of which no more than the graph's interface i
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 # Field numbers of onnx.proto (github.com/onnx/onnx).
 _MODEL_GRAPH: Final = 7
@@ -54,26 +56,23 @@ def names_without_shape(path: Path) -> frozenset[str]:
 
     Blocks on the file; weights in it are skipped, not read. Empty for a file in another format.
     """
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            view = memoryview(content)
-            try:
-                return frozenset(_names(view))
-            finally:
-                view.release()
-    except (OSError, ValueError, IndexError):  # unreadable, empty, or no protobuf message
-        return frozenset()
+    return frozenset(_found(path, _names))
 
 
 def input_dimensions(path: Path) -> list[Dimension]:
     """Those of all graph inputs that have a shape. Blocks on the file. Empty for a file in another format."""
+    return _found(path, _dimensions)
+
+
+def _found(path: Path, find: Callable[[memoryview], Iterator[T]]) -> list[T]:
+    """All that ``find`` yields of a file's content; nothing where it is no model."""
     if not path.is_file():  # a pipe is read but once, and not by us
         return []
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             view = memoryview(content)
             try:
-                return list(_dimensions(view))
+                return list(find(view))
             finally:
                 view.release()
     except (OSError, ValueError, IndexError):  # unreadable, empty, or no protobuf message

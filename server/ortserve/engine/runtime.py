@@ -39,12 +39,11 @@ class Offer:
     """What there is of one execution provider here.
 
     Attributes:
-        is_built_in: Whether it is asked for by its name.
-        devices: That a plug-in offers; empty for a built-in one, and where there are none.
+        devices: That a plug-in offers; empty for a built-in one, which is asked for by its name, and where there are
+            none.
         problem: In words, why it cannot be used; empty where it can.
     """
 
-    is_built_in: bool = False
     devices: tuple[ort.OrtEpDevice, ...] = ()
     problem: str = ""
 
@@ -112,7 +111,7 @@ class Runtime:
             return Offer(devices=devices)
         if name in ort.get_available_providers():
             preload_libraries(name)
-            return Offer(is_built_in=True)
+            return Offer()
         problem = "is not offered by this ONNX Runtime"
         for package in _packages():
             try:

@@ -21,34 +21,38 @@ _BINARY_NAME: Final = "endpoint-load-metrics-bin"
 class LoadReports:
     """Reports, encoded once for as long as they hold. Loop thread only.
 
-    ``is_always`` says whether callers get one who do not ask.
+    ``is_always`` says whether callers get one who do not ask: in binary.
     """
 
     def __init__(self, meter: LoadMeter, *, is_always: bool) -> None:
         self._meter = meter
-        self.is_always: Final = is_always
+        self._unasked: Final = LoadFormat.BIN if is_always else None
         self._known: LoadReport | None = None
         self._headers: dict[LoadFormat, tuple[bytes, bytes]] = {}
         self._metadata: dict[LoadFormat, tuple[str, str | bytes]] = {}
 
-    def header(self, asked: LoadFormat | None) -> tuple[bytes, bytes]:
-        """For an answer over HTTP, in the format that was asked for, if any."""
-        self._renew()
-        chosen = asked or LoadFormat.BIN
+    def header(self, asked: LoadFormat | None) -> tuple[bytes, bytes] | None:
+        """For an answer over HTTP, in the format that was asked for, if any; None where its caller gets none."""
+        chosen = asked or self._unasked
+        if chosen is None:
+            return None
+        report = self._renew()
         header = self._headers.get(chosen)
         if header is None:
-            name, value = self.metadata(chosen)
+            name, value = self._entry(report, chosen)
             spelled = base64.b64encode(value) if isinstance(value, bytes) else value.encode()
             header = self._headers[chosen] = (name.encode(), spelled)
         return header
 
-    def metadata(self, asked: LoadFormat | None) -> tuple[str, str | bytes]:
+    def metadata(self, asked: LoadFormat | None) -> tuple[str, str | bytes] | None:
         """The same for the trailing metadata of a call."""
-        report = self._renew()
-        chosen = asked or LoadFormat.BIN
+        chosen = asked or self._unasked
+        return None if chosen is None else self._entry(self._renew(), chosen)
+
+    def _entry(self, report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:
         entry = self._metadata.get(chosen)
         if entry is None:
-            entry = self._metadata[chosen] = _entry(report, chosen)
+            entry = self._metadata[chosen] = _encoded(report, chosen)
         return entry
 
     def _renew(self) -> LoadReport:
@@ -60,7 +64,7 @@ class LoadReports:
         return report
 
 
-def _entry(report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:
+def _encoded(report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:
     if chosen is LoadFormat.BIN:
         return _BINARY_NAME, encode_message(report)
     encode = encode_text if chosen is LoadFormat.TEXT else encode_json

@@ -1,6 +1,5 @@
-"""Writes the reference page of ``config.pbtxt`` from its table: ``python -m ortserve.registry.reference [--check]``."""
+"""Writes the reference page of ``config.pbtxt`` from its table: ``python -m ortserve.registry.reference``."""
 
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -42,13 +41,5 @@ def _told(fate: Fate, why: str) -> str:
     return ", ".join(f"`{key}`" for key in why.split(", ")) if is_key else why
 
 
-def main() -> int:
-    """Write the page, or with ``--check`` only say whether it is current: 0 if so."""
-    if sys.argv[1:] == ["--check"]:
-        return int(not PAGE.exists() or PAGE.read_text() != render())
-    PAGE.write_text(render())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(render())

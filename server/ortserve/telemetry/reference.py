@@ -1,6 +1,5 @@
-"""Writes the reference page of metrics from its declarations: ``python -m ortserve.telemetry.reference [--check]``."""
+"""Writes the reference page of metrics from its declarations: ``python -m ortserve.telemetry.reference``."""
 
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -61,13 +60,5 @@ def _metric(declaration: Declaration) -> str:
     return f"## `{declaration.name}`\n\n{facts}\n\n{declaration.help}\n"
 
 
-def main() -> int:
-    """Write the page, or with ``--check`` only say whether it is current: 0 if so."""
-    if sys.argv[1:] == ["--check"]:
-        return int(not PAGE.exists() or PAGE.read_text() != render())
-    PAGE.write_text(render())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(render())

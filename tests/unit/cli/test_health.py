@@ -4,7 +4,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -111,12 +111,43 @@ def test_server_that_wants_certificates_is_asked_on_its_metrics_port(
         assert main(["health", "--metrics-port", str(port)]) == 0
 
 
-def test_server_that_speaks_tls_is_not_ready_for_who_asks_in_plain_text(
+@pytest.mark.parametrize(
+    ("port_flag", "options", "set_what"),
+    [
+        ("--http-port", [], "--tls-cert-file or ORTSERVE_TLS_CERT_FILE"),
+        (
+            "--metrics-port",
+            ["--tls-cert-file", "tls.crt", "--tls-client-ca-file", "ca.pem"],
+            "--tls-metrics or ORTSERVE_TLS_METRICS",
+        ),
+    ],
+)
+def test_who_asks_in_plain_text_where_tls_is_spoken_is_told_what_to_set(
+    tls: ssl.SSLContext, capsys: pytest.CaptureFixture[str], port_flag: str, options: list[str], set_what: str
+) -> None:
+    with answering({}, tls) as port:
+        assert main(["health", port_flag, str(port), *options]) == 1
+    assert capsys.readouterr().err == (
+        f"ortserve health: not ready: 127.0.0.1:{port} did not answer in plain HTTP; "
+        f"if the server speaks TLS there, set {set_what}\n"
+    )
+
+
+def test_server_that_closes_what_is_asked_over_tls_is_not_ready(
     tls: ssl.SSLContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with answering({}, tls) as port, suppress(ssl.SSLError):
-        assert main(["health", "--http-port", str(port)]) == 1
-    assert f"not ready: 127.0.0.1:{port}: " in capsys.readouterr().err
+    def take_and_close(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with tls.wrap_socket(connection, server_side=True) as session:
+            session.recv(1000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        closing = threading.Thread(target=take_and_close, args=(listener,))
+        closing.start()
+        assert main(["health", "--http-port", str(port), "--tls-cert-file", "tls.crt"]) == 1
+        closing.join()
+    assert f"127.0.0.1:{port} closed the connection without an answer\n" in capsys.readouterr().err
 
 
 def test_server_that_is_not_there_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +179,9 @@ def test_host_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) ->
             ["--metrics-port", "0", "--tls-client-ca-file", "ca.pem"],
             "metrics_port: expected the port that the server listens on, got 0",
         ),
-        (["--timeout-s", "0"], "--timeout-s"),
+        (["--timeout-s", "0"], "--timeout-s: expected number, above 0 and up to 3600, in seconds, got '0'"),
+        (["--timeout-s", "abc"], "--timeout-s: expected number, above 0 and up to 3600, in seconds, got 'abc'"),
+        (["--timeout-s", "nan"], "--timeout-s: expected number, above 0 and up to 3600, in seconds, got 'nan'"),
         (["--nope"], "usage: ortserve health"),
     ],
 )

@@ -164,6 +164,10 @@ def test_bad_padding_is_told_with_the_form_it_should_have(file: Path, entry: str
             "session: {graph_optimization: most}",
             "session.graph_optimization: expected one of none, basic, extended, layout, all, got 'most'",
         ),
+        (
+            "session: {shrink_arenas: [foo]}",
+            "session.shrink_arenas: expected list of arenas such as cpu:0, got ['foo']",
+        ),
         ("inputs: {x: {dims: [a]}}", "inputs.x.dims: expected list of integers, got ['a']"),
         ("warmup_samples: [{}, {rows: 0}]", "warmup_samples[1].rows: expected integer, 1 to 65536, got 0"),
         (

@@ -96,6 +96,20 @@ def test_every_bad_value_is_told_with_its_source_expectation_and_value(monkeypat
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("otlp_endpoint", "foo", "URL such as http://collector:4318"),
+        ("otlp_service_name", "", "text, not empty"),
+        ("server_name", "", "text, not empty"),
+        ("host", "", "IP address or host name"),
+    ],
+)
+def test_text_that_is_not_just_any_text_is_told_what_it_should_be(name: str, value: str, expected: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    assert problems_of({name: value}) == (f"{flag}: expected {expected}, got '{value}'",)
+
+
+@pytest.mark.parametrize(
     ("line", "problem"),
     [
         ("http_prot: 8000", "http_prot: unknown key; did you mean 'http_port'?"),

@@ -1,5 +1,6 @@
 """What model files say of shapes, whatever else they say."""
 
+import os
 from pathlib import Path
 
 import onnx
@@ -50,6 +51,12 @@ def test_file_of_another_format_says_nothing(path: Path, content: bytes) -> None
 
 
 def test_file_that_is_not_there_says_nothing(path: Path) -> None:
+    assert names_without_shape(path) == set()
+    assert input_dimensions(path) == []
+
+
+def test_pipe_says_nothing_and_is_not_waited_for(path: Path) -> None:
+    os.mkfifo(path)  # whose opening would wait for somebody to write
     assert names_without_shape(path) == set()
     assert input_dimensions(path) == []
 

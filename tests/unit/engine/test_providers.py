@@ -27,7 +27,7 @@ def offering(*names: str) -> Callable[[str], Offer]:
     """A build of ONNX Runtime with these providers."""
 
     def offer(name: str) -> Offer:
-        return Offer(is_built_in=True) if name in names else Offer(problem="is not offered by this ONNX Runtime")
+        return Offer() if name in names else Offer(problem="is not offered by this ONNX Runtime")
 
     return offer
 

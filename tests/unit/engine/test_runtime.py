@@ -24,7 +24,7 @@ def install(folder: Path, name: str, content: str) -> None:
 
 def test_what_is_built_in_is_asked_for_by_its_name_although_it_has_devices() -> None:
     assert [device.ep_name for device in ort.get_ep_devices()] == ["CPUExecutionProvider"]
-    assert Runtime().offer("CPUExecutionProvider") == Offer(is_built_in=True)
+    assert Runtime().offer("CPUExecutionProvider") == Offer()
 
 
 def test_what_nobody_has_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

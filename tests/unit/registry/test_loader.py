@@ -296,7 +296,7 @@ class OfferingCuda(Runtime):
         super().__init__(devices=Devices({CUDA: HostDevice}))
 
     def offer(self, name: str) -> Offer:
-        return Offer(is_built_in=True)
+        return Offer()
 
 
 def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_cpu_once(

@@ -126,7 +126,7 @@ class InferCalls:
             on_failure(error)
         else:
             report = None
-            if self._load_reports is not None and (head.load_format or self._load_reports.is_always):
+            if self._load_reports is not None:
                 report = load_report(self._load_reports, head.load_format)
             on_answer(answer, pending.call.timing.server_timing(), report)
 
@@ -173,8 +173,7 @@ def asked_load_format(context: Context) -> str:
 
 def load_report(reports: LoadReports, asked: str) -> MetadataEntry | None:
     """The report for a call's trailing metadata; None where its caller gets none."""
-    load_format = read_load_format(asked) if asked else None
-    return reports.metadata(load_format) if load_format is not None or reports.is_always else None
+    return reports.metadata(read_load_format(asked) if asked else None)
 
 
 def time_left_ns(context: Context) -> int | None:

@@ -310,9 +310,9 @@ class Exchange:
         except ServeError as error:
             answer = failure(error)
         else:
-            reports, asked = self._connection.lane.load_reports, self._announced.load_format
-            if reports is not None and (asked is not None or reports.is_always):
-                answer = answer.with_header(reports.header(asked))
+            reports = self._connection.lane.load_reports
+            if reports is not None and (report := reports.header(self._announced.load_format)) is not None:
+                answer = answer.with_header(report)
         if self._connection.has_left:
             return
         accepted = self._announced.accepted

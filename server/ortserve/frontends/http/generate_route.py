@@ -143,9 +143,9 @@ class GenerateRoute:
                 lambda _, response: spell(response),
             )
         headers = {"server-timing": call.timing.server_timing().decode()}
-        reports, asked = self._load_reports, announced.load_format
-        if reports is not None and (asked is not None or reports.is_always):
-            name, value = reports.header(asked)
+        reports = self._load_reports
+        if reports is not None and (report := reports.header(announced.load_format)) is not None:
+            name, value = report
             headers[name.decode()] = value.decode()
         return Response(content, media_type=_EVENTS if is_stream else _JSON, headers=headers)
 

@@ -123,9 +123,9 @@ class InferRoute:
         except ServeError as error:
             return failure(error)
         answer = success(encoded, call.timing)
-        reports, asked = self._load_reports, announced.load_format
-        if reports is not None and (asked is not None or reports.is_always):
-            answer = answer.with_header(reports.header(asked))
+        reports = self._load_reports
+        if reports is not None and (report := reports.header(announced.load_format)) is not None:
+            answer = answer.with_header(report)
         accepted = announced.accepted
         if accepted is None or not is_to_compress(answer, accepted, min_bytes=self._compression_min_bytes):
             return answer

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import socket
 import ssl
 import threading
@@ -564,7 +565,10 @@ def test_peer_that_has_much_to_say_has_one_long_read_in_a_turn(listener: Listene
         sent = os.urandom(2_000_000)
         sending = threading.Thread(target=session.sendall, args=(sent,))
         sending.start()
-        listener.run(lambda: asyncio.sleep(0.2))  # the kernel has some of it then
+        unread = recorder.transport.get_extra_info("socket")
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1024 * 1024)  # four reads of the loop's
+        assert select.select([unread], [], [], LONG_S)[0]
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         listener.call(recorder.transport.resume_reading)
         listener.wait(recorder, lambda told: len(told.came) == len(sent))
         sending.join(LONG_S)
