@@ -32,7 +32,7 @@ RUN python3 -m venv --without-pip /opt/ortserve \
 
 FROM ubuntu:24.04 AS cpu
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3 \
+    && apt-get install --yes --no-install-recommends python3 tini \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=environment-cpu /opt/ortserve /opt/ortserve
 # Written to by nothing but what must be: /tmp, where clients' models are kept while they load. Python's caches of
@@ -56,7 +56,9 @@ USER 10001:10001
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["ortserve", "health"]
-ENTRYPOINT ["ortserve"]
+# The kernel drops signals that a container's first process does not handle, and the server leaves the second SIGTERM to
+# its default effect, which is to end at once: so it is tini's child.
+ENTRYPOINT ["tini", "--", "ortserve"]
 CMD ["serve", "/models"]
 
 # A load to look at, for docker-compose.yml; needs nothing beyond what the server needs.
@@ -74,7 +76,7 @@ RUN python3 -m venv --without-pip /opt/ortserve \
 # CUDA 13 and cuDNN 9 are those that the wheels of onnxruntime-gpu are built for.
 FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04 AS gpu
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3 \
+    && apt-get install --yes --no-install-recommends python3 tini \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=environment-gpu /opt/ortserve /opt/ortserve
 # As for CPUs; and kernels that the driver or cupy compile on first use are kept in /tmp.
@@ -99,6 +101,6 @@ USER 10001:10001
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 CMD ["ortserve", "health"]
-# NVIDIA's own entry point prints a banner in front of what is started; it is not used.
-ENTRYPOINT ["ortserve"]
+# As for CPUs. NVIDIA's own entry point prints a banner in front of what is started; it is not used.
+ENTRYPOINT ["tini", "--", "ortserve"]
 CMD ["serve", "/models"]

@@ -16,7 +16,7 @@ def metrics_of(expression: str) -> set[str]:
     """Names of the metrics that an expression reads."""
     bare = re.sub(r"\b(by|on|without)\s*\([^)]*\)", " ", expression)
     bare = re.sub(r"\{[^}]*\}", "{}", bare)
-    bare = re.sub(r"\[[^\]]*\]", "", bare)
+    bare = re.sub(r"\[[^\]]*\]|\boffset\s+\w+", "", bare)
     names = re.findall(r"[a-zA-Z_:][\w:]*(?!\w*\s*\()", bare)
     functions = set(re.findall(r"([a-zA-Z_]\w*)\s*\(", bare))
     return {name for name in names if name not in functions and name not in _WORDS}

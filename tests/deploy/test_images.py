@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -16,7 +17,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
+import psutil
 import pytest
 
 from manifests import ROOT, is_pinned
@@ -73,7 +76,7 @@ def test_base_images_are_pinned_and_of_one_release() -> None:
 @pytest.mark.parametrize("name", SERVERS)
 def test_image_runs_the_server_as_nobody_in_particular(name: str) -> None:
     stage = STAGES[name]
-    assert json.loads(stage.last("ENTRYPOINT")) == ["ortserve"]
+    assert json.loads(stage.last("ENTRYPOINT")) == ["tini", "--", "ortserve"]
     assert json.loads(stage.last("CMD")) == ["serve", "/models"]
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", stage.last("USER"))
     assert stage.last("STOPSIGNAL") == "SIGTERM"
@@ -88,7 +91,7 @@ def test_image_has_nothing_that_builds(name: str) -> None:
     stage = STAGES[name]
     (installed,) = stage.all("RUN")
     packages = installed.partition("--no-install-recommends")[2].partition("&&")[0].split()
-    assert packages == ["python3"]
+    assert packages == ["python3", "tini"]
     assert stage.all("COPY") == [f"--from=environment-{name} /opt/ortserve /opt/ortserve"]
     made = " ".join(STAGES[f"environment-{name}"].all("RUN"))
     assert "--without-pip /opt/ortserve" in made
@@ -186,6 +189,21 @@ def can_be(uid: int) -> bool:
         return False
 
 
+def entry_point(stage: Stage) -> list[str]:
+    """What the image starts, with this environment's Python in the place of its own."""
+    *init, ortserve = json.loads(stage.last("ENTRYPOINT"))
+    return [*init, sys.executable, "-m", ortserve]
+
+
+def read_until(output: IO[str], text: str) -> None:
+    """Read lines, up to the first that has the text in it."""
+    lines: list[str] = []
+    while not any(text in line for line in lines):
+        line = output.readline()
+        assert line, "".join(lines)
+        lines.append(line)
+
+
 def test_server_runs_as_the_images_user_in_a_tree_that_it_cannot_write(image: Path) -> None:
     stage = STAGES["cpu"]
     uid = int(stage.last("USER").split(":")[0])
@@ -195,7 +213,7 @@ def test_server_runs_as_the_images_user_in_a_tree_that_it_cannot_write(image: Pa
     ports = {"ORTSERVE_HTTP_PORT": http_port, "ORTSERVE_GRPC_PORT": "0", "ORTSERVE_METRICS_PORT": "0"}
     python = {"PATH": os.environ["PATH"], "PYTHONPATH": str(image / "server")}
     environment = stage.environment | python | ports
-    ortserve = [sys.executable, "-m", *json.loads(stage.last("ENTRYPOINT"))]
+    ortserve = entry_point(stage)[-3:]  # what its init starts
     before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
 
     server = subprocess.Popen(
@@ -208,11 +226,7 @@ def test_server_runs_as_the_images_user_in_a_tree_that_it_cannot_write(image: Pa
     )
     try:
         assert server.stderr is not None
-        lines: list[str] = []
-        while not any("loading is over" in line for line in lines):
-            line = server.stderr.readline()
-            assert line, "".join(lines)
-            lines.append(line)
+        read_until(server.stderr, "loading is over")
         check = json.loads(stage.last("HEALTHCHECK").partition(" CMD ")[2])[1:]
         health = subprocess.run(
             [*ortserve, *check], env=environment, user=user, capture_output=True, text=True, check=False, timeout=LONG_S
@@ -226,3 +240,31 @@ def test_server_runs_as_the_images_user_in_a_tree_that_it_cannot_write(image: Pa
         server.kill()
         server.communicate()
     assert {path: path.stat().st_mtime_ns for path in image.rglob("*")} == before
+
+
+def test_second_signal_ends_the_server_of_a_container_at_once() -> None:
+    """The kernel drops a signal that the first process of a container does not handle: the server must not be it."""
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True, timeout=LONG_S)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs a namespace of processes: {error}")
+    command = entry_point(STAGES["cpu"])
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"needs {command[0]}")
+    ports = [word for kind in ("http", "grpc", "metrics") for word in (f"--{kind}-port", "0")]
+    with subprocess.Popen(
+        [*alone, *command, "serve", "--example", *SHORT_WARMUP, *ports, "--drain-delay-s", "600"],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            read_until(process.stderr, "loading is over")
+            (first,) = psutil.Process(process.pid).children()
+            first.terminate()
+            read_until(process.stderr, "draining")
+            first.terminate()
+            assert process.wait(LONG_S) == 128 + signal.SIGTERM
+        finally:
+            process.kill()

@@ -93,8 +93,9 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 def test_probes_need_no_key_and_callers_do(server: ServerProcess) -> None:
     base = installation(BASE)
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        url = f"http://{server.http}{base.server[probe]['httpGet']['path']}"
-        assert httpx.get(url, timeout=LONG_S).status_code == 200, probe
+        asked = base.server[probe]["httpGet"]
+        address = {"http": server.http, "metrics": server.metrics}[asked["port"]]
+        assert httpx.get(f"http://{address}{asked['path']}", timeout=LONG_S).status_code == 200, probe
     url = f"http://{server.http}/v2"
     assert httpx.get(url, timeout=LONG_S).status_code == 401
     key = {"authorization": "Bearer key-of-metadata-0123456789"}

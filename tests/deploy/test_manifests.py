@@ -108,15 +108,14 @@ def test_drain_delay_outlasts_the_readiness_probe(installed: Installation, optio
 
 
 def test_probes_ask_what_they_are_for(installed: Installation, options: ServerOptions) -> None:
-    """Where they are answered: they cannot bring a certificate, and speak TLS where the port does."""
+    """Where callers cannot have all connections and nobody is asked for a certificate."""
     asked = {name: installed.server[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
-    port = "metrics" if options.tls_client_ca_file else "http"
-    has_tls = options.tls_cert_file is not None and (port == "http" or options.tls_metrics)
+    has_tls = options.tls_cert_file is not None and options.tls_metrics
     assert {probe.get("scheme", "HTTP") for probe in asked.values()} == {"HTTPS" if has_tls else "HTTP"}
     assert {name: (probe["path"], probe["port"]) for name, probe in asked.items()} == {
-        "startupProbe": ("/v2/health/live", port),
-        "livenessProbe": ("/v2/health/live", port),
-        "readinessProbe": ("/v2/health/ready", port),
+        "startupProbe": ("/v2/health/live", "metrics"),
+        "livenessProbe": ("/v2/health/live", "metrics"),
+        "readinessProbe": ("/v2/health/ready", "metrics"),
     }
 
 
@@ -293,7 +292,7 @@ def test_kserve_runtime_keeps_to_the_same_rules(name: str, monkeypatch: pytest.M
     (port,) = container["ports"]
     assert port["containerPort"] == {"ortserve": options.http_port, "ortserve-grpc": options.grpc_port}[name]
     assert spec["annotations"]["prometheus.kserve.io/port"] == str(options.metrics_port)
-    assert container["livenessProbe"]["httpGet"] == {"path": "/v2/health/live", "port": options.http_port}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/v2/health/live", "port": options.metrics_port}
     readiness = container["readinessProbe"]
     if name == "ortserve":
         assert readiness["httpGet"] == {"path": "/v2/health/ready", "port": options.http_port}

@@ -10,18 +10,33 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Final
 
 import httpx
 import pytest
 import yaml
 
 from certificates import Secret
-from manifests import BASE, DEPLOY, installation
+from manifests import BASE, DEPLOY, Installation, installation
 from models import builders
 from ortserve.example import repository_path
-from servers import LONG_S, SHORT_WARMUP, add_model, serving, triton_clients
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving, triton_clients
 
 FETCH = DEPLOY / "components" / "models-download" / "fetch.sh"
+
+
+def statuses_of_probes(installed: Installation, server: ServerProcess) -> dict[str, int]:
+    """What the kubelet would be answered: it verifies nothing and brings nothing."""
+    addresses = {"http": server.http, "metrics": server.metrics}
+    statuses = {}
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = installed.server[probe]["httpGet"]
+        url = f"{asked.get('scheme', 'HTTP').lower()}://{addresses[asked['port']]}{asked['path']}"
+        statuses[probe] = httpx.get(url, verify=False, timeout=LONG_S).status_code
+    return statuses
+
+
+YES: Final = {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 200}
 
 
 def test_probes_of_the_pod_say_yes() -> None:
@@ -30,14 +45,24 @@ def test_probes_of_the_pod_say_yes() -> None:
     command, *arguments = base.server["args"]
     assert command == "serve"
     with serving(*arguments, *SHORT_WARMUP, env=options) as server:
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            path = base.server[probe]["httpGet"]["path"]
-            assert httpx.get(f"http://{server.http}{path}", timeout=LONG_S).status_code == 200, probe
+        assert statuses_of_probes(base, server) == YES
+
+
+def test_probes_say_yes_while_callers_have_every_connection() -> None:
+    """Else the kubelet would kill a pod for having many callers."""
+    base = installation(BASE)
+    options = base.environment | {"ORTSERVE_DRAIN_DELAY_S": "0", "ORTSERVE_HTTP_MAX_CONNECTIONS": "1"}
+    with serving(*base.server["args"][1:], *SHORT_WARMUP, env=options) as server:
+        url = f"http://{server.http}/v2/health/live"
+        with httpx.Client(timeout=LONG_S) as caller:
+            assert caller.get(url).status_code == 200
+            assert httpx.get(url, timeout=LONG_S).status_code == 429
+            assert statuses_of_probes(base, server) == YES
 
 
 @pytest.mark.parametrize("overlay", ["tls", "mutual-tls"])
 def test_probes_of_a_pod_with_certificates_say_yes(overlay: str, tmp_path: Path) -> None:
-    """With the mounted folders elsewhere, and asked as the kubelet does: it verifies nothing and brings nothing."""
+    """With the mounted folders elsewhere."""
     installed = installation(overlay)
     secret = Secret(tmp_path / "secret")
     options = {
@@ -47,11 +72,7 @@ def test_probes_of_a_pod_with_certificates_say_yes(overlay: str, tmp_path: Path)
     options["ORTSERVE_DRAIN_DELAY_S"] = "0"
     client = secret.client_context(has_certificate=overlay == "mutual-tls")
     with serving(*installed.server["args"][1:], *SHORT_WARMUP, env=options, client=client) as server:
-        addresses = {"http": server.http, "metrics": server.metrics}
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            asked = installed.server[probe]["httpGet"]
-            url = f"{asked['scheme'].lower()}://{addresses[asked['port']]}{asked['path']}"
-            assert httpx.get(url, verify=False, timeout=LONG_S).status_code == 200, probe
+        assert statuses_of_probes(installed, server) == YES
 
 
 @pytest.mark.parametrize("component", ["models-volume", "models-download", "models-image"])

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ import tritonclient.grpc.aio as triton_grpc_aio
 
 from apart import UnavailableError
 from models import builders
+from ortserve.config.options import ServerOptions
 from proxies import Ports, Proxy, find_proxy, free_ports, proxying, until
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, add_model, starting
 from triton_load import CALLERS, Failure, Load, loading
@@ -252,6 +253,33 @@ async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) 
         await fleet.load.go_on(300)
     assert fleet.load.failures == []
     assert await answered_by(fleet.ports["b"]) == {}
+
+
+@pytest.mark.parametrize("fleet", PROXIES, indirect=True)
+async def test_stream_goes_on_beyond_what_one_body_may_hold(fleet: Fleet) -> None:
+    """To a proxy a stream is one body, however many messages it is of; the server bounds each of those."""
+    add_model(fleet.repository, "identity", builders.identity)
+    await fleet.start_both()
+    rows = np.zeros((1_000_000, 4), np.float32)
+    most = ServerOptions().max_body_bytes
+    assert rows.nbytes < most < 5 * rows.nbytes
+    given = triton_grpc.InferInput("x", rows.shape, "FP32")
+    given.set_data_from_numpy(rows)
+    answered = asyncio.Semaphore(0)
+
+    async def requests() -> AsyncIterator[dict[str, object]]:
+        for _ in range(5):
+            yield {"model_name": "identity", "inputs": [given]}
+            await answered.acquire()
+
+    n_answered = 0
+    async with asyncio.timeout(LONG_S), triton_grpc_aio.InferenceServerClient(fleet.proxy.grpc) as client:
+        async for result, error in client.stream_infer(requests()):
+            assert error is None, f"after {n_answered} requests: {error}"
+            assert result.as_numpy("y").nbytes == rows.nbytes
+            n_answered += 1
+            answered.release()
+    assert n_answered == 5
 
 
 @pytest.mark.parametrize("fleet", ["nginx"], indirect=True)

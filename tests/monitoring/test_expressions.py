@@ -15,6 +15,7 @@ from monitoring_expressions import labels_of, metrics_of, unknown_labels, unknow
         ),
         ("a and on (instance) sum by (instance) (b)", {"a", "b"}, {"instance"}),
         ("(a:b:rate5m or vector(0)) / c", {"a:b:rate5m", "c"}, set()),
+        ('a{job="b"} > 0 unless c offset 15m', {"a", "c"}, {"job"}),
     ],
 )
 def test_metrics_and_labels_are_found(expression: str, metrics: set[str], labels: set[str]) -> None:

@@ -1,6 +1,7 @@
 """What health probes are told: on the HTTP port, and on the metrics port, which answers on threads of its own.
 
-The metrics port has it for probes that cannot come by the HTTP port, because it asks for a client's certificate.
+The metrics port has it for probes that cannot come by the HTTP port, because it asks for a client's certificate or
+callers have all its connections.
 """
 
 import asyncio
