@@ -16,6 +16,7 @@ import pytest
 from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, Frontend, frontend, infer_request, wait_until
 from ortserve.codecs.grpc_wire import varint
+from ortserve.config.grpc import GrpcOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME
 from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES
 from ortserve.frontends.grpc.native import frames
@@ -95,16 +96,59 @@ async def test_connection_beyond_the_limit_is_refused_until_a_place_is_free(fron
 
 @pytest.mark.parametrize(
     "metadata",
-    [(("large", "x" * 20_000),), tuple((f"key-{number}", "x") for number in range(600))],
-    ids=["large", "many"],
+    [(("large", "x" * 17_000),), (("large", "x" * 60_000),), tuple((f"key-{number}", "x") for number in range(600))],
+    ids=["large", "very large", "many"],
 )
 async def test_metadata_over_16_kib_is_refused(front: Frontend, metadata: tuple[tuple[str, str], ...]) -> None:
     async with open_channel(front) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await ask(channel, metadata)
-        assert caught.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            f"/{SERVICE_NAME}/ModelStreamInfer"
+        )
+        stream = call(timeout=LONG_S)
+        await stream.write(infer_request())
+        assert isinstance(await stream.read(), bytes)
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(channel, metadata)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await stream.write(infer_request())
+        assert isinstance(await stream.read(), bytes)  # others on the connection go on
+        stream.cancel()
+
+
+async def test_metadata_of_almost_16_kib_are_taken_each_time(front: Frontend) -> None:
     async with open_channel(front) as channel:
+        for _ in range(20):
+            await ask(channel, (("large", "x" * 15_500),))
+
+
+async def test_space_around_the_values_of_metadata_is_borne(front: Frontend) -> None:
+    async with open_channel(front) as channel:
+        await ask(channel, (("a", " x"), ("b", "x  "), ("c", " ")))
+
+
+async def test_thousands_of_calls_that_come_at_once_on_a_connection_are_all_answered(front: Frontend) -> None:
+    async with open_channel(front) as channel:
+        assert len(await asyncio.gather(*(ask(channel) for _ in range(5_000)))) == 5_000
+
+
+async def test_stream_beyond_all_that_may_be_open_is_refused_on_the_connection_that_has_them(
+    grpc_transport: str,
+) -> None:
+    inference, models = FakeInferenceService(), FakeModelService()
+    async with frontend(inference, models, grpc_transport) as (front, channel):
+        call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            f"/{SERVICE_NAME}/ModelStreamInfer"
+        )
+        most = GrpcOptions().grpc_max_streams
+        streams = [call(timeout=LONG_S) for _ in range(most)]
+        await wait_until(lambda: front.streams.open_count == most)
+        refused = call(timeout=LONG_S)
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await refused.details()).startswith(f"grpc_max_streams: {most} streams are open")
         await ask(channel)
+        for stream in streams:
+            stream.cancel()
 
 
 SMALL_CALLS = [

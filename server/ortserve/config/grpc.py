@@ -43,7 +43,8 @@ class GrpcOptions(BaseModel):
     loses its oldest calls as ``overloaded``; one that has a quarter begins no more. On the ``native`` transport:
     grpcio has no such bound."""
     grpc_max_connection_calls: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    """Most calls that one gRPC connection may have under way; more wait at the client. Unset: any number."""
+    """Most calls, streams among them, that one gRPC connection may have under way; more wait at the client. Unset: 1000
+    more than ``grpc_max_streams`` on the ``native`` transport, any number on ``grpcio``."""
     grpc_max_connection_age_s: float | None = Field(default=None, ge=0.001, le=365 * _DAY_S)
     """Age at which a gRPC connection takes no new calls, so that clients spread over new servers. Unset: it lives as
     long as its client wants."""

@@ -9,6 +9,10 @@ from ortserve.frontends.grpc.channel import channel_arguments
 DEFAULTS = {
     "grpc.max_receive_message_length": 1000,
     "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+    "grpc.max_metadata_size": 16384,
+    "grpc.absolute_max_metadata_size": 16384,
+    "grpc.server.max_pending_requests": 100_000,
+    "grpc.server.max_pending_requests_hard_limit": 100_000,
     "grpc.so_reuseport": 0,
     "grpc.max_allowed_incoming_connections": 4096,
     "grpc.keepalive_time_ms": 7_200_000,

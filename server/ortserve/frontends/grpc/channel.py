@@ -15,10 +15,17 @@ COMPRESSIONS: Final = {
 """By the value of ``grpc_response_compression``."""
 
 
+_MAX_METADATA_BYTES: Final = 16 * 1024
+"""Of one call, each entry counted as 32 more than it has; the ``native`` transport has the same."""
+
+_MAX_PENDING: Final = 100_000
+"""Some kilobytes each; so many come within a second at most."""
+
+
 def channel_arguments(
     options: GrpcOptions, *, max_body_bytes: int, handshake_timeout_s: float | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """Say what holds for every connection. What is unset is left to grpc, which sets no bound then."""
+    """Say what holds for every connection; of what is unset here grpc has no bound."""
     bounds = {
         "grpc.max_concurrent_streams": options.grpc_max_connection_calls,
         "grpc.max_connection_age_ms": _ms_or_none(options.grpc_max_connection_age_s),
@@ -31,6 +38,13 @@ def channel_arguments(
         # RESOURCE_EXHAUSTED before it is kept.
         ("grpc.max_receive_message_length", max_body_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Beyond the soft limit, 8 KiB by itself, grpc refuses some calls by chance.
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        # Of all connections, calls that came and were not begun yet: from 1,000 on grpc would cancel some, by chance.
+        # They are begun as soon as the loop has its turn, and bounded where they wait then.
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         # Two servers that share a port by accident would each get some of the connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_allowed_incoming_connections", options.grpc_max_connections),

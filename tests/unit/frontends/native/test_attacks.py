@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+import grpc
 import hpack
 import pytest
 from h2.settings import SettingCodes
@@ -10,6 +11,7 @@ from h2.settings import SettingCodes
 from native_wire import ECHO, HEADERS, HOLD, STREAM, Client, Wire, framed, on_wire
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frames import ErrorCode
+from ortserve.frontends.grpc.native.header_blocks import literal
 
 CALM = ErrorCode.ENHANCE_YOUR_CALM
 MANY = 20_000
@@ -47,6 +49,7 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
     "priorities": lambda n: frames.frame(frames.PRIORITY, 0, 1, bytes(5)),
     "goaways": lambda n: frames.goaway(0, ErrorCode.NO_ERROR),
     "frames that nobody knows": lambda n: frames.frame(0xEE, 0, 0, b"?"),
+    "resets of a stream that has ended": lambda n: opening(3) * (not n) + frames.rst_stream(3, CALM),
     "windows of streams that have ended": lambda n: (
         (opening(3) + frames.rst_stream(3, CALM) if not n else b"") + frames.window_update(3, 1)
     ),
@@ -83,6 +86,114 @@ def test_client_that_cancels_some_hundreds_of_calls_a_second_is_served() -> None
             assert not client.goaways
             assert (await client.call(ECHO, b"x")).messages == [b"x"]
             await asyncio.sleep(1)
+
+    on_wire(test)
+
+
+async def answered(client: Client, count: int) -> None:
+    for _ in range(count):
+        stream = client.open(ECHO)
+        client.send(stream, framed(b"x"), is_end=True)
+    await client.exchange()
+    assert [answer.messages for answer in client.answers.values()][-count:] == [[b"x"]] * count
+
+
+def test_callers_who_lose_their_patience_5000_times_a_second_hurt_nobody_beside_them() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for _ in range(200):
+            streams = [client.open(HOLD) for _ in range(100)]
+            for stream in streams:
+                client.send(stream, framed(b"x"), is_end=True)
+            await client.exchange()
+            assert (await client.call(ECHO, b"x")).messages == [b"x"]
+            await asyncio.sleep(0.02)
+            for stream in streams:
+                client.h2.reset_stream(stream)
+            await client.exchange()
+        assert not client.goaways
+        assert wire.cancelled == 20_000
+
+    on_wire(test)
+
+
+def test_resets_that_cross_the_answers_cost_nothing() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for number in range(20):
+            await answered(client, 500)
+            first = 2 * 500 * number + 1
+            wire.feed(b"".join(frames.rst_stream(first + 2 * n, ErrorCode.CANCEL) for n in range(500)))
+            await client.exchange()
+        assert not client.goaways
+
+    on_wire(test)
+
+
+def test_resets_at_once_are_borne_as_long_as_as_many_calls_are_answered() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for _ in range(20):
+            await answered(client, 500)
+            for _ in range(500):
+                client.h2.reset_stream(client.open(HOLD))
+            await client.exchange()
+        assert not client.goaways
+        for _ in range(3_500):  # of which those of a burst and those that were answered last are borne
+            client.h2.reset_stream(client.open(HOLD))
+        await client.exchange()
+        assert client.goaways[0][0] == CALM
+
+    on_wire(test)
+
+
+TOO_LARGE = {
+    "one": (("x", "y" * 20_000),),
+    "many": tuple((f"x-{number}", "y") for number in range(600)),
+    "almost all that a block may have": (("x", "y" * 60_000),),
+}
+
+
+@pytest.mark.parametrize("metadata", TOO_LARGE.values(), ids=TOO_LARGE)
+def test_metadata_that_are_too_large_cost_their_own_call_alone(metadata: tuple[tuple[str, str], ...]) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        held = client.open(HOLD)
+        client.send(held, framed(b"x"), is_end=True)
+        echoing = client.open(STREAM, ("x-0", "y"))
+        client.send(echoing, framed(b"x"))
+        for _ in range(3):
+            refused = await client.call(ECHO, b"x", *metadata)
+            assert refused.status == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+            assert refused.text.startswith(b"metadata: expected at most 16384 bytes")
+            # The table is the same on both sides.
+            assert (await client.call(ECHO, b"x", *metadata[:300] if len(metadata) > 1 else ())).messages == [b"x"]
+        wire.release()
+        client.send(echoing, framed(b"y"), is_end=True)
+        await client.exchange()
+        assert client.answers[held].messages == [b"x"]
+        assert client.answers[echoing].messages == [b"x", b"y"]
+        assert not client.goaways
+
+    on_wire(test)
+
+
+def test_large_header_block_may_come_in_one_frame() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for stream_id, size, is_borne in ((1, 10_000, True), (3, 60_000, True), (5, 65_536, False)):
+            large = block(ECHO) + literal(b"x", bytes(size).replace(b"\0", b"y"))
+            wire.feed(frames.header_block(stream_id, large, frames.LARGEST_FRAME_SIZE, is_end=False))
+            wire.feed(data(stream_id, framed(b"x"), is_end=True))
+            came = await wire.turn()
+            assert wire.transport.is_closing() is not is_borne
+            assert (literal(b"grpc-status", b"0" if size < 16_384 else b"8") in came) is is_borne
+
+    on_wire(test)
+
+
+def test_trailers_of_a_request_that_are_too_large_end_it_as_others_do() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        stream = client.open(ECHO)
+        client.send(stream, framed(b"x"))
+        client.h2.send_headers(stream, [("x", "y" * 20_000)], end_stream=True)
+        await client.exchange()
+        assert client.answers[stream].messages == [b"x"]
 
     on_wire(test)
 
@@ -147,8 +258,9 @@ def test_header_block_without_an_end_is_given_up(size: int) -> None:
         b"\xff" * 16_000,
         b"\x3f\xe1\xff\x03",  # a table larger than ours
         b"\x82" + b"\x20",  # a resize in the middle
+        b"\x20" * 16_000,
     ],
-    ids=["static", "dynamic", "length", "resize", "index", "table", "late resize"],
+    ids=["static", "dynamic", "length", "resize", "index", "table", "late resize", "many resizes"],
 )
 def test_header_block_that_grows_or_lies_ends_the_connection_at_once(bomb: bytes) -> None:
     async def test(wire: Wire, client: Client) -> None:
@@ -182,7 +294,8 @@ def test_connection_that_begins_wrongly_is_told_so_and_closed(sent: bytes, code:
 
 WRONG = {
     "DATA that are too large": (b"\x10\x00\x01\x00\x00\x00\x00\x00\x01", ErrorCode.FRAME_SIZE_ERROR),
-    "HEADERS that are too large": (b"\x00\x40\x01\x01\x04\x00\x00\x00\x01", ErrorCode.ENHANCE_YOUR_CALM),
+    "HEADERS that are too large": (b"\x01\x00\x01\x01\x04\x00\x00\x00\x01", ErrorCode.ENHANCE_YOUR_CALM),
+    "SETTINGS that are too large": (b"\x00\x40\x01\x04\x00\x00\x00\x00\x00", ErrorCode.ENHANCE_YOUR_CALM),
     "DATA of an idle stream": (data(1, b"x"), ErrorCode.PROTOCOL_ERROR),
     "DATA of no stream": (data(0, b"x"), ErrorCode.PROTOCOL_ERROR),
     "HEADERS of a server's stream": (opening(2), ErrorCode.PROTOCOL_ERROR),

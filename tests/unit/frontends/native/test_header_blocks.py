@@ -2,6 +2,8 @@
 
 import hpack
 import pytest
+from hpack.huffman import HuffmanEncoder
+from hpack.huffman_constants import REQUEST_CODES, REQUEST_CODES_LENGTH
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +11,7 @@ from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionErro
 from ortserve.frontends.grpc.native.header_blocks import HeaderReader, literal
 
 MAX_LIST = 16 * 1024
+MOST_LIST = 128 * 1024
 NAMES = [b":path", b"te", b"user-agent", b"grpc-timeout", b"x-trace", b"authorization"]
 VALUES = [b"", b"trailers", b"/inference.GRPCInferenceService/ModelInfer", b"100m", b"a" * 300, b"b" * 4200]
 
@@ -29,17 +32,30 @@ def string(text: bytes) -> bytes:
     return integer(len(text), 7, 0) + text
 
 
+def huffman(text: bytes) -> bytes:
+    coded = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(text)
+    return integer(len(coded), 7, 0x80) + coded
+
+
 field = st.one_of(
     st.builds(lambda index: integer(index, 7, 0x80), st.integers(1, 75)),
     st.builds(
-        lambda first, name, value: bytes((first,)) + string(name) + string(value),
+        lambda first, name, value, code: bytes((first,)) + code(name) + code(value),
         st.sampled_from([0x00, 0x10, 0x40, 0x40]),
         st.sampled_from(NAMES),
         st.sampled_from(VALUES),
+        st.sampled_from([string, huffman]),
     ),
     st.builds(
         lambda index, value: integer(index, 6, 0x40) + string(value), st.integers(1, 70), st.sampled_from(VALUES)
     ),
+    st.builds(
+        lambda first, index, value: integer(index, 4, first) + huffman(value),
+        st.sampled_from([0x00, 0x10]),
+        st.integers(0, 70),
+        st.sampled_from(VALUES),
+    ),
+    st.binary(max_size=3),
 )
 resize = st.builds(lambda size: integer(size, 5, 0x20), st.sampled_from([0, 100, 400, 4096, 4097]))
 a_block = st.builds(
@@ -55,20 +71,21 @@ blocks = st.builds(
 @settings(max_examples=400, deadline=None)
 @given(blocks)
 def test_blocks_are_read_as_a_decoder_without_memory_reads_them(sent: list[bytes]) -> None:
-    reader = HeaderReader(MAX_LIST)
-    decoder = hpack.Decoder(max_header_list_size=MAX_LIST)
+    reader = HeaderReader(MAX_LIST, MOST_LIST)
+    decoder = hpack.Decoder(max_header_list_size=MOST_LIST)
     for block in sent:
         try:
             expected = tuple((bytes(name), bytes(value)) for name, value in decoder.decode(block, raw=True))
-        except hpack.HPACKError:
+        except (hpack.HPACKError, IndexError):
             with pytest.raises(Http2ConnectionError):
                 reader.read(block)
             return
-        assert reader.read(block) == expected
+        is_kept = sum(len(name) + len(value) + 32 for name, value in expected) <= MAX_LIST
+        assert reader.read(block) == (expected if is_kept else None)
 
 
 def test_block_that_comes_again_is_not_read_again() -> None:
-    reader = HeaderReader(MAX_LIST)
+    reader = HeaderReader(MAX_LIST, MOST_LIST)
     encoder = hpack.Encoder()
     headers = [(b":path", b"/x"), (b"te", b"trailers")]
     first, *others = (encoder.encode(headers) for _ in range(4))
@@ -80,14 +97,14 @@ def test_block_that_comes_again_is_not_read_again() -> None:
 
 
 def test_block_that_inserts_or_resizes_is_never_kept() -> None:
-    reader = HeaderReader(MAX_LIST)
+    reader = HeaderReader(MAX_LIST, MOST_LIST)
     for block in (b"\x40\x01a\x01b", b"\x20\x82", b"\x3f\xe1\x1f\x82"):
         reader.read(block)
         assert block not in reader._kept
 
 
 def test_what_was_kept_is_forgotten_when_the_table_changes() -> None:
-    reader = HeaderReader(MAX_LIST)
+    reader = HeaderReader(MAX_LIST, MOST_LIST)
     reader.read(b"\x40\x01a\x01b")
     assert reader.read(b"\xbe") == ((b"a", b"b"),)
     reader.read(b"\x40\x01c\x01d")
@@ -98,7 +115,7 @@ def test_what_was_kept_is_forgotten_when_the_table_changes() -> None:
 
 
 def test_memory_of_blocks_is_bounded() -> None:
-    reader = HeaderReader(MAX_LIST)
+    reader = HeaderReader(MAX_LIST, MOST_LIST)
     for number in range(1000):
         reader.read(literal(b"x", b"%d" % number))
         reader.read(literal(b"x", b"y" * 3000))
@@ -108,14 +125,29 @@ def test_memory_of_blocks_is_bounded() -> None:
 
 def test_list_that_is_too_large_is_told_from_a_block_that_cannot_be_read() -> None:
     for block, code in (
-        (literal(b"x", bytes(20_000)), ErrorCode.ENHANCE_YOUR_CALM),
+        (literal(b"x", bytes(MOST_LIST)), ErrorCode.ENHANCE_YOUR_CALM),
+        (b"\x82" * 4000, ErrorCode.ENHANCE_YOUR_CALM),
         (b"\xff\xff\xff", ErrorCode.COMPRESSION_ERROR),
         (b"\x00\x05ab", ErrorCode.COMPRESSION_ERROR),
         (b"\x00\x81\xff\x00", ErrorCode.COMPRESSION_ERROR),
     ):
         with pytest.raises(Http2ConnectionError) as caught:
-            HeaderReader(MAX_LIST).read(block)
+            HeaderReader(MAX_LIST, MOST_LIST).read(block)
         assert caught.value.code is code
+
+
+def test_list_that_is_thrown_away_has_taught_the_table_what_it_says() -> None:
+    reader = HeaderReader(MAX_LIST, MOST_LIST)
+    encoder = hpack.Encoder()
+    small = [(b"a", b"b"), (b"c", b"d")]
+    large = [*small, *((b"x-%d" % number, b"y") for number in range(500))]
+    for _ in range(3):
+        assert reader.read(encoder.encode(large)) is None
+        assert reader.read(encoder.encode(small)) == tuple(small)
+    # An entry that is larger than the table empties it.
+    assert reader.read(b"\x40\x01a" + integer(20_000, 7, 0) + bytes(20_000)) is None
+    with pytest.raises(Http2ConnectionError):
+        reader.read(b"\xbe")
 
 
 @given(st.binary(min_size=1, max_size=300), st.binary(max_size=70_000))

@@ -49,6 +49,11 @@ def test_every_option_of_connections_has_its_limit() -> None:
     assert connection_limits(options, max_message_bytes=10) == expected
 
 
+def test_connection_may_have_all_streams_of_the_server_and_calls_beside_them() -> None:
+    options = GrpcOptions(grpc_max_streams=5000)
+    assert connection_limits(options, max_message_bytes=10).max_streams == 6000
+
+
 @pytest.mark.parametrize(
     ("limits", "tick_s"),
     [(Limits(), 1.0), (Limits(max_age_s=2.0), 0.5), (Limits(max_idle_s=0.001), 0.01), (Limits(keepalive_s=0.4), 0.1)],

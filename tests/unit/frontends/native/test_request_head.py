@@ -42,6 +42,13 @@ def test_metadata_is_text_or_binary_by_its_name() -> None:
     assert (metadata["x-a"], metadata["x-bin"], metadata["y-bin"]) == ("b", b"\0\xff", b"")
 
 
+def test_space_around_values_of_metadata_is_none_of_theirs() -> None:
+    sent = ((b"a", b" x"), (b"b", b"x y\t "), (b"c", b" \t"), (b"te", b"trailers "), (b"grpc-timeout", b" 1S"))
+    head = read_head((*PSEUDO, GRPC, *sent))
+    metadata = dict(head.metadata)
+    assert (metadata["a"], metadata["b"], metadata["c"], head.timeout_ns) == ("x", "x y", "", 10**9)
+
+
 def test_encodings_that_the_caller_takes_are_a_set() -> None:
     head = read_head((*PSEUDO, GRPC, (b"grpc-accept-encoding", b"identity, gzip,deflate"), (b"grpc-encoding", b"gzip")))
     assert head.accepts == {b"identity", b"gzip", b"deflate"}
@@ -66,8 +73,8 @@ def test_encodings_that_the_caller_takes_are_a_set() -> None:
         (*PSEUDO, (b"a:b", b"x")),
         (*PSEUDO, (b"a", b"x\r\ny: z")),
         (*PSEUDO, (b"a", b"\0")),
-        (*PSEUDO, (b"a", b" x")),
-        (*PSEUDO, (b"a", b"x\t")),
+        (*PSEUDO, (b"a", b" x\0 ")),
+        (*PSEUDO[:2], (b":path", b"/a/B ")),
         (*PSEUDO, (b"content-length", b"+1")),
         (*PSEUDO, (b"content-length", b"9" * 19)),
         (*PSEUDO, (b"content-length", b"1" * 4301)),  # int() takes no more than 4300 digits

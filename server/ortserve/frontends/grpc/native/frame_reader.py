@@ -12,7 +12,10 @@ from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionErro
 MAX_DATA_BYTES: Final = 1024 * 1024
 """Of a DATA frame, which costs as much to begin and end whatever is in it. All others are kept until they are whole."""
 
-_MAX_BLOCK_BYTES: Final = 32 * 1024
+MAX_BLOCK_BYTES: Final = 64 * 1024
+"""Of a header block, in one frame or several: proxies let through as much (Envoy 60 KiB). It is read to its end even
+where its call is refused, since later ones build on what it taught; a larger one ends its connection."""
+
 _MAX_CONTINUATIONS: Final = 8
 """Of one header block (CVE-2024-27316 and its kin send them without an end)."""
 
@@ -121,7 +124,7 @@ class FrameReader:
             stream_id &= frames.MAX_STREAM_ID
             if length > MAX_DATA_BYTES:
                 raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "the frame is too large")
-            if length > frames.MIN_FRAME_SIZE and kind != frames.DATA:
+            if length > frames.MIN_FRAME_SIZE and kind != frames.DATA and length > _max_bytes(kind):
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the frame is too large for its type")
             if self._block and (kind != frames.CONTINUATION or stream_id != self._block_id):
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the header block is not at its end")
@@ -179,8 +182,12 @@ class FrameReader:
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
         block.append(payload)
         self._block_bytes += len(payload)
-        if self._block_bytes > _MAX_BLOCK_BYTES or len(block) > 1 + _MAX_CONTINUATIONS:
+        if self._block_bytes > MAX_BLOCK_BYTES or len(block) > 1 + _MAX_CONTINUATIONS:
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the header block is too large")
         if flags & frames.END_HEADERS:
             self._block = []
             self._taker.on_header_block(self._block_id, b"".join(block), is_end=self._block_is_end)
+
+
+def _max_bytes(kind: int) -> int:
+    return MAX_BLOCK_BYTES if kind in (frames.HEADERS, frames.CONTINUATION) else frames.MIN_FRAME_SIZE

@@ -9,7 +9,7 @@ HANDSHAKE_S: Final = 10.0
 """Until a connection has said that it is HTTP/2."""
 
 FRAME_S: Final = 20.0
-"""For a frame other than DATA, at most 16 KiB, or a header block: 13 kbit/s will do."""
+"""For a frame other than DATA, at most 16 KiB, or a header block, at most 64 KiB: 26 kbit/s will do."""
 
 STALL_S: Final = 60.0
 """For which a closed connection may keep what it still has to send."""

@@ -5,8 +5,10 @@ from typing import Final
 
 from ortserve.config.grpc import GrpcOptions
 
-_MAX_STREAMS: Final = 1000
-"""Calls of one connection at one time, where no option says another number."""
+_UNARY_CALLS: Final = 1000
+"""Of one connection at one time beside ``grpc_max_streams``, where no option says another number: a client that has all
+streams of the server still makes calls, and hears of the limit by the refusal of one stream more. One that has begun
+and brought nothing yet takes 2 KiB, a stream 5 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Limits:
     """
 
     max_connections: int = 4096
-    max_streams: int = _MAX_STREAMS
+    max_streams: int = 1024 + _UNARY_CALLS
     max_message_bytes: int = 2**31 - 1
     message_timeout_s: float = 60.0
     min_message_bytes_per_s: int = 4096
@@ -68,7 +70,7 @@ def connection_limits(options: GrpcOptions, *, max_message_bytes: int) -> Limits
     """The limits that the options ask for."""
     return Limits(
         max_connections=options.grpc_max_connections,
-        max_streams=options.grpc_max_connection_calls or _MAX_STREAMS,
+        max_streams=options.grpc_max_connection_calls or options.grpc_max_streams + _UNARY_CALLS,
         max_message_bytes=max_message_bytes,
         message_timeout_s=options.grpc_message_timeout_s,
         min_message_bytes_per_s=options.grpc_min_message_bytes_per_s,

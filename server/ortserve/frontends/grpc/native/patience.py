@@ -4,9 +4,9 @@ from typing import Final
 
 _BURST: Final = 2_000
 _PER_S: Final = 1_000
-"""Resets, pings, settings, empty frames and the like. A client that cancels hedged calls or measures its bandwidth
-sends some hundreds in a second; what attacks by them (CVE-2023-44487 and its kin) sends a hundred thousand. One costs
-up to some 50 µs, so that a connection takes 5 % of a processor at most."""
+"""Calls that are reset at once, pings, settings, empty frames and the like. A client that measures its bandwidth sends
+some hundreds in a second; what attacks by them (CVE-2023-44487 and its kin) sends a hundred thousand. One costs up to
+some 50 µs, so that a connection takes 5 % of a processor at most beside its calls."""
 
 
 class Patience:
@@ -16,9 +16,9 @@ class Patience:
         self._tokens = float(_BURST)
         self._filled_ns = now_ns
 
-    def is_lost(self, now_ns: int) -> bool:
-        """Take a token; whether there was none."""
-        self._tokens = min(_BURST, self._tokens + (now_ns - self._filled_ns) * _PER_S / 1e9)
+    def is_lost(self, now_ns: int, earned: int = 0) -> bool:
+        """Take a token, after as many as were earned were put in; whether there was none."""
+        self._tokens = min(_BURST, self._tokens + earned + (now_ns - self._filled_ns) * _PER_S / 1e9)
         self._filled_ns = now_ns
         if self._tokens < 1:
             return True

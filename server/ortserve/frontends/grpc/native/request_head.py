@@ -81,7 +81,10 @@ def read_head(headers: Headers) -> RequestHead:
     is_past_pseudo = False
     for name, value in headers:
         if not _IS_VALUE(value):
-            raise MalformedRequestError(f"the value of {name!r}")
+            # HTTP/2 forbids space at the ends; gRPC's clients send it, and servers may strip it ("ASCII-Value").
+            value = value.strip(b" \t")
+            if name[:1] == b":" or not _IS_VALUE(value):
+                raise MalformedRequestError(f"the value of {name!r}")
         if name[:1] == b":":
             if is_past_pseudo or name in pseudo or name not in _PSEUDO:
                 raise MalformedRequestError(f"pseudo-header {name!r}")

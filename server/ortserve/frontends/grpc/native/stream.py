@@ -25,6 +25,7 @@ class Stream:
 
     Attributes:
         head: What its headers said.
+        begun_ns: When they came.
         reader: Puts the messages together.
         messages: Whole ones that nobody took yet.
         window: What the caller may still send.
@@ -50,6 +51,7 @@ class Stream:
     __slots__ = (
         "_waiting_bytes",
         "announced_left",
+        "begun_ns",
         "cancel",
         "deadline_ns",
         "encoding",
@@ -73,9 +75,12 @@ class Stream:
         "writing",
     )
 
-    def __init__(self, stream_id: int, head: RequestHead, *, max_message_bytes: int, send_window: int) -> None:
+    def __init__(
+        self, stream_id: int, head: RequestHead, begun_ns: int, *, max_message_bytes: int, send_window: int
+    ) -> None:
         self.id = stream_id
         self.head = head
+        self.begun_ns = begun_ns
         self.reader = MessageReader(max_message_bytes)
         self.messages: deque[Message] = deque()
         self._waiting_bytes = 0
