@@ -46,15 +46,17 @@ class ServeError(Exception):
     """A failure with a kind and a message for the caller: the thing, what was expected, what came.
 
     Raised by every room; frontends turn it into a status. What a caller can come by never holds file-system paths.
+    ``version`` is of the model that was to answer, where that was known by then.
     """
 
-    def __init__(self, kind: ErrorKind, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(self, kind: ErrorKind, message: str, *, retry_after_s: float | None = None, version: str = "") -> None:
         if len(message) > _MAX_MESSAGE:
             message = f"{message[:_MAX_MESSAGE]}…"
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.retry_after_s = retry_after_s
+        self.version = version
 
 
 def invalid_input(message: str) -> ServeError:
@@ -62,10 +64,26 @@ def invalid_input(message: str) -> ServeError:
     return ServeError(ErrorKind.INVALID_INPUT, message)
 
 
-def of_request(error: ServeError, request_id: str) -> ServeError:
-    """A copy whose text begins with the id of the request that it is about."""
+def of_request(error: ServeError, request_id: str, version: str) -> ServeError:
+    """A copy whose text begins with the id of the request that it is about; ``version`` is that of its model."""
     message = f"[request id: {request_id or '<id_unknown>'}] {error.message}"
-    return ServeError(error.kind, message, retry_after_s=error.retry_after_s)
+    return ServeError(error.kind, message, retry_after_s=error.retry_after_s, version=version)
+
+
+class ContentsError(ServeError):
+    """A tensor's bytes are not what its request says of it. Whether there is such a model at all comes before that.
+
+    Attributes:
+        request_id: Of the request.
+        model: That it names.
+        model_version: That it names; empty for none.
+    """
+
+    def __init__(self, error: ServeError, request_id: str, model: str, model_version: str) -> None:
+        super().__init__(error.kind, error.message)
+        self.request_id = request_id
+        self.model = model
+        self.model_version = model_version
 
 
 class OutOfMemoryError(ServeError):

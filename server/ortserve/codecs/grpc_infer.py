@@ -23,7 +23,7 @@ from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
-from ortserve.errors import ServeError, invalid_input, of_request
+from ortserve.errors import ContentsError, ServeError, invalid_input
 
 M = TypeVar("M", bound=Message)
 
@@ -235,7 +235,7 @@ def _tensors(head: _Head, request_id: str, raw: Sequence[bytes | memoryview]) ->
                 array = decode_binary_tensor(raw[taken], datatype, shape, name, model)
                 taken += 1
         except ServeError as error:
-            raise of_request(error, request_id) from None
+            raise ContentsError(error, request_id, model, head.version) from None
         tensors.append(Tensor(name, datatype, array))
     if taken != len(raw):
         raise invalid_input(

@@ -43,11 +43,14 @@ def encode_stream_answer(response: InferResponse) -> bytes:
     return b"".join((head, answer, _FINAL_PARAMETER))
 
 
-def encode_stream_error(request: bytes | memoryview, text: str) -> bytes:
-    """Serialize what is wrong with a request, under the id, model and version that its bytes give."""
+def encode_stream_error(request: bytes | memoryview, text: str, version: str = "") -> bytes:
+    """Serialize what is wrong with a request, under the id and model that its bytes give.
+
+    ``version`` is of the model that was to answer; empty for the one that the request names, if any.
+    """
     names = read_names(request)
     message = ModelStreamInferResponse(error_message=text or "unknown error")  # an empty one would be no error
     answer = message.infer_response
-    answer.id, answer.model_name, answer.model_version = names.id, names.model_name, names.model_version
+    answer.id, answer.model_name, answer.model_version = names.id, names.model_name, version or names.model_version
     answer.parameters[_FINAL].bool_param = True
     return message.SerializeToString()

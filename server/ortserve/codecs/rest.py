@@ -17,7 +17,7 @@ from ortserve.core.dtypes import DATATYPES
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
-from ortserve.errors import ServeError, invalid_input, of_request
+from ortserve.errors import ContentsError, ServeError, invalid_input
 
 
 @dataclass(slots=True, init=False)
@@ -72,7 +72,7 @@ def decode_rest_request(
         model_name,
         model_version,
         request_id,
-        _inputs(document.get("inputs"), tail, model_name, request_id, in_regions),
+        _inputs(document.get("inputs"), tail, model_name, model_version, request_id, in_regions),
         _outputs(document.get("outputs"), places, binary_output=binary_output),
         parameters,
         binary_output,
@@ -150,7 +150,7 @@ def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> d
 
 
 def _inputs(
-    value: object, tail: memoryview, model: str, request_id: str, in_regions: list[RegionInput]
+    value: object, tail: memoryview, model: str, version: str, request_id: str, in_regions: list[RegionInput]
 ) -> list[Tensor]:
     if type(value) is not list:
         raise _parse_error("inputs", "an array", value)
@@ -198,7 +198,7 @@ def _inputs(
             try:
                 array = decode_binary_tensor(tail[offset:end], datatype, shape, name, model)
             except ServeError as error:
-                raise of_request(error, request_id) from None
+                raise ContentsError(error, request_id, model, version) from None
             offset = end
         tensors.append(Tensor(name, datatype, array))
     if offset != len(tail):

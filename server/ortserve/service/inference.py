@@ -15,7 +15,7 @@ from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError, of_request
+from ortserve.errors import ContentsError, ErrorKind, ServeError, of_request
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.accounts import Accounts, named
@@ -169,6 +169,8 @@ class InferenceService:
             # A task that is cancelled before its first step cancels nothing of what it would have waited for.
             classifying.add_done_callback(lambda _: leave())
             return Pending(call, request, served, inputs, rows, classifying, classifying.cancel, classified)
+        except ContentsError as error:
+            raise self._unread(call, error) from error
         except Exception as error:
             raise self._failed(call, request, served, error) from error
 
@@ -246,6 +248,14 @@ class InferenceService:
         """Count a request whose body was refused, such as one that is too large, or whose caller left meanwhile."""
         self._accounts.body_refused(protocol, kind, received_ns, trace)
 
+    def _unread(self, call: Call, error: ContentsError) -> ServeError:
+        """Count a call whose tensors could not be read, and say to its caller what comes first."""
+        try:
+            served = self._registry.find(error.model, error.model_version)
+        except ServeError as missing:
+            return self._failed(call, None, None, missing)
+        return self._failed(call, None, served, of_request(error, error.request_id, served.version))
+
     def _failed(
         self, call: Call, request: InferRequest | None, served: ServedModel | None, error: Exception
     ) -> ServeError:
@@ -312,5 +322,5 @@ def _response(pending: Pending, outputs: Arrays) -> InferResponse:
 def _for_caller(error: ServeError, request: InferRequest | None, served: ServedModel | None) -> ServeError:
     """A copy of its own for each caller; once its model is known, the text begins with the request's id."""
     if request is not None and served is not None:
-        return of_request(error, request.id)
-    return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s)
+        return of_request(error, request.id, served.version)
+    return ServeError(error.kind, error.message, retry_after_s=error.retry_after_s, version=error.version)

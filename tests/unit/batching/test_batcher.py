@@ -383,9 +383,7 @@ def test_rows_without_a_byte_are_no_more_than_may_wait() -> None:
     async def main(stage: Stage) -> None:
         few, many = np.empty((4, 0), np.float32), np.empty((5, 0), np.float32)
         assert_answered(await stage.submit_in_pieces(few), few)
-        with pytest.raises(
-            ServeError, match=r"at most max_queue_rows 4 rows .* got 5 rows of 0 bytes"
-        ) as caught:
+        with pytest.raises(ServeError, match=r"at most max_queue_rows 4 rows .* got 5 rows of 0 bytes") as caught:
             await stage.submit_in_pieces(many)
         assert caught.value.kind is ErrorKind.INVALID_INPUT
 

@@ -380,19 +380,19 @@ def test_binary_sizes_must_add_up() -> None:
     expect_invalid(
         {"inputs": [binary(7)]},
         INT32S[:7],
-        text="[request id: <id_unknown>] input byte size mismatch for input 'x' for model 'm'. Expected 8, got 7",
+        text="input byte size mismatch for input 'x' for model 'm'. Expected 8, got 7",
     )
     expect_invalid(
         {"id": "me", "inputs": [binary(7)]},
         INT32S[:7],
-        text="[request id: me] input byte size mismatch for input 'x' for model 'm'. Expected 8, got 7",
+        text="input byte size mismatch for input 'x' for model 'm'. Expected 8, got 7",
     )
 
 
 def test_strings_that_are_not_utf8_are_refused() -> None:
     error = refusal({"inputs": [binary(5, shape=[1], datatype="BYTES")]}, struct.pack("<I", 1) + b"\xff")
     assert error.kind is ErrorKind.INVALID_INPUT
-    begin = "[request id: <id_unknown>] string element 0 of inference input 'x' is not valid UTF-8"
+    begin = "string element 0 of inference input 'x' is not valid UTF-8"
     assert error.message.startswith(begin)
 
 

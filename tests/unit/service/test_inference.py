@@ -16,6 +16,8 @@ from onnx import TensorProto, helper
 from prometheus_client import CollectorRegistry
 
 from models import builders
+from ortserve._pb.grpc_service_pb2 import ModelInferRequest
+from ortserve.codecs.grpc_infer import decode_request
 from ortserve.config.model import LoadOptions
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
@@ -317,6 +319,32 @@ async def test_error_of_a_request_whose_model_is_known_begins_with_its_id(
     assert failed.message.startswith(f"[request id: {spelled}] ONNX Runtime failed to run the model: ")
     unknown = await stage.refusal(request("none", request_id=request_id))
     assert unknown.message == "Request for unknown model: 'none' is not found"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "[request id: 7] input byte size mismatch for input 'x' for model 'double'. Expected 8, got 4"),
+        ({"model_name": "none"}, "Request for unknown model: 'none' is not found"),
+        ({"model_version": "9"}, "Request for unknown model: 'double' version 9 is not found"),
+    ],
+)
+async def test_model_is_looked_for_before_the_bytes_of_tensors_are_minded(
+    stage: Stage, body: dict[str, str], text: str
+) -> None:
+    message = ModelInferRequest(**{"model_name": "double", "id": "7"} | body)
+    message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+    message.raw_input_contents.append(bytes(4))
+    with pytest.raises(ServeError) as caught:
+        stage.service.begin(stage.service.receive("grpc"), lambda: decode_request(message.SerializeToString()))
+    assert caught.value.message == text
+    outcome = "not_found" if body else "invalid_input"
+    assert stage.counts() == {("", "", "grpc", outcome) if body else ("double", "1", "grpc", outcome): 1}
+
+
+async def test_error_of_a_run_knows_the_version_that_ran(stage: Stage) -> None:
+    assert (await stage.refusal(poisoned("1"))).version == "1"
+    assert (await stage.refusal(request("none"))).version == ""
 
 
 async def test_callers_of_one_failed_batch_get_errors_of_their_own(stage: Stage) -> None:

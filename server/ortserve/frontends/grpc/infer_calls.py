@@ -168,7 +168,7 @@ def hold_request(inference: Inference, call: Call, size: int) -> Hold:
 def asked_load_format(context: Context) -> str:
     """How the caller wants a report of the server's load; empty where it wants none."""
     metadata = context.invocation_metadata() or ()
-    return next((str(value) for name, value in metadata if name == LOAD_FORMAT_HEADER), "")
+    return next((str(value).strip() for name, value in metadata if name == LOAD_FORMAT_HEADER), "")
 
 
 def load_report(reports: LoadReports, asked: str) -> MetadataEntry | None:

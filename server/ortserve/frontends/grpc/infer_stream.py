@@ -159,7 +159,7 @@ class InferStream:
         except ServeError as error:
             if self._ends_at_error:
                 return status_of(error)
-            answer = encode_stream_error(data, error.message)
+            answer = encode_stream_error(data, error.message, error.version)
         self._room.exchange(len(data), len(answer))
         return answer
 
@@ -171,4 +171,4 @@ def _encode(_request: InferRequest, response: InferResponse) -> bytes:
 def _asks_for_status(context: Context) -> bool:
     """Whether the caller wants the first error as the status of the stream, rather than among the answers."""
     metadata = context.invocation_metadata() or ()
-    return any(key == "triton_grpc_error" and value == "true" for key, value in metadata)
+    return any(key == "triton_grpc_error" and str(value).strip() == "true" for key, value in metadata)
