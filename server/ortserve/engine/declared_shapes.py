@@ -14,6 +14,10 @@ T = TypeVar("T")
 
 # Field numbers of onnx.proto (github.com/onnx/onnx).
 _MODEL_GRAPH: Final = 7
+_GRAPH_INITIALIZER: Final = 5
+_TENSOR_EXTERNAL: Final = 13
+_ENTRY_KEY: Final = 1
+_ENTRY_VALUE: Final = 2
 _GRAPH_INPUT: Final = 11
 _GRAPH_OUTPUT: Final = 12
 _VALUE_NAME: Final = 1
@@ -64,6 +68,11 @@ def input_dimensions(path: Path) -> list[Dimension]:
     return _found(path, _dimensions)
 
 
+def external_files(path: Path) -> frozenset[str]:
+    """Files that initializers of the graph lie in, by their paths from its folder. Blocks on the file."""
+    return frozenset(_found(path, _locations))
+
+
 def _found(path: Path, find: Callable[[memoryview], Iterator[T]]) -> list[T]:
     """All that ``find`` yields of a file's content; nothing where it is no model."""
     if not path.is_file():  # a pipe is read but once, and not by us
@@ -91,6 +100,15 @@ def _dimensions(model: memoryview) -> Iterator[Dimension]:
             name, denotation = (_text(model, *dimension, number) for number in (_DIM_NAME, _DIM_DENOTATION))
             # Some exporters say -1 for free, which has all of its 64 bits set.
             yield Dimension(axis, not any(length < 2**63 for length in lengths), name, denotation)
+
+
+def _locations(model: memoryview) -> Iterator[str]:
+    spans = [(0, len(model))]
+    for number in (_MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_EXTERNAL):
+        spans = [inner for span in spans for inner in _messages(model, *span, number)]
+    for span in spans:
+        if _text(model, *span, _ENTRY_KEY) == "location":
+            yield _text(model, *span, _ENTRY_VALUE)
 
 
 def _text(data: memoryview, start: int, end: int, number: int) -> str:

@@ -50,7 +50,7 @@ FIELDS: Final[Mapping[str, tuple[Fate, str]]] = {
     "batch_input": (Fate.REFUSED, "no input is made from the others"),
     "batch_output": (Fate.REFUSED, "outputs are taken apart by rows only"),
     "optimization.graph.level": (Fate.HONOURED, "session.graph_optimization"),
-    "optimization.priority": (Fate.REPORTED, "models share a device fairly"),
+    "optimization.priority": (Fate.REPORTED, "models share the processors fairly"),
     "optimization.cuda.graphs": (Fate.HONOURED, "graph_replay"),
     "optimization.cuda.busy_wait_events": (Fate.REPORTED, "who waits for a GPU sleeps"),
     "optimization.cuda.graph_spec": (Fate.REPORTED, "there is a graph for each size that batches are padded to"),

@@ -191,10 +191,12 @@ def load_model(
         )
         return loaded, samples
 
+    def on_gpu(choice: ProviderChoice) -> bool:
+        return choice.name in GPU_PROVIDERS or runtime.devices.has(choice.name)
+
     def place(choice: ProviderChoice, number: int) -> ProviderChoice:
         """The choice for the instance of this number."""
-        is_placed = options.gpus and (choice.name in GPU_PROVIDERS or runtime.devices.has(choice.name))
-        return choice.on_device(options.gpus[number % len(options.gpus)]) if is_placed else choice
+        return choice.on_device(options.gpus[number % len(options.gpus)]) if options.gpus and on_gpu(choice) else choice
 
     opened, choice = open_on_first(
         choice,
@@ -255,8 +257,14 @@ def load_model(
             of=sum(loaded.nodes.values()),
             operators=describe_operators(left),
         )
-    in_vain = threads_in_vain(options, has_global_threads=runtime.has_global_threads)
-    for reason in (*loaded.interface.without_effect, *loaded.interface.in_vain_alone(options), *in_vain):
+    in_vain = (
+        *loaded.interface.without_effect,
+        *loaded.interface.in_vain_alone(options),
+        *threads_in_vain(options, has_global_threads=runtime.has_global_threads),
+        *sizes_in_vain(options, most_rows),
+        *(() if on_gpu(choice) else gpus_in_vain(options, choice.name)),
+    )
+    for reason in in_vain:
         log_event(logger, logging.WARNING, "configured without effect", model=name, reason=reason)
     return loaded
 
@@ -273,6 +281,21 @@ def threads_in_vain(options: ModelOptions, *, has_global_threads: bool) -> tuple
     if session.inter_op_threads > 1 and session.execution_mode == "sequential":
         return ("session.inter_op_threads: they are of the execution_mode parallel, and it is sequential",)
     return ()
+
+
+def sizes_in_vain(options: ModelOptions, most_rows: int | None) -> tuple[str, ...]:
+    """What a model's own options say of batches that are larger than any."""
+    if most_rows is None:
+        return ()
+    larger = [str(rows) for rows in options.preferred_rows if rows > most_rows]
+    return (f"preferred_rows: {', '.join(larger)}: batches have at most {most_rows} rows",) if larger else ()
+
+
+def gpus_in_vain(options: ModelOptions, provider: str) -> tuple[str, ...]:
+    """What a model's own options say of GPUs where it runs on none."""
+    own = options.model_fields_set
+    said = {"gpus": bool(options.gpus), "graph_replay": options.graph_replay and "graph_replay" in own}
+    return tuple(f"{key}: the model is on {provider}" for key in said if said[key])
 
 
 def _untried(found: WarmUp) -> str:

@@ -10,6 +10,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.declared_shapes import external_files
 from ortserve.engine.device.devices import OpenDevice
 from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
 from ortserve.engine.device.instance import DeviceInstance
@@ -252,9 +253,9 @@ class Opening:
 
 
 def model_nbytes(path: Path) -> int:
-    """The size of a model file, and of the files beside it whose names begin like its own: weights that it refers to.
+    """The size of a model file, and of those that its weights lie in.
 
     A session takes about as much at least, and more for what it computes.
     """
-    beside = (file for file in path.parent.glob(f"{path.name}*") if file != path and file.is_file())
-    return path.stat().st_size + sum(file.stat().st_size for file in beside)
+    beside = (path.parent / name for name in external_files(path))
+    return path.stat().st_size + sum(file.stat().st_size for file in beside if file.is_file())

@@ -24,7 +24,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer, Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.loader import LoadedModel, load_model, threads_in_vain
+from ortserve.registry.loader import LoadedModel, gpus_in_vain, load_model, sizes_in_vain, threads_in_vain
 from ortserve.registry.progress import Progress
 from ortserve.registry.properties import describe_properties
 
@@ -258,6 +258,24 @@ def test_threads_that_no_session_has_are_told(options: Any, has_global_threads: 
     found = threads_in_vain(ModelOptions.model_validate(options), has_global_threads=has_global_threads)
     assert len(found) == len(told)
     assert all(reason.startswith(begun) for reason, begun in zip(found, told, strict=True))
+
+
+def test_what_is_said_of_gpus_or_of_larger_batches_is_told_where_there_are_none() -> None:
+    options = ModelOptions.model_validate({"gpus": (0, 1), "graph_replay": True, "preferred_rows": (4, 8, 100)})
+    assert gpus_in_vain(options, "CPUExecutionProvider") == (
+        "gpus: the model is on CPUExecutionProvider",
+        "graph_replay: the model is on CPUExecutionProvider",
+    )
+    assert gpus_in_vain(ModelOptions(), "CPUExecutionProvider") == ()
+    assert sizes_in_vain(options, 8) == ("preferred_rows: 100: batches have at most 8 rows",)
+    assert sizes_in_vain(options, 100) == sizes_in_vain(options, None) == ()
+
+
+def test_options_without_effect_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = QUICK.model_copy(update={"graph_replay": True, "preferred_rows": (9,), "max_rows": 8})
+    load(builders.mlp(tmp_path / "model.onnx"), options)
+    told = [record for record in caplog.records if record.message == "configured without effect"]
+    assert len(told) == 2
 
 
 AZURE = "AzureExecutionProvider"

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 from models import builders
@@ -23,10 +24,16 @@ def opening_of(path: Path, options: ModelOptions, progress: Progress | None = No
 
 
 def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
-    path = builders.identity(tmp_path / "model.onnx")
-    (tmp_path / "model.onnx.data").write_bytes(b"x" * 500)
-    (tmp_path / "other.onnx").write_bytes(b"x" * 1000)
-    assert model_nbytes(path) == path.stat().st_size + 500
+    path = builders.mlp(tmp_path / "model.onnx")
+    assert model_nbytes(path) == path.stat().st_size
+    model = onnx.load(path)
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    weights = (tmp_path / "weights.bin").stat().st_size
+    assert weights > 1000
+    (tmp_path / "model.onnx.bak").write_bytes(b"x" * 1000)
+    assert model_nbytes(path) == path.stat().st_size + weights
+    (tmp_path / "weights.bin").unlink()
+    assert model_nbytes(path) == path.stat().st_size
 
 
 @pytest.mark.parametrize(

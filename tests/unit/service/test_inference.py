@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -330,7 +331,7 @@ async def test_error_of_a_request_whose_model_is_known_begins_with_its_id(
     ],
 )
 async def test_model_is_looked_for_before_the_bytes_of_tensors_are_minded(
-    stage: Stage, body: dict[str, str], text: str
+    stage: Stage, body: dict[str, Any], text: str
 ) -> None:
     message = ModelInferRequest(**{"model_name": "double", "id": "7"} | body)
     message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
