@@ -63,7 +63,8 @@ from ortserve.engine.device.protocol import BoundRun  # noqa: E402
 from ortserve.engine.provider_options import CPU, CUDA  # noqa: E402
 from ortserve.engine.runtime import Runtime  # noqa: E402
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder  # noqa: E402
-from ortserve.registry.loader import LoadedModel, load_model  # noqa: E402
+from ortserve.registry.loaded import LoadedModel  # noqa: E402
+from ortserve.registry.loader import load_model  # noqa: E402
 from ortserve.registry.synthetic import synthetic_inputs  # noqa: E402
 
 BUDGET_S: Final = 520.0

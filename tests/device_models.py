@@ -32,7 +32,8 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session, run_options
 from ortserve.registry.capture_trial import CaptureTrials
-from ortserve.registry.loader import LoadedModel, load_model
+from ortserve.registry.loaded import LoadedModel
+from ortserve.registry.loader import load_model
 from ortserve.registry.synthetic import synthetic_inputs
 
 SIZES = (1, 2, 4, 8)

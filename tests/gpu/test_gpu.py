@@ -42,7 +42,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
-from ortserve.registry.loader import LoadedModel
+from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.properties import describe_properties
 from ortserve.registry.synthetic import synthetic_inputs
 

@@ -22,7 +22,7 @@ from ortserve.engine.device.replay import NO_BUFFERS
 from ortserve.engine.instance import Instance
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.lateness import requests_limits
-from ortserve.registry.loader import LoadedModel
+from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.properties import describe_properties
 from ortserve.registry.served import ServedModel
 from ortserve.telemetry.devices import DeviceRuns

@@ -14,7 +14,8 @@ from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.assembly import Assembly
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.lifecycle import State, VersionRecord
-from ortserve.registry.loader import LoadedModel, load_model
+from ortserve.registry.loaded import LoadedModel
+from ortserve.registry.loader import load_model
 from ortserve.registry.progress import Progress
 from ortserve.registry.source import VersionSource
 from ortserve.telemetry.logs import log_event

@@ -2,7 +2,7 @@
 
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.placement import describe_operators, describe_placement
-from ortserve.registry.loader import LoadedModel
+from ortserve.registry.loaded import LoadedModel
 
 
 def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
-from ortserve.registry.loader import LoadedModel
+from ortserve.registry.loaded import LoadedModel
 from ortserve.telemetry.metrics import ModelMetrics
 
 

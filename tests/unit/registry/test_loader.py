@@ -24,7 +24,9 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer, Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.loader import LoadedModel, gpus_in_vain, load_model, sizes_in_vain, threads_in_vain
+from ortserve.registry.loaded import LoadedModel
+from ortserve.registry.loader import load_model
+from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threads_in_vain
 from ortserve.registry.progress import Progress
 from ortserve.registry.properties import describe_properties
 

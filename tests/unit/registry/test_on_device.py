@@ -24,7 +24,8 @@ from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
-from ortserve.registry.loader import LoadedModel, load_model
+from ortserve.registry.loaded import LoadedModel
+from ortserve.registry.loader import load_model
 from ortserve.registry.on_device import OnDevice, doubling
 from ortserve.registry.opening import Opening
 from ortserve.registry.progress import Progress

@@ -1,0 +1,60 @@
+"""What a load of a model has made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.instance import Instance
+from ortserve.engine.placement import total_nodes
+from ortserve.engine.providers import ProviderChoice
+from ortserve.registry.interface import Interface
+from ortserve.registry.on_device import OnDevice
+from ortserve.registry.warmup import WarmUp
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Warm instances, what they take and give, and what was found out about them.
+
+    Attributes:
+        providers: The execution provider, and why others were passed over.
+        operators: Nodes of the graph, by the execution provider that runs them and by operator.
+        intra_op_threads: Threads of a run inside an operator.
+        run_threads: Threads that a run may keep busy in all.
+        on_device: What runs on buffers of a device.
+        placed: On which device each instance was placed; empty where all are on the execution provider's.
+    """
+
+    instances: tuple[Instance | DeviceInstance, ...]
+    interface: Interface
+    warm_up: WarmUp
+    providers: ProviderChoice
+    operators: Mapping[str, Mapping[str, int]]
+    intra_op_threads: int
+    run_threads: int
+    padding: Padding | None = None
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    on_device: OnDevice = field(default_factory=OnDevice)
+    placed: tuple[int, ...] = ()
+
+    @property
+    def nodes(self) -> Mapping[str, int]:
+        """Of the graph, by execution provider."""
+        return total_nodes(self.operators)
+
+    @property
+    def signature(self) -> ModelSignature:
+        """What the instances take and give."""
+        return self.interface.model
+
+    @property
+    def execution_provider(self) -> str:
+        """The one that was chosen, in full."""
+        return self.providers.name
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """For each instance, which of the devices of its kind the execution provider uses."""
+        return self.placed or (self.providers.device_id,) * len(self.instances)
