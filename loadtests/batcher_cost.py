@@ -27,10 +27,10 @@ from harness import circumstances, running, spread, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
-from ortserve.batching.device import Device  # noqa: E402
 from ortserve.batching.inline import InlineBudget  # noqa: E402
 from ortserve.batching.planner import BatchPolicy  # noqa: E402
 from ortserve.batching.queue import RiderQueue  # noqa: E402
+from ortserve.batching.shared_threads import SharedThreads  # noqa: E402
 from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.core.batch import Batch, BatchDone, BatchResult  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
@@ -67,7 +67,7 @@ async def batcher_us() -> float:
         BatchPolicy(CALLERS, waits_for_echo=True),
         RiderQueue(known, known),
         limits=QueueLimits(4096, 2**30),
-        device=Device(1, loop),
+        shared=SharedThreads(1, loop),
         threads=1,
         inline=InlineBudget(loop),
         loop=loop,

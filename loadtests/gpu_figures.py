@@ -48,7 +48,7 @@ import gpu_models  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.alarm import best_alarm  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
-from ortserve.batching.device import Device as SharedThreads  # noqa: E402
+from ortserve.batching.shared_threads import SharedThreads  # noqa: E402
 from ortserve.batching.planner import BatchPolicy  # noqa: E402
 from ortserve.batching.queue import RiderQueue  # noqa: E402
 from ortserve.config.model import ModelOptions  # noqa: E402
@@ -412,7 +412,7 @@ async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, se
     known = [(size.rows, size.round_trip_ns) for size in loaded.warm_up.latencies]
     batcher = Batcher(
         [instance], BatchPolicy(max_rows, buckets=loaded.on_device.sizes), RiderQueue(known, known),
-        limits=QueueLimits(2**20, 2**40), device=SharedThreads(instance.depth, loop), threads=1, inline=None,
+        limits=QueueLimits(2**20, 2**40), shared=SharedThreads(instance.depth, loop), threads=1, inline=None,
         loop=loop, clock=time.monotonic_ns, observe_batch=lambda *_: None,
         make_alarm=lambda ring: best_alarm(loop, ring), depth=instance.depth,
     )  # fmt: skip

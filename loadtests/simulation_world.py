@@ -1,7 +1,7 @@
 """A batcher on a clock of its own: the server's batching code, runners that only take time, seeded arrivals.
 
-Used by ``batching_simulation.py`` and by ``tests/simulation``. Batcher, planner, admission, queue and device are those
-of the server; only the clock, the event loop and the runs are made up. Every request has one row.
+Used by ``batching_simulation.py`` and by ``tests/simulation``. Batcher, planner, admission, queue and shared threads
+are those of the server; only the clock, the event loop and the runs are made up. Every request has one row.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.device import Device
 from ortserve.batching.inline import InlineBudget
 from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
 from ortserve.core.promise import Promise
 from ortserve.core.terms import NO_TERMS, Terms
@@ -120,7 +120,7 @@ def set_stage(
     queue_delay_ns: int = 0,
     waits_for_echo: bool = True,
     limits: QueueLimits = _ROOM,
-    device: Device | None = None,
+    shared: SharedThreads | None = None,
     seed: int = 0,
 ) -> Stage:
     """A batcher as the server makes it after warm-up: it knows L(n) at powers of two."""
@@ -132,7 +132,7 @@ def set_stage(
         BatchPolicy(machine.max_rows, queue_delay_ns, waits_for_echo=waits_for_echo),
         RiderQueue(known, known),
         limits=limits,
-        device=device or Device(1, loop),
+        shared=shared or SharedThreads(1, loop),
         threads=1,
         inline=InlineBudget(loop),
         loop=loop,
@@ -386,8 +386,8 @@ def share_device(machines: Sequence[Machine], *, seconds: float) -> SharedTime:
     """Keep every model's queue full, on one device of one thread."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> SharedTime:
-        device = Device(1, loop)
-        stages = [set_stage(machine, loop, clock, device=device, seed=seed) for seed, machine in enumerate(machines)]
+        shared = SharedThreads(1, loop)
+        stages = [set_stage(machine, loop, clock, shared=shared, seed=seed) for seed, machine in enumerate(machines)]
         over = False
 
         def ask(stage: Stage) -> None:

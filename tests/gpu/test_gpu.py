@@ -25,9 +25,9 @@ from device_models import SIZES, OnDevice, Place, batch_of, bucket_for, landed, 
 from models import builders
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.device import Device as SharedThreads
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import BatchResult
 from ortserve.core.closeness import TOLERANCES, as_float64
 from ortserve.core.dtypes import DataType
@@ -336,7 +336,7 @@ def batcher_of(made: OnDevice, policy: BatchPolicy) -> Batcher:
         policy,
         RiderQueue([], []),
         limits=QueueLimits(2**20, 2**32),
-        device=SharedThreads(made.instance.depth, loop),
+        shared=SharedThreads(made.instance.depth, loop),
         threads=1,
         inline=None,
         loop=loop,

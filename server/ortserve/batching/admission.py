@@ -187,7 +187,7 @@ class Admission:
             terms: Its level and deadline for the outputs; there is one.
             answer_ns: Between that and the deadline for its answer.
             busy_ns: Until an instance is free, predicted.
-            slowdown: How many times longer the work ahead takes, because other models share the device.
+            slowdown: How many times longer the work ahead takes, because other models want the threads, too.
             now_ns: Monotonic.
 
         Raises:

@@ -12,7 +12,6 @@ from ortserve.batching.alarm import LoopAlarm, MakeAlarm
 from ortserve.batching.answering import AnswerTime
 from ortserve.batching.arrivals import ArrivalRate
 from ortserve.batching.boarding import Boarding
-from ortserve.batching.device import Device
 from ortserve.batching.exits import Exits
 from ortserve.batching.failing import fail
 from ortserve.batching.inline import InlineBudget
@@ -23,6 +22,7 @@ from ortserve.batching.planner import BatchPolicy, lower_cap
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.batching.riders import JoinedRows, Rider, make_batch, settle_all, split_rows
 from ortserve.batching.saturation import saturation
+from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.promise import Promise
@@ -50,7 +50,7 @@ class Batcher:
         queue: RiderQueue,
         *,
         limits: QueueLimits,
-        device: Device,
+        shared: SharedThreads,
         threads: int,
         inline: InlineBudget | None,
         loop: asyncio.AbstractEventLoop,
@@ -67,8 +67,8 @@ class Batcher:
             policy: What a user set, or what warm-up found.
             queue: Empty, with what is known of the model's latency.
             limits: What may wait.
-            device: Shared with the other models that run there.
-            threads: Of the device that a run holds.
+            shared: With the other models that run on them.
+            threads: Of these, that a run holds.
             inline: Shared by all models of the loop; None where no run may happen on it.
             loop: Of the thread that everything but the runs happens on.
             clock: Monotonic nanoseconds.
@@ -81,7 +81,7 @@ class Batcher:
         self._instances = Instances(runners, depth)
         self._policy = policy
         self._queue = queue
-        self._share = device.share(threads, self._wake)
+        self._share = shared.share(threads, self._wake)
         self._budget = inline
         self._loop = loop
         self._clock = clock
@@ -284,7 +284,7 @@ class Batcher:
             return
         now_ns = self._clock()
         if not self._share.may_start():
-            return  # the device calls when it is this model's turn
+            return  # it is called when it is this model's turn
         group = self._boarding.next_group(self._policy, now_ns)
         if not isinstance(group, Group):
             if group is not None:

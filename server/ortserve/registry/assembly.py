@@ -8,11 +8,11 @@ from functools import partial
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.alarm import best_alarm
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.device import Device
 from ortserve.batching.inline import InlineBudget
 from ortserve.batching.learned import Learned
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.padding import StagedElements
@@ -37,7 +37,7 @@ class Assembly:
         self._loop = loop
         self._clock = clock
         self._inline = InlineBudget(loop)
-        self._host = Device(processors, loop)
+        self._processors = SharedThreads(processors, loop)
 
     def serve(
         self,
@@ -70,7 +70,7 @@ class Assembly:
             queue,
             limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
             # A run on a GPU neither waits for processors nor keeps others from them, and its session is its worker's.
-            device=self._host if runs_on_host else Device(len(loaded.instances) * depth, self._loop),
+            shared=self._processors if runs_on_host else SharedThreads(len(loaded.instances) * depth, self._loop),
             threads=loaded.run_threads if runs_on_host else 1,
             inline=self._inline if runs_on_host else None,
             loop=self._loop,

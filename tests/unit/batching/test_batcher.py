@@ -13,12 +13,12 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.device import Device
 from ortserve.batching.inline import InlineBudget
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.promise import Outputs, Promise
 from ortserve.core.terms import NO_TERMS, Terms
@@ -38,7 +38,7 @@ class Stage:
     clock: FakeClock
     runners: list[FakeRunner]
     queue: RiderQueue
-    device: Device
+    shared: SharedThreads
     batcher: Batcher
     observed: list[int]
     began_ns: int
@@ -103,25 +103,25 @@ def play(
         runners = [FakeRunner(loop, clock, lambda rows: run_ns, compute) for _ in range(instances)]
         known = [(rows, float(known_ns)) for rows in (1, 2, 4, 8, 16)] if known_ns is not None else []
         queue = RiderQueue(known, known)
-        device = Device(device_threads, loop)
+        shared = SharedThreads(device_threads, loop)
         observed: list[int] = []
         batcher = Batcher(
             runners,
             BatchPolicy(max_rows, queue_delay_ns, buckets=buckets, waits_for_echo=waits_for_echo),
             queue,
             limits=QueueLimits(max_queue_rows, max_queue_bytes),
-            device=device,
+            shared=shared,
             threads=threads,
             inline=InlineBudget(loop),
             loop=loop,
             clock=clock,
             observe_batch=lambda rows, *_: observed.append(rows),
         )
-        await main(Stage(loop, clock, runners, queue, device, batcher, observed, clock()))
+        await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock()))
         await batcher.close()
         assert not [violation for runner in runners for violation in runner.violations]
         assert (queue.rows, queue.nbytes) == (0, 0)
-        assert device.free_threads == device_threads
+        assert shared.free_threads == device_threads
 
     run_virtual(on_stage)
 
@@ -929,10 +929,10 @@ def test_full_queue_counts_bytes_too() -> None:
 def test_runs_on_the_loop_hold_no_threads_of_the_device() -> None:
     async def main(stage: Stage) -> None:
         woken: list[str] = []
-        other = stage.device.share(1, lambda: woken.append("other"))
+        other = stage.shared.share(1, lambda: woken.append("other"))
         for value in range(5):
             await stage.submit(rows_of(value))
-            assert stage.device.free_threads == 1
+            assert stage.shared.free_threads == 1
         assert stage.batcher.decisions == Decisions(batches=5, inline=5)
         assert other.may_start()
         other.begin(MS)

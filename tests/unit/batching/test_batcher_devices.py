@@ -14,9 +14,9 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.device import Device
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
@@ -60,7 +60,7 @@ def play(
             policy or BatchPolicy(8),
             RiderQueue(known, known),
             limits=QueueLimits(4096, 2**30),
-            device=Device(4, loop),
+            shared=SharedThreads(4, loop),
             threads=1,
             inline=None,
             loop=loop,

@@ -22,11 +22,11 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRun, FakeRunner, answer
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.device import Device
 from ortserve.batching.inline import InlineBudget
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.promise import Outputs
@@ -216,7 +216,7 @@ class Theatre:
         self.loop = loop
         self.clock = clock
         self.begin_ns = clock()
-        self.device = Device(schedule.device_threads, loop)
+        self.shared = SharedThreads(schedule.device_threads, loop)
         self.inline = InlineBudget(loop)
         self.violations: list[str] = []
         self.waiting = len(schedule.arrivals)
@@ -258,7 +258,7 @@ class Theatre:
                     *times[index],
                 )
             )
-        assert self.device.free_threads == self.schedule.device_threads
+        assert self.shared.free_threads == self.schedule.device_threads
         assert not self.violations, self.violations
         return plays
 
@@ -277,8 +277,8 @@ class Theatre:
 
     def _make_runner(self, model: Model) -> FakeRunner:
         def latency_ns(rows: int) -> int:
-            if not 0 <= self.device.free_threads <= self.schedule.device_threads:
-                self.violations.append(f"{self.device.free_threads} threads are free")
+            if not 0 <= self.shared.free_threads <= self.schedule.device_threads:
+                self.violations.append(f"{self.shared.free_threads} threads are free")
             return model.latency_ns(rows)
 
         return FakeRunner(self.loop, self.clock, latency_ns, depth=model.depth)
@@ -289,7 +289,7 @@ class Theatre:
             model.policy,
             self.queues[index],
             limits=model.limits,
-            device=self.device,
+            shared=self.shared,
             threads=model.threads,
             inline=self.inline if model.depth == 1 else None,
             loop=self.loop,

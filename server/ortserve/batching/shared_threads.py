@@ -1,8 +1,7 @@
-"""Sharing one device between models: in time of predicted work, not in batches or requests.
+"""Sharing threads between models: in time of predicted work, not in batches or requests.
 
-Each run holds some of the device's threads. While they are all held, models wait, and the one that has had the least
-work goes next (start-time fair queueing). A model with long batches thus gets no more of the device than one with short
-ones.
+Each run holds some of the threads. While they are all held, models wait, and the one that has had the least work goes
+next (start-time fair queueing). A model with long batches thus gets no more of them than one with short ones.
 """
 
 import asyncio
@@ -15,28 +14,28 @@ _FREE: Final = 0.0
 
 
 class Share:
-    """One model's claim on a device: how many threads its runs hold, and whom to tell when it is its turn."""
+    """One model's claim: how many threads its runs hold, and whom to tell when it is its turn."""
 
-    __slots__ = ("_device", "had_ns", "threads", "wake")
+    __slots__ = ("_shared", "had_ns", "threads", "wake")
 
-    def __init__(self, device: "Device", threads: int, wake: Callable[[], None]) -> None:
-        self._device = device
+    def __init__(self, shared: "SharedThreads", threads: int, wake: Callable[[], None]) -> None:
+        self._shared = shared
         self.threads = threads
         self.wake = wake
         self.had_ns = _FREE
-        """Work so far, on the device's virtual clock."""
+        """Work so far, on the virtual clock of those who share."""
 
     def may_start(self) -> bool:
         """Whether a run may start now. If not, ``wake`` is called when it is this model's turn."""
-        return self._device._may_start(self)
+        return self._shared._may_start(self)
 
     def withdraw(self) -> None:
         """Say that there is nothing to run after all, so that others get the turn."""
-        self._device._withdraw(self)
+        self._shared._withdraw(self)
 
     def begin(self, predicted_ns: float | None) -> None:
         """Start a run that ``may_start`` allowed."""
-        self._device._begin(self, known_ns(predicted_ns))
+        self._shared._begin(self, known_ns(predicted_ns))
 
     def charge(self, predicted_ns: float | None, *, wants_more: bool) -> None:
         """Note a run that ``may_start`` allowed and that holds no threads, because it happens on the event loop.
@@ -45,25 +44,25 @@ class Share:
             predicted_ns: What it takes.
             wants_more: Whether ``may_start`` is called again soon; if not, others get the turn.
         """
-        self._device._charge(self, known_ns(predicted_ns))
-        self._device._go_on(self, wants_more=wants_more)
+        self._shared._charge(self, known_ns(predicted_ns))
+        self._shared._go_on(self, wants_more=wants_more)
 
     def end(self) -> None:
         """Give the run's threads back."""
-        self._device._end(self)
+        self._shared._end(self)
 
     @property
     def parallel_runs(self) -> int:
-        """How many of the model's runs the device has threads for at a time."""
-        return self._device._threads // self.threads
+        """How many of the model's runs there are threads for at a time."""
+        return self._shared._threads // self.threads
 
     def slowdown(self) -> float:
-        """How many times longer work takes here than by itself, because others want the device's threads too."""
-        return self._device._slowdown(self)
+        """How many times longer work takes here than by itself, because others want the threads too."""
+        return self._shared._slowdown(self)
 
 
-class Device:
-    """Threads that the models of one device share. Loop thread only."""
+class SharedThreads:
+    """Threads that models share: the processors of the host, by one for all. Loop thread only."""
 
     def __init__(self, threads: int, loop: asyncio.AbstractEventLoop) -> None:
         self._threads = threads
@@ -79,7 +78,7 @@ class Device:
         return self._free
 
     def share(self, threads: int, wake: Callable[[], None]) -> Share:
-        """A new claim, for a model whose runs use so many threads (all of the device's where it uses more)."""
+        """A new claim, for a model whose runs use so many threads (all of them where it uses more)."""
         return Share(self, min(threads, self._threads), wake)
 
     def _may_start(self, share: Share) -> bool:

@@ -1,4 +1,4 @@
-"""Models that share a device: who goes next, and that threads come back."""
+"""Models that share threads: who goes next, and that threads come back."""
 
 import asyncio
 import random
@@ -12,10 +12,10 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.device import Device, Share
 from ortserve.batching.inline import InlineBudget
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.shared_threads import Share, SharedThreads
 from ortserve.core.timing import Timing
 
 MS = 1_000_000
@@ -23,14 +23,14 @@ S = 1000 * MS
 
 
 class Stage:
-    """A device and those whom it woke, in order."""
+    """Shared threads and those who were woken, in order."""
 
     def __init__(self, loop: VirtualTimeLoop, threads: int) -> None:
-        self.device = Device(threads, loop)
+        self.shared = SharedThreads(threads, loop)
         self.woken: list[str] = []
 
     def share(self, name: str, threads: int = 1) -> Share:
-        return self.device.share(threads, lambda: self.woken.append(name))
+        return self.shared.share(threads, lambda: self.woken.append(name))
 
 
 def on_stage(main: Callable[[Stage], Coroutine[Any, Any, None]], threads: int = 1) -> None:
@@ -47,7 +47,7 @@ def test_runs_go_side_by_side_while_there_are_threads() -> None:
         a, b, c = (stage.share(name) for name in "abc")
         run(a)
         run(b)
-        assert stage.device.free_threads == 0
+        assert stage.shared.free_threads == 0
         assert not c.may_start()
         b.end()
         await asyncio.sleep(0)
@@ -55,7 +55,7 @@ def test_runs_go_side_by_side_while_there_are_threads() -> None:
         run(c)
         a.end()
         c.end()
-        assert stage.device.free_threads == 2
+        assert stage.shared.free_threads == 2
 
     on_stage(main, threads=2)
 
@@ -64,9 +64,9 @@ def test_run_that_wants_more_threads_than_there_are_takes_them_all() -> None:
     async def main(stage: Stage) -> None:
         large = stage.share("large", threads=64)
         run(large)
-        assert stage.device.free_threads == 0
+        assert stage.shared.free_threads == 0
         large.end()
-        assert stage.device.free_threads == 4
+        assert stage.shared.free_threads == 4
 
     on_stage(main, threads=4)
 
@@ -138,7 +138,7 @@ def test_who_withdraws_passes_the_turn_on() -> None:
         run(b)
         a.withdraw()  # it does not wait: nothing to give up
         b.end()
-        assert stage.device.free_threads == 1
+        assert stage.shared.free_threads == 1
 
     on_stage(main)
 
@@ -210,11 +210,11 @@ def test_threads_are_never_overdrawn_and_all_come_back(seed: int) -> None:
                     share.withdraw()
                 case _ if running:
                     running.pop(draw.randrange(len(running))).end()
-            assert stage.device.free_threads == threads - sum(share.threads for share in running)
-            assert stage.device.free_threads >= 0
+            assert stage.shared.free_threads == threads - sum(share.threads for share in running)
+            assert stage.shared.free_threads >= 0
         for share in running:
             share.end()
-        assert stage.device.free_threads == threads
+        assert stage.shared.free_threads == threads
         for share in shares:
             share.withdraw()
         assert all(share.may_start() for share in shares)
@@ -235,7 +235,7 @@ def test_runs_on_the_loop_count_as_much_as_others() -> None:
             other.may_start()  # so that both of them wait
             if inline.may_start():
                 inline.charge(10, wants_more=True)
-                assert stage.device.free_threads == 1
+                assert stage.shared.free_threads == 1
                 went["inline"] += 1
             else:
                 run(other, 30)
@@ -283,12 +283,12 @@ def test_work_is_slower_by_as_much_as_is_wanted_more_than_there_is() -> None:
 
 
 class Backlogged:
-    """Models with a queue that never empties, each with instances that run for a set time, on one device."""
+    """Models with a queue that never empties, each with instances that run for a set time, on the same threads."""
 
     def __init__(self, loop: VirtualTimeLoop, clock: FakeClock, threads: int) -> None:
         self.loop = loop
         self.clock = clock
-        self.device = Device(threads, loop)
+        self.shared = SharedThreads(threads, loop)
         self.inline = InlineBudget(loop)
         self.runners: list[list[FakeRunner]] = []
         self.batchers: list[Batcher] = []
@@ -301,7 +301,7 @@ class Backlogged:
             BatchPolicy(2),
             RiderQueue(known, known),
             limits=QueueLimits(10**6, 10**9),
-            device=self.device,
+            shared=self.shared,
             threads=threads,
             inline=self.inline,
             loop=self.loop,
