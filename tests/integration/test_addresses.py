@@ -47,7 +47,7 @@ def test_every_port_listens_where_it_was_told_to(
             for port in (http, rpc, metrics):
                 with pytest.raises(OSError, match="refused"):
                     socket.create_connection((address.strip("[]"), int(port)), timeout=LONG_S)
-        command = [sys.executable, "-m", "ortserve", "health", "--host", host, "--http-port", http]
+        command = [sys.executable, "-m", "ortserve", "health", "--host", host, "--metrics-port", metrics]
         assert subprocess.run(command, timeout=LONG_S, check=False).returncode == 0
         server.stop()
 

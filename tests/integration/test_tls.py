@@ -255,11 +255,9 @@ def test_health_is_told_on_the_metrics_port_to_who_has_no_certificate(mutual: Mu
 
 
 def test_health_command_finds_a_server_that_wants_certificates(mutual: Mutual) -> None:
-    ports = {name: getattr(mutual.server, name).split(":")[1] for name in ("http", "metrics")}
-    flags = ["--http-port", ports["http"], "--metrics-port", ports["metrics"], "--tls-metrics"]
-    files = ["--tls-cert-file", str(mutual.secret.cert), "--tls-client-ca-file", str(mutual.secret.ca)]
+    flags = ["--metrics-port", mutual.server.metrics.split(":")[1], "--tls-metrics"]
     done = subprocess.run(
-        [sys.executable, "-m", "ortserve", "health", *flags, *files],
+        [sys.executable, "-m", "ortserve", "health", *flags],
         capture_output=True,
         text=True,
         timeout=LONG_S,

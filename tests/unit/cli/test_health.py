@@ -51,16 +51,16 @@ def answering(answers: dict[str, tuple[int, str]], context: ssl.SSLContext | Non
 def test_status_is_0_only_where_the_server_says_yes(capsys: pytest.CaptureFixture[str]) -> None:
     answers = {"/v2/health/ready": (400, '{"ready":false}'), "/v2/health/live": (200, '{"live":true}')}
     with answering(answers) as port:
-        assert main(["health", "--http-port", str(port)]) == 1
+        assert main(["health", "--metrics-port", str(port)]) == 1
         told = capsys.readouterr()
         assert told.err == f'ortserve health: not ready: 127.0.0.1:{port} answered 400 {{"ready":false}}\n'
         assert not told.out
 
-        assert main(["health", "--live", "--http-port", str(port)]) == 0
+        assert main(["health", "--live", "--metrics-port", str(port)]) == 0
         assert capsys.readouterr().out == "live\n"
 
         answers["/v2/health/ready"] = (200, '{"ready":true}')
-        assert main(["health", "--http-port", str(port)]) == 0
+        assert main(["health", "--metrics-port", str(port)]) == 0
         assert capsys.readouterr().out == "ready\n"
 
 
@@ -69,7 +69,7 @@ def test_server_is_found_by_its_own_environment(
 ) -> None:
     with answering({"/v2/health/ready": (200, "{}")}) as port:
         monkeypatch.setenv("ORTSERVE_HOST", "0.0.0.0")
-        monkeypatch.setenv("ORTSERVE_HTTP_PORT", str(port))
+        monkeypatch.setenv("ORTSERVE_METRICS_PORT", str(port))
         assert main(["health"]) == 0
         assert capsys.readouterr().out == "ready\n"
 
@@ -77,7 +77,7 @@ def test_server_is_found_by_its_own_environment(
 def test_server_is_found_by_its_own_file(tmp_path: Path) -> None:
     with answering({"/v2/health/ready": (200, "{}")}) as port:
         file = tmp_path / "options.yaml"
-        file.write_text(f"http_port: {port}\n")
+        file.write_text(f"metrics_port: {port}\n")
         assert main(["health", "--config", str(file)]) == 0
 
 
@@ -93,43 +93,22 @@ def test_server_that_speaks_tls_is_asked_over_tls(
     tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering({"/v2/health/ready": (200, "{}")}, tls) as port:
-        monkeypatch.setenv("ORTSERVE_HTTP_PORT", str(port))
+        monkeypatch.setenv("ORTSERVE_METRICS_PORT", str(port))
         monkeypatch.setenv("ORTSERVE_TLS_CERT_FILE", "/etc/ortserve/tls/tls.crt")
         monkeypatch.setenv("ORTSERVE_TLS_KEY_FILE", "/etc/ortserve/tls/tls.key")
+        monkeypatch.setenv("ORTSERVE_TLS_METRICS", "true")
         assert main(["health"]) == 0
         assert capsys.readouterr().out == "ready\n"
 
 
-@pytest.mark.parametrize("has_tls_metrics", [False, True])
-def test_server_that_wants_certificates_is_asked_on_its_metrics_port(
-    tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, has_tls_metrics: bool
-) -> None:
-    for name in ("CERT", "KEY", "CLIENT_CA"):
-        monkeypatch.setenv(f"ORTSERVE_TLS_{name}_FILE", f"/etc/ortserve/tls/{name}")
-    monkeypatch.setenv("ORTSERVE_TLS_METRICS", str(has_tls_metrics))
-    with answering({"/v2/health/ready": (200, "{}")}, tls if has_tls_metrics else None) as port:
-        assert main(["health", "--metrics-port", str(port)]) == 0
-
-
-@pytest.mark.parametrize(
-    ("port_flag", "options", "set_what"),
-    [
-        ("--http-port", [], "--tls-cert-file or ORTSERVE_TLS_CERT_FILE"),
-        (
-            "--metrics-port",
-            ["--tls-cert-file", "tls.crt", "--tls-client-ca-file", "ca.pem"],
-            "--tls-metrics or ORTSERVE_TLS_METRICS",
-        ),
-    ],
-)
 def test_who_asks_in_plain_text_where_tls_is_spoken_is_told_what_to_set(
-    tls: ssl.SSLContext, capsys: pytest.CaptureFixture[str], port_flag: str, options: list[str], set_what: str
+    tls: ssl.SSLContext, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering({}, tls) as port:
-        assert main(["health", port_flag, str(port), *options]) == 1
+        assert main(["health", "--metrics-port", str(port)]) == 1
     assert capsys.readouterr().err == (
         f"ortserve health: not ready: 127.0.0.1:{port} did not answer in plain HTTP; "
-        f"if the server speaks TLS there, set {set_what}\n"
+        "if the server speaks TLS there, set --tls-metrics or ORTSERVE_TLS_METRICS\n"
     )
 
 
@@ -145,7 +124,7 @@ def test_server_that_closes_what_is_asked_over_tls_is_not_ready(
         port = listener.getsockname()[1]
         closing = threading.Thread(target=take_and_close, args=(listener,))
         closing.start()
-        assert main(["health", "--http-port", str(port), "--tls-cert-file", "tls.crt"]) == 1
+        assert main(["health", "--metrics-port", str(port), "--tls-metrics"]) == 1
         closing.join()
     assert f"127.0.0.1:{port} closed the connection without an answer\n" in capsys.readouterr().err
 
@@ -154,27 +133,27 @@ def test_server_that_is_not_there_is_not_ready(capsys: pytest.CaptureFixture[str
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and nobody listens
         port = free.getsockname()[1]
-        assert main(["health", "--http-port", str(port)]) == 1
+        assert main(["health", "--metrics-port", str(port)]) == 1
     assert capsys.readouterr().err == f"ortserve health: not ready: 127.0.0.1:{port}: Connection refused\n"
 
 
 def test_server_that_does_not_answer_in_time_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        assert main(["health", "--http-port", str(port), "--timeout-s", "0.05"]) == 1
+        assert main(["health", "--metrics-port", str(port), "--timeout-s", "0.05"]) == 1
     assert f"127.0.0.1:{port} did not answer within 0.05 s" in capsys.readouterr().err
 
 
 def test_host_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["health", "--host", "nowhere.invalid"]) == 1
-    assert "nowhere.invalid:8000" in capsys.readouterr().err
+    assert "nowhere.invalid:8002" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--http-port", "x"], "--http-port: expected integer, 0 to 65535, got 'x'"),
-        (["--http-port", "0"], "http_port: expected the port that the server listens on, got 0"),
+        (["--metrics-port", "x"], "--http-port: expected integer, 0 to 65535, got 'x'"),
+        (["--metrics-port", "0"], "http_port: expected the port that the server listens on, got 0"),
         (
             ["--metrics-port", "0", "--tls-client-ca-file", "ca.pem"],
             "metrics_port: expected the port that the server listens on, got 0",
