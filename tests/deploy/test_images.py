@@ -209,8 +209,8 @@ def test_server_runs_as_the_images_user_in_a_tree_that_it_cannot_write(image: Pa
     uid = int(stage.last("USER").split(":")[0])
     user = uid if can_be(uid) else None  # else as whoever runs the tests
     with socket.create_server(("127.0.0.1", 0)) as free:
-        http_port = str(free.getsockname()[1])
-    ports = {"ORTSERVE_HTTP_PORT": http_port, "ORTSERVE_GRPC_PORT": "0", "ORTSERVE_METRICS_PORT": "0"}
+        metrics_port = str(free.getsockname()[1])
+    ports = {"ORTSERVE_HTTP_PORT": "0", "ORTSERVE_GRPC_PORT": "0", "ORTSERVE_METRICS_PORT": metrics_port}
     python = {"PATH": os.environ["PATH"], "PYTHONPATH": str(image / "server")}
     environment = stage.environment | python | ports
     ortserve = entry_point(stage)[-3:]  # what its init starts

@@ -123,9 +123,9 @@ def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureReques
     root = tmp_path / "repository"
     shutil.copytree(DEPLOY, root / "deploy")
     write_files_of_pages(root)
-    port = server.http.rpartition(":")[2]
+    port, metrics_port = (address.rpartition(":")[2] for address in (server.http, server.metrics))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = {"PATH": path, "PYTHONPATH": os.pathsep.join(sys.path), "ORTSERVE_HTTP_PORT": port}
+    variables = {"PATH": path, "PYTHONPATH": os.pathsep.join(sys.path), "ORTSERVE_METRICS_PORT": metrics_port}
     logs = {"ortserve": server.output, "fetch-models": "MODELS_SHA256: expected 9f86…"}
     kubelet = Kubelet({8000: int(port)}, variables, logs, {"ortserve": LAST_LOG})
     with serving_api(tmp_path / "cluster", kubelet) as kubeconfig:

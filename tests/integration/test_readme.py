@@ -97,6 +97,6 @@ def test_commands_for_tls_do_what_they_seem_to(tmp_path: Path) -> None:
     with serving("--example", *SHORT_WARMUP, *arguments, client=client) as server:
         port = server.http.rpartition(":")[2]
         asked = asked.replace(":8000", f":{port}").replace(" ortserve", f" {sys.executable} -m ortserve")
-        told = bash(f"    export ORTSERVE_HTTP_PORT={port}\n{asked}")
+        told = bash(f"    export ORTSERVE_METRICS_PORT={server.metrics.rpartition(':')[2]}\n{asked}")
     assert '"name":"simple"' in told
     assert told.rstrip().endswith("ready")
