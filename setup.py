@@ -39,6 +39,7 @@ COMPILED: Final = (
     "frontends/http/lane.py",
     "frontends/http/limits.py",
     "frontends/large_body.py",
+    "frontends/load_reports.py",
     "frontends/tls/transport.py",
     "registry/catalog.py",
     "registry/served.py",
