@@ -71,7 +71,7 @@ blocks = st.builds(
 @settings(max_examples=400, deadline=None)
 @given(blocks)
 def test_blocks_are_read_as_a_decoder_without_memory_reads_them(sent: list[bytes]) -> None:
-    reader = HeaderReader(MAX_LIST, MOST_LIST)
+    reader = HeaderReader()
     decoder = hpack.Decoder(max_header_list_size=MOST_LIST)
     for block in sent:
         try:
@@ -85,7 +85,7 @@ def test_blocks_are_read_as_a_decoder_without_memory_reads_them(sent: list[bytes
 
 
 def test_block_that_comes_again_is_not_read_again() -> None:
-    reader = HeaderReader(MAX_LIST, MOST_LIST)
+    reader = HeaderReader()
     encoder = hpack.Encoder()
     headers = [(b":path", b"/x"), (b"te", b"trailers")]
     first, *others = (encoder.encode(headers) for _ in range(4))
@@ -97,14 +97,14 @@ def test_block_that_comes_again_is_not_read_again() -> None:
 
 
 def test_block_that_inserts_or_resizes_is_never_kept() -> None:
-    reader = HeaderReader(MAX_LIST, MOST_LIST)
+    reader = HeaderReader()
     for block in (b"\x40\x01a\x01b", b"\x20\x82", b"\x3f\xe1\x1f\x82"):
         reader.read(block)
         assert block not in reader._kept
 
 
 def test_what_was_kept_is_forgotten_when_the_table_changes() -> None:
-    reader = HeaderReader(MAX_LIST, MOST_LIST)
+    reader = HeaderReader()
     reader.read(b"\x40\x01a\x01b")
     assert reader.read(b"\xbe") == ((b"a", b"b"),)
     reader.read(b"\x40\x01c\x01d")
@@ -115,7 +115,7 @@ def test_what_was_kept_is_forgotten_when_the_table_changes() -> None:
 
 
 def test_memory_of_blocks_is_bounded() -> None:
-    reader = HeaderReader(MAX_LIST, MOST_LIST)
+    reader = HeaderReader()
     for number in range(1000):
         reader.read(literal(b"x", b"%d" % number))
         reader.read(literal(b"x", b"y" * 3000))
@@ -132,12 +132,12 @@ def test_list_that_is_too_large_is_told_from_a_block_that_cannot_be_read() -> No
         (b"\x00\x81\xff\x00", ErrorCode.COMPRESSION_ERROR),
     ):
         with pytest.raises(Http2ConnectionError) as caught:
-            HeaderReader(MAX_LIST, MOST_LIST).read(block)
+            HeaderReader().read(block)
         assert caught.value.code is code
 
 
 def test_list_that_is_thrown_away_has_taught_the_table_what_it_says() -> None:
-    reader = HeaderReader(MAX_LIST, MOST_LIST)
+    reader = HeaderReader()
     encoder = hpack.Encoder()
     small = [(b"a", b"b"), (b"c", b"d")]
     large = [*small, *((b"x-%d" % number, b"y") for number in range(500))]

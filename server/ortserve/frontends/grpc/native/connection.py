@@ -12,9 +12,10 @@ from ortserve.clock import Clock
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frame_reader import MAX_DATA_BYTES, FrameReader
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
+from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES
 from ortserve.frontends.grpc.native.lifetime import STALL_S, Due, Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
-from ortserve.frontends.grpc.native.receiving import CONNECTION_WINDOW, DRAIN_PING, MAX_HEADER_BYTES, Receiving, Work
+from ortserve.frontends.grpc.native.receiving import CONNECTION_WINDOW, DRAIN_PING, Receiving, Work
 from ortserve.frontends.grpc.native.send_waits import SendWaits
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW, Stream
@@ -81,7 +82,7 @@ class Connection(asyncio.Protocol):
             frames.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
             frames.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
             frames.MAX_FRAME_SIZE: MAX_DATA_BYTES,
-            frames.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
+            frames.MAX_HEADER_LIST_SIZE: MAX_LIST_BYTES,
         }
         self._sending.control(frames.settings(ours))
         self._sending.control(frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW))

@@ -16,6 +16,7 @@ from hpack.huffman_table import decode_huffman
 from hpack.table import HeaderTable
 
 from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.frame_reader import MAX_BLOCK_BYTES
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 
 _KEPT_BLOCKS: Final = 64
@@ -23,6 +24,14 @@ _KEPT_BLOCKS: Final = 64
 
 _MAX_KEPT_BYTES: Final = 2048
 """Of a block that is kept."""
+
+MAX_LIST_BYTES: Final = 16 * 1024
+"""Of a block's headers as RFC 9113, section 10.5.1, counts them, and as grpc has it. Larger lists are read to their end
+for the table's sake, and thrown away."""
+
+_MOST_LIST_BYTES: Final = 2 * MAX_BLOCK_BYTES
+"""Of a list that is read. What a block says in its own bytes is at most 8/5 of these (Huffman's code, RFC 7541,
+appendix B), and 32 for each header; a larger list is made of a few bytes by the table."""
 
 _ENTRY_BYTES: Final = 32
 """What a header counts beside its name and value (RFC 9113, section 10.5.1)."""
@@ -65,15 +74,7 @@ class _CountedTable(HeaderTable):
 class HeaderReader:
     """Reads the header blocks of one connection, each exactly once and in their order."""
 
-    def __init__(self, max_list_bytes: int, most_list_bytes: int) -> None:
-        """Both bound a block's headers as RFC 9113, section 10.5.1, counts them.
-
-        Args:
-            max_list_bytes: Of what is kept: a larger list is read to its end for the table's sake, and thrown away.
-            most_list_bytes: Of what is read.
-        """
-        self._max_list_bytes = max_list_bytes
-        self._most_list_bytes = most_list_bytes
+    def __init__(self) -> None:
         self._table = _CountedTable()
         self._kept: dict[bytes, Headers] = {}
         self._kept_generation = 0
@@ -135,11 +136,11 @@ class HeaderReader:
                 if is_learned:
                     table.add(name, value)
             list_bytes += len(name) + len(value) + _ENTRY_BYTES
-            if list_bytes <= self._max_list_bytes:
+            if list_bytes <= MAX_LIST_BYTES:
                 headers.append((name, value))
-            elif list_bytes > self._most_list_bytes:
+            elif list_bytes > _MOST_LIST_BYTES:
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the header list is too large")
-        return tuple(headers) if list_bytes <= self._max_list_bytes else None
+        return tuple(headers) if list_bytes <= MAX_LIST_BYTES else None
 
 
 def _read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from ortserve.config.grpc import GrpcOptions
 _UNARY_CALLS: Final = 1000
 """Of one connection at one time beside ``grpc_max_streams``, where no option says another number: a client that has all
 streams of the server still makes calls, and hears of the limit by the refusal of one stream more. One that has begun
-and brought nothing yet takes 2 KiB, a stream 5 KiB."""
+and brought nothing yet takes some kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,11 @@ some hundreds in a second; what attacks by them (CVE-2023-44487 and its kin) sen
 some 50 µs, so that a connection takes 5 % of a processor at most beside its calls."""
 
 
+_RAPID_NS: Final = 1_000_000
+"""A caller who leaves before this, in the same read of the socket mostly, has asked for no answer: it takes longer to
+come (CVE-2023-44487). Whoever stays longer has no more calls begun than may be open, as who waits for the answers."""
+
+
 class Patience:
     """A bucket of tokens. Loop thread only."""
 
@@ -24,3 +29,38 @@ class Patience:
             return True
         self._tokens -= 1
         return False
+
+
+class Resets:
+    """Of the calls of a connection: which of them cost patience. Loop thread only.
+
+    Attributes:
+        begun: Calls so far.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self.begun = 0
+        self._of_ended = 0
+        self._paid_back = 0
+
+    def is_patience_lost(self, begun_ns: int | None, open_calls: int, now_ns: int) -> bool:
+        """Note a reset; whether it was one too many.
+
+        Args:
+            begun_ns: When its call began; None where that has ended.
+            open_calls: That have not ended, this one among them.
+            now_ns: When it came.
+        """
+        if begun_ns is None:
+            # The answer has crossed it, or a deadline passed on both sides. There is one of each call at most.
+            self._of_ended += 1
+            return self._of_ended > self.begun and self._patience.is_lost(now_ns)
+        if now_ns - begun_ns >= _RAPID_NS:
+            return False
+        # Where the server is late, the calls of who has waited long look like this, too: those that ended otherwise
+        # speak for their connection.
+        ended = self.begun - open_calls
+        earned = ended - self._paid_back
+        self._paid_back = ended + 1
+        return self._patience.is_lost(now_ns, earned)

@@ -10,21 +10,20 @@ from typing import Final, Protocol
 
 import grpc
 
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.deadlines import Deadlines
-from ortserve.frontends.grpc.native.frame_reader import MAX_BLOCK_BYTES
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import HeaderReader
 from ortserve.frontends.grpc.native.late_calls import LateCalls
 from ortserve.frontends.grpc.native.lifetime import Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
-from ortserve.frontends.grpc.native.patience import Patience
+from ortserve.frontends.grpc.native.patience import Patience, Resets
 from ortserve.frontends.grpc.native.peer_settings import read_peer_settings
 from ortserve.frontends.grpc.native.ping_strikes import PingStrikes
-from ortserve.frontends.grpc.native.request_head import MalformedRequestError, RequestHead, read_head
+from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, read_head
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW, Stream
 from ortserve.frontends.grpc.native.windows import ReceiveWindow
@@ -34,34 +33,13 @@ from ortserve.service.gate import Hold
 CONNECTION_WINDOW: Final = 16 * 1024 * 1024
 """What a caller may send before it hears of us: more than fits a network's delay, and little enough to be kept."""
 
-MAX_HEADER_BYTES: Final = 16 * 1024
-"""Of a header list, as grpc has it; a call with a larger one is refused."""
-
-_MOST_HEADER_BYTES: Final = 2 * MAX_BLOCK_BYTES
-"""Of a header list that is read to its end. What a block says in its own bytes is at most 8/5 of these (Huffman's code,
-RFC 7541, appendix B), and 32 for each header; a larger list is made of a few bytes by the table."""
-
-_RAPID_NS: Final = 1_000_000
-"""A caller who leaves before this, in the same read of the socket mostly, has asked for no answer: it takes longer to
-come (CVE-2023-44487). Whoever stays longer has no more calls begun than may be open, as who waits for the answers."""
-
 _UNSENT_SHARE: Final = 4
 """A connection that does not take this part of the answers that may wait for all begins no more calls."""
 
+_COSTS: Final = "too many frames that bring nobody an answer"
+
 DRAIN_PING: Final = b"draining"
 """What the PING after a first GOAWAY carries: its answer shows that the peer knows."""
-
-
-_TOO_LARGE: Final = RequestHead(
-    "",
-    refusal=status_of(
-        ServeError(
-            ErrorKind.HEADERS_TOO_LARGE,
-            f"metadata: expected at most {MAX_HEADER_BYTES} bytes, 32 more counted for each entry, got more",
-        )
-    )[:2],
-)
-"""For headers of which nothing was kept."""
 
 
 class Work(Protocol):
@@ -109,11 +87,9 @@ class Receiving:
         self.streams: dict[int, Stream] = {}
         self.late: Final = LateCalls(self.streams, sending, limits)
         self._deadlines = Deadlines(loop, sending.clock, self.streams, self.late.end_at_deadline)
-        self._headers = HeaderReader(MAX_HEADER_BYTES, _MOST_HEADER_BYTES)
+        self._headers = HeaderReader()
         self._patience = Patience(life.heard_ns)
-        self._begun = 0
-        self._resets_of_ended = 0
-        self._paid_back = 0
+        self._resets = Resets(self._patience)
         self._pings = PingStrikes(limits)
         self.last_id = 0
         self.goaway_id = frames.MAX_STREAM_ID
@@ -231,11 +207,11 @@ class Receiving:
             self._reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         try:
-            head = _TOO_LARGE if headers is None else read_head(headers)
+            head = TOO_LARGE if headers is None else read_head(headers)
         except MalformedRequestError:
             self._reset(stream_id, ErrorCode.PROTOCOL_ERROR)
             return
-        self._begun += 1
+        self._resets.begun += 1
         stream = Stream(
             stream_id,
             head,
@@ -373,19 +349,12 @@ class Receiving:
         _check(len(payload) == 4, ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM of another length than 4")
         _check(0 < stream_id <= self.last_id, ErrorCode.PROTOCOL_ERROR, "RST_STREAM of a stream that is idle")
         stream = self.streams.get(stream_id)
-        if stream is None:
-            # The answer has crossed it, or a deadline passed on both sides. There is one of each call at most.
-            if self._resets_of_ended >= self._begun:
-                self._charge()
-            self._resets_of_ended += 1
-            return
-        if self._life.heard_ns - stream.begun_ns < _RAPID_NS:
-            # Where the server is late, the calls of who has waited long look like this, too: those that ended otherwise
-            # speak for their connection.
-            ended = self._begun - len(self.streams)
-            self._charge(earned=ended - self._paid_back)
-            self._paid_back = ended + 1
-        self._sending.drop(stream)
+        if self._resets.is_patience_lost(
+            None if stream is None else stream.begun_ns, len(self.streams), self._life.heard_ns
+        ):
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, _COSTS)
+        if stream is not None:
+            self._sending.drop(stream)
 
     # The end of streams
 
@@ -418,9 +387,9 @@ class Receiving:
         if stream is not None:
             self._sending.drop(stream)
 
-    def _charge(self, *, earned: int = 0) -> None:
-        if self._patience.is_lost(self._life.heard_ns, earned):
-            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many frames that bring nobody an answer")
+    def _charge(self) -> None:
+        if self._patience.is_lost(self._life.heard_ns):
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, _COSTS)
 
 
 def _check(is_right: bool, code: ErrorCode, text: str) -> None:

@@ -9,7 +9,9 @@ from typing import Final
 
 import grpc
 
-from ortserve.frontends.grpc.native.header_blocks import Headers
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.calls import status_of
+from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES, Headers
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER
 
 _PSEUDO: Final = frozenset((b":method", b":scheme", b":path", b":authority"))
@@ -61,6 +63,18 @@ class RequestHead:
     load_format: str = ""
     http_status: int = 200
     refusal: tuple[grpc.StatusCode, str] | None = None
+
+
+TOO_LARGE: Final = RequestHead(
+    "",
+    refusal=status_of(
+        ServeError(
+            ErrorKind.HEADERS_TOO_LARGE,
+            f"metadata: expected at most {MAX_LIST_BYTES} bytes, 32 more counted for each entry, got more",
+        )
+    )[:2],
+)
+"""Of a request whose headers were thrown away."""
 
 
 @lru_cache(maxsize=256)
