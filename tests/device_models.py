@@ -29,8 +29,9 @@ from ortserve.engine.placement import read_operators
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.provider_options import CPU, CUDA, make_provider_options
 from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.run_options import run_options
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.session import SessionOptions, open_session, run_options
+from ortserve.engine.session import SessionOptions, open_session
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.loader import load_model

@@ -9,7 +9,6 @@ import onnxruntime as ort
 
 from ortserve.config.session import Scalar, SessionSettings, option_text
 from ortserve.engine.declared_shapes import Dimension, input_dimensions
-from ortserve.engine.device.graph_ids import NEITHER, graph_options
 from ortserve.engine.ort_errors import ORT_ERRORS as ORT_ERRORS
 from ortserve.engine.ort_errors import without_paths as without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
@@ -90,16 +89,6 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
         del session  # else the traceback would have it, for longer than there are the streams that it was told of
         raise
     return session
-
-
-def run_options(settings: SessionSettings, *, captures: bool = False) -> ort.RunOptions | None:
-    """What each plain run is told; None for nothing. ``captures`` says that the session may capture CUDA graphs."""
-    if not settings.shrink_arenas and not captures:
-        return None
-    told = graph_options(NEITHER)
-    if settings.shrink_arenas:
-        told.add_run_config_entry("memory.enable_memory_arena_shrinkage", ";".join(settings.shrink_arenas))
-    return told
 
 
 def _check_settings(options: SessionOptions) -> None:

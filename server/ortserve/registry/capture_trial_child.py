@@ -19,8 +19,9 @@ from ortserve.engine.device.replay import why_no_replay
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.run_options import run_options
 from ortserve.engine.runtime import preload_libraries
-from ortserve.engine.session import SessionOptions, open_session, run_options
+from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import VERDICT, TrialOrder
 from ortserve.registry.synthetic import synthetic_inputs

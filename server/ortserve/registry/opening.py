@@ -21,8 +21,9 @@ from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT
 from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.run_options import run_options
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.session import Session, SessionOptions, open_session, run_options
+from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.engine.tensorrt_profiles import profile_shapes, when_engines_are_built
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder

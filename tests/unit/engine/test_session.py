@@ -13,8 +13,9 @@ from models import builders
 from ortserve.config.session import GraphOptimization, SessionSettings
 from ortserve.engine.ort_errors import run_error
 from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.run_options import run_options
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.session import SessionOptions, open_session, run_options, without_paths
+from ortserve.engine.session import SessionOptions, open_session, without_paths
 from ortserve.errors import ErrorKind, ServeError
 
 OPTIONS = SessionOptions(ProviderChoice(CPU), intra_op_threads=1)

@@ -27,12 +27,13 @@ from ortserve.engine.device.buffers import BufferSet, device_nbytes, inverted
 from ortserve.engine.device.copy_timing import CopyTiming
 from ortserve.engine.device.counts import DeviceCounts
 from ortserve.engine.device.failures import DEVICE_ERRORS, give_back, says_lost
-from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id, graph_options
+from ortserve.engine.device.graph_ids import SETS, graph_id
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.ledger import Account
 from ortserve.engine.device.protocol import BoundRun, Device
 from ortserve.engine.output_buffers import MAX_SETS, OutputBuffers, OutputPool, can_tell_leases, set_nbytes
 from ortserve.engine.row_layout import RowLayout, fits, input_layouts
+from ortserve.engine.run_options import NEITHER, graph_options
 from ortserve.engine.staging import stage_rows
 
 _MAX_POOL_BYTES: Final = 256 * 2**20

@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.engine.device.graph_ids import NEITHER, SETS, graph_id
+from ortserve.engine.device.graph_ids import SETS, graph_id
+from ortserve.engine.run_options import NEITHER
 
 ROWS = st.integers(1, 65536)
 SET = st.integers(0, SETS - 1)
