@@ -235,7 +235,7 @@ def test_caller_who_leaves_while_waiting_leaves_the_queue(server: ServerProcess,
 
 
 def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_path: Path, http_way: str) -> None:
-    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for a minute
+    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for much longer
     flags = ("--warmup-s", "0", "--drain-timeout-s", "0.2", http_way)
     with starting(tmp_path, *flags) as server:
         server.wait_until_loaded()

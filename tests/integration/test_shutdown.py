@@ -245,7 +245,7 @@ def test_load_that_takes_long_keeps_no_server_from_ending(tmp_path: Path) -> Non
 
 
 def test_run_that_outlasts_the_drain_keeps_no_server_from_ending(tmp_path: Path) -> None:
-    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for a minute
+    add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for much longer
     (tmp_path / "slow" / "model.yaml").write_text("max_rows: 1\n")
     with starting(tmp_path, "--warmup-s", "0", "--drain-timeout-s", "1") as server, ThreadPoolExecutor(3) as pool:
         server.wait_until_loaded()

@@ -1,7 +1,6 @@
 """The loop around the decisions: takes requests, keeps the instances busy, answers everyone exactly once."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,9 +17,10 @@ from ortserve.batching.inline import InlineBudget
 from ortserve.batching.instances import Instances
 from ortserve.batching.isolation import Group, halve
 from ortserve.batching.learned import Decisions, Learned, describe
+from ortserve.batching.pieces import run_in_pieces
 from ortserve.batching.planner import BatchPolicy, lower_cap
 from ortserve.batching.queue import RiderQueue, ShapeClass
-from ortserve.batching.riders import JoinedRows, Rider, make_batch, settle_all, split_rows
+from ortserve.batching.riders import Rider, make_batch, settle_all
 from ortserve.batching.saturation import saturation
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
@@ -29,9 +29,6 @@ from ortserve.core.promise import Promise
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
-
-_PIECES_AHEAD: Final = 64
-"""Of one request, that wait at a time: more than run at a time, and each costs memory while it waits."""
 
 ObserveBatch: TypeAlias = Callable[[int, int, BatchResult, int], None]
 
@@ -142,8 +139,8 @@ class Batcher:
         ``timing`` then tells of the piece that was answered last.
 
         Raises:
-            ServeError: As ``submit`` or ``JoinedRows.add``, or what the first piece failed with; invalid_input, for
-                rows that nobody had to send. Nothing is left behind in the queue.
+            ServeError: As ``submit`` or ``run_in_pieces``; invalid_input, for rows that nobody had to send. Nothing is
+                left behind in the queue.
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
@@ -151,27 +148,12 @@ class Batcher:
         self._admission.check_weight(nbytes, rows)
         self._arrivals.count(rows, now_ns)
         terms = self._admit(nbytes, rows, known, terms, now_ns)
-        pieces = split_rows(inputs, rows, self._policy.max_rows)  # which may be less by the time they are answered
-        riders: deque[Rider] = deque()
-        joined = JoinedRows(rows)
+        enqueue = partial(self._enqueue_piece, known, timing, terms, now_ns)
         self._divided += 1
         try:
-            for piece in pieces:
-                if len(riders) == _PIECES_AHEAD:
-                    joined.add(await riders[0].promise, riders[0].rows)
-                    riders.popleft()
-                    if not self._instances.count:
-                        raise ServeError(ErrorKind.NOT_READY, self._closed_because, retry_after_s=1)
-                riders.append(
-                    self._enqueue(piece, tensor_bytes(piece), len(piece[0]), known, timing, terms, self._clock())
-                )
-                timing.queued_ns = now_ns
-            for rider in riders:
-                joined.add(await rider.promise, rider.rows)
-            return joined.outputs()
+            # The most rows may be less by the time that the pieces are answered.
+            return await run_in_pieces(inputs, rows, self._policy.max_rows, enqueue, self.leave)
         finally:
-            for rider in riders:
-                self.leave(rider)
             self._divided -= 1
             self._note_idle()
 
@@ -229,6 +211,16 @@ class Batcher:
         busy_ns, slowdown = self._instances.busy_ns(now_ns), self._share.slowdown()
         self._admission.check_deadline(rows, shape_class, settled, answer_ns, busy_ns, slowdown, now_ns)
         return settled
+
+    def _enqueue_piece(
+        self, shape_class: ShapeClass, timing: Timing, terms: Terms, queued_ns: int, piece: Arrays
+    ) -> Rider:
+        """Queue a piece of a request that was let in, as waiting since then."""
+        if not self._instances.count:  # the last was lost since the piece before
+            raise ServeError(ErrorKind.NOT_READY, self._closed_because, retry_after_s=1)
+        rider = self._enqueue(piece, tensor_bytes(piece), len(piece[0]), shape_class, timing, terms, self._clock())
+        timing.queued_ns = queued_ns
+        return rider
 
     def _enqueue(
         self,

@@ -1,18 +1,12 @@
 """Riders: requests on their way through a batch, each settled exactly once and on its own."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final
-
-import numpy as np
 
 from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError, invalid_input
-
-_MAX_ANSWER_BYTES: Final = 2**31 - 1
-"""Of a request that runs in pieces; no message of gRPC is longer."""
+from ortserve.errors import ErrorKind, ServeError
 
 
 @dataclass(slots=True, init=False, eq=False)
@@ -92,7 +86,7 @@ def settle_all(riders: Sequence[Rider], rows: int, taken_ns: int, result: BatchR
     if len(riders) == 1:
         _stamp(riders[0].timing, rows, taken_ns, result)
         return 0 if settle(riders[0].promise, result=result.outputs) else rows
-    _check_rows(result.outputs, rows)
+    check_rows(result.outputs, rows)
     first = wasted = 0
     for rider in riders:
         after = first + rider.rows
@@ -115,53 +109,8 @@ def settle(promise: Promise, *, result: Arrays | None = None, error: ServeError 
     return True
 
 
-def split_rows(inputs: Arrays, rows: int, max_rows: int) -> Iterator[Arrays]:
-    """Cut a request into pieces of at most ``max_rows`` rows: views, in order."""
-    for first in range(0, rows, max_rows):
-        yield tuple([array[first : first + max_rows] for array in inputs])
-
-
-class JoinedRows:
-    """The answer to a request of ``rows`` rows, put together of those to its pieces as they come, in order."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._came = 0
-        self._outputs: Arrays = ()
-
-    def add(self, piece: Arrays, rows: int) -> None:
-        """Take the answer to the next piece, of so many rows: one copy an output.
-
-        Raises:
-            ServeError: internal, when an output has another number of rows than went in, or other dimensions than those
-                of the pieces before; invalid_input, when there will be more than an answer can hold.
-        """
-        _check_rows(piece, rows)
-        if not self._outputs:
-            nbytes = sum([output.nbytes for output in piece]) // rows * self._rows
-            if nbytes > _MAX_ANSWER_BYTES:
-                raise invalid_input(
-                    f"the answer to {self._rows} rows has {nbytes} bytes: expected at most {_MAX_ANSWER_BYTES}, "
-                    "send fewer rows at a time"
-                )
-            self._outputs = tuple([np.empty((self._rows, *output.shape[1:]), output.dtype) for output in piece])
-        end = self._came + rows
-        for index, (whole, output) in enumerate(zip(self._outputs, piece, strict=True)):
-            if output.shape[1:] != whole.shape[1:]:
-                raise ServeError(
-                    ErrorKind.INTERNAL,
-                    f"output {index} has shape {list(output.shape)} for rows {self._came} to {end}, and "
-                    f"{list(whole.shape[1:])} for a row before them",
-                )
-            whole[self._came : end] = output
-        self._came = end
-
-    def outputs(self) -> Arrays:
-        """The whole answer, once all pieces came."""
-        return self._outputs
-
-
-def _check_rows(outputs: Arrays, rows: int) -> None:
+def check_rows(outputs: Arrays, rows: int) -> None:
+    """Raises ServeError: internal, when an output has another number of rows than went in."""
     for index, output in enumerate(outputs):
         if output.ndim == 0 or len(output) != rows:
             raise ServeError(

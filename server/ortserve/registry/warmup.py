@@ -33,19 +33,19 @@ _MOST_BATCH_ELEMENTS: Final = 2**24
 class SizeLatency:
     """Medians for one batch size: of the run alone, and of the whole way to the worker and back.
 
-    ``least_ns`` is the shortest of these ways; 0 where it was not noted.
+    ``least_ns`` is the shortest of these ways.
     """
 
     rows: int
     run_ns: int
     round_trip_ns: int
-    least_ns: int = 0
+    least_ns: int
 
     @property
     def ns_per_row(self) -> float:
         """At its best: what else ran on the machine meanwhile says nothing of what batching is worth."""
         # The way to the worker is part of what the rows of a batch share.
-        return (self.least_ns or self.round_trip_ns) / self.rows
+        return self.least_ns / self.rows
 
 
 @dataclass(frozen=True, slots=True)

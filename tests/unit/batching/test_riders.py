@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ortserve.batching.riders import JoinedRows, Rider, make_batch, settle, settle_all, split_rows
+from ortserve.batching.riders import Rider, make_batch, settle, settle_all
 from ortserve.core.batch import Arrays, BatchResult
 from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
@@ -81,32 +81,3 @@ def test_promise_is_settled_once() -> None:
     assert settle(failed, error=ServeError(ErrorKind.INTERNAL, "first"))
     assert not settle(failed, result=answer)
     assert str(failed.exception()) == "first"
-
-
-@pytest.mark.parametrize(("rows", "sizes"), [(1, [1]), (4, [4]), (5, [4, 1]), (12, [4, 4, 4]), (13, [4, 4, 4, 1])])
-def test_pieces_are_views_in_order_and_join_to_the_whole(rows: int, sizes: list[int]) -> None:
-    array, other = np.arange(rows * 2).reshape(rows, 2), np.arange(rows)
-    pieces = list(split_rows((array, other), rows, 4))
-    assert [len(piece[0]) for piece in pieces] == sizes
-    assert [len(piece[1]) for piece in pieces] == sizes
-    assert all(np.shares_memory(piece[0], array) for piece in pieces)
-    joined = JoinedRows(rows)
-    for piece, size in zip(pieces, sizes, strict=True):
-        joined.add(piece, size)
-    np.testing.assert_array_equal(joined.outputs()[0], array)
-    np.testing.assert_array_equal(joined.outputs()[1], other)
-
-
-@pytest.mark.parametrize("output", [np.zeros(3), np.ones(()), np.ones((4, 2))])
-def test_pieces_whose_outputs_have_other_shapes_are_not_joined(output: np.ndarray) -> None:
-    joined = JoinedRows(8)
-    joined.add((np.zeros((4, 3)),), 4)
-    with pytest.raises(ServeError, match="output 0 has shape") as caught:
-        joined.add((output,), 4)
-    assert caught.value.kind is ErrorKind.INTERNAL
-
-
-def test_answer_that_would_be_larger_than_any_message_is_refused_before_it_is_made() -> None:
-    with pytest.raises(ServeError, match="the answer to 2000000000 rows has 8000000000 bytes") as caught:
-        JoinedRows(2_000_000_000).add((np.zeros((64, 1), np.float32),), 64)
-    assert caught.value.kind is ErrorKind.INVALID_INPUT
