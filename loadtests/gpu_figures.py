@@ -60,6 +60,7 @@ from ortserve.engine.device.devices import Devices  # noqa: E402
 from ortserve.engine.device.host import HostDevice  # noqa: E402
 from ortserve.engine.device.instance import DeviceInstance  # noqa: E402
 from ortserve.engine.device.protocol import BoundRun  # noqa: E402
+from ortserve.engine.device.use import DeviceUse  # noqa: E402
 from ortserve.engine.provider_options import CPU, CUDA  # noqa: E402
 from ortserve.engine.runtime import Runtime  # noqa: E402
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder  # noqa: E402
@@ -146,7 +147,7 @@ class Bench:
     ) -> Iterator[tuple[LoadedModel, DeviceInstance]]:
         """A model on the device, its answers compared with the CPU's."""
         is_host = self.device == "host"
-        devices = Devices({CPU: HostDevice}) if is_host else Devices()
+        devices = Devices({CPU: DeviceUse(HostDevice)}) if is_host else Devices()
         options = ModelOptions(
             execution_providers=("cpu" if is_host else "cuda",),
             buckets=tuple(sizes), warmup_s=self.scale.seconds / 2, intra_op_threads=1, graph_replay=captures,

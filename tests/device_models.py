@@ -1,11 +1,14 @@
 """Instances on devices, of host memory where no GPU is needed: opened by themselves, or by the server's own loader."""
 
+import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -17,6 +20,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.device.cuda import CudaDevice
 from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.host import HostDevice
@@ -24,10 +28,11 @@ from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.preparation import Prepared
 from ortserve.engine.device.protocol import BoundRun, Device
+from ortserve.engine.device.use import DEVICE_USES, DeviceUse
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.plain_run import PlainRun, make_plain_run
-from ortserve.engine.provider_options import CPU, CUDA, make_provider_options
+from ortserve.engine.provider_options import CPU, make_provider_options
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.run_options import run_options
 from ortserve.engine.runtime import Runtime
@@ -52,18 +57,16 @@ class StrictDevice(HostDevice):
         super().run(bound, stream)
 
 
-STRICT_TRIAL: Final = (
-    sys.executable,
-    "-c",
-    f"""
+def strict_trials(*, one_graph_a_session: bool = False) -> CaptureTrials:
+    """Trials of captures on such a device for the CPU, in a process as the server starts one."""
+    script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from device_models import StrictDevice
+from device_models import StrictDevice, use_of
 from ortserve.registry.capture_trial_child import main
-main({{{CPU!r}: StrictDevice}})
-""",
-)
-"""Starts the process in which captures are tried, with such a device for the CPU."""
+main({{{CPU!r}: use_of({CPU!r}, StrictDevice(one_graph_a_session={one_graph_a_session}))}})
+"""
+    return CaptureTrials((sys.executable, "-c", script), timeout_s=60)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Place:
 
     @property
     def is_gpu(self) -> bool:
-        return self.provider == CUDA
+        return self.provider != CPU
 
 
 @dataclass
@@ -105,6 +108,13 @@ class OnDevice:
         return landed
 
 
+def use_of(provider: str, device: Device) -> DeviceUse:
+    """How sessions of a provider use this device: as they do in the server, or, of the CPU, as the device asks for."""
+    if isinstance(device, HostDevice):
+        return DeviceUse(lambda number: device, one_graph_a_session=device.one_graph_a_session)
+    return replace(DEVICE_USES.get(provider, DeviceUse(CudaDevice)), make=lambda number: device)
+
+
 @contextmanager
 def on_device(
     path: Path,
@@ -116,22 +126,33 @@ def on_device(
     is_prepared: bool = True,
     options: Mapping[str, str] = MappingProxyType({}),
     wrap: Callable[[ort.InferenceSession], ort.InferenceSession] = lambda session: session,
+    use: DeviceUse | None = None,
 ) -> Iterator[OnDevice]:
-    """A model on a device; ``options`` are of its execution provider, and ``wrap`` may stand before its session."""
-    opened = Devices({provider: lambda _: device}).open(provider, device.device_id)
+    """A model on a device; ``options`` are of its execution provider, and ``wrap`` may stand before its sessions.
+
+    ``use`` is how the server would use the device, where none is given.
+    """
+    use = use or use_of(provider, device)
+    opened = Devices({provider: use}).open(provider, device.device_id)
     assert isinstance(opened, OpenDevice)
-    lane = Lane(opened)
-    told = {**make_provider_options(provider, options), **lane.provider_options(captures=captures)}
-    session = open_session(path, "m/1", SessionOptions(ProviderChoice(provider, options=told), 1))
+    lane = Lane(opened, use)
+
+    def open_one(*, captures: bool) -> ort.InferenceSession:
+        told = {**make_provider_options(provider, options), **lane.provider_options(captures=captures)}
+        return wrap(open_session(path, "m/1", SessionOptions(ProviderChoice(provider, options=told), 1)))
+
+    one_each = captures and use.one_graph_a_session
+    session = open_one(captures=captures and not one_each)
     signature = read_signature(session, path)
     instance = DeviceInstance(
-        wrap(session),
+        session,
         signature,
         lane,
         name="m/1",
         clock=time.monotonic_ns,
         run_options=run_options(SessionSettings(), captures=captures),
-        captures=captures,
+        captures=captures and not one_each,
+        open_for_graph=partial(open_one, captures=True) if one_each else None,
     )
     del session
     try:
@@ -148,7 +169,7 @@ def loaded_on(
     place: Place, path: Path, trials: CaptureTrials | None = None, **options: Any
 ) -> Iterator[tuple[LoadedModel, OnDevice]]:
     """A model as the server's own loader makes it; ``trials`` are the place's where none are given."""
-    runtime = Runtime(devices=Devices({place.provider: lambda _: place.make()}))
+    runtime = Runtime(devices=Devices({place.provider: use_of(place.provider, place.make())}))
     wish = {place.provider: dict(place.options)}
     chosen = ModelOptions(execution_providers=(wish,), **{"warmup_s": 0.2, "intra_op_threads": 1} | options)
     loaded = load_model(path, "m/1", chosen, time.monotonic_ns, None, runtime, trials or place.trials)
@@ -191,3 +212,30 @@ def landed(future: Future[BatchResult | Exception]) -> Arrays:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome.outputs
+
+
+def numbered(rows: int, first: int, width: int = 4) -> np.ndarray:
+    """Rows that are all different, and tell whose they are."""
+    return np.arange(first * 1000, first * 1000 + rows * width, dtype=np.float32).reshape(rows, width)
+
+
+def stream_of_requests(made: OnDevice, requests: int, seed: int = 0) -> int:
+    """Keep two batches in flight, of one or two requests each; returns how many rows came back wrong."""
+    drawn, wrong = random.Random(seed), 0
+    waiting: deque[tuple[list[np.ndarray], Future[BatchResult | Exception]]] = deque()
+
+    def land() -> int:
+        parts, future = waiting.popleft()
+        (outputs,) = landed(future)
+        return int((outputs != np.concatenate(parts)).any(axis=1).sum())
+
+    for number in range(requests):
+        parts = [numbered(drawn.randint(1, 4), 2 * number + part) for part in range(drawn.randint(1, 2))]
+        rows = sum(map(len, parts))
+        batch = batch_of(*[(part,) for part in parts], bucket=bucket_for(rows))
+        if len(waiting) == 2:
+            wrong += land()
+        waiting.append((parts, made.start(batch)))
+    while waiting:
+        wrong += land()
+    return wrong

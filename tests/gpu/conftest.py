@@ -1,17 +1,21 @@
 """Devices for tests: a GPU where there is one, and host memory in its place, so that the tests themselves are tried."""
 
+import ctypes
 import os
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import onnxruntime as ort
 import pytest
 
-from device_models import STRICT_TRIAL, Place, StrictDevice
+from device_models import Place, StrictDevice, strict_trials
 from ortserve.engine.device.cuda import CudaDevice
 from ortserve.engine.device.host import Pace
-from ortserve.engine.provider_options import CPU, CUDA
+from ortserve.engine.provider_options import CPU, CUDA, TENSORRT
 from ortserve.registry.capture_trial import CaptureTrials
 
+_TENSORRT = "libnvinfer.so.10"
 EXACT = {"use_tf32": "0"}
 """TF32 differs from the CPU's FP32 by more than its tolerance."""
 
@@ -30,7 +34,12 @@ def why_no_gpu() -> str:
 
 
 def host_memory() -> Place:
-    return Place(CPU, lambda: StrictDevice(pace=Pace.ANY), 500, CaptureTrials(STRICT_TRIAL, timeout_s=60))
+    return Place(CPU, lambda: StrictDevice(pace=Pace.ANY), 500, strict_trials())
+
+
+def host_memory_with_one_graph_a_session() -> Place:
+    trials = strict_trials(one_graph_a_session=True)
+    return Place(CPU, lambda: StrictDevice(pace=Pace.ANY, one_graph_a_session=True), 500, trials)
 
 
 def first_gpu() -> Place:
@@ -39,6 +48,25 @@ def first_gpu() -> Place:
             pytest.fail(problem)  # somebody counts on these tests being run
         pytest.skip(problem)
     return Place(CUDA, lambda: CudaDevice(0), 100_000, CaptureTrials(timeout_s=100), EXACT)
+
+
+def first_gpu_by_tensorrt(engines: Path) -> Place:
+    """Its engines are built once, and kept in this folder for the other sessions."""
+    gpu = first_gpu()
+    try:
+        ctypes.CDLL(_TENSORRT)
+    except OSError as error:
+        pytest.skip(f"there is no TensorRT: {error}")  # also where the GPU's own tests are counted on
+    cache = {"trt_engine_cache_enable": "1", "trt_engine_cache_path": str(engines)}
+    return replace(gpu, provider=TENSORRT, trials=CaptureTrials(), options=cache)
+
+
+@pytest.fixture(params=["host", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def one_graph_a_session(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Where a session keeps a single graph: host memory, and the first GPU by TensorRT."""
+    if request.param == "host":
+        return host_memory_with_one_graph_a_session()
+    return first_gpu_by_tensorrt(tmp_path / "engines")
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -36,6 +36,7 @@ from ortserve.engine.device.device_region import open_region
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.host import HostDevice, Pace
 from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.placement import read_placement
 from ortserve.engine.provider_options import CUDA
 from ortserve.engine.providers import ProviderChoice
@@ -271,6 +272,23 @@ def test_a_model_that_its_trial_captures_is_replayed(place: Place, tmp_path: Pat
         assert made.instance.counts.replayed >= SIZES[-1]
 
 
+@both_ways
+def test_a_provider_whose_sessions_keep_one_graph_each_gives_every_caller_its_own_rows(
+    one_graph_a_session: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    place = one_graph_a_session
+    path = gpu_models.mlp(tmp_path / "n.onnx", layers=4, width=64, dtype=np.float16)  # TF32 is TensorRT's to choose
+    with loaded_on(place, path, buckets=SIZES, graph_replay=captures) as (loaded, made):
+        assert loaded.on_device.sizes == SIZES, loaded.on_device
+        assert loaded.on_device.replayed == (SIZES if captures else ()), loaded.on_device
+        all_sizes_are_right(made)
+    with loaded_on(place, builders.identity(tmp_path / "m.onnx"), buckets=SIZES, graph_replay=captures) as (_, made):
+        with other_set_poisoned(made, monkeypatch):
+            assert mixed_rows(made, place.times) == 0
+        counts = made.instance.counts
+        assert (counts.replayed if captures else counts.bound) > place.times / 2
+
+
 class Cramped:
     """A session that finds no memory for more than so many rows, and says so as ONNX Runtime's arena does."""
 
@@ -364,7 +382,7 @@ print(content.tobytes().hex(), flush=True)
 
 @pytest.mark.gpu
 def test_another_processs_memory_is_read_and_written_and_no_more_of_it_than_there_is(gpu: Place) -> None:
-    devices = Devices({CUDA: lambda _: gpu.make()})
+    devices = Devices({CUDA: DeviceUse(lambda _: gpu.make())})
     content = bytes(range(256)) * 16
     with subprocess.Popen(
         [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

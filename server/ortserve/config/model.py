@@ -44,13 +44,15 @@ class LoadOptions(BaseModel):
     """Go on to the next execution provider where the first that is there does not work for a model. Off: the load
     fails, because a model that was meant for a GPU is better missed than found on the CPU."""
     device_buffers: bool = True
-    """On CUDA, keep inputs and outputs of batches in buffers on the device, so that one batch is copied while another
-    is computed, where the number of rows fixes the shapes of all of them and cupy is installed. Batches are then padded
-    to sizes that double up to the largest, unless ``buckets`` says otherwise. Its metadata says what became of it."""
+    """On CUDA and TensorRT, keep inputs and outputs of batches in buffers on the device, so that one batch is copied
+    while another is computed, where the number of rows fixes the shapes of all of them and cupy is installed. Batches
+    are then padded to sizes that double up to the largest, unless ``buckets`` says otherwise. Its metadata says what
+    became of it."""
     graph_replay: bool = False
-    """On CUDA, capture the graph of each of these sizes while the model is loaded and replay it afterwards, which saves
-    small models most of their time. What cannot be captured runs without, after a trial in a process of its own; the
-    model's metadata says why. Off, as it has not been tried on enough GPUs."""
+    """On CUDA and TensorRT, capture the graph of each of these sizes while the model is loaded and replay it
+    afterwards, which saves small models most of their time. What cannot be captured runs without, after a trial in a
+    process of its own; the model's metadata says why. On TensorRT each graph takes a session more, and an engine cache
+    is needed. Off, as it has not been tried on enough GPUs."""
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)

@@ -46,7 +46,15 @@ def make_provider_options(name: str, given: Mapping[str, str]) -> dict[str, str]
             raise _invalid(name, f"{option}: {error}, got '{value}'") from None
     if name == TENSORRT:
         _check_tensorrt(checked)
+        # The sessions that capture are told, and no other: any would replay its first batch for batches of every size,
+        # on the memory of that one (microsoft/onnxruntime#20050).
+        checked.pop(_TENSORRT_GRAPH, None)
     return _openvino_options(checked) if name == OPENVINO else checked
+
+
+def asks_for_graphs(name: str, given: Mapping[str, str]) -> bool:
+    """Whether a provider's own options, as configured, say what ``graph_replay`` says."""
+    return name == TENSORRT and given.get(_TENSORRT_GRAPH, "").lower() in ("1", "true")
 
 
 def with_threads(name: str, options: Mapping[str, str], threads: int) -> dict[str, str]:
@@ -105,17 +113,6 @@ def _own(value: str) -> str:
     raise ValueError("it is the server's own to set: leave it out")
 
 
-def _no_tensorrt_graph(value: str) -> str:
-    """TensorRT's provider keeps one graph a session, whatever ``gpu_graph_id`` a run has (1.31.1 does not read it)."""
-    if _flag(value) == "1":
-        raise ValueError(
-            "expected false, as TensorRT keeps a single graph, of the batch that it captures first, and replays it for "
-            "batches of every size, on the memory of that one (microsoft/onnxruntime#20050); to replay graphs, use "
-            "CUDAExecutionProvider with graph_replay: true"
-        )
-    return "0"
-
-
 def _settings(value: str) -> str:
     """JSON: OpenVINO's properties by device."""
     try:
@@ -153,6 +150,7 @@ _CUDA_RULES: Final[Mapping[str, _Rule]] = {
     "use_tf32": _flag,
     "user_compute_stream": _own,
 }
+_TENSORRT_GRAPH: Final = "trt_cuda_graph_enable"
 _TENSORRT_RULES: Final[Mapping[str, _Rule]] = {
     "device_id": _whole(0, 1023),
     "has_user_compute_stream": _own,
@@ -161,7 +159,7 @@ _TENSORRT_RULES: Final[Mapping[str, _Rule]] = {
     "trt_build_heuristics_enable": _flag,
     "trt_builder_optimization_level": _whole(0, 5),
     "trt_context_memory_sharing_enable": _flag,
-    "trt_cuda_graph_enable": _no_tensorrt_graph,
+    _TENSORRT_GRAPH: _flag,
     "trt_detailed_build_log": _flag,
     "trt_dla_core": _whole(0),
     "trt_dla_enable": _flag,

@@ -16,6 +16,7 @@ from ortserve.engine.provider_options import (
     GPU_PROVIDERS,
     OPENVINO,
     TENSORRT,
+    asks_for_graphs,
     make_provider_options,
     with_threads,
 )
@@ -35,11 +36,18 @@ class Provider:
         name: In full.
         options: Texts, checked.
         devices: That a plug-in shall use; empty for a built-in EP, which is asked for by its name.
+        wants_graphs: Whether its options ask that graphs be replayed.
     """
 
     name: str
     options: dict[str, str] = field(default_factory=dict)
     devices: tuple[ort.OrtEpDevice, ...] = ()
+    wants_graphs: bool = False
+
+    @property
+    def device_id(self) -> int:
+        """Which of the devices of its kind it runs on."""
+        return _device_number(self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,7 @@ class ProviderChoice:
         options: Its options, texts.
         behind: EPs for the nodes that it does not take: the wishes after it that can be used.
         devices: That it shall use, if it is a plug-in.
+        wants_graphs: Whether its options ask that graphs be replayed.
     """
 
     name: str
@@ -59,6 +68,14 @@ class ProviderChoice:
     options: dict[str, str] = field(default_factory=dict)
     behind: tuple[Provider, ...] = ()
     devices: tuple[ort.OrtEpDevice, ...] = ()
+    wants_graphs: bool = False
+
+    @staticmethod
+    def of(first: Provider, behind: Sequence[Provider], passed_over: Sequence[str]) -> "ProviderChoice":
+        """The first of those that can be used."""
+        return ProviderChoice(
+            first.name, tuple(passed_over), first.options, tuple(behind), first.devices, first.wants_graphs
+        )
 
     @property
     def device_id(self) -> int:
@@ -77,7 +94,7 @@ class ProviderChoice:
     def without_first(self, reason: str) -> "ProviderChoice":
         """The choice once its EP has turned out not to work, for a reason in words. There must be one behind it."""
         first, *others = self.behind
-        return ProviderChoice(first.name, (*self.passed_over, reason), first.options, tuple(others), first.devices)
+        return ProviderChoice.of(first, others, (*self.passed_over, reason))
 
 
 def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer] | None = None) -> ProviderChoice:
@@ -95,7 +112,7 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
     for wish in wishes:
         name, given = provider_parts(wish)
         name = _SHORT_NAMES.get(name.lower(), name)
-        wanted.append(Provider(name, make_provider_options(name, given)))
+        wanted.append(Provider(name, make_provider_options(name, given), wants_graphs=asks_for_graphs(name, given)))
     usable: list[Provider] = []
     missing: list[str] = []
     for provider in wanted:
@@ -115,7 +132,7 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
             f"{'; '.join(missing)}; this ONNX Runtime offers {', '.join(_offered())}"
         )
     first, *others = usable
-    return ProviderChoice(first.name, tuple(missing), first.options, tuple(others), first.devices)
+    return ProviderChoice.of(first, others, missing)
 
 
 def open_on_first(

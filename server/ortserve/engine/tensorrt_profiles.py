@@ -18,6 +18,19 @@ def when_engines_are_built(options: Mapping[str, str]) -> str:
     return "which builds its engines here or, where dimensions are free, at the first run of each shape"
 
 
+def why_built_anew(options: Mapping[str, str]) -> str:
+    """Why another session of a model would build its engines once more, for minutes; empty where it finds them built.
+
+    Args:
+        options: Of the provider, with the profile that it is told of.
+    """
+    if not any(key in options for key in _KEYS):
+        return "expected buckets or trt_profile_…_shapes, without which engines are built at each new shape"
+    if options.get("trt_engine_cache_enable") != "1":
+        return "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions"
+    return ""
+
+
 def profile_shapes(signature: ModelSignature, sizes: Sequence[int], given: Mapping[str, str]) -> dict[str, str]:
     """The options of one profile, from the smallest to the largest of the sizes and at its best at the largest.
 

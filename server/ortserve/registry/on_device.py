@@ -74,7 +74,7 @@ def prepare(
         )
         because = prepared.unbound_because
     no_replay = opened.no_replay
-    if options.graph_replay and no_replay is None and because:
+    if opened.wants_graphs and no_replay is None and because:
         no_replay = NoReplay(NO_BUFFERS, because)
     if no_replay is not None:
         instance.counts.count_not_captured(no_replay.reason, len(sizes))

@@ -1,8 +1,9 @@
 """Opening a model's sessions, each as what runs it: an instance on a device with buffers, or one without."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ortserve.clock import Clock
@@ -16,15 +17,17 @@ from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.replay import NO_BUFFERS, TRIAL_REFUSED, NoReplay, why_no_replay
+from ortserve.engine.device.sessions import OpenForGraph
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT
-from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.providers import Provider, ProviderChoice
 from ortserve.engine.run_options import run_options
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
-from ortserve.engine.tensorrt_profiles import profile_shapes, when_engines_are_built
+from ortserve.engine.tensorrt_profiles import profile_shapes, when_engines_are_built, why_built_anew
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 from ortserve.registry.progress import Progress
@@ -38,15 +41,19 @@ class OpenedSession:
     Attributes:
         session: Itself.
         lane: Its streams on a device; None where it has no buffers there.
+        wants_graphs: Whether graphs are asked for.
         captures: Whether it was made to capture graphs.
+        open_for_graph: Opens another on its lane, to capture a graph; None where it keeps all of them, or has none.
         is_whole: Whether all of it is on one execution provider.
         no_buffers_because: In words, where it has no lane.
-        no_replay: Why it does not capture, although that was asked for; else None.
+        no_replay: Why no graph is captured, although that was asked for; else None.
     """
 
     session: Session
     lane: Lane | None = None
+    wants_graphs: bool = False
     captures: bool = False
+    open_for_graph: OpenForGraph | None = None
     is_whole: bool = True
     no_buffers_because: str = ""
     no_replay: NoReplay | None = None
@@ -105,30 +112,53 @@ class Opening:
         """
         if choice.name == TENSORRT:
             choice = self.with_profile(choice)
-        if choice.name not in GPU_PROVIDERS and not self._runtime.devices.has(choice.name):
+        devices = self._runtime.devices
+        if choice.name not in GPU_PROVIDERS and not devices.has(choice.name):
             return OpenedSession(self._session(choice, threads))
+        wants_graphs = self._options.graph_replay or choice.wants_graphs
         device: OpenDevice | str = "device_buffers is off"
         if self._options.device_buffers:
-            device = self._runtime.devices.open(choice.name, choice.device_id)
-        gate = self._runtime.devices.gate
+            device = devices.open(choice.name, choice.device_id)
         if isinstance(device, str):
-            with gate.shared():
+            with devices.gate.shared():
                 return OpenedSession(
                     self._session(choice, threads),
+                    wants_graphs=wants_graphs,
                     no_buffers_because=device,
-                    no_replay=NoReplay(NO_BUFFERS, device) if self._options.graph_replay else None,
+                    no_replay=NoReplay(NO_BUFFERS, device) if wants_graphs else None,
                 )
         if device.lost:
             raise DeviceLostError(device.lost)
-        no_replay = self._why_no_replay(choice, threads)
-        captures = self._options.graph_replay and no_replay is None
+        use = devices.use_of(choice.name)
+        opened = self._open_on(device, use, choice, threads, wants_graphs=wants_graphs)
+        if wants_graphs and use.one_graph_a_session and opened.no_replay is None:
+            # Only now, as the engines that were built for this session are there for the trial's, too.
+            try:
+                opened.no_replay = self._why_no_replay(choice, threads)
+            except BaseException:
+                opened.abandon()
+                raise
+            if opened.no_replay is None:
+                assert opened.lane is not None
+                opened.open_for_graph = partial(self._for_graph, opened.lane, choice, threads)
+        return opened
+
+    def _open_on(
+        self, device: OpenDevice, use: DeviceUse, choice: ProviderChoice, threads: int, *, wants_graphs: bool
+    ) -> OpenedSession:
+        """On a device with buffers; made to capture where a session of the provider keeps all its graphs."""
+        no_replay: NoReplay | None = None
+        captures = wants_graphs and not use.one_graph_a_session
+        if captures:
+            no_replay = self._why_no_replay(choice, threads)
+            captures = no_replay is None
         session: Session | None = None
-        with gate.shared():
+        with self._runtime.devices.gate.shared():
             try:
                 device.device.use()
                 device.reclaim()
                 device.ledger.check_room(self._name, {"weights": model_nbytes(self._path)})
-                lane = Lane(device)
+                lane = Lane(device, use)
             except DEVICE_ERRORS as error:
                 raise device.failure(error) from error
             try:
@@ -141,9 +171,17 @@ class Opening:
                 lane.close()
                 raise
         operators = read_operators(session)
-        if no_replay is not None and (known := why_no_replay(choice.name, operators, self._options.session)):
+        known = self._known_obstacle(choice, operators, use) if wants_graphs else None
+        if no_replay is not None and known is not None:
             no_replay = replace(no_replay, reason=known.reason)  # the trial says no more than its words
-        return OpenedSession(session, lane, captures, operators.keys() <= {choice.name}, no_replay=no_replay)
+        return OpenedSession(
+            session,
+            lane,
+            wants_graphs,
+            captures,
+            is_whole=operators.keys() <= {choice.name},
+            no_replay=no_replay or (known if use.one_graph_a_session else None),
+        )
 
     def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
         """The choice of TensorRT, told of the configured buckets before it builds its engine for any of them."""
@@ -179,6 +217,7 @@ class Opening:
                 padding=padding,
                 run_options=run_options(self._options.session, captures=opened.captures),
                 captures=opened.captures,
+                open_for_graph=opened.open_for_graph,
                 is_whole=opened.is_whole,
             )
         return Instance(
@@ -196,16 +235,32 @@ class Opening:
         """A session that captures; None and why, where it cannot, as the trial should have said."""
         try:
             session = self._on_lane(lane, choice, threads, captures=True)
-            no_replay = why_no_replay(choice.name, read_operators(session), self._options.session)
+            no_replay = self._known_obstacle(choice, read_operators(session), lane.use)
         except DeviceLostError:
             raise
         except ServeError as error:
             return None, NoReplay("failed", error.message)
         return (session, None) if no_replay is None else (None, no_replay)
 
+    def _for_graph(self, lane: Lane, choice: ProviderChoice, threads: int) -> Session:
+        """Another session, for one graph."""
+        lane.opened.ledger.check_room(self._name, {"weights": model_nbytes(self._path)})
+        return self._on_lane(lane, choice, threads, captures=True)
+
     def _on_lane(self, lane: Lane, choice: ProviderChoice, threads: int, *, captures: bool) -> Session:
         told = {**choice.options, **lane.provider_options(captures=captures)}
-        return self._session(replace(choice, options=told), threads, lane.opened)
+        behind = tuple(self._beside(other, lane) for other in choice.behind)
+        return self._session(replace(choice, options=told, behind=behind), threads, lane.opened)
+
+    def _beside(self, other: Provider, lane: Lane) -> Provider:
+        """A provider behind the lane's, which computes on the same stream where it uses the same device."""
+        devices = self._runtime.devices
+        if not devices.has(other.name) or other.device_id != lane.device.device_id:
+            return other
+        use = devices.use_of(other.name)
+        if use.make is not lane.use.make:
+            return other
+        return replace(other, options={**other.options, **use.provider_options(lane.compute, captures=False)})
 
     def _session(self, choice: ProviderChoice, threads: int, device: OpenDevice | None = None) -> Session:
         told = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
@@ -222,9 +277,16 @@ class Opening:
                     raise failure from cause
             raise
 
+    def _known_obstacle(
+        self, choice: ProviderChoice, operators: Mapping[str, frozenset[str]], use: DeviceUse
+    ) -> NoReplay | None:
+        settings, shapes_elsewhere = self._options.session, not use.one_graph_a_session
+        return why_no_replay(choice.name, operators, settings, shapes_elsewhere=shapes_elsewhere)
+
     def _why_no_replay(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
-        if not self._options.graph_replay:
-            return None
+        """Why no graph is to be captured on a provider, by its options and by a trial."""
+        if choice.name == TENSORRT and (because := why_built_anew(choice.options)):
+            return NoReplay("builds_anew", f"each graph has a session of its own: {because}")
         if choice.options.get("tunable_op_tuning_enable") == "1":
             return NoReplay("tunes", "tunable_op_tuning_enable tries kernels while it runs, which no graph can hold")
         if choice.name not in self._tried:  # an instance on another device of the kind would be refused as long
@@ -237,6 +299,8 @@ class Opening:
         sizes = sorted(
             {1, options.max_rows or 8} if not options.buckets else {min(options.buckets), max(options.buckets)}
         )
+        if self._runtime.devices.use_of(choice.name).one_graph_a_session:
+            sizes = sizes[-1:]  # each has weights of its own
         self._progress.begin("trying in another process whether graphs can be captured")
         because = self._trials.why_not(
             TrialOrder(

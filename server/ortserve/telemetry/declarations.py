@@ -169,8 +169,8 @@ DEVICE_CAPTURES: Final = Declaration(
     "that were to be replayed and run without, by why: failed (the capture), wrong_answer (the replay did not give "
     "what a plain run gives), over_limit (as many sizes as may be are captured already), trial_refused (by another "
     "process, where captures are tried first; it may have crashed or hung), control_flow, other_provider (nodes are on "
-    "the CPU or another execution provider), shrinks_arena (session.shrink_arenas), tunes (tunable_op_tuning_enable) "
-    "or no_buffers. The model's metadata says each in words.",
+    "the CPU or another execution provider), shrinks_arena (session.shrink_arenas), tunes (tunable_op_tuning_enable), "
+    "builds_anew (TensorRT without buckets or an engine cache) or no_buffers. The model's metadata says each in words.",
 )
 DEVICE_COPIED: Final = Declaration(
     "ortserve_device_copied_bytes_total",

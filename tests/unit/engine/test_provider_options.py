@@ -38,7 +38,8 @@ PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "m
             {"trt_fp16_enable": "1"} | {"trt_auxiliary_streams": "-1"},
         ),
         (TENSORRT, PROFILE, PROFILE),
-        (TENSORRT, {"trt_cuda_graph_enable": "false"}, {"trt_cuda_graph_enable": "0"}),
+        (TENSORRT, {"trt_cuda_graph_enable": "true"}, {}),  # which sessions are told so is decided for each
+        (TENSORRT, {"trt_cuda_graph_enable": "false"}, {}),
         (
             TENSORRT,
             {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"},
@@ -93,13 +94,8 @@ def test_options_of_openvino_are_properties_of_its_device(
         (CUDA, {"enable_cuda_graph": "1"}, "enable_cuda_graph: it is the server's own to set: leave it out, got '1'"),
         (
             TENSORRT,
-            {"trt_cuda_graph_enable": "true"},
-            (
-                "trt_cuda_graph_enable: expected false, as TensorRT keeps a single graph, of the batch that it "
-                "captures first, and replays it for batches of every size, on the memory of that one "
-                "(microsoft/onnxruntime#20050); to replay graphs, use CUDAExecutionProvider with graph_replay: true, "
-                "got 'true'"
-            ),
+            {"trt_cuda_graph_enable": "maybe"},
+            "trt_cuda_graph_enable: expected true or false, got 'maybe'",
         ),
         (
             CUDA,

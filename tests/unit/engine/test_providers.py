@@ -83,6 +83,20 @@ def test_provider_that_onnx_runtime_dropped_is_an_error() -> None:
         check_providers(ProviderChoice(CUDA), [CPU])
 
 
+def test_tensorrts_own_option_for_graphs_is_a_wish_of_that_provider_alone() -> None:
+    wishes: list[ProviderWish] = [{"tensorrt": {"trt_cuda_graph_enable": True}}, "cuda", "cpu"]
+    choice = choose_provider(wishes, offering(TENSORRT, CUDA, CPU))
+    assert choice.wants_graphs
+    told = attached(choice) or []
+    assert told[0] == (TENSORRT, {}), "a session that is not to capture must not be told"
+    assert not choice.without_first("it fails").wants_graphs
+    assert not choose_provider(wishes, offering(CUDA, CPU)).wants_graphs
+    behind = choose_provider(["cuda", *wishes], offering(TENSORRT, CUDA, CPU))
+    assert not behind.wants_graphs
+    assert (TENSORRT, {}) in (attached(behind) or [])
+    assert not choose_provider([{"tensorrt": {"trt_cuda_graph_enable": "0"}}], offering(TENSORRT)).wants_graphs
+
+
 def test_wish_may_bring_options_which_go_to_its_own_provider_only() -> None:
     wishes: list[ProviderWish] = [
         {"tensorrt": {"trt_fp16_enable": True, "device_id": 1}},

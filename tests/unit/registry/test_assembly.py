@@ -17,6 +17,7 @@ from ortserve.core.timing import Timing
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runtime import Runtime
 from ortserve.registry.assembly import Assembly
@@ -47,7 +48,7 @@ class HeldDevice(HostDevice):
 def serve(
     assembly: Assembly, path: Path, device: HostDevice | None, metrics: Metrics | None = None, **chosen: Any
 ) -> ServedModel:
-    runtime = Runtime(devices=Devices({CPU: lambda number: device})) if device else Runtime()
+    runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: device)})) if device else Runtime()
     options = ModelOptions(**{"warmup_s": 0.1, "max_rows": 1, "intra_op_threads": 1} | chosen)
     loaded = load_model(path, path.stem, options, time.monotonic_ns, None, runtime)
     metrics = metrics or Metrics(CollectorRegistry())

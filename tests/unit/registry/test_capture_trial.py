@@ -11,6 +11,7 @@ import pytest
 from models import builders
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.provider_options import CPU
 from ortserve.registry.capture_trial import VERDICT, CaptureTrials, TrialOrder
 from ortserve.registry.capture_trial_child import try_capture
@@ -20,8 +21,21 @@ ON_HOST_MEMORY = (
     "-c",
     f"""
 from ortserve.engine.device.host import HostDevice
+from ortserve.engine.device.use import DeviceUse
 from ortserve.registry.capture_trial_child import main
-main({{'{CPU}': HostDevice}})
+main({{'{CPU}': DeviceUse(HostDevice)}})
+""",
+)
+
+
+ONE_GRAPH_A_SESSION = (
+    sys.executable,
+    "-c",
+    f"""
+from ortserve.engine.device.host import HostDevice
+from ortserve.engine.device.use import DeviceUse
+from ortserve.registry.capture_trial_child import main
+main({{'{CPU}': DeviceUse(lambda number: HostDevice(number, one_graph_a_session=True), one_graph_a_session=True)}})
 """,
 )
 
@@ -42,6 +56,13 @@ def test_a_model_that_can_be_captured_is_and_no_second_time(tmp_path: Path) -> N
     assert trials.why_not(order(path)) == ""
     builders.mlp(path, hidden=128)
     assert trials.why_not(order(path)) == "it could not be tried in another process: No such file or directory"
+
+
+def test_graphs_are_tried_where_each_needs_a_session_of_its_own(tmp_path: Path) -> None:
+    trials = CaptureTrials(ONE_GRAPH_A_SESSION, timeout_s=60)
+    assert trials.why_not(order(builders.mlp(tmp_path / "m.onnx"))) == ""
+    refused = trials.why_not(order(builders.slow(tmp_path / "l.onnx", steps=3)))
+    assert refused == "which nodes run is decided while it runs, by Loop"
 
 
 def test_the_real_child_says_that_there_is_no_device(tmp_path: Path) -> None:
@@ -97,7 +118,7 @@ def test_what_the_child_finds_is_the_reason(tmp_path: Path) -> None:
 
     def tried(path: Path, device: type[HostDevice] = HostDevice) -> str:
         told: list[str] = []
-        try_capture(order(path), told.append, {CPU: device})
+        try_capture(order(path), told.append, {CPU: DeviceUse(device)})
         (reason,) = told
         return reason
 

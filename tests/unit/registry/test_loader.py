@@ -19,6 +19,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.host import HostDevice
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer, Runtime
@@ -313,7 +314,7 @@ class OfferingCuda(Runtime):
     """Says that there is CUDA, with devices of host memory."""
 
     def __init__(self) -> None:
-        super().__init__(devices=Devices({CUDA: HostDevice}))
+        super().__init__(devices=Devices({CUDA: DeviceUse(HostDevice)}))
 
     def offer(self, name: str) -> Offer:
         return Offer()

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from device_models import use_of
 from models import builders
 from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Batch, BatchResult
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
@@ -46,9 +48,13 @@ class Trials(CaptureTrials):
 
 
 def load(
-    path: Path, device: HostDevice, trials: Trials | None = None, progress: Progress | None = None, **options: Any
+    path: Path,
+    device: HostDevice | DeviceUse,
+    trials: Trials | None = None,
+    progress: Progress | None = None,
+    **options: Any,
 ) -> LoadedModel:
-    runtime = Runtime(devices=Devices({CPU: lambda number: device}))
+    runtime = Runtime(devices=Devices({CPU: use_of(CPU, device) if isinstance(device, HostDevice) else device}))
     chosen = ModelOptions(**{"warmup_s": 0.2, "intra_op_threads": 1} | options)
     return load_model(path, "m/1", chosen, time.monotonic_ns, None, runtime, trials or Trials(), progress)
 
@@ -124,6 +130,91 @@ def test_trials_buffers_and_captures_are_steps_of_a_load(tmp_path: Path) -> None
     ]
 
 
+def one_graph_a_session(**options: Any) -> HostDevice:
+    return HostDevice(one_graph_a_session=True, **options)
+
+
+def test_where_a_session_keeps_one_graph_others_are_opened_for_them_once_a_trial_went_well(tmp_path: Path) -> None:
+    steps: list[str] = []
+
+    class NotedProgress(Progress):
+        def begin(self, doing: str) -> None:
+            steps.append(doing)
+
+    device, trials, progress = one_graph_a_session(), Trials(), NotedProgress(time.monotonic_ns)
+    path = builders.mlp(tmp_path / "m.onnx")
+    loaded = load(path, device, trials, progress, buckets=(2, 4), instances=2, graph_replay=True)
+    assert loaded.on_device == OnDevice((2, 4), (2, 4))
+    assert told(loaded)["graph_replay"] == "batches of 2, 4 rows"
+    (order,) = trials.orders
+    assert order.sizes == [4], "each size is a session more, in which all nodes are the same"
+    told_steps = [step for step in steps if "opening" in step or "capturing" in step or "another process" in step]
+    opening = f"opening the session on {CPU}"
+    captures = [f"capturing the graph of batches of {rows} rows" for rows in (2, 4)]
+    assert told_steps == [
+        opening,
+        "trying in another process whether graphs can be captured",
+        *[captures[0], opening, opening, captures[1], opening, opening],
+        *[opening, captures[0], opening, opening, captures[1], opening, opening],
+    ]
+    x = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    for instance in loaded.instances:
+        assert isinstance(instance, DeviceInstance)
+        replayed = instance.counts.replayed
+        run(instance, x, bucket=2)
+        assert (instance.counts.replayed, instance.counts.captured) == (replayed + 1, 4)
+    close(loaded)
+    assert (device.allocated_bytes, device.handles) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("build", "refused", "reason", "because"),
+    [
+        (builders.mlp, "it crashed", "trial_refused", "it crashed"),
+        (lambda path: builders.slow(path, steps=3), "", "control_flow", "which nodes run is decided while it runs"),
+    ],
+)
+def test_where_a_session_keeps_one_graph_what_is_refused_opens_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Any, refused: str, reason: str, because: str
+) -> None:
+    opened: list[Path] = []
+
+    def open_it(path: Path, name: str, options: SessionOptions) -> ort.InferenceSession:
+        opened.append(path)
+        return open_session(path, name, options)
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_it)
+    loaded = load(build(tmp_path / "m.onnx"), one_graph_a_session(), Trials(refused), max_rows=2, graph_replay=True)
+    (instance,) = loaded.instances
+    assert isinstance(instance, DeviceInstance)
+    assert len(opened) == 1
+    assert told(loaded)["graph_replay"].startswith(f"none: {because}")
+    assert instance.counts.not_captured == {reason: 2}
+    close(loaded)
+
+
+def test_without_room_for_the_sessions_of_graphs_the_sizes_are_served_in_buffers(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "m.onnx")
+    device = one_graph_a_session(total_bytes=path.stat().st_size + 1000)  # buffers take more than the 1000
+    loaded = load(path, device, max_rows=2, graph_replay=True)
+    assert loaded.on_device.sizes == (1, 2)
+    assert loaded.on_device.replayed == ()
+    assert "its session cannot be opened: 'm/1' needs at least" in told(loaded)["graph_replay"]
+    close(loaded)
+    assert (device.allocated_bytes, device.handles) == (0, 0)
+
+
+def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path) -> None:
+    class Broken(Trials):
+        def why_not(self, order: TrialOrder) -> str:
+            raise FileNotFoundError(order.path)
+
+    device = one_graph_a_session()
+    with pytest.raises(FileNotFoundError):
+        load(builders.mlp(tmp_path / "m.onnx"), device, Broken(), max_rows=2, graph_replay=True)
+    assert device.handles == 0
+
+
 def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), Trials("it crashed"), max_rows=2, graph_replay=True)
     assert loaded.on_device == OnDevice((1, 2), (), "", "it crashed")
@@ -147,7 +238,7 @@ def test_a_load_tries_a_capture_once_for_all_its_instances(tmp_path: Path) -> No
 def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: Path) -> None:
     trials = Trials()
     path = builders.mlp(tmp_path / "m.onnx")
-    runtime = Runtime(devices=Devices({CPU: lambda number: HostDevice()}))
+    runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: HostDevice())}))
     options = ModelOptions(graph_replay=True)
     opening = Opening(path, "m", options, runtime, trials, (), time.monotonic_ns, Progress(time.monotonic_ns))
     refused = opening._why_no_replay(ProviderChoice(CPU, options={"tunable_op_tuning_enable": "1"}), 1)
@@ -190,17 +281,14 @@ def test_sizes_that_are_not_captured_are_counted_by_the_kind_of_reason(
 def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Captures(HostDevice):
-        def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
-            return {"captures": "1"} if captures else {}
-
     def open_it(path: Path, name: str, options: SessionOptions) -> ort.InferenceSession:
-        if options.provider.options:
+        if options.provider.options.pop("captures") == "1":
             raise invalid_input("This session cannot use the graph capture feature")
         return open_session(path, name, options)
 
+    captures = DeviceUse(HostDevice, capture_option="captures")
     monkeypatch.setattr("ortserve.registry.opening.open_session", open_it)
-    loaded = load(builders.mlp(tmp_path / "m.onnx"), Captures(), max_rows=2, graph_replay=True)
+    loaded = load(builders.mlp(tmp_path / "m.onnx"), captures, max_rows=2, graph_replay=True)
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.not_captured == {"failed": 2}
@@ -216,13 +304,15 @@ def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> Non
     opened: list[bool] = []
     sessions: list[int] = []
 
-    class Noted(HostDevice):
-        def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
+    class Noted(DeviceUse):
+        def provider_options(self, stream: int, *, captures: bool) -> dict[str, str]:
             opened.append(captures)
             sessions.append(sum(isinstance(one, ort.InferenceSession) for one in gc.get_objects()))
             return super().provider_options(stream, captures=captures)
 
-    loaded = load(builders.slow(tmp_path / "m.onnx", steps=3), Noted(), Trials(), max_rows=2, graph_replay=True)
+    loaded = load(
+        builders.slow(tmp_path / "m.onnx", steps=3), Noted(HostDevice), Trials(), max_rows=2, graph_replay=True
+    )
     assert told(loaded)["graph_replay"] == "none: which nodes run is decided while it runs, by Loop"
     assert loaded.on_device.sizes == (1, 2)
     assert opened == [True, False]
@@ -310,7 +400,7 @@ def test_instances_are_placed_on_their_devices_in_turns(tmp_path: Path) -> None:
 
     path = builders.mlp(tmp_path / "m.onnx")
     options = ModelOptions(warmup_s=0.2, intra_op_threads=1, instances=3, gpus=(2, 0), buckets=(2,))
-    runtime = Runtime(devices=Devices({CPU: make}))
+    runtime = Runtime(devices=Devices({CPU: DeviceUse(make)}))
     loaded = load_model(path, "m/1", options, time.monotonic_ns, None, runtime)
     assert loaded.device_ids == (2, 0, 2)
     assert sorted(made) == [0, 2]

@@ -1,6 +1,8 @@
 """How sessions are opened, beyond what loading a model shows."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,13 @@ import pytest
 
 from models import builders
 from ortserve.config.model import ModelOptions
+from ortserve.engine.device.devices import Devices
+from ortserve.engine.device.host import HostDevice
+from ortserve.engine.device.use import DEVICE_USES
 from ortserve.engine.provider_options import CPU, CUDA, TENSORRT
-from ortserve.engine.providers import ProviderChoice
-from ortserve.engine.runtime import Runtime
+from ortserve.engine.providers import ProviderChoice, choose_provider
+from ortserve.engine.runtime import Offer, Runtime
+from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.opening import Opening, model_nbytes
@@ -69,6 +75,57 @@ def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, buckets: 
     with pytest.raises(ServeError, match=TENSORRT):
         opening.open(ProviderChoice(TENSORRT), 1)
     assert progress.describe() == f"opening the session on {TENSORRT}, {told}, for 0 s"
+
+
+@pytest.mark.parametrize(
+    ("buckets", "given", "because"),
+    [
+        ((), {}, "expected buckets or trt_profile_…_shapes, without which engines are built at each new shape"),
+        (
+            (1, 8),
+            {"trt_engine_cache_path": "/engines"},
+            "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions",
+        ),
+        ((1, 8), {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"}, ""),
+    ],
+)
+@pytest.mark.parametrize("asked", ["graph_replay", "trt_cuda_graph_enable", ""])
+def test_graphs_on_tensorrt_need_engines_that_are_built_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    buckets: tuple[int, ...],
+    given: dict[str, str],
+    because: str,
+    asked: str,
+) -> None:
+    """As if the sessions that are opened on the CPU were TensorRT's."""
+    told: list[Mapping[str, str]] = []
+
+    def open_on_cpu(path: Path, name: str, options: SessionOptions) -> Session:
+        if options.provider.name == TENSORRT:
+            told.append(options.provider.options)
+            assert dict(options.provider.behind[0].options)["user_compute_stream"] == told[-1]["user_compute_stream"]
+        return open_session(path, name, replace(options, provider=ProviderChoice(CPU)))
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_on_cpu)
+    monkeypatch.setattr("ortserve.registry.opening.read_operators", lambda session: {TENSORRT: frozenset({"MatMul"})})
+    uses = {name: replace(use, make=HostDevice) for name, use in DEVICE_USES.items()}
+    wish: dict[str, Any] = {"tensorrt": given | ({asked: "true"} if asked.startswith("trt") else {})}
+    options = ModelOptions(buckets=buckets, graph_replay=asked == "graph_replay")
+    choice = choose_provider([wish, "cuda", "cpu"], lambda name: Offer())
+    runtime, trials = Runtime(devices=Devices(uses)), CaptureTrials(("true",))
+    path = builders.mlp(tmp_path / "m.onnx")
+    opening = Opening(path, "m/1", options, runtime, trials, (), time.monotonic_ns, Progress(time.monotonic_ns))
+    opened = opening.open(choice, 1)
+    assert opened.open_for_graph is None
+    if asked:
+        assert opened.no_replay is not None
+        silent = "trying it in another process failed: exit status 0: it said nothing"
+        assert opened.no_replay.because == (f"each graph has a session of its own: {because}" if because else silent)
+    else:
+        assert opened.no_replay is None
+    assert [options["trt_cuda_graph_enable"] for options in told] == ["0"]
+    opened.abandon()
 
 
 @pytest.mark.parametrize("provider", [CPU, CUDA, TENSORRT])

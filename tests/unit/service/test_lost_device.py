@@ -19,6 +19,7 @@ from ortserve.core.timing import Timing
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session
@@ -53,7 +54,7 @@ async def test_a_server_whose_device_is_lost_is_neither_ready_nor_live(tmp_path:
     for name in ("one", "two"):
         builders.identity(tmp_path / f"{name}.onnx")
     device = Breakable()
-    runtime = Runtime(devices=Devices({CPU: lambda number: device}))
+    runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: device)}))
     defaults = LoadOptions(warmup_s=0.2, max_rows=2)
     registry = Registry([tmp_path], defaults, Metrics(CollectorRegistry()), time.monotonic_ns, runtime)
     models = ModelService(registry, server_name="s", strict_readiness=False)
@@ -148,7 +149,7 @@ class Loading:
         monkeypatch.setattr(CaptureTrials, "why_not", lambda trials, order: "")
         for name in ("early", "late"):
             builders.identity(folder / f"{name}.onnx")
-        runtime = Runtime(devices=Devices({CPU: lambda number: self.device}))
+        runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: self.device)}))
         defaults = LoadOptions(warmup_s=0.2, max_rows=2, graph_replay=True, intra_op_threads=1)
         self.registry = Registry([folder], defaults, Metrics(CollectorRegistry()), time.monotonic_ns, runtime)
         self.models = ModelService(self.registry, server_name="s", strict_readiness=False)

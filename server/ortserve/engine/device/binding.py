@@ -16,7 +16,6 @@ from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
-import onnxruntime as ort
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult
@@ -31,6 +30,7 @@ from ortserve.engine.device.graph_ids import SETS, graph_id
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.ledger import Account
 from ortserve.engine.device.protocol import BoundRun, Device
+from ortserve.engine.device.sessions import InstanceSessions
 from ortserve.engine.output_buffers import MAX_SETS, OutputBuffers, OutputPool, can_tell_leases, set_nbytes
 from ortserve.engine.row_layout import RowLayout, fits, input_layouts
 from ortserve.engine.run_options import NEITHER, graph_options
@@ -58,14 +58,14 @@ class Flight:
 
 
 class DeviceBinding:
-    """Runs batches of one session on buffers of its own. Made where ``why_unbound`` has no objection.
+    """Runs batches of one instance on buffers of its own. Made where ``why_unbound`` has no objection.
 
     ``begin`` and all else is for the instance's worker, ``finish`` for whoever waits for the device.
     """
 
     def __init__(
         self,
-        session: ort.InferenceSession,
+        sessions: InstanceSessions,
         signature: ModelSignature,
         lane: Lane,
         outputs: Sequence[RowLayout],
@@ -78,9 +78,9 @@ class DeviceBinding:
         """Allocate room for ``rows`` rows, twice.
 
         Args:
-            session: Computes on the lane's compute stream.
+            sessions: Compute on the lane's compute stream.
             signature: Of a batched model whose shapes the rows fix.
-            lane: Of the session.
+            lane: Of the sessions.
             outputs: A row of each output.
             rows: Most rows of a batch.
             is_whole: Whether all its nodes are on the device. If not, ONNX Runtime waits for the end of each run: what
@@ -88,7 +88,7 @@ class DeviceBinding:
             clock: Monotonic nanoseconds.
             account: Of the instance, in which the host's pinned memory is entered; it grows as answers need it.
         """
-        self._session = session
+        self._sessions = sessions
         self._lane = lane
         self._device = lane.device
         self._clock = clock
@@ -144,18 +144,27 @@ class DeviceBinding:
             buffers: One of the sets.
             is_graph: Whether the run captures and replays.
             is_waited_for: Whether ONNX Runtime shall wait for the run's end before it returns.
+
+        Raises:
+            ServeError: The graph needs a session of its own, which cannot be opened.
         """
-        binding = self._session.io_binding()
+        graph = graph_id(rows, buffers.index) if is_graph else None
+        session, told = (self._sessions.own, NEITHER) if graph is None else self._sessions.of_graph(graph)
+        binding = session.io_binding()
         name, number = self._device.ort_name, self._device.device_id
         for (tensor, kind), layout, address in zip(self._inputs, self._input_layouts, buffers.inputs, strict=True):
             binding.bind_input(tensor, name, number, kind, (rows, *layout.item), address)
         for (tensor, kind), layout, address in zip(self._outputs, self._output_layouts, buffers.outputs, strict=True):
             binding.bind_output(tensor, name, number, kind, (rows, *layout.item), address)
-        graph = graph_id(rows, buffers.index) if is_graph else None
-        options = graph_options(NEITHER if graph is None else graph)
+        options = graph_options(told)
         if self._is_whole and not is_waited_for:
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        return BoundRun(self._session, binding, options, graph)
+        return BoundRun(session, binding, options, graph)
+
+    def forget_graphs(self, rows: int) -> None:
+        """Free what was opened for graphs of so many rows, which are not replayed. Inside the gate."""
+        for buffers in self.sets:
+            self._sessions.forget_graph(graph_id(rows, buffers.index))
 
     def begin(self, batch: Batch, buffers: BufferSet, bound: BoundRun | None = None) -> Flight:
         """Gather a batch's rows and enqueue all that is to be done with them.

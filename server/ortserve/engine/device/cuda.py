@@ -8,7 +8,6 @@ nothing here uses. None of this has run on a GPU yet; ``tests/gpu`` is what will
 """
 
 import ctypes
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -136,10 +135,3 @@ class CudaDevice:
     def run(self, bound: BoundRun, stream: int) -> None:
         # The session computes on this stream, and its options keep the call from waiting for it.
         bound.session.run_with_iobinding(bound.binding, bound.options)
-
-    def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
-        return {
-            "user_compute_stream": str(stream),
-            "enable_cuda_graph": "1" if captures else "0",
-            "do_copy_in_default_stream": "1",  # 0 can race (microsoft/onnxruntime#4829), and has nothing to copy here
-        }

@@ -1,20 +1,17 @@
 """The devices of this process: one of each, with its accounts, and the gate that all work on GPUs goes through."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
-from ortserve.engine.device.cuda import CudaDevice
 from ortserve.engine.device.failures import DEVICE_ERRORS, run_failure
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.ledger import Account, Ledger
 from ortserve.engine.device.protocol import Device
+from ortserve.engine.device.use import DEVICE_USES, DeviceUse, MakeDevice
 from ortserve.engine.output_buffers import OutputBuffers
-from ortserve.engine.provider_options import CUDA
 from ortserve.errors import DeviceLostError, ServeError
-
-MakeDevice: TypeAlias = Callable[[int], Device]
 
 UNLOADED: Final = "unloaded"
 """Who has, in the accounts, the memory of answers whose model is gone, and which are read, or not freed yet."""
@@ -74,16 +71,20 @@ class OpenDevice:
 class Devices:
     """Finds the device of a model's execution provider, or of a caller's memory. From any thread."""
 
-    def __init__(self, make: Mapping[str, MakeDevice] | None = None) -> None:
-        """``make`` has for each execution provider by its full name what makes its devices; None for real ones."""
-        self._make: Final[Mapping[str, MakeDevice]] = {CUDA: CudaDevice} if make is None else make
-        self._opened: dict[tuple[str, int], OpenDevice] = {}
+    def __init__(self, uses: Mapping[str, DeviceUse] | None = None) -> None:
+        """``uses`` are by execution provider, in full; None for the real ones."""
+        self._uses: Final[Mapping[str, DeviceUse]] = DEVICE_USES if uses is None else uses
+        self._opened: dict[tuple[MakeDevice, int], OpenDevice] = {}
         self._opening = threading.Lock()
         self.gate: Final = CaptureGate()
 
     def has(self, provider: str) -> bool:
         """Whether sessions of an execution provider may have buffers on a device, as far as its name tells."""
-        return provider in self._make
+        return provider in self._uses
+
+    def use_of(self, provider: str) -> DeviceUse:
+        """How sessions of an execution provider that ``has`` devices use them."""
+        return self._uses[provider]
 
     def open(self, provider: str, device_id: int) -> OpenDevice | str:
         """The device that an execution provider's sessions with this number run on, or why there are no buffers on it.
@@ -92,20 +93,20 @@ class Devices:
             provider: In full.
             device_id: Among the devices of its kind.
         """
-        make = self._make.get(provider)
-        if make is None:
+        use = self._uses.get(provider)
+        if use is None:
             return f"{provider} has none"
         with self._opening:
-            opened = self._opened.get((provider, device_id))
+            opened = self._opened.get((use.make, device_id))
             if opened is None:
                 try:
-                    device = make(device_id)
+                    device = use.make(device_id)
                 except ImportError as error:
                     return f"cupy cannot be used: {error}"
                 except DEVICE_ERRORS as error:
                     return f"{provider} has no device {device_id}: {error}"
                 opened = OpenDevice(device, Ledger(device.name, device.memory), self.gate)
-                self._opened[provider, device_id] = opened
+                self._opened[use.make, device_id] = opened
             return opened
 
     def opened(self) -> list[OpenDevice]:

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -64,13 +64,24 @@ class HostDevice:
     pci_bus_id = ""
 
     def __init__(
-        self, device_id: int = 0, *, total_bytes: int = 2**40, pace: Pace = Pace.AT_ONCE, seed: int = 0
+        self,
+        device_id: int = 0,
+        *,
+        total_bytes: int = 2**40,
+        pace: Pace = Pace.AT_ONCE,
+        seed: int = 0,
+        one_graph_a_session: bool = False,
     ) -> None:
-        """``total_bytes`` is how much may be allocated; ``seed`` is of the pace ``ANY``."""
+        """``total_bytes`` is how much may be allocated; ``seed`` is of the pace ``ANY``.
+
+        With ``one_graph_a_session`` a session that was once run to be captured has a single graph, whatever the ids of
+        its runs, and replays it in those without an id, too, as ONNX Runtime's does on TensorRT.
+        """
         self.name = f"host:{device_id}"
         self.device_id = device_id
         self._total_bytes = total_bytes
         self._pace = pace
+        self.one_graph_a_session: Final = one_graph_a_session
         self._random = random.Random(seed)  # noqa: S311 - it schedules, and keeps no secret
         self._lock = threading.RLock()
         self._memory: dict[int, np.ndarray] = {}
@@ -203,13 +214,13 @@ class HostDevice:
         binding = self._choose_binding(bound)
         self._enqueue(stream, lambda: bound.session.run_with_iobinding(binding, bound.options))
 
-    def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
-        return {}
-
     def _choose_binding(self, bound: BoundRun) -> ort.IOBinding:
-        if bound.graph_id is None:
+        number = bound.graph_id
+        if self.one_graph_a_session and (number is not None or bound.session in self._graphs):
+            number = 0
+        if number is None:
             return bound.binding
-        graph = self._graphs.setdefault(bound.session, {}).setdefault(bound.graph_id, _Graph())
+        graph = self._graphs.setdefault(bound.session, {}).setdefault(number, _Graph())
         if graph.captured is not None:
             return graph.captured
         graph.runs += 1

@@ -1,7 +1,6 @@
-"""An instance on a device: one session, a worker that hands it batches, and a thread that waits for them to land."""
+"""An instance on a device: its sessions, a worker that hands it batches, and a thread that waits for them to land."""
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,10 +18,11 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.binding import DeviceBinding, Flight, sets_nbytes, why_unbound
 from ortserve.engine.device.buffers import BufferSet
 from ortserve.engine.device.counts import DeviceCounts
-from ortserve.engine.device.failures import DEVICE_ERRORS, give_back, keep_for_good
+from ortserve.engine.device.failures import DEVICE_ERRORS, give_back
 from ortserve.engine.device.graph_ids import SETS
 from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.preparation import MakeInputs, OnStep, Preparation, Prepared
+from ortserve.engine.device.sessions import InstanceSessions, OpenForGraph
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
@@ -55,6 +55,7 @@ class DeviceInstance:
         padding: Padding | None = None,
         run_options: ort.RunOptions | None = None,
         captures: bool = False,
+        open_for_graph: OpenForGraph | None = None,
         is_whole: bool = True,
     ) -> None:
         """Start the threads; batches run plainly until ``prepare`` was called.
@@ -68,17 +69,18 @@ class DeviceInstance:
             padding: None where no batch is ever padded.
             run_options: Told to plain runs.
             captures: Whether the session was made to capture graphs.
+            open_for_graph: Where graphs are to be captured and a session keeps one: opens a session for one, on the
+                same lane; on the worker, inside the gate.
             is_whole: Whether all its nodes are on the device.
         """
         self.counts = DeviceCounts()
-        self._session: ort.InferenceSession | None = session
+        self._sessions = InstanceSessions(session, captures=captures, open_for_graph=open_for_graph)
         self._signature = signature
         self.lane = lane
         self._account = lane.opened.ledger.open(name)
         self._gate = lane.opened.gate
         self._clock = clock
         self._padding = padding
-        self._captures = captures
         self._is_whole = is_whole
         self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
         self._staging = HostStaging(len(signature.inputs), padding)
@@ -253,7 +255,7 @@ class DeviceInstance:
         try:
             with self._gate.shared():
                 self.lane.opened.reclaim()
-            binding, prepared = preparation.prepare(sizes, captures=self._captures)
+            binding, prepared = preparation.prepare(sizes, captures=self._sessions.capture)
         except DEVICE_ERRORS as error:
             failure = self.lane.opened.failure(error)
             if isinstance(failure, OutOfMemoryError | DeviceLostError):
@@ -261,6 +263,8 @@ class DeviceInstance:
             # Something about buffers is not as it was thought to be, while the model ran plainly in warm-up.
             binding, prepared = None, Prepared(unbound_because=f"they cannot be made: {without_paths(str(error))}")
         if binding is None:
+            with self._gate.shared():
+                self._sessions.forget_graphs()
             self._unbound = "unbound"
             self._account.enter("buffers", 0)
         else:
@@ -272,11 +276,10 @@ class DeviceInstance:
         return prepared
 
     def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
-        assert self._session is not None
         nbytes = sets_nbytes(self._signature, outputs, rows)
         self._account.check_room({"buffers": nbytes})
         binding = DeviceBinding(
-            self._session,
+            self._sessions,
             self._signature,
             self.lane,
             outputs,
@@ -309,11 +312,8 @@ class DeviceInstance:
         if binding is not None:
             binding.close()
         del binding
-        if self._captures and self.lost:
-            keep_for_good(self._session)
-        session = weakref.ref(self._session)
-        self._session = None  # before its stream
-        give_back(self.lane.opened.reclaim, partial(self.lane.close, session))
+        sessions = self._sessions.close(is_lost=bool(self.lost))  # before their streams
+        give_back(self.lane.opened.reclaim, partial(self.lane.close, *sessions))
         self._account.close()
 
 

@@ -21,6 +21,7 @@ from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.row_layout import RowLayout, layouts_of
+from ortserve.errors import DeviceLostError, ServeError
 
 CAPTURING_RUNS: Final = 4
 """ONNX Runtime before 1.26 runs twice, then captures; later ones do all of that in the first run. One more than either
@@ -110,12 +111,12 @@ class Preparation:
                         binding.close()
                         return None, Prepared(unbound_because=problem)
                 if captures and (problem := self._capture_size(binding, rows)):
-                    not_replayed[rows] = problem
+                    self._give_up(binding, rows, problem, not_replayed)
             replayed = tuple(rows for rows in bound if rows not in not_replayed) if captures else ()
             for rows in replayed:  # once more, as what was captured since may have moved something that it uses
                 self._on_step(f"replaying batches of {rows} rows")
                 if problem := self._replay_size(binding, rows):
-                    not_replayed[rows] = problem
+                    self._give_up(binding, rows, problem, not_replayed)
             replayed = tuple(rows for rows in replayed if rows not in not_replayed)
             for rows in bound:
                 binding.admit(rows, is_graph=rows in replayed)
@@ -125,6 +126,12 @@ class Preparation:
                 binding.close()
             raise
         return binding, Prepared(bound, replayed, not_replayed=not_replayed, graph_bytes=self._graph_bytes)
+
+    def _give_up(self, binding: DeviceBinding, rows: int, problem: str, not_replayed: dict[int, str]) -> None:
+        """Replay no batches of so many rows, for this problem."""
+        not_replayed[rows] = problem
+        with self._gate.shared():
+            binding.forget_graphs(rows)
 
     def _why_not_by_rows(self, outputs: Sequence[np.ndarray], rows: int) -> str:
         for spec, output in zip(self._signature.outputs, outputs, strict=True):
@@ -159,15 +166,23 @@ class Preparation:
         inputs = self._make_inputs(rows, rows)
         try:
             for buffers in binding.sets:
-                with self._gate.alone():
+                with self._gate.shared():  # it may open a session, for which nobody need stand still
                     before = self._free_bytes()
                     bound = binding.bind(rows, buffers, is_graph=True, is_waited_for=True)
+                    self._graph_bytes += max(0, before - self._free_bytes())
+                with self._gate.alone():
+                    before = self._free_bytes()
                     binding.capture(bound, buffers, inputs, CAPTURING_RUNS)
                     self._graph_bytes += max(0, before - self._free_bytes())
                 if problem := self._replay(binding, rows, buffers):
                     return problem
         except DEVICE_ERRORS as error:
             return self._why_failed(error, "its capture failed", rows)
+        except DeviceLostError:
+            raise
+        except ServeError as error:
+            self._counts.count_not_captured("failed")
+            return f"its session cannot be opened: {error.message}"
         self._captured_sizes += 1
         return ""
 

@@ -4,7 +4,6 @@ Streams, events and memory are integers, as CUDA has them. Nothing enqueued may 
 event that was recorded behind it was waited for.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +18,8 @@ class BoundRun:
     Attributes:
         session: That the binding is of.
         binding: Of one buffer set, for one number of rows.
-        options: Carry the graph's id.
-        graph_id: By which ONNX Runtime captures and replays; None for a run without.
+        options: Carry the graph's id, or the one that a session without ids has its only graph by.
+        graph_id: Of the graph that is captured and replayed; None for a run without.
     """
 
     session: ort.InferenceSession
@@ -126,8 +125,4 @@ class Device(Protocol):
 
         With a graph's id the first runs capture, and those after replay what was captured, whatever the binding.
         """
-        ...
-
-    def provider_options(self, stream: int, *, captures: bool) -> Mapping[str, str]:
-        """What the execution provider of a session is to be told so that ``run`` may be used."""
         ...

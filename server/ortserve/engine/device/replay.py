@@ -31,19 +31,22 @@ class NoReplay:
     because: str
 
 
-def why_no_replay(provider: str, operators: Mapping[str, frozenset[str]], settings: SessionSettings) -> NoReplay | None:
+def why_no_replay(
+    provider: str, operators: Mapping[str, frozenset[str]], settings: SessionSettings, *, shapes_elsewhere: bool = True
+) -> NoReplay | None:
     """Why the graph of a model is not to be captured; None where it may be tried.
 
     Args:
         provider: The execution provider that captures, in full.
         operators: That each execution provider runs of the model.
         settings: Of the session.
+        shapes_elsewhere: Whether it captures, too, where the CPU computes shapes.
     """
     everything = frozenset().union(*operators.values())
     if control := sorted(everything & _CONTROL_FLOW):
         return NoReplay("control_flow", f"which nodes run is decided while it runs, by {', '.join(control)}")
     elsewhere = {name: kinds for name, kinds in operators.items() if name != provider}
-    if elsewhere and not (elsewhere.keys() == {CPU} and elsewhere[CPU] <= _OF_SHAPES):
+    if elsewhere and not (shapes_elsewhere and elsewhere.keys() == {CPU} and elsewhere[CPU] <= _OF_SHAPES):
         told = "; ".join(f"{name} runs {', '.join(sorted(kinds))}" for name, kinds in sorted(elsewhere.items()))
         return NoReplay("other_provider", f"not all of it is on {provider}: {told}")
     if any(arena.startswith("gpu:") for arena in settings.shrink_arenas):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,8 @@ from ortserve.engine.device.device_region import DeviceRegion
 from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.device.ledger import Ledger
-from ortserve.engine.provider_options import CUDA
+from ortserve.engine.device.use import DEVICE_USES, DeviceUse
+from ortserve.engine.provider_options import CUDA, TENSORRT
 from servers import LONG_S
 
 
@@ -140,9 +142,6 @@ class CpuComputes(CudaDevice):
 
     ort_name = "cpu"
 
-    def provider_options(self, stream: int, *, captures: bool) -> dict[str, str]:
-        return {}
-
 
 def test_batches_go_through_the_door_and_all_is_given_back(tmp_path: Path) -> None:
     runtime = HostRuntime()
@@ -175,13 +174,28 @@ def test_answers_in_pinned_memory_stay_as_they_are_while_they_are_read(tmp_path:
 
 
 def test_the_session_is_told_of_the_stream_and_whether_to_capture() -> None:
-    device = CudaDevice(1, HostRuntime())
-    assert device.provider_options(4711, captures=True) == {
+    cuda, tensorrt = DEVICE_USES[CUDA], DEVICE_USES[TENSORRT]
+    assert cuda.provider_options(4711, captures=True) == {
         "user_compute_stream": "4711",
         "enable_cuda_graph": "1",
         "do_copy_in_default_stream": "1",
     }
-    assert device.provider_options(4711, captures=False)["enable_cuda_graph"] == "0"
+    assert cuda.provider_options(4711, captures=False)["enable_cuda_graph"] == "0"
+    assert tensorrt.provider_options(4711, captures=True) == {
+        "user_compute_stream": "4711",
+        "trt_cuda_graph_enable": "1",
+    }
+    assert tensorrt.provider_options(4711, captures=False)["trt_cuda_graph_enable"] == "0"
+
+
+def test_sessions_of_cuda_and_tensorrt_share_a_gpu_and_its_accounts() -> None:
+    def make(number: int) -> CudaDevice:
+        return CudaDevice(number, HostRuntime())
+
+    devices = Devices({name: replace(use, make=make) for name, use in DEVICE_USES.items()})
+    assert devices.open(CUDA, 1) is devices.open(TENSORRT, 1)
+    assert devices.open(CUDA, 0) is not devices.open(TENSORRT, 1)
+    assert [opened.device.name for opened in devices.opened()] == ["cuda:1", "cuda:0"]
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
@@ -193,8 +207,8 @@ def test_without_cupy_or_a_device_it_is_said_why() -> None:
     def no_cupy(number: int) -> CudaDevice:
         raise ImportError("No module named 'cupy'")
 
-    assert Devices({CUDA: no_cupy}).open(CUDA, 0) == "cupy cannot be used: No module named 'cupy'"
-    few = Devices({CUDA: lambda number: CudaDevice(number, HostRuntime())})
+    assert Devices({CUDA: DeviceUse(no_cupy)}).open(CUDA, 0) == "cupy cannot be used: No module named 'cupy'"
+    few = Devices({CUDA: DeviceUse(lambda number: CudaDevice(number, HostRuntime()))})
     assert few.open(CUDA, 5) == f"{CUDA} has no device 5: there is no CUDA device 5: there are 2"
     assert few.open("OtherExecutionProvider", 0) == "OtherExecutionProvider has none"
     assert few.open(CUDA, 0) is few.open(CUDA, 0)

@@ -9,6 +9,7 @@ from ortserve.engine.device.device_region import DeviceRegion, open_region
 from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.host import HostDevice, Pace
 from ortserve.engine.device.protocol import MemoryInfo
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.provider_options import CUDA
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
 
@@ -20,7 +21,7 @@ class Callers:
 
     def __init__(self, device: HostDevice | None = None) -> None:
         self.device = device or HostDevice(pace=Pace.LATE)
-        self.devices = Devices({CUDA: lambda number: self.device})
+        self.devices = Devices({CUDA: DeviceUse(lambda number: self.device)})
         opened = self.devices.open(CUDA, 0)
         assert isinstance(opened, OpenDevice)
         self.opened = opened
@@ -73,7 +74,7 @@ def test_where_there_is_no_such_gpu_it_is_said_why() -> None:
         raise ImportError("No module named 'cupy'")
 
     with pytest.raises(ServeError) as refused:
-        open_region(Devices({CUDA: no_cupy}), "r", bytes(64), 0, 8)
+        open_region(Devices({CUDA: DeviceUse(no_cupy)}), "r", bytes(64), 0, 8)
     assert refused.value.kind is ErrorKind.INVALID_INPUT
     assert refused.value.message == (
         "failed to register CUDA shared memory region: 'r', GPUs not supported: cupy cannot be used: No module named "

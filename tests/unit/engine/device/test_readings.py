@@ -14,6 +14,7 @@ from ortserve.engine.device.devices import Devices, OpenDevice
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.nvml import Nvml
 from ortserve.engine.device.readings import devices_reader, read_runs
+from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.provider_options import CPU
 from ortserve.telemetry.devices import DeviceReading
 from ortserve.telemetry.metrics import Metrics
@@ -79,7 +80,7 @@ def test_runs_copies_and_memory_are_in_the_metrics(tmp_path: Path) -> None:
 
 
 def test_pinned_memory_is_read_beside_that_of_the_device(tmp_path: Path) -> None:
-    devices = Devices({CPU: HostDevice})
+    devices = Devices({CPU: DeviceUse(HostDevice)})
     opened = devices.open(CPU, 0)
     assert isinstance(opened, OpenDevice)
     account = opened.ledger.open("m/1")
@@ -90,7 +91,7 @@ def test_pinned_memory_is_read_beside_that_of_the_device(tmp_path: Path) -> None
 
 
 def test_devices_are_read_but_not_while_a_graph_is_captured() -> None:
-    devices = Devices({CPU: lambda number: HostDevice(number, total_bytes=100)})
+    devices = Devices({CPU: DeviceUse(lambda number: HostDevice(number, total_bytes=100))})
     read = devices_reader(devices, Nvml(FakeNvml()))
     assert read() == []
     devices.open(CPU, 1)

@@ -1,0 +1,204 @@
+"""Providers that keep one graph a session, as TensorRT's does: each graph has a session of its own."""
+
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from device_models import SIZES, batch_of, landed, numbered, on_device, stream_of_requests
+from models import builders
+from ortserve.engine.device.graph_ids import SETS
+from ortserve.engine.device.host import HostDevice, Pace
+from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.use import DeviceUse
+from ortserve.errors import DeviceLostError, invalid_input
+
+
+class OneEach(HostDevice):
+    """Counts the sessions that are there, and notes which ones captured."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(one_graph_a_session=True, **options)
+        self.sessions: list[weakref.ref[ort.InferenceSession]] = []
+        self.ran_graphs: dict[int, set[int]] = {}
+
+    def note(self, session: ort.InferenceSession) -> ort.InferenceSession:
+        self.sessions.append(weakref.ref(session))
+        return session
+
+    @property
+    def alive(self) -> int:
+        return sum(session() is not None for session in self.sessions)
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if bound.graph_id is not None:
+            self.ran_graphs.setdefault(id(bound.session), set()).add(bound.graph_id)
+        super().run(bound, stream)
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_each_graph_is_kept_and_replayed_by_a_session_of_its_own(tmp_path: Path, pace: Pace) -> None:
+    device = OneEach(pace=pace)
+    path = builders.identity(tmp_path / "m.onnx")
+    with on_device(path, device, captures=True, wrap=device.note) as made:
+        assert made.prepared.replayed == SIZES
+        assert len(device.sessions) == device.alive == 1 + SETS * len(SIZES)
+        assert stream_of_requests(made, 300) == 0
+        assert made.instance.counts.replayed == 300
+        assert not made.instance.counts.plain
+        assert len(device.ran_graphs) == SETS * len(SIZES)
+        assert all(len(graphs) == 1 for graphs in device.ran_graphs.values())
+    assert (device.alive, device.allocated_bytes, device.handles) == (0, 0, 0)
+
+
+def test_a_single_session_would_replay_its_first_batch_for_all_and_is_seen_to(tmp_path: Path) -> None:
+    """Told of such a provider that its sessions keep a graph by each id: nothing of what it captures is believed."""
+    device = OneEach()
+    use = DeviceUse(lambda number: device)
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note, use=use) as made:
+        assert len(device.sessions) == 1
+        assert made.prepared.replayed == made.prepared.bound == ()
+        assert "is another one" in made.prepared.unbound_because
+        assert stream_of_requests(made, 20) == 0
+
+
+def test_what_no_graph_is_for_runs_in_the_session_without(tmp_path: Path) -> None:
+    device = OneEach()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
+        x = numbered(11, 1)
+        (y,) = landed(made.start(batch_of((x,))))
+        assert np.array_equal(y, x)
+        assert made.instance.counts.plain == {"no_bucket": 1}
+        assert id(device.sessions[0]()) not in device.ran_graphs
+
+
+def test_sessions_whose_graphs_are_not_replayed_are_freed_at_once(tmp_path: Path) -> None:
+    class CapturesFew(OneEach):
+        """Captures no more than two rows."""
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id is not None and bound.graph_id >= SETS * 4:
+                raise RuntimeError("CUDA failure 900: operation not permitted when stream is capturing")
+            super().run(bound, stream)
+
+    device = CapturesFew()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
+        assert made.prepared.replayed == (1, 2)
+        assert {rows: text.split(":")[0] for rows, text in made.prepared.not_replayed.items()} == {
+            4: "its capture failed",
+            8: "its capture failed",
+        }
+        assert device.alive == 1 + SETS * 2
+        assert stream_of_requests(made, 50) == 0
+        assert made.instance.counts.replayed
+        assert made.instance.counts.bound
+    assert (device.alive, device.handles) == (0, 0)
+
+
+def test_a_graph_whose_session_cannot_be_opened_is_not_replayed_and_the_size_is_served(tmp_path: Path) -> None:
+    device = OneEach()
+
+    def refuse(session: ort.InferenceSession) -> ort.InferenceSession:
+        if len(device.sessions) == 1 + SETS:
+            raise invalid_input("the engine is of another GPU")
+        return device.note(session)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=refuse) as made:
+        assert made.prepared.replayed == (1,)
+        assert set(made.prepared.not_replayed.values()) == {
+            "its session cannot be opened: the engine is of another GPU"
+        }
+        assert made.instance.counts.not_captured == {"failed": 3}
+        assert stream_of_requests(made, 50) == 0
+    assert (device.alive, device.handles) == (0, 0)
+
+
+def test_a_device_that_is_lost_while_such_a_session_is_opened_fails_the_load(tmp_path: Path) -> None:
+    device = OneEach()
+
+    def lose(session: ort.InferenceSession) -> ort.InferenceSession:
+        if device.sessions:
+            raise DeviceLostError("host:0 is lost: CUDA failure 700")
+        return device.note(session)
+
+    with (
+        pytest.raises(DeviceLostError, match="host:0 is lost"),
+        on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=lose),
+    ):
+        pass
+    assert device.allocated_bytes == 0
+
+
+def test_other_work_goes_on_while_sessions_for_graphs_are_opened(tmp_path: Path) -> None:
+    device = OneEach()
+    entered: list[bool] = []
+
+    def look(session: ort.InferenceSession) -> ort.InferenceSession:
+        if device.sessions:
+            gate = made_gate[0]
+            entered.append(gate.try_enter())
+            gate.leave()
+        return device.note(session)
+
+    made_gate: list[Any] = []
+    path = builders.identity(tmp_path / "m.onnx")
+    with on_device(path, device, captures=True, is_prepared=False, wrap=look) as made:
+        made_gate.append(made.opened.gate)
+        made.instance.prepare(SIZES, lambda rows, seed: (numbered(rows, seed + 1),))
+    assert entered == [True] * SETS * len(SIZES)
+
+
+def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
+    device = OneEach()
+    threads = threading.active_count()
+    path = builders.identity(tmp_path / "m.onnx")
+    for _ in range(100):
+        with on_device(path, device, sizes=(2,), captures=True, wrap=device.note) as made:
+            (y,) = landed(made.start(batch_of((numbered(2, 1),))))
+            del y
+        assert device.alive == 0
+    assert (device.allocated_bytes, device.handles) == (0, 0)
+    assert made.opened.ledger.totals() == {}
+    assert threading.active_count() == threads
+
+
+LOST_AT_THE_END: Final = """
+import sys, weakref
+from pathlib import Path
+from device_models import on_device
+from ortserve.engine.device.host import HostDevice
+
+sessions = []
+def note(session):
+    sessions.append(weakref.ref(session))
+    return session
+
+device = HostDevice(one_graph_a_session=True)
+with on_device(Path(sys.argv[1]), device, sizes=(2,), captures=True, wrap=note) as made:
+    made.opened.lost = sys.argv[2]
+print(*["kept" if session() is not None else "freed" for session in sessions])
+"""
+"""Loads, captures, may lose the device, unloads and ends."""
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"), [("CUDA failure 700", "freed kept kept"), ("", "freed freed freed")], ids=["lost", "well"]
+)
+def test_sessions_with_graphs_on_a_lost_device_are_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
+    path = builders.identity(tmp_path / "m.onnx")
+    process = subprocess.run(
+        [sys.executable, "-c", LOST_AT_THE_END, path, lost],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (process.returncode, process.stdout.strip()) == (0, told), process.stderr
