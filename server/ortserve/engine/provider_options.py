@@ -83,6 +83,11 @@ def _flag(value: str) -> str:
     return values[value.lower()]
 
 
+def _true_or_false(value: str) -> str:
+    """As ONNX Runtime's Python takes TensorRT's flags: 1 and 0 it refuses."""
+    return "true" if _flag(value) == "1" else "false"
+
+
 def _whole(lowest: int, highest: int = 2**63 - 1) -> _Rule:
     def rule(value: str) -> str:
         is_number = value.isascii() and value.removeprefix("-").isdecimal()
@@ -155,35 +160,34 @@ _TENSORRT_RULES: Final[Mapping[str, _Rule]] = {
     "device_id": _whole(0, 1023),
     "has_user_compute_stream": _own,
     "trt_auxiliary_streams": _whole(-1),
-    "trt_bf16_enable": _flag,
-    "trt_build_heuristics_enable": _flag,
+    "trt_bf16_enable": _true_or_false,
+    "trt_build_heuristics_enable": _true_or_false,
     "trt_builder_optimization_level": _whole(0, 5),
-    "trt_context_memory_sharing_enable": _flag,
-    _TENSORRT_GRAPH: _flag,
-    "trt_detailed_build_log": _flag,
+    "trt_context_memory_sharing_enable": _true_or_false,
+    _TENSORRT_GRAPH: _true_or_false,
+    "trt_detailed_build_log": _true_or_false,
     "trt_dla_core": _whole(0),
-    "trt_dla_enable": _flag,
-    "trt_dump_ep_context_model": _flag,
-    "trt_dump_subgraphs": _flag,
-    "trt_engine_cache_enable": _flag,
+    "trt_dla_enable": _true_or_false,
+    "trt_dump_ep_context_model": _true_or_false,
+    "trt_dump_subgraphs": _true_or_false,
+    "trt_engine_cache_enable": _true_or_false,
     "trt_engine_cache_path": _text,
     "trt_engine_cache_prefix": _text,
-    "trt_engine_decryption_enable": _flag,
+    "trt_engine_decryption_enable": _true_or_false,
     "trt_engine_decryption_lib_path": _text,
-    "trt_engine_hw_compatible": _flag,
+    "trt_engine_hw_compatible": _true_or_false,
     "trt_ep_context_embed_mode": _whole(0, 1),
     "trt_ep_context_file_path": _text,
     "trt_external_data_bytestream": _own,
     "trt_external_data_bytestream_size": _own,
     "trt_extra_plugin_lib_paths": _text,
-    "trt_force_sequential_engine_build": _flag,
-    "trt_force_timing_cache": _flag,
-    "trt_fp16_enable": _flag,
+    "trt_force_sequential_engine_build": _true_or_false,
+    "trt_force_timing_cache": _true_or_false,
+    "trt_fp16_enable": _true_or_false,
     "trt_int8_calibration_table_name": _text,
-    "trt_int8_enable": _flag,
-    "trt_int8_use_native_calibration_table": _flag,
-    "trt_layer_norm_fp32_fallback": _flag,
-    "trt_load_user_initializer": _flag,
+    "trt_int8_enable": _true_or_false,
+    "trt_int8_use_native_calibration_table": _true_or_false,
+    "trt_layer_norm_fp32_fallback": _true_or_false,
     "trt_max_partition_iterations": _whole(1),
     "trt_max_workspace_size": _whole(0),
     "trt_min_subgraph_size": _whole(1),
@@ -195,11 +199,11 @@ _TENSORRT_RULES: Final[Mapping[str, _Rule]] = {
     "trt_profile_max_shapes": _text,
     "trt_profile_min_shapes": _text,
     "trt_profile_opt_shapes": _text,
-    "trt_sparsity_enable": _flag,
+    "trt_sparsity_enable": _true_or_false,
     "trt_tactic_sources": _text,
-    "trt_timing_cache_enable": _flag,
+    "trt_timing_cache_enable": _true_or_false,
     "trt_timing_cache_path": _text,
-    "trt_weight_stripped_engine_enable": _flag,
+    "trt_weight_stripped_engine_enable": _true_or_false,
     "user_compute_stream": _own,
 }
 _PRECISIONS: Final = {"FP32": "f32", "FP16": "f16", "BF16": "bf16"}
@@ -234,7 +238,7 @@ def _check_tensorrt(options: Mapping[str, str]) -> None:
         ("trt_timing_cache_enable", "trt_timing_cache_path"),
     ):
         # Else files would be written to wherever the server was started.
-        if options.get(enable) == "1" and path not in options:
+        if options.get(enable) == "true" and path not in options:
             raise _invalid(TENSORRT, f"{path}: expected a folder beside {enable}, got nothing")
 
 

@@ -26,7 +26,7 @@ def why_built_anew(options: Mapping[str, str]) -> str:
     """
     if not any(key in options for key in _KEYS):
         return "expected buckets or trt_profile_…_shapes, without which engines are built at each new shape"
-    if options.get("trt_engine_cache_enable") != "1":
+    if options.get("trt_engine_cache_enable") != "true":
         return "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions"
     return ""
 

@@ -35,7 +35,7 @@ PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "m
         (
             TENSORRT,
             {"trt_fp16_enable": "true", "trt_auxiliary_streams": "-1"},
-            {"trt_fp16_enable": "1"} | {"trt_auxiliary_streams": "-1"},
+            {"trt_fp16_enable": "true", "trt_auxiliary_streams": "-1"},
         ),
         (TENSORRT, PROFILE, PROFILE),
         (TENSORRT, {"trt_cuda_graph_enable": "true"}, {}),  # which sessions are told so is decided for each
@@ -43,7 +43,7 @@ PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "m
         (
             TENSORRT,
             {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"},
-            {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"},
+            {"trt_engine_cache_enable": "true", "trt_engine_cache_path": "/engines"},
         ),
         ("AnotherExecutionProvider", {"anything": "goes"}, {"anything": "goes"}),
     ],

@@ -107,7 +107,7 @@ def test_wish_may_bring_options_which_go_to_its_own_provider_only() -> None:
     choice = choose_provider(wishes, offering(TENSORRT, CUDA, CPU))
     assert (choice.name, choice.device_id, choice.passed_over) == (TENSORRT, 1, ())
     assert attached(choice) == [
-        (TENSORRT, {"trt_fp16_enable": "1", "device_id": "1"}),
+        (TENSORRT, {"trt_fp16_enable": "true", "device_id": "1"}),
         (CUDA, CUDA_DEFAULTS | {"device_id": "1"}),
         (CPU, {}),
     ]

@@ -124,7 +124,7 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
         assert opened.no_replay.because == (f"each graph has a session of its own: {because}" if because else silent)
     else:
         assert opened.no_replay is None
-    assert [options["trt_cuda_graph_enable"] for options in told] == ["0"]
+    assert [options["trt_cuda_graph_enable"] for options in told] == ["false"]
     opened.abandon()
 
 

@@ -20,6 +20,7 @@ class DeviceUse:
         make: Makes its devices. Providers that share this share the devices.
         stream_option: The provider's option for the stream that it shall compute on; empty where it has none.
         capture_option: The one for a session that captures graphs; empty where there is none.
+        no_and_yes: How the provider spells its value.
         options: Others that it is to be told.
         one_graph_a_session: A session that captures keeps a single graph and replays it in every run, whatever id the
             run has. So it needs a session for each graph, and another for all else.
@@ -28,6 +29,7 @@ class DeviceUse:
     make: MakeDevice
     stream_option: str = ""
     capture_option: str = ""
+    no_and_yes: tuple[str, str] = ("0", "1")
     options: Mapping[str, str] = field(default_factory=dict)
     one_graph_a_session: bool = False
 
@@ -42,7 +44,7 @@ class DeviceUse:
         if self.stream_option:
             told[self.stream_option] = str(stream)
         if self.capture_option:
-            told[self.capture_option] = "1" if captures else "0"
+            told[self.capture_option] = self.no_and_yes[captures]
         return told
 
 
@@ -51,9 +53,13 @@ DEVICE_USES: Final[Mapping[str, DeviceUse]] = {
         CudaDevice,
         "user_compute_stream",
         "enable_cuda_graph",
-        {"do_copy_in_default_stream": "1"},  # 0 can race (microsoft/onnxruntime#4829), and has nothing to copy here
+        options={
+            "do_copy_in_default_stream": "1"
+        },  # 0 can race (microsoft/onnxruntime#4829), and has nothing to copy here
     ),
     # Its provider (1.31.1) does not read ``gpu_graph_id``.
-    TENSORRT: DeviceUse(CudaDevice, "user_compute_stream", "trt_cuda_graph_enable", one_graph_a_session=True),
+    TENSORRT: DeviceUse(
+        CudaDevice, "user_compute_stream", "trt_cuda_graph_enable", ("false", "true"), one_graph_a_session=True
+    ),
 }
 """By execution provider, in full."""

@@ -183,9 +183,9 @@ def test_the_session_is_told_of_the_stream_and_whether_to_capture() -> None:
     assert cuda.provider_options(4711, captures=False)["enable_cuda_graph"] == "0"
     assert tensorrt.provider_options(4711, captures=True) == {
         "user_compute_stream": "4711",
-        "trt_cuda_graph_enable": "1",
+        "trt_cuda_graph_enable": "true",
     }
-    assert tensorrt.provider_options(4711, captures=False)["trt_cuda_graph_enable"] == "0"
+    assert tensorrt.provider_options(4711, captures=False)["trt_cuda_graph_enable"] == "false"
 
 
 def test_sessions_of_cuda_and_tensorrt_share_a_gpu_and_its_accounts() -> None:

@@ -1,0 +1,108 @@
+"""The options of CUDA's and TensorRT's providers, put before ONNX Runtime's own package for GPUs."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from apart import UnavailableError
+from gpu_package import environment_of
+from models import builders
+from ortserve.engine.device.use import DEVICE_USES
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.provider_options import _RULES, CPU, CUDA, TENSORRT, make_provider_options
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session
+from ortserve.engine.tensorrt_profiles import profile_shapes
+from servers import LONG_S
+
+_TRY: Final = """
+import json, sys
+import onnxruntime as ort
+from ortserve.engine.ort_errors import ORT_ERRORS
+
+def problem(provider, options):
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 4
+    try:
+        ort.InferenceSession(sys.argv[1], settings, providers=[(provider, options)], enable_fallback=0)
+    except ORT_ERRORS as error:
+        return str(error)
+    return ""
+
+ort.set_default_logger_severity(4)
+json.dump([problem(*one) for one in json.load(sys.stdin)], sys.stdout)
+"""
+"""Opens a session for each pair of a provider and its options; says what became of each."""
+
+_REFUSED: Final = re.compile(
+    r"Unknown provider option|Failed to parse provider option(?!.*Invalid device ID: \d+, must be between 0)|"
+    r"Invalid TensorRT EP option|The value for the key",
+    re.DOTALL,
+)
+_VALUES: Final = ("1", "0", "7", "-1", "1048576", "kSameAsRequested", "EXHAUSTIVE", "DEFAULT", "/a/folder", "x:1x64")
+
+
+@pytest.fixture(params=[CUDA, TENSORRT])
+def provider(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> list[bool]:
+    """Which of these options ONNX Runtime refuses; of others it goes on to miss the GPU."""
+    try:
+        environment = environment_of("cuda" if provider == CUDA else "tensorrt")
+    except UnavailableError as error:
+        pytest.skip(f"ONNX Runtime's package for GPUs cannot be had here: {error}")
+    told = subprocess.run(
+        [sys.executable, "-c", _TRY, path],
+        input=json.dumps([[provider, one] for one in options]),
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LONG_S,
+        check=True,
+    )
+    problems: list[str] = json.loads(told.stdout)
+    assert all(problems), "there is no GPU, so that no session can be opened"
+    return [_REFUSED.search(problem) is not None for problem in problems]
+
+
+def test_what_is_checked_here_is_taken_by_onnx_runtime_as_it_is_told(tmp_path: Path, provider: str) -> None:
+    options: list[dict[str, str]] = []
+    for name, rule in _RULES[provider].items():
+        for value in _VALUES:
+            try:
+                options.append({name: rule(value)})
+            except ValueError:
+                continue
+    assert len({name for option in options for name in option}) > 15
+    taken = refused(builders.mlp(tmp_path / "m.onnx"), provider, options)
+    assert [option for option, is_refused in zip(options, taken, strict=True) if is_refused] == []
+
+
+def test_what_is_refused_here_would_be_there(tmp_path: Path, provider: str) -> None:
+    """Not that a name is there which nobody takes, or that a wrong value would have passed for a right one."""
+    wrong = [{"no_such_option": "1"}, {"trt_fp16_enable" if provider == TENSORRT else "use_tf32": "maybe"}]
+    assert refused(builders.mlp(tmp_path / "m.onnx"), provider, wrong) == [True, True]
+
+
+def test_what_sessions_on_buffers_are_told_is_taken(tmp_path: Path, provider: str) -> None:
+    use = DEVICE_USES[provider]
+    told = [use.provider_options(2**63 - 1, captures=captures) for captures in (False, True)]
+    assert refused(builders.mlp(tmp_path / "m.onnx"), provider, told) == [False, False]
+
+
+def test_defaults_and_profiles_are_taken(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "m.onnx")
+    signature = read_signature(open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1)), path)
+    profile = profile_shapes(signature, (1, 8), {})
+    assert profile
+    assert refused(path, TENSORRT, [make_provider_options(TENSORRT, {}), profile]) == [False, False]
+    assert refused(path, CUDA, [make_provider_options(CUDA, {})]) == [False]
