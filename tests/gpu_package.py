@@ -1,14 +1,18 @@
-"""ONNX Runtime's package for GPUs on a machine without one, with libraries in the place of NVIDIA's that do nothing.
+"""ONNX Runtime's package for GPUs on a machine without one, with libraries in the place of NVIDIA's.
 
-Which options its providers take, and how spelled, it says before it asks anything of a GPU.
+Two kinds of them: some do nothing, as which options a provider takes, and how spelled, it says before it asks anything
+of a GPU. The others are a CUDA runtime on host memory (``host_cuda/runtime.cpp``), on which the CUDA provider opens
+sessions, copies, captures and replays.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -16,79 +20,140 @@ from typing import Final
 from apart import CACHE, UnavailableError, installed_apart, keep, run_tool
 
 _VERSION: Final = version("onnxruntime")
-_PROVIDERS: Final = {
-    "cuda": ("libonnxruntime_providers_cuda.so", {"cu": "libcuda.so.1"}),
-    # Not the driver, without which it gives up as soon as it has read its options.
-    "tensorrt": ("libonnxruntime_providers_tensorrt.so", {"create": "libnvinfer.so.10", "get": "libnvinfer.so.10"}),
+_PIP: Final = ("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1")
+_HEADERS: Final = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88")
+_HOST_CUDA: Final = Path(__file__).parent / "host_cuda"
+_SOURCES: Final = {
+    "libcudart.so.13": "runtime.cpp",
+    "libcublas.so.13": "cublas.cpp",
+    "libcublasLt.so.13": "cublas.cpp",
+    "libcuda.so.1": "driver.cpp",
 }
-"""By provider its own library, and where names without a version come from, by how they begin."""
-_SYSTEM: Final = (
-    "GLIBC",
-    "CXXABI",
-    "GCC_",
-    "ld-linux",
-    "libstdc++",
-    "libgcc",
-    "libc.",
-    "libm.",
-    "libdl",
-    "librt",
-    "libpth",
-)
-_OBJECTS: Final = """
+_UNVERSIONED: Final = {"cuTensor": "libcuda.so.1", "create": "libnvinfer.so.10", "getInfer": "libnvinfer.so.10"} | {
+    "getPlugin": "libnvinfer.so.10"
+}
+"""Where functions come from that have no version, by how their names begin."""
+_SYSTEM: Final = ("GLIBC", "CXXABI", "GCC_", "ld-", "libstdc++", "libgcc", "libc.", "libm.", "libdl", "librt", "libpth")
+_AN_OBJECT: Final = """
 static long nothing(void) { return 0; }
 static void *methods[256], *object[512] = {methods};
 static void *an_object(void) { for (int i = 0; i < 256; i++) methods[i] = (void *)nothing; return object; }
 """
+"""What C++ takes for an object all of whose methods do nothing."""
 
 
-def environment_of(provider: str) -> dict[str, str]:
-    """For a process that imports the package for GPUs, in which ``cuda`` or ``tensorrt`` finds its libraries.
+def environment_for_options(provider: str) -> dict[str, str]:
+    """For a process in which ``cuda`` or ``tensorrt`` finds libraries that do nothing.
 
     Raises:
         UnavailableError: The package cannot be installed here, or there are no tools to make libraries with.
     """
-    options = ("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1")
-    package = installed_apart(f"onnxruntime-gpu-{_VERSION}", *options, f"onnxruntime-gpu=={_VERSION}")
-    libraries = CACHE / f"in-nvidias-place-{_VERSION}-{provider}"
-    if not libraries.exists():
-        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-            whole = Path(scratch) / "whole"
-            whole.mkdir()
-            _make_libraries(provider, package / "onnxruntime" / "capi", whole)
-            keep(whole, libraries)
+
+    def make(folder: Path) -> None:
+        for home, functions in _needed(_provider(provider)).items():
+            if provider == "tensorrt" and home == "libcuda.so.1":
+                continue  # without the driver it gives up as soon as it has read its options
+            answer = "(long)an_object()" if home.startswith("libnv") else "0"
+            source = folder / "source.c"
+            source.write_text(_AN_OBJECT + "".join(f"long {name}(void) {{ return {answer}; }}\n" for name in functions))
+            _link(home, [source], folder)
+
+    return _environment(_made(f"in-nvidias-place-{_VERSION}-{provider}", make))
+
+
+def environment_on_host_memory(**settings: str) -> dict[str, str]:
+    """For a process in which the CUDA provider, and what the server takes of cupy, work on host memory.
+
+    Args:
+        settings: ``pace`` (late, any or at_once), ``devices`` and ``bytes`` of each; see ``host_cuda/runtime.cpp``.
+
+    Raises:
+        UnavailableError: As ``environment_for_options``.
+    """
+    headers = installed_apart(f"headers-of-{'-'.join(_HEADERS)}", *_PIP, *_HEADERS) / "nvidia" / "cu13" / "include"
+    digest = hashlib.sha256()
+    for source in sorted(set(_SOURCES.values())):
+        digest.update((_HOST_CUDA / source).read_bytes())
+
+    def make(folder: Path) -> None:
+        needed = _needed(_provider("cuda"))
+        for home in sorted(needed, key=lambda home: home != "libcudart.so.13"):  # first what others are linked with
+            parts: list[Path] = []
+            if home in _SOURCES:
+                parts.append(folder / "source.o")
+                flags = ["-c", "-O2", "-std=c++17", "-fPIC", "-isystem", str(headers)]
+                run_tool(["g++", *flags, str(_HOST_CUDA / _SOURCES[home]), "-o", str(parts[0])])
+            there = {
+                line.split()[-1] for part in parts for line in _output("nm", str(part)).splitlines() if " T " in line
+            }
+            rest = folder / "rest.c"
+            rest.write_text(
+                "".join(f"int {name}(void) {{ return 801; }}\n" for name in needed[home] if name not in there)
+            )
+            _link(home, [*parts, rest], folder, with_runtime=home != "libcudart.so.13")
+
+    libraries = _made(f"host-cuda-{_VERSION}-{digest.hexdigest()[:12]}", make)
+    told = {f"HOST_CUDA_{name.upper()}": value for name, value in settings.items()}
+    return _environment(libraries, _HOST_CUDA) | told
+
+
+def _package() -> Path:
+    """The folder that it is imported from, in which no distribution says that it is installed beside the CPU's."""
+    whole = installed_apart(f"onnxruntime-gpu-{_VERSION}", *_PIP, f"onnxruntime-gpu=={_VERSION}")
+    return _made(
+        f"onnxruntime-gpu-{_VERSION}-alone", lambda folder: (folder / "onnxruntime").symlink_to(whole / "onnxruntime")
+    )
+
+
+def _provider(name: str) -> Path:
+    return _package() / "onnxruntime" / "capi" / f"libonnxruntime_providers_{name}.so"
+
+
+def _environment(libraries: Path, *folders: Path) -> dict[str, str]:
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(package), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(_package()), *map(str, folders), *sys.path]),
         "LD_LIBRARY_PATH": str(libraries),
         "ORT_DISABLE_TELEMETRY": "1",
     }
 
 
-def _make_libraries(provider: str, capi: Path, folder: Path) -> None:
-    """Each that the provider's own library needs, with all the functions that it takes from it."""
-    if missing := [tool for tool in ("gcc", "nm", "readelf") if shutil.which(tool) is None]:
-        raise UnavailableError(f"there is no {', '.join(missing)}")
-    library, homes = _PROVIDERS[provider]
+def _made(name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that is made once a machine."""
+    folder = CACHE / name
+    if not folder.exists():
+        if missing := [tool for tool in ("gcc", "g++", "nm", "readelf") if shutil.which(tool) is None]:
+            raise UnavailableError(f"there is no {', '.join(missing)}")
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            whole = Path(scratch) / "whole"
+            whole.mkdir()
+            make(whole)
+            keep(whole, folder)
+    return folder
+
+
+def _needed(library: Path) -> Mapping[str, list[str]]:
+    """The libraries of NVIDIA's that a library needs, and the functions that it takes from each."""
     functions: dict[str, list[str]] = defaultdict(list)
-    for line in _output("readelf", "-d", str(capi / library)).splitlines():
-        needed = line.partition("[")[2].rstrip("]")
-        if "NEEDED" in line and not needed.startswith(_SYSTEM):
-            functions[needed] = []
-    for line in _output("nm", "-D", "--undefined-only", str(capi / library)).splitlines():
+    for line in _output("readelf", "-d", str(library)).splitlines():
+        home = line.partition("[")[2].rstrip("]")
+        if "NEEDED" in line and not home.startswith(_SYSTEM):
+            functions[home] = []
+    for line in _output("nm", "-D", "--undefined-only", str(library)).splitlines():
         name, _, home = line.split()[-1].partition("@")
-        home = home.lstrip("@") or next((homes[start] for start in homes if name.startswith(start)), "")
+        home = home.lstrip("@") or next((_UNVERSIONED[start] for start in _UNVERSIONED if name.startswith(start)), "")
         if home and not home.startswith(_SYSTEM):
             functions[home].append(name)
-    for home, names in functions.items():
-        source, script = folder / "source.c", folder / "versions"
-        # What is named after creating or getting hands out an object, in C++ a table of methods in front.
-        bodies = [
-            f"void *{name}(void) {{ return {'an_object()' if home.startswith('libnv') else '0'}; }}" for name in names
-        ]
-        source.write_text(_OBJECTS + "\n".join(bodies))
-        script.write_text(f"{home} {{ global: {'; '.join(names) or 'nothing_of_it'}; local: *; }};\n")
-        made = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{home}", f"-Wl,--version-script={script}", str(source)]
-        run_tool(["gcc", *made, "-o", str(folder / home)])
+    return functions
+
+
+def _link(home: str, parts: list[Path], folder: Path, *, with_runtime: bool = False) -> None:
+    versions = folder / "versions"
+    versions.write_text(f"{home} {{ global: *; }};\n")
+    flags = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{home}", f"-L{folder}"]
+    if home not in _UNVERSIONED.values():
+        flags.append(f"-Wl,--version-script={versions}")
+    others = ["-l:libcudart.so.13"] if with_runtime else []
+    run_tool(["gcc", *flags, *map(str, parts), "-lstdc++", *others, "-o", str(folder / home)])
 
 
 def _output(*command: str) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 
 from apart import UnavailableError
-from gpu_package import environment_of
+from gpu_package import environment_for_options
 from models import builders
 from ortserve.engine.device.use import DEVICE_USES
 from ortserve.engine.model_signature import read_signature
@@ -57,7 +57,7 @@ def provider(request: pytest.FixtureRequest) -> str:
 def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> list[bool]:
     """Which of these options ONNX Runtime refuses; of others it goes on to miss the GPU."""
     try:
-        environment = environment_of("cuda" if provider == CUDA else "tensorrt")
+        environment = environment_for_options("cuda" if provider == CUDA else "tensorrt")
     except UnavailableError as error:
         pytest.skip(f"ONNX Runtime's package for GPUs cannot be had here: {error}")
     told = subprocess.run(

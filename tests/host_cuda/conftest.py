@@ -1,0 +1,5 @@
+"""Collected where a CUDA runtime on host memory is: ``tests/integration/test_host_cuda`` starts such runs."""
+
+import os
+
+collect_ignore_glob = [] if "HOST_CUDA_PACE" in os.environ else ["test_*.py"]

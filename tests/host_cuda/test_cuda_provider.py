@@ -1,0 +1,338 @@
+"""What ONNX Runtime's own CUDA provider does with what the server gives it, counted at the CUDA runtime's door."""
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from device_models import SIZES, OnDevice, batch_of, landed, numbered, on_device
+from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.engine.device.cuda import CudaDevice
+from ortserve.engine.device.devices import OpenDevice
+from ortserve.engine.device.graph_ids import SETS
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.preparation import CAPTURING_RUNS
+from ortserve.engine.provider_options import CUDA
+from ortserve.engine.runtime import Runtime
+from ortserve.errors import OutOfMemoryError
+from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.registry.loaded import LoadedModel
+from ortserve.registry.loader import load_model
+from ortserve.registry.properties import describe_properties
+from servers import LONG_S
+
+_LIBRARY = ctypes.CDLL("libcudart.so.13")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+ALLOCATES = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost")
+
+
+def calls(*names: str) -> list[int]:
+    return [_LIBRARY.host_cuda_calls(name.encode()) for name in names]
+
+
+@contextmanager
+def counted(*names: str) -> Iterator[list[int]]:
+    """How often these were called within; filled in at its end."""
+    before, counts = calls(*names), list[int]()
+    yield counts
+    counts += [after - one for after, one in zip(calls(*names), before, strict=True)]
+
+
+def what_is_there() -> tuple[int, int]:
+    """Bytes of device memory, and streams, events, graphs and pinned memory."""
+    gc.collect()
+    return _LIBRARY.host_cuda_bytes(), _LIBRARY.host_cuda_handles()
+
+
+@contextmanager
+def on_cuda(path: Path, *, sizes: tuple[int, ...] = SIZES, captures: bool = True) -> Iterator[OnDevice]:
+    with on_device(path, CudaDevice(0), provider=CUDA, sizes=sizes, captures=captures) as made:
+        assert made.prepared.bound == sizes, made.prepared
+        assert made.prepared.replayed == (sizes if captures else ()), made.prepared
+        yield made
+
+
+WEIGHTS = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+
+
+def multiplying(path: Path) -> Path:
+    """Rows times a matrix, twice: weights on the device, and calls of cuBLAS."""
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("MatMul", ["h", "w"], ["y"])],
+        "multiplying",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 16])],
+        [numpy_helper.from_array(WEIGHTS, "w")],
+    )
+    return write(graph, path)
+
+
+def looping(path: Path) -> Path:
+    """Rows as they are, carried through a loop of one turn."""
+    carried = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("before", "after")]
+    goes_on = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("is_on", "goes_on")]
+    turn = helper.make_tensor_value_info("turn", TensorProto.INT64, [])
+    nodes = [helper.make_node("Identity", [a], [b]) for a, b in (("is_on", "goes_on"), ("before", "after"))]
+    body = helper.make_graph(nodes, "body", [turn, goes_on[0], carried[0]], [goes_on[1], carried[1]])
+    once = numpy_helper.from_array(np.array(1, np.int64), "once")
+    return write(identity_graph([helper.make_node("Loop", ["once", "", "x"], ["y"], body=body)], [once]), path)
+
+
+def searching(path: Path) -> Path:
+    """Rows as they are, beside a node that there is for the CPU alone."""
+    nodes = [
+        helper.make_node("Identity", ["x"], ["y"]),
+        helper.make_node("Unique", ["x"], ["found"]),
+        helper.make_node("Shape", ["found"], ["z"]),
+    ]
+    return write(identity_graph(nodes, []), path)
+
+
+def identity_graph(nodes: Sequence[onnx.NodeProto], weights: Sequence[onnx.TensorProto]) -> onnx.GraphProto:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in ("x", "y"))
+    return helper.make_graph(nodes, "identity", [x], [y], weights)
+
+
+def write(graph: onnx.GraphProto, path: Path) -> Path:
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    return path
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
+def test_a_batch_is_enqueued_and_waited_for_once(tmp_path: Path, captures: bool) -> None:
+    with on_cuda(multiplying(tmp_path / "m.onnx"), captures=captures) as made:
+        x = np.random.default_rng(1).standard_normal((4, 16)).astype(np.float32)
+        kept = [landed(made.start(batch_of((x,)))) for _ in range(3)]  # so that there is memory for answers
+        del kept
+        with counted(*WAITS) as waits, counted(*ALLOCATES) as allocates, counted("cudaMemcpyAsync") as copies:
+            for _ in range(10):
+                (y,) = landed(made.start(batch_of((x,))))
+                np.testing.assert_allclose(y, made.plainly((x,))[0], rtol=1e-4)
+        assert waits == [0, 0, 10, 0], dict(zip(WAITS, waits, strict=True))
+        assert allocates == [0, 0, 0, 0], dict(zip(ALLOCATES, allocates, strict=True))
+        assert copies == [20]
+
+
+def test_each_graph_is_captured_once_and_replayed_by_one_launch(tmp_path: Path) -> None:
+    with (
+        counted("cudaStreamBeginCapture", "cudaGraphInstantiate") as captured,
+        on_cuda(multiplying(tmp_path / "m.onnx")) as made,
+    ):
+        x = np.ones((8, 16), np.float32)
+        with counted("cudaGraphLaunch", "cudaLaunchHostFunc", "cudaStreamBeginCapture") as launched:
+            for _ in range(7):
+                landed(made.start(batch_of((x,))))
+        assert launched == [7, 0, 0]
+    assert captured == [SETS * len(SIZES)] * 2
+
+
+def test_the_first_run_with_an_id_captures_and_launches(tmp_path: Path) -> None:
+    """So ``CAPTURING_RUNS`` is more than this ONNX Runtime needs."""
+    with on_cuda(builders.identity(tmp_path / "m.onnx"), sizes=(8,)) as made:
+        binding = made.instance.binding
+        assert binding is not None
+
+        def run_once() -> list[int]:
+            bound = binding.bind(3, binding.sets[0], is_graph=True, is_waited_for=True)
+            with counted("cudaStreamBeginCapture", "cudaGraphLaunch") as counts:
+                binding.capture(bound, binding.sets[0], (numbered(3, 1),), 1)
+            return counts
+
+        assert made.instance.call(run_once) == [1, 1]
+        assert made.instance.call(run_once) == [0, 1]
+        assert CAPTURING_RUNS > 1
+
+
+def test_runs_of_neither_id_neither_capture_nor_replay(tmp_path: Path) -> None:
+    with (
+        on_cuda(builders.identity(tmp_path / "m.onnx"), sizes=(2,)) as made,
+        counted("cudaStreamBeginCapture", "cudaGraphLaunch") as counts,
+    ):
+        x = numbered(5, 1)
+        assert np.array_equal(landed(made.start(batch_of((x,))))[0], x)
+        assert made.instance.counts.plain["no_bucket"] == 1
+    assert counts == [0, 0]
+
+
+def test_a_graph_is_its_threads_alone(tmp_path: Path) -> None:
+    """Why captures and replays are the worker's: to another thread the graph is not there, and is captured anew."""
+    with on_cuda(builders.identity(tmp_path / "m.onnx"), sizes=(2,)) as made:
+        binding = made.instance.binding
+        assert binding is not None
+        bound = binding.bind(2, binding.sets[0], is_graph=True, is_waited_for=True)
+        with counted("cudaStreamBeginCapture") as elsewhere:
+            thread = threading.Thread(target=bound.session.run_with_iobinding, args=(bound.binding, bound.options))
+            thread.start()
+            thread.join()
+        with counted("cudaStreamBeginCapture") as on_worker:
+            made.instance.call(lambda: bound.session.run_with_iobinding(bound.binding, bound.options))
+        assert (elsewhere, on_worker) == ([1], [0])
+
+
+def load(path: Path, runtime: Runtime, **options: Any) -> LoadedModel:
+    """As the server does, on the devices and with the gate of ``runtime``."""
+    chosen: dict[str, Any] = {"execution_providers": ("cuda",), "warmup_s": 0.2, "buckets": SIZES, "graph_replay": True} | options
+    trials = CaptureTrials(timeout_s=LONG_S)
+    return load_model(path, "m/1", ModelOptions(**chosen), time.monotonic_ns, None, runtime, trials)
+
+
+def device_instances(loaded: LoadedModel) -> list[DeviceInstance]:
+    return [instance for instance in loaded.instances if isinstance(instance, DeviceInstance)]
+
+
+def test_batches_of_one_model_and_captures_of_others_do_not_meet(tmp_path: Path) -> None:
+    """Each would break the other: a capture bears no copy, allocation or wait of any thread."""
+    path, runtime = multiplying(tmp_path / "m.onnx"), Runtime()
+    x = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
+    loaded = load(path, runtime)
+    (serving,) = device_instances(loaded)
+    right = x @ WEIGHTS @ WEIGHTS
+    is_over, problems, answered = threading.Event(), list[str](), 0
+
+    def call() -> None:
+        nonlocal answered
+        while not is_over.is_set():
+            for rows in (4, 3):  # replayed, and plain, which allocates and waits
+                outcome = serving.run(batch_of((x[:rows],)))
+                if not np.allclose(outcome.outputs[0], right[:rows], rtol=1e-4):
+                    problems.append("wrong rows")
+                answered += 1
+
+    callers = [threading.Thread(target=call) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    try:
+        for _ in range(5):
+            other = load(path, runtime)
+            assert other.on_device.replayed == SIZES, other.on_device
+            other.instances[0].close()
+    finally:
+        is_over.set()
+        for caller in callers:
+            caller.join()
+        loaded.instances[0].close()
+    assert problems == []
+    assert answered > 100
+    assert serving.counts.plain.keys() == {"no_bucket", "not_prepared"}
+
+
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (looping, "control flow"),
+        (searching, "all compute graph nodes have not been partitioned to the CUDAExecutionProvider"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_as_the_provider_places_it_and_served_plainly(
+    tmp_path: Path, build: Callable[[Path], Path], told: str
+) -> None:
+    loaded = load(build(tmp_path / "m.onnx"), Runtime(), buckets=(2,), batched=True)
+    (instance,) = device_instances(loaded)
+    try:
+        assert loaded.on_device.replayed == ()
+        properties = describe_properties(loaded, 2)
+        assert told in properties["graph_replay"], properties["graph_replay"]
+        x = numbered(2, 1)
+        assert np.array_equal(instance.run(batch_of((x,))).outputs[0], x)
+    finally:
+        instance.close()
+
+
+def test_instances_are_on_their_own_gpus(tmp_path: Path) -> None:
+    """Two, as the run was started. A copy to an address of none would lose the device."""
+    runtime = Runtime()
+    loaded = load(multiplying(tmp_path / "m.onnx"), runtime, instances=3, gpus=(1, 0))
+    instances = device_instances(loaded)
+    try:
+        assert loaded.device_ids == (1, 0, 1)
+        assert [opened.device.name for opened in runtime.devices.opened()] == ["cuda:1", "cuda:0"]
+        x = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
+        for instance in instances:
+            np.testing.assert_allclose(instance.run(batch_of((x,))).outputs[0], x @ WEIGHTS @ WEIGHTS, rtol=1e-4)
+        used = [opened.device.memory().total_bytes - free_bytes(opened) for opened in runtime.devices.opened()]
+        assert used[0] > used[1] > 0
+    finally:
+        for instance in instances:
+            instance.close()
+
+
+def free_bytes(opened: OpenDevice) -> int:
+    opened.device.use()
+    return opened.device.memory().free_bytes
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
+def test_all_is_given_back(tmp_path: Path, captures: bool) -> None:
+    path = multiplying(tmp_path / "m.onnx")
+    before = what_is_there()
+    for _ in range(30):
+        with on_cuda(path, captures=captures) as made:
+            x = np.ones((3, 16), np.float32)
+            landed(made.start(batch_of((x,), bucket=4)))
+            landed(made.start(batch_of((x,))))
+        del made
+    assert what_is_there() == before
+
+
+def test_the_providers_own_words_for_too_little_memory_make_batches_smaller(tmp_path: Path) -> None:
+    path = builders.identity(tmp_path / "m.onnx", shape=("batch", 2**16))
+    options = {"gpu_mem_limit": str(4 * 2**20)}
+    with on_device(path, CudaDevice(0), provider=CUDA, sizes=(1,), options=options) as made:
+        with pytest.raises(OutOfMemoryError):
+            landed(made.start(batch_of((numbered(32, 1, 2**16),))))
+        x = numbered(2, 1, 2**16)
+        assert np.array_equal(landed(made.start(batch_of((x,))))[0], x)
+        assert not made.instance.lost
+
+
+_LOSE = """
+import sys
+from pathlib import Path
+from test_cuda_provider import _LIBRARY, batch_of, landed, numbered, on_cuda
+from ortserve.errors import DeviceLostError
+
+with on_cuda(Path(sys.argv[1]), captures=sys.argv[2] == "True") as made:
+    made.instance.call(lambda: _LIBRARY.host_cuda_lose(int(sys.argv[3])))
+    for _ in range(2):
+        try:
+            landed(made.start(batch_of((numbered(2, 1),))))
+        except DeviceLostError as error:
+            print(error.message)
+    assert made.instance.lost
+print("closed")
+"""
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
+@pytest.mark.parametrize("error", [700, 719])
+def test_a_lost_device_is_known_by_its_error_and_closed_without_harm(
+    tmp_path: Path, captures: bool, error: int
+) -> None:
+    path = builders.identity(tmp_path / "m.onnx")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    run = subprocess.run(
+        [sys.executable, "-c", _LOSE, path, str(captures), str(error)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    first, second, closed = run.stdout.splitlines()
+    assert first == second
+    assert first.startswith("cuda:0 is lost: ")
+    assert closed == "closed"

@@ -1,0 +1,193 @@
+"""ONNX Runtime's own CUDA provider, and all of ours above it, on a CUDA runtime of host memory in a GPU's place.
+
+What kernels compute is not there, so these models copy, or multiply. All else is the real thing: sessions, streams,
+bindings, captures and replays of the provider, and a server in front of them.
+"""
+
+import base64
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+
+from apart import UnavailableError
+from gpu_package import environment_on_host_memory
+from models import builders
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving, wait_for_sample
+
+TESTS: Final = Path(__file__).parents[1]
+OF_GPU: Final = "every_type or under_the_id or overlapping or another_process or really_runs"
+"""The tests that need a GPU, but for those whose models compute by kernels."""
+DEVICES: Final = 2
+
+WISHES: Final[dict[str, dict[str, Any]]] = {
+    "replayed": {"execution_providers": ["cuda"], "graph_replay": True, "buckets": [1, 2, 4]},
+    "bound": {"execution_providers": ["cuda", "cpu"], "max_rows": 4},
+    "plain": {"execution_providers": ["cuda"], "device_buffers": False},
+    "spread": {"execution_providers": ["cuda"], "instances": 2, "gpus": [0, 1], "buckets": [4]},
+    "behind": {"execution_providers": ["tensorrt", "cuda", "cpu"], "allow_fallback": True, "buckets": [2]},
+    "refused": {"execution_providers": ["tensorrt", "cuda", "cpu"]},
+}
+
+
+def host_cuda(**settings: str) -> dict[str, str]:
+    try:
+        return environment_on_host_memory(**{"pace": "late", "devices": str(DEVICES)} | settings)
+    except UnavailableError as error:
+        pytest.skip(f"ONNX Runtime's package for GPUs cannot be had here: {error}")
+
+
+def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
+    """What a run of pytest of its own says, which must go well and skip nothing."""
+    alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-o", "faulthandler_timeout=60", *alone, *arguments],
+        cwd=TESTS.parent,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    assert "skipped" not in run.stdout.splitlines()[-1], run.stdout
+    return run.stdout
+
+
+@pytest.mark.parametrize("pace", ["late", "any"])
+def test_the_tests_of_a_gpu_pass_whose_models_only_copy(pace: str) -> None:
+    environment = host_cuda(pace=pace) | {"ORTSERVE_TEST_GPU": "1"}
+    told = pytest_in(environment, "-m", "gpu", "-k", OF_GPU, TESTS / "gpu")
+    assert re.search(r"\b30 passed", told), told
+
+
+@pytest.mark.parametrize("pace", ["late", "any"])
+def test_the_provider_does_what_is_thought_of_it(pace: str) -> None:
+    pytest_in(host_cuda(pace=pace), TESTS / "host_cuda")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    environment = host_cuda()
+    repository = tmp_path_factory.mktemp("cuda")
+    for name, options in WISHES.items():
+        folder = add_model(repository, name, builders.identity)
+        (folder / "model.yaml").write_text(json.dumps(options))
+    explicit = ("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm")
+    with serving(repository, *SHORT_WARMUP, *explicit, env=environment) as server:
+        yield server
+
+
+def properties(server: ServerProcess, model: str) -> dict[str, str]:
+    answer = httpx.get(f"{server.url}/v2/models/{model}", timeout=LONG_S)
+    told: dict[str, str] = answer.raise_for_status().json()["properties"]
+    return told
+
+
+def rows(number: int) -> np.ndarray:
+    return np.random.default_rng(number).standard_normal((number, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("model", [name for name in WISHES if name != "refused"])
+def test_callers_get_their_rows_over_both_protocols(server: ServerProcess, model: str) -> None:
+    with triton_http.InferenceServerClient(server.http) as http, triton_grpc.InferenceServerClient(server.grpc) as grpc:
+        for client, module in ((http, triton_http), (grpc, triton_grpc)):
+            for number in (1, 2, 3, 4, 1):
+                x = rows(number)
+                tensor = module.InferInput("x", x.shape, "FP32")
+                tensor.set_data_from_numpy(x)
+                assert np.array_equal(client.infer(model, [tensor]).as_numpy("y"), x)
+
+
+def test_what_runs_how_is_told(server: ServerProcess) -> None:
+    assert properties(server, "replayed")["device_buffers"] == "batches of 1, 2, 4 rows"
+    assert properties(server, "replayed")["graph_replay"] == "batches of 1, 2, 4 rows"
+    assert properties(server, "bound")["device_buffers"] == "batches of 1, 2, 4 rows"
+    assert "graph_replay" not in properties(server, "bound")
+    assert properties(server, "plain")["device_buffers"] == "none: device_buffers is off"
+    behind = properties(server, "behind")
+    assert behind["execution_provider"] == "CUDAExecutionProvider"
+    assert behind["device_buffers"] == "batches of 2 rows"
+    assert "TensorrtExecutionProvider" in behind["execution_providers_passed_over"]
+    index = httpx.post(f"{server.url}/v2/repository/index", json={}, timeout=LONG_S).json()
+    (reason,) = [model["reason"] for model in index if model["name"] == "refused"]
+    assert "TensorRT" in reason
+    assert "with allow_fallback it would be tried on CUDAExecutionProvider" in reason
+
+
+def test_runs_captures_and_memory_are_counted(server: ServerProcess) -> None:
+    samples = read_metrics(server)
+    batches = samples.by_labels("ortserve_device_batches_total", "model", "way")
+    assert batches["replayed replayed"] > 0
+    assert batches["bound bound"] > 0
+    captures = samples.by_labels("ortserve_device_captures_total", "model", "result")
+    assert captures == {"replayed captured": 6.0}
+    memory = samples.by_labels("ortserve_device_memory_bytes", "device", "kind")
+    assert memory["cuda:0 total"] == memory["cuda:1 total"] == 4 << 30
+    assert memory["cuda:0 free"] < memory["cuda:0 total"]
+    ledger = samples.by_labels("ortserve_device_ledger_bytes", "device", "owner", "purpose")
+    assert ledger["cuda:0 spread/1 buffers"] == ledger["cuda:1 spread/1 1 buffers"] == 1024
+
+
+def test_an_unloaded_model_gives_its_memory_back_and_can_be_loaded_again(server: ServerProcess) -> None:
+    name, labels = "ortserve_device_memory_bytes", {"device": "cuda:1", "kind": "free"}
+
+    def free_bytes() -> float:
+        return read_metrics(server).value(name, **labels)
+
+    with triton_http.InferenceServerClient(server.http, network_timeout=LONG_S) as client:
+        before = free_bytes()
+        client.unload_model("spread")
+        wait_for_sample(server, name, lambda value: value > before, **labels)
+        client.load_model("spread")
+        assert free_bytes() == before
+
+
+EXPORTER: Final = """
+import sys
+import numpy as np
+from cupy.cuda import runtime
+
+content = np.arange(8, dtype=np.float32)
+address = runtime.malloc(4096)
+runtime.memcpy(address, content.ctypes.data, content.nbytes, runtime.memcpyHostToDevice)
+print(runtime.ipcGetMemHandle(address).hex(), flush=True)
+sys.stdin.readline()
+answer = np.zeros(8, np.float32)
+runtime.memcpy(answer.ctypes.data, address + 64, answer.nbytes, runtime.memcpyDeviceToHost)
+print(*answer, flush=True)
+"""
+"""Has eight numbers on a GPU, shows the handle of their memory, and says what is 64 bytes behind them then."""
+
+
+def test_another_processs_memory_on_a_gpu_is_read_and_written(server: ServerProcess) -> None:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", EXPORTER], env=host_cuda(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as owner,
+        triton_http.InferenceServerClient(server.http, network_timeout=LONG_S) as client,
+    ):
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        handle = base64.b64encode(bytes.fromhex(owner.stdout.readline()))
+        client.register_cuda_shared_memory("region", handle, 0, 4096)
+        x, y = triton_http.InferInput("x", [2, 4], "FP32"), triton_http.InferRequestedOutput("y")
+        x.set_shared_memory("region", 32)
+        y.set_shared_memory("region", 32, 64)
+        client.infer("bound", [x], outputs=[y])
+        client.unregister_cuda_shared_memory("region")
+        with pytest.raises(triton_http.InferenceServerException, match="byte_size"):
+            client.register_cuda_shared_memory("region", handle, 0, 2**30)
+        owner.stdin.write("\n")
+        owner.stdin.flush()
+        assert owner.stdout.readline().split() == [f"{number:.1f}" for number in range(8)]
