@@ -4,7 +4,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -127,6 +127,7 @@ def on_device(
     options: Mapping[str, str] = MappingProxyType({}),
     wrap: Callable[[ort.InferenceSession], ort.InferenceSession] = lambda session: session,
     use: DeviceUse | None = None,
+    shrink_arenas: Sequence[str] = (),
 ) -> Iterator[OnDevice]:
     """A model on a device; ``options`` are of its execution provider, and ``wrap`` may stand before its sessions.
 
@@ -153,6 +154,7 @@ def on_device(
         run_options=run_options(SessionSettings(), captures=captures),
         captures=captures and not one_each,
         open_for_graph=partial(open_one, captures=True) if one_each else None,
+        shrink_arenas=shrink_arenas,
     )
     del session
     try:

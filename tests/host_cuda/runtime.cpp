@@ -61,7 +61,7 @@ std::map<char *, size_t> pinned;
 std::map<std::string, long> calls;
 std::map<int, cudaError_t> lost;
 StreamPtr legacy = std::make_shared<Stream>();
-int captures = 0;
+int captures = 0, captures_to_break = 0;
 thread_local int current = 0;
 thread_local cudaError_t last = cudaSuccess;
 std::mt19937 drawn(7);
@@ -120,6 +120,10 @@ cudaError_t enqueue(cudaStream_t handle, Work work) {
     StreamPtr stream = stream_of(handle);
     if (!stream) return told(cudaErrorInvalidResourceHandle);
     if (stream->recording) {
+        if (captures_to_break > 0) {
+            captures_to_break--;
+            return told(break_captures());
+        }
         stream->recording->work.push_back(std::move(work));
         return cudaSuccess;
     }
@@ -238,6 +242,16 @@ long host_cuda_bytes() {
 void host_cuda_lose(int error) {
     std::lock_guard<std::recursive_mutex> guard(lock);
     lost[current] = static_cast<cudaError_t>(error);
+}
+// So many captures from now on break at the first thing that is enqueued in them.
+void host_cuda_break_captures(int number) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    captures_to_break = number;
+}
+// How many streams are capturing.
+int host_cuda_captures() {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    return captures;
 }
 int host_cuda_range(unsigned long long address, unsigned long long *base, size_t *size) {
     std::lock_guard<std::recursive_mutex> guard(lock);
@@ -563,6 +577,7 @@ const char *cudaGetErrorName(cudaError_t error) {
         case cudaErrorNotSupported: return "cudaErrorNotSupported";
         case cudaErrorStreamCaptureUnsupported: return "cudaErrorStreamCaptureUnsupported";
         case cudaErrorStreamCaptureInvalidated: return "cudaErrorStreamCaptureInvalidated";
+        case cudaErrorIllegalState: return "cudaErrorIllegalState";
         default: return "cudaErrorUnknown";
     }
 }
@@ -579,6 +594,7 @@ const char *cudaGetErrorString(cudaError_t error) {
         case cudaErrorNotSupported: return "operation not supported";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
         case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+        case cudaErrorIllegalState: return "the operation cannot be performed in the present state";
         default: return "unknown error";
     }
 }

@@ -184,7 +184,12 @@ def test_a_graph_is_its_threads_alone(tmp_path: Path) -> None:
 
 def load(path: Path, runtime: Runtime, **options: Any) -> LoadedModel:
     """As the server does, on the devices and with the gate of ``runtime``."""
-    chosen: dict[str, Any] = {"execution_providers": ("cuda",), "warmup_s": 0.2, "buckets": SIZES, "graph_replay": True} | options
+    chosen: dict[str, Any] = {
+        "execution_providers": ("cuda",),
+        "warmup_s": 0.2,
+        "buckets": SIZES,
+        "graph_replay": True,
+    } | options
     trials = CaptureTrials(timeout_s=LONG_S)
     return load_model(path, "m/1", ModelOptions(**chosen), time.monotonic_ns, None, runtime, trials)
 
@@ -272,6 +277,27 @@ def test_instances_are_on_their_own_gpus(tmp_path: Path) -> None:
 def free_bytes(opened: OpenDevice) -> int:
     opened.device.use()
     return opened.device.memory().free_bytes
+
+
+def test_a_capture_that_breaks_leaves_nothing_capturing_and_the_size_is_served(tmp_path: Path) -> None:
+    path = multiplying(tmp_path / "m.onnx")
+    before = what_is_there()
+    _LIBRARY.host_cuda_break_captures(1)
+    with on_device(path, CudaDevice(0), provider=CUDA, captures=True) as made:
+        assert _LIBRARY.host_cuda_captures() == 0
+        assert made.prepared.bound == SIZES
+        assert made.prepared.replayed == SIZES[1:]
+        assert made.prepared.not_replayed[SIZES[0]] == (
+            "its capture failed: Error in execution: CUDA failure 901: "
+            "operation failed due to a previous error during capture"
+        )
+        for rows in SIZES:
+            x = np.random.default_rng(rows).standard_normal((rows, 16)).astype(np.float32)
+            (y,) = landed(made.start(batch_of((x,))))
+            np.testing.assert_allclose(y, x @ WEIGHTS @ WEIGHTS, rtol=1e-4)
+        del y
+    del made
+    assert what_is_there() == before
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])

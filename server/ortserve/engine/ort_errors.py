@@ -18,12 +18,17 @@ _PATH: Final = re.compile(r"(?<![\w.])/[^\s:'\",)]+")
 _SOURCE: Final = (".cc", ".h", ".cpp", ".cu", ".hpp")
 _CUDA_PLACE: Final = re.compile(r"\s*;\s*GPU=-?\d+\s*;\s*hostname=.*?;\s*expr=[^;\n]*;?")
 """Where in ONNX Runtime a call of CUDA failed, and on which host."""
+_CUDA_CALL: Final = re.compile(
+    r"\S+:\d+ std::conditional_t<[^\[\n]*? onnxruntime::CudaCall\([^\[\n]*?\) \[with [^\]\n]*\]"
+)
+"""The function that saw it, with all of its types."""
 _LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\b[A-Z][a-z]+ )")
 
 
 def without_paths(message: str) -> str:
     """ONNX Runtime's text without hosts and source locations, and of paths with their last part alone, on one line."""
-    return " ".join(_LOCATION.sub("", _PATH.sub(_last_part, _CUDA_PLACE.sub("", message))).split())
+    message = _CUDA_CALL.sub("", _CUDA_PLACE.sub("", message))
+    return " ".join(_LOCATION.sub("", _PATH.sub(_last_part, message)).split())
 
 
 def _last_part(path: re.Match[str]) -> str:

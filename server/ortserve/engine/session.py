@@ -81,6 +81,7 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))
         where = "" if provider.name == CPU else f" on {provider.name}"
         missing = missing_library(provider.name)
+        error.__traceback__ = None  # its frames have what there is of the session, as below
         raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{missing}") from error
     try:
         check_providers(provider, session.get_providers())

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ortserve.core.signature import ModelSignature
+from ortserve.errors import ServeError
 
 _KEYS: Final = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
 
@@ -18,6 +19,13 @@ def when_engines_are_built(options: Mapping[str, str]) -> str:
     return "which builds its engines here or, where dimensions are free, at the first run of each shape"
 
 
+def wants_more_profiles(error: ServeError) -> bool:
+    """Whether a session failed because tensors within the model need profiles, too: those go between TensorRT's parts
+    of a model that is not wholly on it.
+    """
+    return "with associated profiles" in error.message
+
+
 def why_built_anew(options: Mapping[str, str]) -> str:
     """Why another session of a model would build its engines once more, for minutes; empty where it finds them built.
 
@@ -25,7 +33,7 @@ def why_built_anew(options: Mapping[str, str]) -> str:
         options: Of the provider, with the profile that it is told of.
     """
     if not any(key in options for key in _KEYS):
-        return "expected buckets or trt_profile_…_shapes, without which engines are built at each new shape"
+        return "expected trt_profile_…_shapes, as none can be made here and engines are built at each new shape"
     if options.get("trt_engine_cache_enable") != "true":
         return "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions"
     return ""

@@ -63,10 +63,11 @@ def prepare(
         ServeError: Where the device has no room for them, or is lost.
     """
     prepared, sizes = Prepared(), [1]
-    if not found.latencies:
-        because = "the model was not warmed up"
-    elif not signature.is_batched:
+    if not found.latencies or not signature.is_batched:
         because = f"requests run one at a time: {signature.unbatched_because}"
+        if not found.latencies:
+            because = "the model was not warmed up"
+        instance.go_without_buffers()
     else:
         sizes = sorted(set(options.buckets)) or doubling(found.max_rows)
         prepared = instance.prepare(

@@ -24,14 +24,19 @@ from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT
 from ortserve.engine.providers import Provider, ProviderChoice
-from ortserve.engine.run_options import run_options
+from ortserve.engine.run_options import arenas_of, run_options
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
-from ortserve.engine.tensorrt_profiles import profile_shapes, when_engines_are_built, why_built_anew
+from ortserve.engine.tensorrt_profiles import (
+    profile_shapes,
+    wants_more_profiles,
+    when_engines_are_built,
+    why_built_anew,
+)
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 from ortserve.registry.progress import Progress
-from ortserve.registry.warmup import TRIED_ROWS
+from ortserve.registry.warmup import MAX_SWEPT_ROWS, TRIED_ROWS
 
 
 @dataclass(slots=True)
@@ -100,6 +105,8 @@ class Opening:
         self._libraries = tuple(libraries)
         self._clock = clock
         self._progress = progress
+        self._instances = 0
+        """That sessions were opened for, on devices with buffers."""
         self._tried: dict[str, NoReplay | None] = {}
         """What trials of captures gave, by execution provider."""
 
@@ -110,8 +117,16 @@ class Opening:
             ServeError: As ``open_session``; overloaded where its weights alone do not fit on the device.
             DeviceLostError: Now or before, which all who use the device know from now on.
         """
-        if choice.name == TENSORRT:
-            choice = self.with_profile(choice)
+        told = self.with_profile(choice) if choice.name == TENSORRT else choice
+        try:
+            return self._open(told, threads)
+        except ServeError as error:
+            if told is choice or not wants_more_profiles(error):
+                raise
+        # Only a part of it is on TensorRT, to which inner tensors come, too: it learns the shapes of all as they come.
+        return self._open(choice, threads)
+
+    def _open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         devices = self._runtime.devices
         if choice.name not in GPU_PROVIDERS and not devices.has(choice.name):
             return OpenedSession(self._session(choice, threads))
@@ -170,6 +185,7 @@ class Opening:
             except BaseException:
                 lane.close()
                 raise
+        self._instances += 1
         operators = read_operators(session)
         known = self._known_obstacle(choice, operators, use) if wants_graphs else None
         if no_replay is not None and known is not None:
@@ -184,16 +200,15 @@ class Opening:
         )
 
     def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
-        """The choice of TensorRT, told of the configured buckets before it builds its engine for any of them."""
-        if not self._options.buckets:
-            return choice
+        """The choice of TensorRT, told of the sizes of batches that may come, before it builds its engine for them."""
         self._progress.begin("reading the shapes that TensorRT is to build for")
         as_it_stands = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
         try:
             signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
         except ServeError:  # the CPU cannot open every model that TensorRT can; it then learns the shapes as they come
             return choice
-        sizes = (1, TRIED_ROWS, *self._options.buckets)  # warm-up's are not padded
+        most = self._options.buckets or (self._options.max_rows or MAX_SWEPT_ROWS,)
+        sizes = (1, TRIED_ROWS, *most)  # warm-up's are not padded
         told = profile_shapes(signature, sizes, choice.options)
         return replace(choice, options={**choice.options, **told})
 
@@ -207,6 +222,8 @@ class Opening:
         padding: Padding | None,
     ) -> Instance | DeviceInstance:
         """What runs the session, and frees it: the caller must keep no other reference to it."""
+        settings, device_id, gpus = self._options.session, choice.device_id, self._options.gpus
+        told = run_options(settings, captures=opened.captures, device_id=device_id, gpus=gpus)
         if opened.lane is not None:
             return DeviceInstance(
                 opened.session,
@@ -215,10 +232,11 @@ class Opening:
                 name=name,
                 clock=self._clock,
                 padding=padding,
-                run_options=run_options(self._options.session, captures=opened.captures),
+                run_options=told,
                 captures=opened.captures,
                 open_for_graph=opened.open_for_graph,
                 is_whole=opened.is_whole,
+                shrink_arenas=arenas_of(settings, device_id, gpus),
             )
         return Instance(
             opened.session,
@@ -227,7 +245,7 @@ class Opening:
             intra_op_threads=threads,
             clock=self._clock,
             padding=padding,
-            run_options=run_options(self._options.session),
+            run_options=told,
             gate=self._runtime.devices.gate if choice.name in GPU_PROVIDERS else None,
         )
 
@@ -243,8 +261,11 @@ class Opening:
         return (session, None) if no_replay is None else (None, no_replay)
 
     def _for_graph(self, lane: Lane, choice: ProviderChoice, threads: int) -> Session:
-        """Another session, for one graph."""
-        lane.opened.ledger.check_room(self._name, {"weights": model_nbytes(self._path)})
+        """Another session, for one graph, where instances that are not opened yet have room behind it."""
+        weights = model_nbytes(self._path)
+        to_come = max(0, self._options.instances - self._instances) * weights
+        room = {"weights": weights, "weights of other instances": to_come}
+        lane.opened.ledger.check_room(self._name, {purpose: nbytes for purpose, nbytes in room.items() if nbytes})
         return self._on_lane(lane, choice, threads, captures=True)
 
     def _on_lane(self, lane: Lane, choice: ProviderChoice, threads: int, *, captures: bool) -> Session:
@@ -295,7 +316,7 @@ class Opening:
 
     def _try_capture(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
         options = self._options
-        # The smallest and the largest: what a capture breaks on is in the nodes rather than in the sizes between.
+        # The smallest, and one as large as is known: what a capture breaks on is in the nodes rather than in the sizes.
         sizes = sorted(
             {1, options.max_rows or 8} if not options.buckets else {min(options.buckets), max(options.buckets)}
         )

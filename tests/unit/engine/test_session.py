@@ -13,7 +13,7 @@ from models import builders
 from ortserve.config.session import GraphOptimization, SessionSettings
 from ortserve.engine.ort_errors import run_error
 from ortserve.engine.providers import CPU, ProviderChoice
-from ortserve.engine.run_options import run_options
+from ortserve.engine.run_options import arenas_of, run_options
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session, without_paths
 from ortserve.errors import ErrorKind, ServeError
@@ -112,6 +112,15 @@ def test_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(tmp_pa
             "CUDA failure 2: out of memory ; GPU=0 ; hostname=n7 ; file=/a/b.cc ; line=1 ; expr=f(p, n); while running",
             "CUDA failure 2: out of memory while running",
         ),
+        (
+            (
+                "Error in execution: /o/cuda_call.cc:154 std::conditional_t<THRW, void, onnxruntime::common::Status> "
+                "onnxruntime::CudaCall(ERRTYPE, const char*, int) [with ERRTYPE = cudaError; bool THRW = true] "
+                "/o/cuda_call.cc:146 std::conditional_t<THRW, void, onnxruntime::common::Status> "
+                "onnxruntime::CudaCall(int) [with bool THRW = true] CUDA failure 901: it was broken"
+            ),
+            "Error in execution: CUDA failure 901: it was broken",
+        ),
     ],
 )
 def test_text_without_paths(text: str, told: str) -> None:
@@ -206,6 +215,12 @@ def test_arenas_are_shrunk_by_every_run_where_that_is_asked_for(tmp_path: Path) 
     # ONNX Runtime refuses an arena that is not there, which shows that it was told.
     with pytest.raises(Exception, match=r"gpu:7|arena"):
         session.run(None, feeds, run_options(SessionSettings(shrink_arenas=("gpu:7",))))
+
+
+def test_an_instance_shrinks_no_arena_of_a_gpu_that_another_is_on() -> None:
+    settings = SessionSettings(shrink_arenas=("cpu:0", "gpu:0", "gpu:1", "gpu:7"))
+    assert arenas_of(settings, 1, (0, 1)) == ["cpu:0", "gpu:1", "gpu:7"]  # the last is nobody's, which a run will say
+    assert arenas_of(settings, 0) == list(settings.shrink_arenas)
 
 
 def test_settings_that_are_entries_of_onnx_runtime_are_told_as_such(tmp_path: Path) -> None:

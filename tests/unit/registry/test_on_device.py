@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +19,7 @@ from ortserve.core.batch import Batch, BatchResult
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.protocol import MemoryInfo
 from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import CPU
@@ -202,6 +204,60 @@ def test_without_room_for_the_sessions_of_graphs_the_sizes_are_served_in_buffers
     assert "its session cannot be opened: 'm/1' needs at least" in told(loaded)["graph_replay"]
     close(loaded)
     assert (device.allocated_bytes, device.handles) == (0, 0)
+
+
+def test_graphs_leave_room_for_instances_that_are_not_opened_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = builders.mlp(tmp_path / "m.onnx")
+    weights = path.stat().st_size
+    sessions: list[weakref.ref[ort.InferenceSession]] = []
+
+    class Weighs(HostDevice):
+        def memory(self) -> MemoryInfo:
+            free = super().memory()
+            taken = weights * sum(session() is not None for session in sessions)
+            return MemoryInfo(free.free_bytes - taken, free.total_bytes)
+
+    def open_it(path: Path, name: str, options: SessionOptions) -> ort.InferenceSession:
+        session = open_session(path, name, options)
+        sessions.append(weakref.ref(session))
+        return session
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_it)
+    device = Weighs(total_bytes=5 * weights, one_graph_a_session=True)
+    loaded = load(path, device, buckets=(1, 2, 4), instances=2, graph_replay=True)
+    assert len(loaded.instances) == 2
+    assert loaded.on_device.replayed == (1,)
+    assert "weights of other instances" in told(loaded)["graph_replay"]
+    close(loaded)
+
+
+def test_a_model_without_buffers_is_in_the_accounts_and_its_batches_are_counted_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Weighs(HostDevice):
+        weight = 0
+
+        def memory(self) -> MemoryInfo:
+            free = super().memory()
+            return MemoryInfo(free.free_bytes - self.weight, free.total_bytes)
+
+    def open_it(path: Path, name: str, options: SessionOptions) -> ort.InferenceSession:
+        device.weight = 2**20
+        return open_session(path, name, options)
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_it)
+    for options in ({"batched": False}, {"warmup_s": 0}):
+        device = Weighs()
+        loaded = load(builders.mlp(tmp_path / "m.onnx"), device, **options)
+        (instance,) = loaded.instances
+        assert isinstance(instance, DeviceInstance)
+        assert instance.lane.opened.ledger.totals() == {"m/1": {"session": 2**20}}
+        before = dict(instance.counts.plain)
+        run(instance, np.zeros((1, 64), np.float32), bucket=1)
+        assert instance.counts.plain == before | {"unbound": 1}
+        close(loaded)
 
 
 def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path) -> None:

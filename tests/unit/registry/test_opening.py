@@ -48,7 +48,8 @@ def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
         (builders.mlp, (1, 8), {"x:1x64", "x:8x64"}),
         (builders.mlp, (4, 8), {"x:1x64", "x:8x64"}),  # warm-up runs single rows
         (builders.mlp, (1, 2), {"x:1x64", "x:3x64"}),  # and three together
-        (builders.mlp, (), set()),
+        (builders.mlp, (), {"x:1x64", "x:64x64"}),  # to which it sweeps
+        (builders.variable_length, (1, 8), set()),
         (builders.not_onnx, (1, 8), set()),
     ],
 )
@@ -62,38 +63,45 @@ def test_a_choice_of_tensorrt_is_told_of_the_buckets(
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
 @pytest.mark.parametrize(
-    ("buckets", "told"),
+    ("build", "told"),
     [
-        ((1, 8), "which builds its engines here"),
-        ((), "which builds its engines here or, where dimensions are free, at the first run of each shape"),
+        (builders.mlp, "which builds its engines here"),
+        (
+            builders.variable_length,
+            "which builds its engines here or, where dimensions are free, at the first run of each shape",
+        ),
     ],
 )
-def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, buckets: tuple[int, ...], told: str) -> None:
+def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: Any, told: str) -> None:
     """TensorRT itself is not there: what it was doing is left to be read."""
     progress = Progress(lambda: 0)
-    opening = opening_of(builders.mlp(tmp_path / "m.onnx"), ModelOptions(buckets=buckets), progress)
+    opening = opening_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
     with pytest.raises(ServeError, match=TENSORRT):
         opening.open(ProviderChoice(TENSORRT), 1)
     assert progress.describe() == f"opening the session on {TENSORRT}, {told}, for 0 s"
 
 
 @pytest.mark.parametrize(
-    ("buckets", "given", "because"),
+    ("build", "given", "because"),
     [
-        ((), {}, "expected buckets or trt_profile_…_shapes, without which engines are built at each new shape"),
         (
-            (1, 8),
+            builders.variable_length,
+            {},
+            "expected trt_profile_…_shapes, as none can be made here and engines are built at each new shape",
+        ),
+        (
+            builders.mlp,
             {"trt_engine_cache_path": "/engines"},
             "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions",
         ),
-        ((1, 8), {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"}, ""),
+        (builders.mlp, {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"}, ""),
     ],
 )
 @pytest.mark.parametrize("asked", ["graph_replay", "trt_cuda_graph_enable", ""])
 def test_graphs_on_tensorrt_need_engines_that_are_built_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    buckets: tuple[int, ...],
+    build: Any,
     given: dict[str, str],
     because: str,
     asked: str,
@@ -111,10 +119,10 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
     monkeypatch.setattr("ortserve.registry.opening.read_operators", lambda session: {TENSORRT: frozenset({"MatMul"})})
     uses = {name: replace(use, make=HostDevice) for name, use in DEVICE_USES.items()}
     wish: dict[str, Any] = {"tensorrt": given | ({asked: "true"} if asked.startswith("trt") else {})}
-    options = ModelOptions(buckets=buckets, graph_replay=asked == "graph_replay")
+    options = ModelOptions(graph_replay=asked == "graph_replay")
     choice = choose_provider([wish, "cuda", "cpu"], lambda name: Offer())
     runtime, trials = Runtime(devices=Devices(uses)), CaptureTrials(("true",))
-    path = builders.mlp(tmp_path / "m.onnx")
+    path = build(tmp_path / "m.onnx")
     opening = Opening(path, "m/1", options, runtime, trials, (), time.monotonic_ns, Progress(time.monotonic_ns))
     opened = opening.open(choice, 1)
     assert opened.open_for_graph is None
@@ -146,3 +154,34 @@ def test_session_that_cannot_be_made_as_its_gpu_is_lost_says_so_though_it_has_no
         opening.open(ProviderChoice(provider), 1)
     assert isinstance(failed.value, DeviceLostError) is (provider != CPU)
     assert failed.value.kind is (ErrorKind.INVALID_INPUT if provider == CPU else ErrorKind.NOT_READY)
+
+
+def test_a_model_that_is_in_part_on_tensorrt_learns_its_shapes_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Mapping[str, str]] = []
+
+    def open_in_part(path: Path, name: str, options: SessionOptions) -> Session:
+        if options.provider.name == TENSORRT:
+            told.append(options.provider.options)
+            if "trt_profile_min_shapes" in options.provider.options:
+                raise invalid_input(
+                    "User needs to provide all the dynamic shape inputs with associated profiles if they want to "
+                    "explicitly set profiles through provider options."
+                )
+        return open_session(path, name, replace(options, provider=ProviderChoice(CPU)))
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_in_part)
+    opening = opening_of(builders.mlp(tmp_path / "m.onnx"), ModelOptions(buckets=(1, 8), device_buffers=False))
+    opening.open(ProviderChoice(TENSORRT), 1).abandon()
+    assert ["trt_profile_min_shapes" in options for options in told] == [True, False]
+    with pytest.raises(ServeError, match="associated profiles"):  # the operator's own are not left out
+        opening.open(ProviderChoice(TENSORRT, options={"trt_profile_min_shapes": "x:1x64"}), 1)
+
+
+def test_a_session_that_cannot_be_made_is_not_kept_by_its_error(tmp_path: Path) -> None:
+    """Its streams are given back at once, and its frames would hold what there is of it."""
+    with pytest.raises(ServeError) as failed:
+        opening_of(builders.not_onnx(tmp_path / "m.onnx"), ModelOptions()).open(ProviderChoice(CPU), 1)
+    assert failed.value.__cause__ is not None
+    assert failed.value.__cause__.__traceback__ is None

@@ -72,6 +72,7 @@ class DeviceBinding:
         rows: int,
         *,
         is_whole: bool = True,
+        shrink_arenas: Sequence[str] = (),
         clock: Clock,
         account: Account,
     ) -> None:
@@ -85,6 +86,7 @@ class DeviceBinding:
             rows: Most rows of a batch.
             is_whole: Whether all its nodes are on the device. If not, ONNX Runtime waits for the end of each run: what
                 it copies from the host for nodes there, it may use again as soon as the run has returned.
+            shrink_arenas: Arenas whose free memory goes back after each run that is not replayed.
             clock: Monotonic nanoseconds.
             account: Of the instance, in which the host's pinned memory is entered; it grows as answers need it.
         """
@@ -94,6 +96,7 @@ class DeviceBinding:
         self._clock = clock
         self._counts = DeviceCounts()  # what is run to prepare it was nobody's
         self._is_whole = is_whole
+        self._shrink_arenas = shrink_arenas
         self._input_layouts = input_layouts(signature)
         self._output_layouts = list(outputs)
         self._inputs = [(spec.name, _element_type(spec.datatype)) for spec in signature.inputs]
@@ -156,7 +159,7 @@ class DeviceBinding:
             binding.bind_input(tensor, name, number, kind, (rows, *layout.item), address)
         for (tensor, kind), layout, address in zip(self._outputs, self._output_layouts, buffers.outputs, strict=True):
             binding.bind_output(tensor, name, number, kind, (rows, *layout.item), address)
-        options = graph_options(told)
+        options = graph_options(told) if is_graph else graph_options(told, self._shrink_arenas)
         if self._is_whole and not is_waited_for:
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return BoundRun(session, binding, options, graph)
@@ -244,11 +247,15 @@ class DeviceBinding:
             self._device.copy_in(address, front, self._lane.inward)
         self._device.record(buffers.copied_in, self._lane.inward)
         self._device.wait(buffers.copied_in)
-        for _ in range(runs):
-            self._device.run(bound, self._lane.compute)
-            event = self.sets[0].computed
-            self._device.record(event, self._lane.compute)
-            self._device.wait(event)
+        try:
+            for _ in range(runs):
+                self._device.run(bound, self._lane.compute)
+                event = self.sets[0].computed
+                self._device.record(event, self._lane.compute)
+                self._device.wait(event)
+        except Exception:
+            self._device.end_capture(self._lane.compute)  # TensorRT's provider does not, where it fails half-way
+            raise
 
     def poison(self, buffers: BufferSet, outputs: Sequence[np.ndarray]) -> None:
         """Fill a set with what is wrong: outputs that differ from these in every bit, and inputs of ones."""

@@ -8,6 +8,7 @@ nothing here uses. None of this has run on a GPU yet; ``tests/gpu`` is what will
 """
 
 import ctypes
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -113,6 +114,10 @@ class CudaDevice:
     def wait(self, event: int) -> None:
         self._runtime.eventSynchronize(event)
 
+    def end_capture(self, stream: int) -> None:
+        with suppress(RuntimeError):  # there is none, or it was broken, and is over with this call
+            self._runtime.graphDestroy(self._runtime.streamEndCapture(stream))
+
     def open_shared(self, handle: bytes) -> int:
         return int(self._runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
 
@@ -133,5 +138,6 @@ class CudaDevice:
         return round(milliseconds * 1e6)
 
     def run(self, bound: BoundRun, stream: int) -> None:
-        # The session computes on this stream, and its options keep the call from waiting for it.
+        # The session computes on this stream, and its options keep the call from waiting for it, but for the replays of
+        # TensorRT's, which wait whatever they are told.
         bound.session.run_with_iobinding(bound.binding, bound.options)

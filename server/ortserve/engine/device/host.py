@@ -89,6 +89,7 @@ class HostDevice:
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
         self._shared = 0
+        self._capturing: set[int] = set()
         self._graphs: WeakKeyDictionary[ort.InferenceSession, dict[int, _Graph]] = WeakKeyDictionary()
         self._handles = 0
 
@@ -192,6 +193,13 @@ class HostDevice:
         """By which memory that ``allocate`` gave is opened once more."""
         return address.to_bytes(64, "little")
 
+    def leave_capturing(self, stream: int) -> None:
+        """Have a stream go on capturing, as where a capture fails and nobody ends it."""
+        self._capturing.add(stream)
+
+    def end_capture(self, stream: int) -> None:
+        self._capturing.discard(stream)
+
     def open_shared(self, handle: bytes) -> int:
         address = int.from_bytes(handle, "little")
         with self._lock:
@@ -237,6 +245,8 @@ class HostDevice:
 
     def _enqueue(self, stream: int, work: Callable[[], None]) -> None:
         with self._lock:
+            if stream in self._capturing:
+                raise RuntimeError("CUDA failure 901: operation failed due to a previous error during capture")
             own = self._streams[stream]
             own.queue.append(work)
             own.enqueued += 1

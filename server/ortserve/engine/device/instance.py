@@ -28,7 +28,7 @@ from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.row_layout import RowLayout, input_layouts
 from ortserve.engine.staging import HostStaging
-from ortserve.errors import DeviceLostError, OutOfMemoryError
+from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
 
 _Result = TypeVar("_Result")
 
@@ -57,6 +57,7 @@ class DeviceInstance:
         captures: bool = False,
         open_for_graph: OpenForGraph | None = None,
         is_whole: bool = True,
+        shrink_arenas: Sequence[str] = (),
     ) -> None:
         """Start the threads; batches run plainly until ``prepare`` was called.
 
@@ -72,6 +73,7 @@ class DeviceInstance:
             open_for_graph: Where graphs are to be captured and a session keeps one: opens a session for one, on the
                 same lane; on the worker, inside the gate.
             is_whole: Whether all its nodes are on the device.
+            shrink_arenas: Told to runs on buffers, but for replays.
         """
         self.counts = DeviceCounts()
         self._sessions = InstanceSessions(session, captures=captures, open_for_graph=open_for_graph)
@@ -82,6 +84,7 @@ class DeviceInstance:
         self._clock = clock
         self._padding = padding
         self._is_whole = is_whole
+        self._shrink_arenas = shrink_arenas
         self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
         self._staging = HostStaging(len(signature.inputs), padding)
         self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
@@ -124,10 +127,18 @@ class DeviceInstance:
             ServeError: Where the device has no room or is lost.
         """
         if problem := why_unbound(self._signature, self._padding):
-            self._unbound = "unbound"
-            self.call(lambda: self._note_memory(0))
+            self.go_without_buffers()
             return Prepared(unbound_because=problem)
         return self.call(lambda: self._prepare(sizes, make_inputs, on_step))
+
+    def go_without_buffers(self) -> None:
+        """Serve without, instead of ``prepare``; what the session takes is entered all the same. Blocks.
+
+        Raises:
+            DeviceLostError: It is lost.
+        """
+        self._unbound = "unbound"
+        self.call(lambda: self._note_memory(0))
 
     @property
     def binding(self) -> DeviceBinding | None:
@@ -143,8 +154,13 @@ class DeviceInstance:
             Exception: What the work raised.
         """
         task = _Task(work)
+        future = task.future
         self._work.put(task)
-        result: _Result = task.future.result()
+        del task
+        try:
+            result: _Result = future.result()
+        finally:
+            del future  # the error's frames have this one, and would keep the error by it
         return result
 
     def run(self, batch: Batch) -> BatchResult:
@@ -260,7 +276,8 @@ class DeviceInstance:
             failure = self.lane.opened.failure(error)
             if isinstance(failure, OutOfMemoryError | DeviceLostError):
                 raise failure from error
-            # Something about buffers is not as it was thought to be, while the model ran plainly in warm-up.
+            # Something about buffers is not as it was thought to be. A model that runs plainly is served all the same.
+            self._check_plainly(plainly, make_inputs(min(sizes), 0))
             binding, prepared = None, Prepared(unbound_because=f"they cannot be made: {without_paths(str(error))}")
         if binding is None:
             with self._gate.shared():
@@ -275,6 +292,14 @@ class DeviceInstance:
         self._note_memory(prepared.graph_bytes)
         return prepared
 
+    def _check_plainly(self, plainly: Callable[[Arrays], object], inputs: Arrays) -> None:
+        """Raises where the model cannot be run any more."""
+        try:
+            with self._gate.shared():
+                plainly(inputs)
+        except DEVICE_ERRORS as error:
+            raise self.lane.opened.failure(error) from error
+
     def _make_binding(self, outputs: Sequence[RowLayout], rows: int) -> DeviceBinding:
         nbytes = sets_nbytes(self._signature, outputs, rows)
         self._account.check_room({"buffers": nbytes})
@@ -285,6 +310,7 @@ class DeviceInstance:
             outputs,
             rows,
             is_whole=self._is_whole,
+            shrink_arenas=self._shrink_arenas,
             clock=self._clock,
             account=self._account,
         )
@@ -327,5 +353,17 @@ class _Task:
     def run(self) -> None:
         try:
             self.future.set_result(self._work())
+        except ServeError as error:
+            _forget_frames(error)
+            self.future.set_exception(error)
         except Exception as error:  # noqa: BLE001 - it is for who waits
             self.future.set_exception(error)
+        finally:
+            del self  # as in ``call``
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Forget where an error and its causes came from: the frames hold the session, which must go before its streams."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -46,7 +46,8 @@ class Prepared:
         replayed: Of these, the ones whose graphs are replayed.
         unbound_because: In words, where no size is bound.
         not_replayed: For sizes that were to be captured and are not, why, in words.
-        graph_bytes: By how much the captures, failed ones too, made the device's free memory less.
+        graph_bytes: By how much the captures made the device's free memory less, failed ones too but for what their
+            sessions gave back.
     """
 
     bound: tuple[int, ...] = ()
@@ -131,7 +132,9 @@ class Preparation:
         """Replay no batches of so many rows, for this problem."""
         not_replayed[rows] = problem
         with self._gate.shared():
+            before = self._free_bytes()
             binding.forget_graphs(rows)
+            self._graph_bytes = max(0, self._graph_bytes - max(0, self._free_bytes() - before))
 
     def _why_not_by_rows(self, outputs: Sequence[np.ndarray], rows: int) -> str:
         for spec, output in zip(self._signature.outputs, outputs, strict=True):

@@ -104,6 +104,12 @@ class Device(Protocol):
         """Block the calling thread, without the interpreter lock, until what the event stands for has happened."""
         ...
 
+    def end_capture(self, stream: int) -> None:
+        """End a capture that failed and may go on, on the thread that began it: no other work of the stream would
+        happen. Nothing where there is none.
+        """
+        ...
+
     def open_shared(self, handle: bytes) -> int:
         """Memory that another process has and shares by this handle; returns its address."""
         ...
@@ -123,6 +129,7 @@ class Device(Protocol):
     def run(self, bound: BoundRun, stream: int) -> None:
         """Enqueue a run of a session whose compute stream is this one.
 
-        With a graph's id the first runs capture, and those after replay what was captured, whatever the binding.
+        With a graph's id the first runs capture, and those after replay what was captured, whatever the binding. A
+        replay of TensorRT's is waited for, all others are enqueued.
         """
         ...

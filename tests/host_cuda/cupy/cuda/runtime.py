@@ -22,6 +22,7 @@ class CUDARuntimeError(RuntimeError):
 
 def _check(status: int) -> None:
     if status:
+        _lib.cudaGetLastError()  # as cupy does, so that nobody else finds it
         raise CUDARuntimeError(status)
 
 
@@ -88,6 +89,16 @@ def streamDestroy(stream: int) -> None:  # noqa: N802
 
 def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:  # noqa: N802
     _check(_lib.cudaStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), flags))
+
+
+def streamEndCapture(stream: int) -> int:  # noqa: N802
+    graph = ctypes.c_void_p()
+    _check(_lib.cudaStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph)))
+    return graph.value or 0
+
+
+def graphDestroy(graph: int) -> None:  # noqa: N802
+    _check(_lib.cudaGraphDestroy(ctypes.c_void_p(graph)))
 
 
 def eventCreateWithFlags(flags: int) -> int:  # noqa: N802

@@ -41,6 +41,7 @@ class HostRuntime:
     def __init__(self) -> None:
         self.memory: dict[int, Any] = {}
         self.handles: dict[int, float] = {}
+        self.capturing: set[int] = set()
         self.calls: list[str] = []
 
     def getDeviceCount(self) -> int:  # noqa: N802
@@ -76,6 +77,15 @@ class HostRuntime:
 
     def streamDestroy(self, stream: int) -> None:  # noqa: N802
         del self.handles[stream]
+
+    def streamEndCapture(self, stream: int) -> int:  # noqa: N802
+        if stream not in self.capturing:
+            raise RuntimeError("cudaErrorIllegalState: the operation cannot be performed in the present state")
+        self.capturing.remove(stream)
+        return self._handle()
+
+    def graphDestroy(self, graph: int) -> None:  # noqa: N802
+        del self.handles[graph]
 
     def eventCreateWithFlags(self, flags: int) -> int:  # noqa: N802
         assert flags & self.eventBlockingSync, "who waits shall sleep"
@@ -196,6 +206,18 @@ def test_sessions_of_cuda_and_tensorrt_share_a_gpu_and_its_accounts() -> None:
     assert devices.open(CUDA, 1) is devices.open(TENSORRT, 1)
     assert devices.open(CUDA, 0) is not devices.open(TENSORRT, 1)
     assert [opened.device.name for opened in devices.opened()] == ["cuda:1", "cuda:0"]
+
+
+def test_a_capture_that_goes_on_is_ended_and_where_there_is_none_nothing_happens() -> None:
+    runtime = HostRuntime()
+    device = CudaDevice(0, runtime)
+    stream = device.make_stream()
+    device.end_capture(stream)
+    runtime.capturing.add(stream)
+    device.end_capture(stream)
+    assert not runtime.capturing
+    device.destroy_stream(stream)
+    assert not runtime.handles
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

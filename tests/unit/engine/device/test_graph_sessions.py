@@ -16,7 +16,7 @@ from device_models import SIZES, batch_of, landed, numbered, on_device, stream_o
 from models import builders
 from ortserve.engine.device.graph_ids import SETS
 from ortserve.engine.device.host import HostDevice, Pace
-from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.protocol import BoundRun, MemoryInfo
 from ortserve.engine.device.use import DeviceUse
 from ortserve.errors import DeviceLostError, invalid_input
 
@@ -100,6 +100,45 @@ def test_sessions_whose_graphs_are_not_replayed_are_freed_at_once(tmp_path: Path
         assert made.instance.counts.replayed
         assert made.instance.counts.bound
     assert (device.alive, device.handles) == (0, 0)
+
+
+def test_a_capture_that_fails_and_goes_on_is_ended_before_anything_else(tmp_path: Path) -> None:
+    """As on TensorRT: until then nothing happens on the stream, which all sessions of the instance share."""
+
+    class GoesOn(OneEach):
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id is not None and bound.graph_id >= SETS * 4:
+                self.leave_capturing(stream)
+                raise RuntimeError("enqueue failed")
+            super().run(bound, stream)
+
+    device = GoesOn()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
+        assert made.prepared.bound == SIZES
+        assert made.prepared.replayed == (1, 2)
+        assert stream_of_requests(made, 50) == 0
+
+
+def test_what_sessions_that_were_given_up_took_is_in_no_account(tmp_path: Path) -> None:
+    each = 100 * 2**20
+
+    class Weighs(OneEach):
+        """Each session takes memory, and none of more than one row can be captured."""
+
+        def memory(self) -> MemoryInfo:
+            free = super().memory()
+            return MemoryInfo(free.free_bytes - self.alive * each, free.total_bytes)
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id is not None and bound.graph_id >= SETS * 2:
+                raise RuntimeError("CUDA failure 900: operation not permitted when stream is capturing")
+            super().run(bound, stream)
+
+    device = Weighs()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
+        assert made.prepared.replayed == (1,)
+        ((_, told),) = made.opened.ledger.totals().items()
+        assert {purpose: told[purpose] for purpose in ("session", "graphs")} == {"session": each, "graphs": SETS * each}
 
 
 def test_a_graph_whose_session_cannot_be_opened_is_not_replayed_and_the_size_is_served(tmp_path: Path) -> None:

@@ -427,6 +427,67 @@ def test_a_lost_device_is_lost_for_all_who_use_it(tmp_path: Path, pace: Pace) ->
         )
 
 
+class FailsPlainly:
+    """A session whose plain runs fail once there is an error for them."""
+
+    def __init__(self, session: ort.InferenceSession, errors: list[str]) -> None:
+        self._session = session
+        self._errors = errors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, *args: Any) -> Any:
+        if self._errors:
+            raise RuntimeError(self._errors[0])
+        return self._session.run(*args)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("CUDA failure 901: it goes on", ServeError), ("CUDA failure 2: out of memory", OutOfMemoryError)],
+)
+def test_a_model_that_cannot_be_run_any_more_when_its_buffers_fail_is_not_served(
+    tmp_path: Path, text: str, kind: type[ServeError]
+) -> None:
+    """And leaves nothing behind, although the collector of garbage is off and the error is still read."""
+    sessions: list[weakref.ref[Any]] = []
+    errors: list[str] = []
+
+    class Fails(HostDevice):
+        def run(self, bound: BoundRun, stream: int) -> None:
+            errors.append(text)
+            raise RuntimeError(text)
+
+    def wrap(session: ort.InferenceSession) -> Any:
+        wrapped = FailsPlainly(session, errors)
+        sessions.append(weakref.ref(wrapped))
+        return wrapped
+
+    device = Fails()
+    gc.disable()
+    try:
+        with (
+            pytest.raises(kind, match=text.rpartition(" ")[2]),
+            on_device(builders.identity(tmp_path / "m.onnx"), device, wrap=wrap),
+        ):
+            pass
+        assert [session() for session in sessions] == [None]
+        assert device.handles == 0
+    finally:
+        gc.enable()
+
+
+def test_arenas_are_shrunk_after_runs_on_buffers_and_not_after_replays(tmp_path: Path) -> None:
+    key = "memory.enable_memory_arena_shrinkage"
+    with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), shrink_arenas=("cpu:0",)) as made:
+        binding = made.instance.binding
+        assert binding is not None
+        assert binding.bind(2, binding.sets[0], is_graph=False).options.get_run_config_entry(key) == "cpu:0"
+        with pytest.raises(RuntimeError):
+            binding.bind(2, binding.sets[0], is_graph=True).options.get_run_config_entry(key)
+
+
 def test_streams_of_a_session_that_somebody_holds_are_left_to_it(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "m.onnx")
     device = HostDevice()
