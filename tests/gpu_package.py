@@ -21,6 +21,7 @@ from apart import CACHE, UnavailableError, installed_apart, keep, run_tool
 
 _VERSION: Final = version("onnxruntime")
 _PIP: Final = ("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1")
+_NVML: Final = "nvidia-ml-py==13.595.45"
 _HEADERS: Final = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88")
 _HOST_CUDA: Final = Path(__file__).parent / "host_cuda"
 _SOURCES: Final = {
@@ -28,6 +29,7 @@ _SOURCES: Final = {
     "libcublas.so.13": "cublas.cpp",
     "libcublasLt.so.13": "cublas.cpp",
     "libcuda.so.1": "driver.cpp",
+    "libnvidia-ml.so.1": "nvml.cpp",
 }
 _UNVERSIONED: Final = {"cuTensor": "libcuda.so.1", "create": "libnvinfer.so.10", "getInfer": "libnvinfer.so.10"} | {
     "getPlugin": "libnvinfer.so.10"
@@ -76,7 +78,7 @@ def environment_on_host_memory(**settings: str) -> dict[str, str]:
         digest.update((_HOST_CUDA / source).read_bytes())
 
     def make(folder: Path) -> None:
-        needed = _needed(_provider("cuda"))
+        needed = {"libnvidia-ml.so.1": list[str](), **_needed(_provider("cuda"))}
         for home in sorted(needed, key=lambda home: home != "libcudart.so.13"):  # first what others are linked with
             parts: list[Path] = []
             if home in _SOURCES:
@@ -94,7 +96,7 @@ def environment_on_host_memory(**settings: str) -> dict[str, str]:
 
     libraries = _made(f"host-cuda-{_VERSION}-{digest.hexdigest()[:12]}", make)
     told = {f"HOST_CUDA_{name.upper()}": value for name, value in settings.items()}
-    return _environment(libraries, _HOST_CUDA) | told
+    return _environment(libraries, _HOST_CUDA, installed_apart(_NVML, *_PIP, _NVML)) | told
 
 
 def _package() -> Path:
@@ -150,7 +152,7 @@ def _link(home: str, parts: list[Path], folder: Path, *, with_runtime: bool = Fa
     versions = folder / "versions"
     versions.write_text(f"{home} {{ global: *; }};\n")
     flags = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{home}", f"-L{folder}"]
-    if home not in _UNVERSIONED.values():
+    if home not in (*_UNVERSIONED.values(), "libnvidia-ml.so.1"):
         flags.append(f"-Wl,--version-script={versions}")
     others = ["-l:libcudart.so.13"] if with_runtime else []
     run_tool(["gcc", *flags, *map(str, parts), "-lstdc++", *others, "-o", str(folder / home)])

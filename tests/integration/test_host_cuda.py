@@ -24,6 +24,8 @@ from gpu_package import environment_on_host_memory
 from models import builders
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving, wait_for_sample
 
+pytestmark = pytest.mark.timeout(600)  # the package may have to be installed
+
 TESTS: Final = Path(__file__).parents[1]
 OF_GPU: Final = "every_type or under_the_id or overlapping or another_process or really_runs"
 """The tests that need a GPU, but for those whose models compute by kernels."""
@@ -137,6 +139,17 @@ def test_runs_captures_and_memory_are_counted(server: ServerProcess) -> None:
     assert memory["cuda:0 free"] < memory["cuda:0 total"]
     ledger = samples.by_labels("ortserve_device_ledger_bytes", "device", "owner", "purpose")
     assert ledger["cuda:0 spread/1 buffers"] == ledger["cuda:1 spread/1 1 buffers"] == 1024
+
+
+def test_what_nvml_tells_is_told_of_each_gpu(server: ServerProcess) -> None:
+    samples = read_metrics(server)
+    assert samples.by_labels("ortserve_device_utilization", "device") == {"cuda:0": 0.25, "cuda:1": 0.25}
+    assert samples.by_labels("nv_gpu_utilization", "gpu_uuid") == {"GPU-0": 0.25, "GPU-1": 0.25}
+    assert samples.by_labels("nv_gpu_memory_total_bytes", "gpu_uuid")["GPU-1"] == 4 << 30
+    assert samples.by_labels("nv_gpu_memory_used_bytes", "gpu_uuid")["GPU-1"] == 1 << 30
+    assert samples.by_labels("nv_gpu_power_usage", "gpu_uuid")["GPU-1"] == 312.5
+    assert samples.by_labels("nv_gpu_power_limit", "gpu_uuid") == {"GPU-0": 700.0}, "what one does not tell is left out"
+    assert samples.by_labels("nv_energy_consumption", "gpu_uuid")["GPU-0"] >= 1
 
 
 def test_an_unloaded_model_gives_its_memory_back_and_can_be_loaded_again(server: ServerProcess) -> None:

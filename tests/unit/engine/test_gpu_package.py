@@ -21,6 +21,8 @@ from ortserve.engine.session import SessionOptions, open_session
 from ortserve.engine.tensorrt_profiles import profile_shapes
 from servers import LONG_S
 
+pytestmark = pytest.mark.timeout(600)  # the package may have to be installed
+
 _TRY: Final = """
 import json, sys
 import onnxruntime as ort
