@@ -86,9 +86,9 @@ class Assembly:
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
         if any(isinstance(instance, DeviceInstance) for instance in loaded.instances):
             metrics.set_device_source(partial(read_runs, loaded.instances))
-        elif loaded.on_device.no_replay_because:
-            without = DeviceRuns(captures={NO_BUFFERS: len(loaded.instances)})
-            metrics.set_device_source(lambda: without)
+        elif loaded.on_device.no_buffers_because:
+            captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
+            metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count}, captures))
         return ServedModel(
             metrics.name,
             metrics.version,

@@ -112,6 +112,11 @@ class ModelMetrics:
         self.saturation: Callable[[], float | None] = lambda: None
         self.device_runs: Callable[[], DeviceRuns] | None = None
 
+    @property
+    def batch_count(self) -> int:
+        """How many batches ran. From any thread."""
+        return sum(series.count for series in list(self.batches.values()))
+
     def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
         """Count an answered request. ``timing`` has all its points, ``protocol`` is one of the server's own names."""
         self.rows += rows

@@ -85,11 +85,15 @@ async def test_replay_that_was_asked_for_is_counted_though_the_model_has_no_buff
     for name, device, has_buffers in [("off", HostDevice(), False), ("host", None, True)]:
         options = {**chosen, "device_buffers": has_buffers}
         served = serve(assembly, builders.identity(tmp_path / f"{name}.onnx"), device, metrics, **options)
+        await ask(served)
+        await ask(served)
         await served.close()
 
-    def captures(model: str) -> float | None:
-        labels = {"model": model, "version": "1", "result": "no_buffers"}
-        return registry.get_sample_value("ortserve_device_captures_total", labels)
+    def counted(model: str, name: str, **label: str) -> float | None:
+        return registry.get_sample_value(f"ortserve_device_{name}_total", {"model": model, "version": "1"} | label)
 
-    assert captures("off") == 2
-    assert captures("host") is None  # a model on the CPU has no graphs that anybody could miss
+    assert counted("off", "captures", result="no_buffers") == 2
+    assert counted("off", "batches", way="plain_unbound") == 2
+    # A model on the CPU has no graphs and no buffers that anybody could miss.
+    assert counted("host", "captures", result="no_buffers") is None
+    assert counted("host", "batches", way="plain_unbound") is None
