@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from models import builders
 from plugin_provider import OPENVINO, openvino_environment, openvino_folder
@@ -110,6 +111,55 @@ def test_provider_that_fails_is_passed_over_where_that_is_allowed(server: Server
     assert infer(server, "falls_back", np.zeros((1, 64), np.float32)).shape == (1, 10)
 
 
+def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_cpu_fails_as_well(
+    tmp_path: Path,
+) -> None:
+    """OpenVINO takes no tensor of no elements, and says so in its runs; neither takes images that are too small."""
+    environment = openvino_environment()
+    wishes: dict[str, Any] = {"execution_providers": ["openvino", "cpu"]}
+
+    def empty(path: Path) -> Path:
+        return builders.identity(path, shape=(3, 0, 5))
+
+    def picky(path: Path) -> Path:
+        return builders.pools_images(path, least=500)
+
+    write_options(add_model(tmp_path, "fails", empty), wishes)
+    write_options(add_model(tmp_path, "falls_back", empty), wishes | {"allow_fallback": True})
+    write_options(add_model(tmp_path, "not_warmed", empty), wishes | {"warmup_s": 0})
+    write_options(add_model(tmp_path, "picky", picky), wishes | {"allow_fallback": True})
+    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
+        failed = f"execution_providers: {OPENVINO} opens the model, but fails at inputs that {CPU} takes: "
+        words = "Tensor data equal nullptr"
+        told = reason(server, "fails")
+        assert told.startswith(failed)
+        assert words in told
+        assert told.endswith(f"(with allow_fallback it would be tried on {CPU})")
+        told_of = {model: properties(server, model) for model in ("falls_back", "not_warmed", "picky")}
+        assert [told["execution_provider"] for told in told_of.values()] == [CPU, OPENVINO, OPENVINO]
+        passed_over = told_of["falls_back"]["execution_providers_passed_over"]
+        assert passed_over.startswith(failed)
+        assert words in passed_over
+        assert told_of["falls_back"]["warm_up"].startswith("1: ")
+        assert infer(server, "falls_back", np.zeros((3, 0, 5), np.float32)).shape == (3, 0, 5)
+        server.wait_for_line("execution provider passed over", "falls_back", words)
+        assert told_of["not_warmed"]["warm_up"] == "not warmed up"
+        assert told_of["picky"]["warm_up"].startswith("not warmed up: the model refuses made-up inputs: ")
+        images = np.ones((1, 1, 500, 500), np.float32)
+        assert infer(server, "picky", images) == 1
+
+
+def test_arena_of_a_gpu_is_refused_where_a_plug_in_has_none(tmp_path: Path) -> None:
+    environment = openvino_environment()
+    for name, arena in (("cpu", "cpu:0"), ("gpu", "gpu:0")):
+        session = {"session": {"shrink_arenas": [arena]}}
+        write_options(add_model(tmp_path, name, builders.mlp), WISHES["first"] | session)
+    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
+        assert reason(server, "gpu").startswith("session.shrink_arenas: expected arenas out of cpu:0, got gpu:0")
+        assert properties(server, "cpu")["execution_provider"] == OPENVINO
+        assert infer(server, "cpu", np.zeros((1, 64), np.float32)).shape == (1, 10)
+
+
 def test_plug_in_that_is_no_package_is_named_by_its_library(tmp_path: Path) -> None:
     environment = openvino_environment(with_package=False)
     write_options(add_model(tmp_path, "m", builders.mlp), WISHES["first"])
@@ -137,3 +187,73 @@ def test_models_share_the_threads_of_the_process_where_that_is_asked_for(tmp_pat
             answers.append(infer(server, "m2", rows))
     assert threads[0] - threads[1] >= 3 * 8 - (psutil.cpu_count() or 1)
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-6)
+
+
+def some_for_others(path: Path) -> Path:
+    """A dense layer, and an operator of ONNX Runtime's own that OpenVINO does not take: FP32 [batch, 64] → the same."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h1"], name="dense"),
+        helper.make_node("FastGelu", ["h1"], ["h2"], name="/head/gelu", domain="com.microsoft"),
+        helper.make_node("Relu", ["h2"], ["y"], name="last"),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 64]) for name in ("x", "y")]
+    weight = numpy_helper.from_array(np.eye(64, dtype=np.float32), "w")
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(nodes, "some_for_others", ends[:1], ends[1:], [weight])
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+    return path
+
+
+def test_what_a_plug_in_leaves_to_the_cpu_is_warned_of_and_named_unless_it_is_forbidden(tmp_path: Path) -> None:
+    environment = openvino_environment()
+    alone: dict[str, Any] = {"execution_providers": ["openvino"]}
+    write_options(add_model(tmp_path, "whole", builders.mlp), alone)
+    write_options(add_model(tmp_path, "partly", some_for_others), alone)
+    no_cpu = {"session": {"entries": {"session.disable_cpu_ep_fallback": 1}}}
+    write_options(add_model(tmp_path, "forbidden", some_for_others), alone | no_cpu)
+    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
+        told = properties(server, "partly")
+        assert told["nodes"] == f"{OPENVINO}: 2, {CPU}: 1"
+        assert told["nodes_elsewhere"] == f"{CPU}: com.microsoft.FastGelu '/head/gelu'"
+        server.wait_for_line("nodes are left to the CPU", "model=partly", OPENVINO, "1 FastGelu")
+        assert "nodes_elsewhere" not in properties(server, "whole")
+        assert not [line for line in server.lines if "nodes are left to the CPU" in line and "model=whole" in line]
+        assert "fallback to CPU EP has been explicitly disabled" in reason(server, "forbidden")
+
+
+def test_second_provider_of_a_plug_in_is_found_whichever_is_asked_for_first(tmp_path: Path) -> None:
+    environment = openvino_environment()
+    second = f"{OPENVINO}.AUTO"
+    write_options(add_model(tmp_path, "a", builders.mlp), {"execution_providers": [second, "cpu"]})
+    write_options(add_model(tmp_path, "b", builders.mlp), WISHES["first"])
+    write_options(add_model(tmp_path, "c", builders.mlp), {"execution_providers": [f"{OPENVINO}.NO_SUCH", "cpu"]})
+    write_options(add_model(tmp_path, "d", builders.mlp), {"execution_providers": [f"{OPENVINO}.NO_SUCH", "cpu"]})
+    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
+        assert [properties(server, model)["execution_provider"] for model in "abcd"] == [second, OPENVINO, CPU, CPU]
+        for model in "cd":
+            told = f"{OPENVINO}.NO_SUCH finds no device here that it supports, says the package onnxruntime_ep_openvino"
+            assert properties(server, model)["execution_providers_passed_over"] == told
+
+
+def test_plug_in_named_by_its_library_is_not_registered_again_for_its_package(tmp_path: Path) -> None:
+    environment = openvino_environment()
+    write_options(add_model(tmp_path, "a", builders.mlp), {"execution_providers": [f"{OPENVINO}.NO_SUCH", "cpu"]})
+    second_device = {"execution_providers": [{"openvino": {"device_id": 1}}, "cpu"]}
+    write_options(add_model(tmp_path, "b", builders.mlp), second_device)
+    library = openvino_folder() / "onnxruntime_ep_openvino" / "libonnxruntime_providers_openvino_plugin.so"
+    with serving(tmp_path, *SHORT_WARMUP, "--execution-provider-libraries", library, env=environment) as server:
+        assert properties(server, "b")["execution_providers_passed_over"] == f"{OPENVINO} has no device 1"
+
+
+def test_compiled_model_that_a_plug_in_writes_is_no_change_of_the_model(tmp_path: Path) -> None:
+    environment = openvino_environment()
+    options = WISHES["first"] | {"intra_op_threads": 1, "session": {"entries": {"ep.context_enable": 1}}}
+    folder = add_model(tmp_path, "m", builders.mlp)
+    write_options(folder, options)
+    control = ("--model-control-mode", "explicit", "--load-model", "m")
+    with serving(tmp_path, *SHORT_WARMUP, *control, env=environment) as server:
+        written = {path.name for path in (folder / "1").iterdir()}
+        assert written == {"model.onnx", "model_ctx.onnx", f"model_{OPENVINO}.bin"}
+        for _ in range(2):  # a load of what has not changed loads nothing; ONNX Runtime would not write over these
+            httpx.post(f"http://{server.http}/v2/repository/models/m/load", timeout=LONG_S).raise_for_status()
+        assert sum("model is ready" in line for line in server.lines) == 1

@@ -38,11 +38,13 @@ class LoadOptions(BaseModel):
     """Execution providers in order of preference, by short name (``cpu``, ``cuda``, ``tensorrt``) or ONNX Runtime's own
     (``CUDAExecutionProvider``); in a file one may have options: ``[{cuda: {device_id: 1}}, cpu]``. Those that are not
     there are passed over, with a warning; the first that is there must work, and run some of the model, and those
-    behind it get the nodes that it does not take. Plug-in providers are found by their packages (``onnxruntime-ep-…``,
-    such as ``openvino``)."""
+    behind it get the nodes that it does not take, last of all the CPU, listed or not: a warning names what it gets,
+    and the session's entry ``session.disable_cpu_ep_fallback`` forbids it. Providers of GPUs are on the GPU of the
+    first of them. Plug-in providers are found by their packages (``onnxruntime-ep-…``, such as ``openvino``)."""
     allow_fallback: bool = False
-    """Go on to the next execution provider where the first that is there does not work for a model. Off: the load
-    fails, because a model that was meant for a GPU is better missed than found on the CPU."""
+    """Go on to the next execution provider where the first that is there does not work for a model: it cannot open it,
+    has too little memory for a row of it, or fails at all that warm-up makes up and the CPU takes. Off: the load fails,
+    because a model that was meant for a GPU is better missed than found on the CPU."""
     device_buffers: bool = True
     """On CUDA and TensorRT, keep inputs and outputs of batches in buffers on the device, so that one batch is copied
     while another is computed, where the number of rows fixes the shapes of all of them and cupy is installed. Batches
@@ -57,9 +59,11 @@ class LoadOptions(BaseModel):
     """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
     """Longest time that a version may spend measuring batch sizes before it serves. With 0 nothing is run; then nobody
-    has seen that rows do not influence each other, and requests run one at a time unless ``batched`` is ``true``."""
+    has seen that the execution provider runs the model, nor that rows do not influence each other, and requests run one
+    at a time unless ``batched`` is ``true``."""
     max_rows: int | None = Field(default=None, ge=1, le=65536)
-    """Most rows that run together in one batch. Unset: learned in warm-up."""
+    """Most rows that run together in one batch. Unset: learned in warm-up, which also keeps batches, with a warning, to
+    the sizes that find memory on a GPU."""
     queue_delay_s: float = Field(default=0.0, ge=0, le=60)
     """How long the oldest row may wait for others to ride with, although an instance is free. 0 adds no delay."""
     echo_wait: bool = True
@@ -134,7 +138,8 @@ class ModelOptions(LoadOptions):
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, at least 1"}
     )
-    """Sizes that batches are padded to, the largest of them the most rows of a batch. Unset: batches are not padded."""
+    """Sizes that batches are padded to, the largest of them the most rows of a batch. Unset: batches are not padded.
+    Those that warm-up finds too little memory for on a GPU are not used; the load fails where that is so of all."""
     pad: Mapping[str, PadAxis] = Field(
         default_factory=dict, json_schema_extra={"expects": "{input: {axis: n, multiple: n, value: v}, ...}"}
     )

@@ -62,7 +62,9 @@ class SessionSettings(BaseModel):
     Unset: equal blocks, which cost less to hand out."""
     denormal_as_zero: bool = False
     """Take numbers too small to be normal as 0, which is many times faster for models that have them, and changes their
-    results."""
+    results: in what runs of this model compute on processors, and in what ONNX Runtime computes of it while it is
+    opened; not in what GPUs compute. Refused where it could not be so in all threads of a run and in no other model's:
+    with ``global_threads``, and on machines other than x86-64 and aarch64 with glibc."""
     free_dimensions: Mapping[str, Annotated[int, Field(ge=1)]] = Field(
         default_factory=dict, json_schema_extra={"expects": "{dimension: length, ...}"}
     )
@@ -78,7 +80,8 @@ class SessionSettings(BaseModel):
     """File to keep the rewritten graph in, of the version that was opened last: for a look at it, or to be served with
     ``graph_optimization: none``, which loads faster, but only on this kind of machine with this version of ONNX Runtime
     and these execution providers. Within the model's folder it is no change of the model, nor is what execution
-    providers keep there by their options (``trt_engine_cache_path``) or by ``ep.context_file_path``."""
+    providers keep there by their options (``trt_engine_cache_path``) or by ``ep.context_enable``, nor what is written
+    there by ``session.collect_node_memory_stats_to_file``."""
     deterministic: bool = False
     """Choose kernels that give the same result for the same input every time, where there are such."""
     entries: Mapping[SessionEntry, Scalar] = Field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The entries of ONNX Runtime's session configuration.
 
 ONNX Runtime takes any key and says nothing of those it does not know, so that a misspelt one would be believed to work;
-hence this list, of ONNX Runtime 1.31.
+hence this list, of ONNX Runtime 1.31.1, its package for GPUs and OpenVINO's plug-in 1.8.1.
 """
 
 from typing import Final
@@ -14,7 +14,11 @@ FILE_ENTRIES: Final = frozenset(
         "ep.context_enable",
         "ep.context_file_path",
         "ep.context_model_external_initializers_file_name",
+        "ep.context_source_model_path",
+        "ep.share_ep_contexts",
+        "ep.stop_share_ep_contexts",
         "session.collect_node_memory_stats_to_file",
+        "session.debug_layout_transformation",
         "session.layer_assignment_settings",
         "session.model_external_initializers_file_folder_path",
         "session.moe_expert_counter_state_file",
@@ -26,10 +30,26 @@ FILE_ENTRIES: Final = frozenset(
         "session.save_model_format",
     }
 )
-"""Those that name files, or have files written."""
+"""Those that name files, have files written, or share what a provider has built with other models."""
 
 SESSION_ENTRIES: Final = FILE_ENTRIES | {
+    "ep.cuda.enable_gemm_auto_tune",
+    "ep.cuda.fpa_intb_gemm",
+    "ep.cuda.fpa_intb_gemv_paired_k",
+    "ep.cuda.fpa_intb_gemv_wave_aware",
+    "ep.cuda.fpa_intb_profile_m",
+    "ep.cuda.gqa_workspace_max_total_sequence_length",
+    "ep.cuda.matmul_nbits_m_chunk_size",
+    "ep.cuda.qmoe_int_dequant_max_scratch_bytes",
+    "ep.cuda.qmoe_row_tile_size",
     "ep.enable_weightless",
+    "mlas.disable_kleidiai",
+    "mlas.enable_gemm_fastmath_arm64_bfloat16",
+    "mlas.kleidiai.conv_igemm_max_work",
+    "mlas.nchwc_depthwise_sliding",
+    "mlas.nchwc_pointwise_conv_max_input_channel_batch",
+    "mlas.qnbit.force_fp32",
+    "mlas.use_lut_gemm",
     "optimization.constant_folding_max_output_size_in_bytes",
     "optimization.disable_specified_optimizers",
     "optimization.enable_cast_chain_elimination",
@@ -37,7 +57,6 @@ SESSION_ENTRIES: Final = FILE_ENTRIES | {
     "optimization.minimal_build_optimizations",
     "session.allow_released_opsets_only",
     "session.compile_only",
-    "session.debug_layout_transformation",
     "session.disable_aot_function_inlining",
     "session.disable_cpu_ep_fallback",
     "session.disable_double_qdq_remover",
@@ -80,6 +99,7 @@ SESSION_ENTRIES: Final = FILE_ENTRIES | {
     "session.use_device_allocator_for_initializers",
     "session.use_env_allocators",
     "session.use_external_initializer_file_buffers_directly",
+    "session.use_memory_mapped_ort_model",
     "session.use_ort_model_bytes_directly",
     "session.use_ort_model_bytes_for_initializers",
     "session.x64quantprecision",

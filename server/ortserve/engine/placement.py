@@ -6,12 +6,13 @@ a run to make, and tells of no node that a provider has compiled.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import onnxruntime as ort
 
-from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
+from ortserve.engine.provider_options import CPU
 from ortserve.errors import invalid_input
 
 RECORD_ENTRY: Final = "session.record_ep_graph_assignment_info"
@@ -19,6 +20,32 @@ RECORD_ENTRY: Final = "session.record_ep_graph_assignment_info"
 
 _MOST_OPERATORS: Final = 20
 _MOST_LETTERS: Final = 64
+_MOST_NODES: Final = 50
+_MOST_LETTERS_OF_A_NODE: Final = 128
+"""Exporters make names of the modules that a node stands in, one within the other."""
+_ONNX_DOMAINS: Final = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement(Mapping[str, Mapping[str, int]]):
+    """Nodes of each operator by execution provider, those with most nodes first, and which nodes they are.
+
+    Attributes:
+        operators: What it is as a mapping.
+        names: Nodes of each provider, in words: the first ``_MOST_NODES`` that ONNX Runtime tells of.
+    """
+
+    operators: Mapping[str, Mapping[str, int]]
+    names: Mapping[str, tuple[str, ...]]
+
+    def __getitem__(self, provider: str) -> Mapping[str, int]:
+        return self.operators[provider]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.operators)
+
+    def __len__(self) -> int:
+        return len(self.operators)
 
 
 def read_placement(session: ort.InferenceSession) -> dict[str, int]:
@@ -31,13 +58,16 @@ def read_operators(session: ort.InferenceSession) -> dict[str, frozenset[str]]:
     return {name: frozenset(kinds) for name, kinds in count_operators(session).items()}
 
 
-def count_operators(session: ort.InferenceSession) -> dict[str, dict[str, int]]:
+def count_operators(session: ort.InferenceSession) -> Placement:
     """Nodes of each operator by execution provider, those with most nodes first; the session has ``RECORD_ENTRY``."""
-    nodes: dict[str, Counter[str]] = {}
+    nodes: dict[str, list[ort.OrtEpAssignedNode]] = {}
     for part in session.get_provider_graph_assignment_info():
-        nodes.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
-    by_nodes = sorted(nodes.items(), key=lambda entry: entry[1].total(), reverse=True)
-    return {name: dict(kinds.most_common()) for name, kinds in by_nodes}
+        nodes.setdefault(part.ep_name, []).extend(part.get_nodes())
+    by_nodes = sorted(nodes.items(), key=lambda entry: len(entry[1]), reverse=True)
+    return Placement(
+        {name: dict(Counter(node.op_type for node in found).most_common()) for name, found in by_nodes},
+        {name: tuple(_describe_node(node) for node in found[:_MOST_NODES]) for name, found in by_nodes},
+    )
 
 
 def total_nodes(operators: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
@@ -46,8 +76,8 @@ def total_nodes(operators: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 
 def left_to_cpu(provider: str, operators: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
-    """The nodes, by operator, that a provider of a GPU leaves to the CPU; nothing where another one was chosen."""
-    return operators.get(CPU, {}) if provider in GPU_PROVIDERS else {}
+    """The nodes, by operator, that the chosen provider leaves to the CPU; nothing where that is the CPU itself."""
+    return operators.get(CPU, {}) if provider != CPU else {}
 
 
 def check_placement(name: str, nodes: Mapping[str, int]) -> None:
@@ -71,3 +101,28 @@ def describe_operators(kinds: Mapping[str, int]) -> str:
     told = [f"{count} {name[:_MOST_LETTERS]}" for name, count in list(kinds.items())[:_MOST_OPERATORS]]
     others = len(kinds) - len(told)
     return ", ".join(told) + (f" and {others} other operators" if others else "")
+
+
+def describe_elsewhere(provider: str, operators: Mapping[str, Mapping[str, int]]) -> str:
+    """In words, which nodes others run than the chosen provider; empty where there are none, or where none is named.
+
+    ``CPUExecutionProvider: NonZero '/head/NonZero', com.microsoft.FastGelu 'gelu_1' and 12 more``: at most
+    ``_MOST_NODES`` of each provider.
+    """
+    if not isinstance(operators, Placement):
+        return ""
+    elsewhere = {other: sum(kinds.values()) for other, kinds in operators.items() if other != provider}
+    return "; ".join(
+        f"{other}: {', '.join(operators.names[other])}"
+        + (f" and {count - _MOST_NODES} more" if count > _MOST_NODES else "")
+        for other, count in elsewhere.items()
+    )
+
+
+def _describe_node(node: ort.OrtEpAssignedNode) -> str:
+    operator = node.op_type if node.domain in _ONNX_DOMAINS else f"{node.domain}.{node.op_type}"
+    try:
+        name = node.name
+    except UnicodeDecodeError:  # which ONNX Runtime does not check, and needs for nothing
+        name = ""
+    return f"{operator[:_MOST_LETTERS]} '{name[:_MOST_LETTERS_OF_A_NODE]}'" if name else operator[:_MOST_LETTERS]

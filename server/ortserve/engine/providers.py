@@ -37,12 +37,14 @@ class Provider:
         options: Texts, checked.
         devices: That a plug-in shall use; empty for a built-in EP, which is asked for by its name.
         wants_graphs: Whether its options ask that graphs be replayed.
+        follows: Whether the number of its device was not given for it, but is that of another EP ahead of it.
     """
 
     name: str
     options: dict[str, str] = field(default_factory=dict)
     devices: tuple[ort.OrtEpDevice, ...] = ()
     wants_graphs: bool = False
+    follows: bool = False
 
     @property
     def device_id(self) -> int:
@@ -72,7 +74,8 @@ class ProviderChoice:
 
     @staticmethod
     def of(first: Provider, behind: Sequence[Provider], passed_over: Sequence[str]) -> "ProviderChoice":
-        """The first of those that can be used."""
+        """The first of those that can be used, with those of GPUs behind it on the device that it is on."""
+        first, *behind = _on_one_gpu((first, *behind))
         return ProviderChoice(
             first.name, tuple(passed_over), first.options, tuple(behind), first.devices, first.wants_graphs
         )
@@ -86,13 +89,16 @@ class ProviderChoice:
         """The same EP on the device of this number among those of its kind, and those of GPUs behind it there, too."""
         told = {"device_id": str(number)}
         behind = (
-            replace(other, options={**other.options, **told}) if other.name in GPU_PROVIDERS else other
+            replace(other, options={**other.options, **told}, follows=False) if other.name in GPU_PROVIDERS else other
             for other in self.behind
         )
         return replace(self, options={**self.options, **told}, behind=tuple(behind))
 
     def without_first(self, reason: str) -> "ProviderChoice":
-        """The choice once its EP has turned out not to work, for a reason in words. There must be one behind it."""
+        """The choice once its EP has turned out not to work, for a reason in words. There must be one behind it.
+
+        That one is on the device that was given for it, or the first of its kind, wherever its EP was.
+        """
         first, *others = self.behind
         return ProviderChoice.of(first, others, (*self.passed_over, reason))
 
@@ -105,7 +111,8 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
         offer: Tells of a full EP name what there is of it; None asks ONNX Runtime.
 
     Raises:
-        ServeError: invalid_input, for an option that is wrong, and, naming wishes and offer, when none can be used.
+        ServeError: invalid_input, for an option that is wrong, or another GPU than that of the EP ahead of it, and,
+            naming wishes and offer, when none can be used.
     """
     offer = Runtime().offer if offer is None else offer
     wanted: list[Provider] = []
@@ -113,6 +120,7 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
         name, given = provider_parts(wish)
         name = _SHORT_NAMES.get(name.lower(), name)
         wanted.append(Provider(name, make_provider_options(name, given), wants_graphs=asks_for_graphs(name, given)))
+    _check_gpus(wanted)
     usable: list[Provider] = []
     missing: list[str] = []
     for provider in wanted:
@@ -207,6 +215,47 @@ def check_providers(choice: ProviderChoice, used: Sequence[str]) -> None:
             f"execution_providers: {choice.name} was chosen, but ONNX Runtime could not start it and uses "
             f"{', '.join(used)}{missing_library(choice.name)}"
         )
+
+
+def _check_gpus(wanted: Sequence[Provider]) -> None:
+    """Whichever of them can be used here: what holds on this machine shall hold on the next."""
+    on_gpus = [provider for provider in wanted if provider.name in GPU_PROVIDERS]
+    for position, leader in enumerate(on_gpus):
+        names = {leader.name}  # of which a session has each once: the same one again is for ``allow_fallback``
+        for other in on_gpus[position + 1 :]:
+            is_elsewhere = "device_id" in other.options and other.device_id != leader.device_id
+            if is_elsewhere and other.name not in names:
+                raise invalid_input(
+                    f"execution_providers: {other.name}: device_id: expected {leader.device_id}, the GPU of "
+                    f"{leader.name} ahead of it, got {other.device_id}"
+                )
+            names.add(other.name)
+
+
+def _on_one_gpu(providers: Sequence[Provider]) -> list[Provider]:
+    """The EPs of one session: those of GPUs that were given no device are on that of the first of them.
+
+    What one EP computes the next one reads: it must not lie on another GPU. A plug-in stays on the device that it was
+    given when it was chosen.
+    """
+    own = [_without_followed(provider) for provider in providers]
+    leader = next((provider for provider in own if provider.name in GPU_PROVIDERS), None)
+    if leader is None or "device_id" not in leader.options:
+        return own
+    told = {"device_id": leader.options["device_id"]}
+    return [
+        replace(provider, options={**provider.options, **told}, follows=True)
+        if provider.name in GPU_PROVIDERS and "device_id" not in provider.options and not provider.devices
+        else provider
+        for provider in own
+    ]
+
+
+def _without_followed(provider: Provider) -> Provider:
+    if not provider.follows:
+        return provider
+    options = {key: value for key, value in provider.options.items() if key != "device_id"}
+    return replace(provider, options=options, follows=False)
 
 
 def _on_device(provider: Provider, devices: Sequence[ort.OrtEpDevice]) -> Provider:

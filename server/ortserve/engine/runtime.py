@@ -23,7 +23,7 @@ from ortserve.errors import invalid_input
 _PACKAGE_PREFIX: Final = "onnxruntime_ep_"
 """What the packages of plug-in providers are called, each with ``get_library_path`` and ``get_ep_names``."""
 
-_PACKAGE_ERRORS: Final[tuple[type[Exception], ...]] = (ImportError, AttributeError, *ORT_ERRORS)
+_PACKAGE_ERRORS: Final[tuple[type[Exception], ...]] = (ImportError, AttributeError, OSError, *ORT_ERRORS)
 _LIBRARY: Final = "library_path"
 """Where ONNX Runtime notes a plug-in's library, in what it tells of its devices."""
 
@@ -88,9 +88,11 @@ class Runtime:
         Raises:
             ServeError: invalid_input, naming the library that cannot be used, and why.
         """
+        self._registered: set[Path] = set()
+        """Libraries of plug-ins, where they really are."""
         for library in libraries:
             try:
-                ort.register_execution_provider_library(str(library), str(library))
+                self._register(str(library), library)
             except ORT_ERRORS as error:
                 reason = without_paths(str(error))
                 raise invalid_input(f"execution_provider_libraries: '{library}' cannot be used: {reason}") from error
@@ -105,7 +107,9 @@ class Runtime:
     def offer(self, name: str) -> Offer:
         """What there is of a provider, by its full name; a plug-in package that has it is registered for it.
 
-        A plug-in must not be asked for by its name: ONNX Runtime would make a session on the CPU, and say nothing.
+        One that names ``OpenVINOExecutionProvider`` may have ``OpenVINOExecutionProvider.AUTO``, too, of which it tells
+        once it is registered. A plug-in must not be asked for by its name: ONNX Runtime would make a session on the
+        CPU, and say nothing.
         """
         if devices := _devices(name):  # first, because ONNX Runtime lists the names of plug-ins among its own
             return Offer(devices=devices)
@@ -116,15 +120,22 @@ class Runtime:
         for package in _packages():
             try:
                 module: Any = importlib.import_module(package)
-                if name not in _names(module):
+                if not any(name == own or name.startswith(f"{own}.") for own in _names(module)):
                     continue
-                ort.register_execution_provider_library(package, module.get_library_path())
+                self._register(package, Path(module.get_library_path()))
             except _PACKAGE_ERRORS as error:
                 problem += f"; the package {package} cannot be used: {without_paths(str(error))}"
             else:
                 problem = f"finds no device here that it supports, says the package {package}"
         devices = _devices(name)
         return Offer(devices=devices, problem="" if devices else problem)
+
+    def _register(self, name: str, library: Path) -> None:
+        """Once: ONNX Runtime refuses a name again, and lists the devices of a library again under another one."""
+        whole = library.resolve()
+        if whole not in self._registered:
+            ort.register_execution_provider_library(name, str(library))
+            self._registered.add(whole)
 
     def share_arena(self) -> None:
         """Have an arena that sessions may share."""

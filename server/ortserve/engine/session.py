@@ -9,15 +9,19 @@ import onnxruntime as ort
 
 from ortserve.config.session import Scalar, SessionSettings, option_text
 from ortserve.engine.declared_shapes import Dimension, input_dimensions
+from ortserve.engine.denormals import session_maker
 from ortserve.engine.ort_errors import ORT_ERRORS as ORT_ERRORS
 from ortserve.engine.ort_errors import without_paths as without_paths
 from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placement
+from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.engine.providers import CPU, ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
 from ortserve.errors import ServeError, invalid_input
 
 _NO_CPU: Final = "session.disable_cpu_ep_fallback"
 """The entry that makes it an error where a node would be left to the CPU; the CPU itself must not be asked for then."""
+
+_AFFINITIES: Final = "session.intra_op_thread_affinities"
 
 _LEVELS: Final = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -64,13 +68,14 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
             if not the CPU; also where that does not start, or runs none of the model's nodes.
     """
     _check_settings(options)
+    make_session = session_maker(options.settings, has_global_threads=options.has_global_threads)
     dimensions = input_dimensions(path)
     _check_dimensions(dimensions, options.settings)
     provider = options.provider
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(dimensions, options.settings))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
-        session = ort.InferenceSession(
+        session = make_session(
             str(path),
             sess_options=native,
             providers=attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu),
@@ -92,14 +97,27 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
     return session
 
 
+def affinities_key(settings: SessionSettings) -> str:
+    """By which key the processors of threads are configured; empty where they are not."""
+    if settings.thread_affinities is not None:
+        return "session.thread_affinities"
+    return f"session.entries: {_AFFINITIES}" if _AFFINITIES in settings.entries else ""
+
+
 def _check_settings(options: SessionOptions) -> None:
-    """ONNX Runtime would say nothing of settings that exclude each other, and refuse every run for a missing arena."""
+    """ONNX Runtime would say nothing of settings that exclude each other, refuse every run for a missing arena, and say
+    no more than a number of a folder that is missing.
+    """
     settings = options.settings
     if settings.shared_arena and not settings.memory_arena:
         raise invalid_input("session.shared_arena: expected memory_arena beside it, got memory_arena: false")
-    if options.has_global_threads and settings.thread_affinities is not None:
-        raise invalid_input("session.thread_affinities: expected unset, as the server has global_threads")
-    if options.provider.name != CPU:
+    if options.has_global_threads and (key := affinities_key(settings)):
+        raise invalid_input(f"{key}: expected unset, as the server has global_threads")
+    if settings.optimized_model_file is not None:
+        _check_optimized_model_file(Path(settings.optimized_model_file))
+    # Behind the CPU nothing is attached; of the providers of GPUs ONNX Runtime is left to say which arenas they have.
+    attached = options.provider.behind if options.provider.name != CPU else ()
+    if GPU_PROVIDERS & {options.provider.name, *(provider.name for provider in attached)}:
         return
     there = {"cpu:0"} if settings.memory_arena else set()
     for arena in settings.shrink_arenas:
@@ -107,6 +125,14 @@ def _check_settings(options: SessionOptions) -> None:
             raise invalid_input(
                 f"session.shrink_arenas: expected arenas out of {', '.join(there) or 'none'}, got {arena}"
             )
+
+
+def _check_optimized_model_file(file: Path) -> None:
+    if not file.parent.is_dir() or file.is_dir():
+        came = "which is a folder" if file.parent.is_dir() else "whose folder is not there"
+        raise invalid_input(
+            f"session.optimized_model_file: expected a file in a folder that is there, got …/{file.name}, {came}"
+        )
 
 
 def _check_dimensions(dimensions: Sequence[Dimension], settings: SessionSettings) -> None:
@@ -154,7 +180,7 @@ def _native_options(name: str, options: SessionOptions, *, varies: bool) -> ort.
         native.add_session_config_entry(f"session.{pool}.allow_spinning", option_text(settings.spinning))
     native.use_per_session_threads = not options.has_global_threads
     entries: dict[str, Scalar | None] = {
-        "session.intra_op_thread_affinities": settings.thread_affinities,
+        _AFFINITIES: settings.thread_affinities,
         "session.dynamic_block_base": settings.dynamic_block_base,
         "session.set_denormal_as_zero": settings.denormal_as_zero,
         "session.use_env_allocators": settings.shared_arena,

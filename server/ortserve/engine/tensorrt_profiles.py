@@ -19,6 +19,17 @@ def when_engines_are_built(options: Mapping[str, str]) -> str:
     return "which builds its engines here or, where dimensions are free, at the first run of each shape"
 
 
+def most_rows(options: Mapping[str, str]) -> int | None:
+    """The most rows of a batch by profiles that were configured, which TensorRT's provider holds to; None without."""
+    rows: dict[str, int] = {}
+    for one in options.get("trt_profile_max_shapes", "").split(","):
+        name, _, shape = one.rpartition(":")
+        first = shape.partition("x")[0]
+        if name and first.isdecimal():
+            rows[name] = max(rows.get(name, 0), int(first))
+    return min(rows.values(), default=None)
+
+
 def wants_more_profiles(error: ServeError) -> bool:
     """Whether a session failed because tensors within the model need profiles, too: those go between TensorRT's parts
     of a model that is not wholly on it.

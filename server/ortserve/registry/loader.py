@@ -1,12 +1,15 @@
 """From a model file to a warm instance. Blocks for as long as that takes: runs on the loader's thread."""
 
 import logging
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
+from ortserve.config.session import SessionSettings
+from ortserve.core.batch import Arrays
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
@@ -14,11 +17,14 @@ from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import count_operators, describe_operators, left_to_cpu
-from ortserve.engine.provider_options import GPU_PROVIDERS, searches_each_shape
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
 from ortserve.engine.runtime import Runtime
+from ortserve.engine.session import SessionOptions, affinities_key, open_session
+from ortserve.engine.tensorrt_profiles import most_rows
+from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
-from ortserve.registry.interface import resolve_interface
+from ortserve.registry.interface import Interface, resolve_interface
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.model_folder import operator_libraries, read_labels
 from ortserve.registry.on_device import OnDevice, prepare
@@ -27,7 +33,7 @@ from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threa
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.progress import Progress
 from ortserve.registry.samples import Sample, make_samples
-from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
+from ortserve.registry.warmup import WarmUp, refused_rows, run_once, run_samples, takes_any, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -65,6 +71,31 @@ def load_model(
     return _Load(path, name, options, clock, folder, runtime, trials, progress or Progress(clock)).run()
 
 
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What is known of a model once a session of it is open.
+
+    ``samples`` cannot be made again of an interface that is found to be unbatched meanwhile.
+    """
+
+    interface: Interface
+    padding: Padding | None
+    samples: Sequence[Sample]
+    operators: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Warm:
+    """A first instance, on an execution provider that runs the model, and what its warm-up has found."""
+
+    instance: Instance | DeviceInstance
+    opened: OpenedSession
+    choice: ProviderChoice
+    threads: int
+    contents: _Contents
+    found: WarmUp
+
+
 class _Load:
     """One load of a model: its steps, and what they share."""
 
@@ -87,75 +118,146 @@ class _Load:
         self._runtime = runtime
         self._progress = progress
         self._labels = read_labels(options, folder)
-        libraries = operator_libraries(options, folder)
-        self._opening = Opening(path, name, options, runtime, trials, libraries, clock, progress)
+        self._libraries = tuple(operator_libraries(options, folder))
+        self._opening = Opening(path, name, options, runtime, trials, self._libraries, clock, progress)
         self._branches = options.session.inter_op_threads if options.session.execution_mode == "parallel" else 1
         limits = [limit for limit in (options.max_rows, max(options.buckets, default=None)) if limit is not None]
         self._most_rows = min(limits, default=None)  # a batch over the largest bucket could not be padded to any
 
     def run(self) -> LoadedModel:
-        opened, choice = self._open()
-        threads = self._usual_threads(choice)
-        loaded, samples = self._warm(opened, choice, threads)
-        is_chosen_here = self._options.intra_op_threads is None and not self._runtime.has_global_threads
-        if is_chosen_here and threads > 1 and _is_short(loaded.warm_up):
-            loaded.instances[0].close()
-            loaded, samples = self._warm(self._opening.open(choice, 1), choice, 1)
-        loaded = self._add_instances(loaded, samples)
+        warm = self._warm_on_first()
+        if warm.threads > 1 and self._may_take_one_thread() and _is_short(warm.found):
+            warm.instance.close()
+            warm = self._warm(self._opening.open(warm.choice, 1), warm.choice, 1, warm.contents)
+        loaded = self._add_instances(self._prepare_first(warm), warm.contents.samples)
         self._warn(loaded)
         return loaded
 
-    def _open(self) -> tuple[OpenedSession, ProviderChoice]:
-        """A session on the first execution provider that works, and which that is, on which device."""
-        options, progress = self._options, self._progress
-        progress.begin("choosing an execution provider")
+    def _warm_on_first(self) -> _Warm:
+        """A warm instance on the first execution provider that opens and runs the model."""
+        options = self._options
+        self._progress.begin("choosing an execution provider")
         choice = choose_provider(options.execution_providers, self._runtime.offer)
         if options.session.shared_arena:
             self._runtime.share_arena()
-        opened, choice = open_on_first(
-            choice,
-            lambda choice: self._opening.open(self._place(choice, 0), self._usual_threads(choice)),
-            allow_fallback=options.allow_fallback,
-        )
+        warm, choice = open_on_first(choice, self._try_on, allow_fallback=options.allow_fallback)
         for reason in choice.passed_over:
             log_event(logger, logging.WARNING, "execution provider passed over", model=self._name, reason=reason)
         if searches_each_shape(choice.name, choice.options) and not options.buckets:
             reason = "cudnn_conv_algo_search is EXHAUSTIVE, and without buckets every size of a batch is searched for"
             log_event(logger, logging.WARNING, "new batch sizes are slow", model=self._name, reason=reason)
-        return opened, self._place(choice, 0)
+        if isinstance(warm, ServeError):
+            raise warm
+        return warm
 
-    def _warm(self, opened: OpenedSession, choice: ProviderChoice, threads: int) -> tuple[LoadedModel, list[Sample]]:
-        """With the samples, which cannot be made again of a signature that is found to be unbatched meanwhile."""
-        options, progress = self._options, self._progress
-        progress.begin("reading its signature and samples")
+    def _try_on(self, choice: ProviderChoice) -> _Warm | ServeError:
+        """Open the model on an execution provider, and warm it up there.
+
+        Returns:
+            The first instance, or what is wrong with the model or its options wherever it runs.
+
+        Raises:
+            ServeError: What is wrong on this provider.
+        """
+        choice = self._place(choice, 0)
+        threads = self._usual_threads(choice)
+        opened = self._opening.open(choice, threads)
+        try:
+            contents = self._read(opened)
+        except ServeError as error:
+            return ServeError(error.kind, error.message)  # a new one: the traceback of that has the session
+        return self._warm(opened, choice, threads, contents)
+
+    def _read(self, opened: OpenedSession) -> _Contents:
+        """What the session tells of the model, as it is configured; the session is freed where that fails."""
+        options = self._options
+        self._progress.begin("reading its signature and samples")
         try:
             own = read_signature(opened.session, self._path)
             if options.pad or options.buckets:
                 own = own.without_whole_inputs("it is the same for all rows, and batches of the model are padded")
             interface = resolve_interface(options, own)
-            signature = interface.model
-            padding = resolve_padding(options, signature)
+            padding = resolve_padding(options, interface.model)
             samples = make_samples(options, interface, self._folder, max_rows=self._most_rows)
-            operators = count_operators(opened.session)
+            return _Contents(interface, padding, samples, count_operators(opened.session))
         except BaseException:
             opened.abandon()
             raise
+
+    def _warm(self, opened: OpenedSession, choice: ProviderChoice, threads: int, contents: _Contents) -> _Warm:
+        """An instance of the session, warmed up, with nothing left of it where that fails.
+
+        Raises:
+            ServeError: It finds no memory, or takes nothing, although the CPU does.
+        """
+        signature, padding = contents.interface.model, contents.padding
         instance = self._opening.make_instance(opened, choice, signature, self._name, threads, padding)
         opened.forget()
         try:
-            progress.begin_warming()
+            self._progress.begin_warming()
             found = warm_up(
                 instance,
                 signature,
-                budget_s=options.warmup_s,
-                max_rows=self._most_rows,
+                budget_s=self._options.warmup_s,
+                max_rows=self._most_rows_on(choice),
                 clock=self._clock,
+                buckets=self._options.buckets,
                 padding=padding,
-                progress=progress,
+                progress=self._progress,
                 is_coarse=choice.name in GPU_PROVIDERS,
             )
+            if found.refused and not found.has_run and choice.name != CPU:
+                rows = refused_rows(instance, signature, padding, self._progress)
+                if rows and self._cpu_takes_any(rows, contents):
+                    raise invalid_input(
+                        f"execution_providers: {choice.name} opens the model, but fails at inputs that "
+                        f"{CPU} takes: {found.refused}"
+                    )
+        except BaseException:
+            instance.close()  # else its worker and session would stay for as long as the process
+            raise
+        return _Warm(instance, opened, choice, threads, contents, found)
+
+    def _cpu_takes_any(self, rows: Sequence[Arrays], contents: _Contents) -> bool:
+        """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them.
+
+        It has a session of its own for that, in the host's memory, beside the one that refused them.
+        """
+        self._progress.begin(f"trying on {CPU} what was refused")
+        choice, configured = ProviderChoice(CPU), self._options.session
+        # Without settings that are meant for the execution provider, or would write the files that they name.
+        settings = SessionSettings(
+            graph_optimization=configured.graph_optimization,
+            free_dimensions=configured.free_dimensions,
+            free_dimensions_by_denotation=configured.free_dimensions_by_denotation,
+        )
+        threads = self._usual_threads(choice)
+        options = SessionOptions(choice, threads, settings, self._libraries, self._runtime.has_global_threads)
+        try:
+            session = open_session(self._path, self._name, options)
+        except ServeError:  # it has operators that the CPU has not: nothing is known
+            return False
+        instance = Instance(
+            session,
+            contents.interface.model,
+            name=f"{self._name} on the CPU",
+            intra_op_threads=threads,
+            clock=self._clock,
+            padding=contents.padding,
+        )
+        del session
+        try:
+            return takes_any(instance, rows)
+        finally:
+            instance.close()
+
+    def _prepare_first(self, warm: _Warm) -> LoadedModel:
+        """The model with its first instance, whose buffers are made and samples run."""
+        options, found, instance, opened = self._options, warm.found, warm.instance, warm.opened
+        interface, padding = warm.contents.interface, warm.contents.padding
+        try:
             alone_because = found.rows_depend
-            if signature.is_batched and not (found.latencies or options.batched):
+            if interface.model.is_batched and not (found.latencies or options.batched):
                 alone_because = _untried(found)
                 told = "requests run one at a time"
                 log_event(logger, logging.WARNING, told, model=self._name, reason=alone_because)
@@ -166,17 +268,18 @@ class _Load:
                 no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
             )
             if isinstance(instance, DeviceInstance):
-                on_device = prepare(instance, opened, options, interface.model, found, padding, progress)
-                found = self._timed_on(instance, signature, on_device, found, padding)
-            run_samples(instance, samples, progress)
+                fitting = _with_fitting_buckets(options, found)
+                on_device = prepare(instance, opened, fitting, interface.model, found, padding, self._progress)
+                found = self._timed_on(instance, interface.model, on_device, found, padding)
+            run_samples(instance, warm.contents.samples, self._progress)
         except BaseException:
-            instance.close()  # else its worker and session would stay for as long as the process
+            instance.close()
             raise
+        choice, operators, threads = warm.choice, warm.contents.operators, warm.threads
         run_threads = threads + self._branches - 1
-        loaded = LoadedModel(
+        return LoadedModel(
             (instance,), interface, found, choice, operators, threads, run_threads, padding, self._labels, on_device
         )
-        return loaded, samples
 
     def _timed_on(
         self,
@@ -200,7 +303,7 @@ class _Load:
         )
         return replace(found, latencies=sizes)
 
-    def _add_instances(self, loaded: LoadedModel, samples: list[Sample]) -> LoadedModel:
+    def _add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
         """Open and prepare those beside the first."""
         options, choice = self._options, loaded.providers
         try:
@@ -224,7 +327,7 @@ class _Load:
         return loaded
 
     def _prepare_further(
-        self, instance: Instance | DeviceInstance, opened: OpenedSession, loaded: LoadedModel, samples: list[Sample]
+        self, instance: Instance | DeviceInstance, opened: OpenedSession, loaded: LoadedModel, samples: Sequence[Sample]
     ) -> None:
         found, progress = loaded.warm_up, self._progress
         if found.latencies:
@@ -238,7 +341,8 @@ class _Load:
                 free_dim=found.free_dim,
             )
         if isinstance(instance, DeviceInstance):
-            prepare(instance, opened, self._options, loaded.signature, found, loaded.padding, progress)
+            fitting = _with_fitting_buckets(self._options, found)
+            prepare(instance, opened, fitting, loaded.signature, found, loaded.padding, progress)
         run_samples(instance, samples, progress)
 
     def _warn(self, loaded: LoadedModel) -> None:
@@ -255,6 +359,9 @@ class _Load:
                 of=sum(loaded.nodes.values()),
                 operators=describe_operators(left),
             )
+        if no_memory := loaded.warm_up.no_memory:
+            told, most_rows = "memory keeps batches small", loaded.warm_up.max_rows
+            log_event(logger, logging.WARNING, told, model=self._name, max_rows=most_rows, reason=no_memory)
         in_vain = (
             *loaded.interface.without_effect,
             *loaded.interface.in_vain_alone(options),
@@ -273,6 +380,17 @@ class _Load:
             return self._options.intra_op_threads
         return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self._branches)
 
+    def _may_take_one_thread(self) -> bool:
+        """Whether nobody has said how many threads a run may use, or on which processors they are."""
+        options = self._options
+        is_open = options.intra_op_threads is None and not affinities_key(options.session)
+        return is_open and not self._runtime.has_global_threads
+
+    def _most_rows_on(self, choice: ProviderChoice) -> int | None:
+        """The most rows of a batch that is tried on an execution provider."""
+        limits = [self._most_rows, most_rows(choice.options) if choice.name == TENSORRT else None]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def _is_on_gpu(self, choice: ProviderChoice) -> bool:
         return choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name)
 
@@ -286,6 +404,13 @@ def _untried(found: WarmUp) -> str:
     """Why rows do not run together of which nothing is known, and nobody said that they may."""
     because = "the model refuses made-up inputs" if found.refused else "the model was not warmed up"
     return f"nobody has seen whether rows influence each other, as {because}; 'batched: true' says that they do not"
+
+
+def _with_fitting_buckets(options: ModelOptions, found: WarmUp) -> ModelOptions:
+    """The options, with no bucket that finds too little memory."""
+    if not found.no_memory:
+        return options
+    return options.model_copy(update={"buckets": tuple(size for size in options.buckets if size <= found.max_rows)})
 
 
 def _is_short(found: WarmUp) -> bool:

@@ -28,6 +28,7 @@ from ortserve.engine.run_options import arenas_of, run_options
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.engine.tensorrt_profiles import (
+    most_rows,
     profile_shapes,
     wants_more_profiles,
     when_engines_are_built,
@@ -318,7 +319,9 @@ class Opening:
         options = self._options
         # The smallest, and one as large as is known: what a capture breaks on is in the nodes rather than in the sizes.
         sizes = sorted(
-            {1, options.max_rows or 8} if not options.buckets else {min(options.buckets), max(options.buckets)}
+            {1, options.max_rows or min(8, most_rows(choice.options) or 8)}
+            if not options.buckets
+            else {min(options.buckets), max(options.buckets)}
         )
         if self._runtime.devices.use_of(choice.name).one_graph_a_session:
             sizes = sizes[-1:]  # each has weights of its own

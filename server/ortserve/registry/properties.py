@@ -1,7 +1,7 @@
 """What operators may read of a loaded model: how it is run, and why."""
 
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.placement import describe_operators, describe_placement
+from ortserve.engine.placement import describe_elsewhere, describe_operators, describe_placement
 from ortserve.registry.loaded import LoadedModel
 
 
@@ -28,6 +28,8 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
         "batching": batching,
         "warm_up": warm_up,
     }
+    if elsewhere := describe_elsewhere(loaded.execution_provider, loaded.operators):
+        properties["nodes_elsewhere"] = elsewhere
     if loaded.providers.passed_over:
         properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
     return properties | loaded.on_device.properties() | _interface(loaded.signature)

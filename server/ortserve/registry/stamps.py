@@ -1,20 +1,25 @@
 """By what a change of a model's files is noticed: names, sizes and times, no contents. Blocks on the disk."""
 
+import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from ortserve.config.model import ModelOptions
-from ortserve.config.session import provider_parts
+from ortserve.config.session import Scalar, option_text, provider_parts
 from ortserve.registry.repository import ModelFiles
 
 FileStamp: TypeAlias = tuple[str, int, int, int, int]
 """A file's name, inode, mode, size and time of change: another one where it was replaced, rewritten or opened up."""
 
-_WRITTEN_ENTRIES: Final = ("ep.context_file_path",)
-_WRITTEN_BESIDE: Final = ("session.optimized_model_external_initializers_file_name",)
-"""Relative to the optimized model."""
+_MEMORY_STATS: Final = "session.collect_node_memory_stats_to_file"
+"""Written anew by every run, to a path relative to the model's file. What ``session.moe_expert_counter_state_file``
+names is read alone, so that a change of it is a change of the model."""
+_BESIDE_OPTIMIZED: Final = "session.optimized_model_external_initializers_file_name"
+_CONTEXT: Final = "ep.context_enable"
+_CONTEXT_FILE: Final = "ep.context_file_path"
+_BESIDE_CONTEXT: Final = "ep.context_model_external_initializers_file_name"
 
 
 def stamp_files(files: ModelFiles, version: int, options: ModelOptions) -> tuple[FileStamp, ...]:
@@ -28,7 +33,7 @@ def stamp_files(files: ModelFiles, version: int, options: ModelOptions) -> tuple
     """
     if files.folder is None:
         return tuple(_stamps([files.versions[version]]))
-    left_out = _written_in(files.folder, options)
+    left_out = _written_in(files.folder, files.versions[version], options)
     if files.options is not None:
         left_out.add(files.options)
     return tuple(_stamps(_files(files.folder, str(version), left_out)))
@@ -62,12 +67,14 @@ def _stamps(paths: Iterator[Path] | list[Path]) -> Iterator[FileStamp]:
         yield str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
-def _written_in(folder: Path, options: ModelOptions) -> set[Path]:
-    """The files and folders within ``folder`` that options name as places to write to."""
-    named = [str(options.session.entries[key]) for key in _WRITTEN_ENTRIES if key in options.session.entries]
+def _written_in(folder: Path, model: Path, options: ModelOptions) -> set[Path]:
+    """The files and folders within ``folder`` that options name as places to write to, of the file ``model`` there."""
+    entries = options.session.entries
+    named = _context_files(model, entries)
+    if stats := entries.get(_MEMORY_STATS):
+        named.append(str(model.parent / str(stats)))
     if (optimized := options.session.optimized_model_file) is not None:
-        beside = [str(options.session.entries[key]) for key in _WRITTEN_BESIDE if key in options.session.entries]
-        named += [optimized, *(str(Path(optimized).with_name(Path(name).name)) for name in beside)]
+        named += [optimized, *_beside(optimized, entries.get(_BESIDE_OPTIMIZED))]
     for wish in options.execution_providers:
         _, given = provider_parts(wish)
         named += [value for key, value in given.items() if _is_cache(key)]
@@ -79,6 +86,21 @@ def _written_in(folder: Path, options: ModelOptions) -> set[Path]:
         if (path := Path(whole(Path(name).parent), Path(name).name)) != (root := Path(whole(folder)))
         and path.is_relative_to(root)
     }
+
+
+def _context_files(model: Path, entries: Mapping[str, Scalar]) -> list[str]:
+    """What a provider keeps of a model that it has compiled: a model again, and beside it files that this one names."""
+    given = str(entries.get(_CONTEXT_FILE, ""))
+    if not given and option_text(entries.get(_CONTEXT, False)) != "1":
+        return []
+    context = Path(given) if given else model.with_name(f"{model.stem}_ctx.onnx")
+    stem = glob.escape(context.stem.removesuffix("_ctx"))
+    binaries = map(str, context.parent.glob(f"{stem}_*ExecutionProvider.bin"))
+    return [str(context), *binaries, *_beside(str(context), entries.get(_BESIDE_CONTEXT))]
+
+
+def _beside(file: str, name: Scalar | None) -> list[str]:
+    return [str(Path(file).with_name(Path(str(name)).name))] if name else []
 
 
 def _is_cache(option: str) -> bool:

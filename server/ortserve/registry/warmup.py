@@ -1,9 +1,13 @@
-"""Running a fresh instance until it is warm, and learning its latency, batch size and batchability on the way."""
+"""Running a fresh instance until it is warm, and learning its latency, batch size and batchability on the way.
+
+Where it takes nothing that was made up, the loader asks here whether another instance takes the very same.
+"""
 
 import statistics
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Final
 
@@ -11,7 +15,7 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
-from ortserve.errors import DeviceLostError, ServeError, invalid_input
+from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError, invalid_input
 from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
 from ortserve.registry.progress import Progress
 from ortserve.registry.samples import Sample
@@ -58,6 +62,9 @@ class WarmUp:
         rows_depend: Why rows may not run together, empty where they may.
         drift: Largest difference of a float between rows alone and the same rows among others.
         refused: What the model said to made-up inputs, empty where it took them; then nothing else is known.
+        has_run: Whether any made-up input ran, and be it before another one was refused.
+        no_memory: What a size that found too little memory said, empty where all did; ``max_rows`` is then no more than
+            the largest that found some, and one of the buckets where there are any.
         brings_optional: Whether the model had to be brought its optional inputs, else they were left out.
         free_dim: The size of free dimensions that it took.
     """
@@ -67,6 +74,8 @@ class WarmUp:
     rows_depend: str = ""
     drift: float = 0.0
     refused: str = ""
+    has_run: bool = False
+    no_memory: str = ""
     brings_optional: bool = False
     free_dim: int = FREE_DIM
 
@@ -78,6 +87,7 @@ def warm_up(
     budget_s: float,
     max_rows: int | None,
     clock: Clock,
+    buckets: Sequence[int] = (),
     padding: Padding | None = None,
     progress: Progress | None = None,
     is_coarse: bool = False,
@@ -90,31 +100,83 @@ def warm_up(
     left out, unless the model refuses that; free dimensions are larger where it refuses small ones. ``is_coarse`` is as
     in ``core.closeness``.
 
+    A size that finds too little memory ends the sweep, and batches stay below it. They are padded to ``buckets``, where
+    there are any, of which the largest is at least ``max_rows``: then they have no more rows than the largest bucket
+    that finds memory, so that those above it are padded to by none.
+
     Raises:
         DeviceLostError: Whatever the model takes, it cannot be run.
+        OutOfMemoryError: Not even one row finds memory, or none of the buckets does.
     """
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
     if budget_s == 0:
         return unknown
     stop_ns = clock() + int(budget_s * 1e9)
     progress = progress or Progress(clock)
+    worker = _Worker(runner)
     try:
-        make_up = _choose(runner, _MakeUp(signature, padding), progress)
-        return _measure(runner, make_up, max_rows, stop_ns, clock, progress, is_coarse=is_coarse)
-    except DeviceLostError:
+        make_up = _choose(worker, _MakeUp(signature, padding), progress)
+        return _measure(worker, make_up, max_rows, buckets, stop_ns, clock, progress, is_coarse=is_coarse)
+    except (DeviceLostError, OutOfMemoryError):
         raise
     except ServeError as error:
-        return replace(unknown, refused=error.message)
+        return replace(unknown, refused=error.message, has_run=worker.has_run)
 
 
-def _choose(runner: Runner, make_up: "_MakeUp", progress: Progress) -> "_MakeUp":
+def refused_rows(
+    runner: Runner, signature: ModelSignature, padding: Padding | None, progress: Progress
+) -> tuple[Arrays, ...]:
+    """Rows that an instance refuses, one made up in each way; none at all where it takes any of them.
+
+    One for which there is too little memory is not refused.
+
+    Raises:
+        DeviceLostError: As ``warm_up``.
+    """
+    progress.begin("warming up: looking for a row that the model takes")
+    worker = _Worker(runner)
+    refused: list[Arrays] = []
+    for way in _MakeUp(signature, padding).ways():
+        row = way(1, 0)
+        try:
+            worker.run(_as_batch(row, 1))
+        except DeviceLostError:
+            raise
+        except OutOfMemoryError:
+            continue
+        except ServeError:
+            refused.append(row)
+        else:
+            return ()
+    return tuple(refused)
+
+
+def takes_any(runner: Runner, rows: Sequence[Arrays]) -> bool:
+    """Whether an instance runs one of the rows that another one has refused.
+
+    Raises:
+        DeviceLostError: As ``warm_up``.
+    """
+    worker = _Worker(runner)
+    for row in rows:
+        try:
+            worker.run(_as_batch(row, 1))
+        except DeviceLostError:
+            raise
+        except ServeError:
+            continue
+        return True
+    return False
+
+
+def _choose(worker: "_Worker", make_up: "_MakeUp", progress: Progress) -> "_MakeUp":
     """The first of the ways to make inputs up that the model takes, and has an answer for: of no elements is none."""
     taken: _MakeUp | None = None
     ways = make_up.ways()
     for way in ways if len(ways) > 1 else ():
         progress.begin("warming up: looking for inputs that the model takes")
         try:
-            outputs = _run_on_worker(runner, _as_batch(way(1, 0), 1)).outputs
+            outputs = worker.run(_as_batch(way(1, 0), 1)).outputs
         except DeviceLostError:
             raise
         except ServeError:
@@ -126,43 +188,83 @@ def _choose(runner: Runner, make_up: "_MakeUp", progress: Progress) -> "_MakeUp"
 
 
 def _measure(
-    runner: Runner,
+    worker: "_Worker",
     make_up: "_MakeUp",
     max_rows: int | None,
+    buckets: Sequence[int],
     stop_ns: int,
     clock: Clock,
     progress: Progress,
     *,
     is_coarse: bool,
 ) -> WarmUp:
-    """Raises ServeError: internal, when the model refuses such inputs."""
+    """Raises ServeError: internal, when the model refuses such inputs, or finds no memory, as ``warm_up`` says."""
     signature = make_up.signature
-    rows_depend, drift = "", 0.0
+    rows_depend, drift, no_memory = "", 0.0, ""
     if signature.is_batched:
         progress.begin("warming up: rows alone and together")
-        rows_depend, drift = _try_rows(runner, make_up, is_coarse=is_coarse)
-    sizes = [_time_runs(runner, make_up, 1, stop_ns, clock, progress)]
-    best = sizes[0]
+        try:
+            rows_depend, drift = _try_rows(worker, make_up, is_coarse=is_coarse)
+        except OutOfMemoryError as error:
+            no_memory = error.message
+            rows_depend = f"rows could not be tried together, as not even two find memory: {no_memory}"
+    time_size = partial(_time_runs, worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress)
+    sizes = [time_size(1)]
     if signature.is_batched and not rows_depend:
         limit = max_rows or MAX_SWEPT_ROWS
+        limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
         if make_up.free_dim != FREE_DIM:
             limit = min(limit, make_up.most_rows)
-        in_vain = 0
-        while sizes[-1].rows < limit and clock() < stop_ns and in_vain < _TRIED_IN_VAIN:
-            size = _time_runs(runner, make_up, min(2 * sizes[-1].rows, limit), stop_ns, clock, progress)
-            sizes.append(size)
-            if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
-                best, in_vain = size, 0
-            elif max_rows is None:
-                in_vain += 1
+        while sizes[-1].rows < limit and clock() < stop_ns and (max_rows or _in_vain(sizes) < _TRIED_IN_VAIN):
+            rows = min(2 * sizes[-1].rows, limit)
+            try:
+                sizes.append(time_size(rows))
+            except OutOfMemoryError as error:
+                no_memory = error.message
+                fitted = sizes[-1].rows
+                limit = max((bucket for bucket in buckets if fitted < bucket < rows), default=fitted)
+    most_rows = max_rows or _best(sizes).rows
+    if no_memory:
+        most_rows = min(most_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
     return WarmUp(
-        max_rows or best.rows,
+        most_rows,
         tuple(sizes),
         rows_depend,
         drift,
+        has_run=True,
+        no_memory=no_memory,
         brings_optional=make_up.brings_optional,
         free_dim=make_up.free_dim,
     )
+
+
+def _best(sizes: Sequence[SizeLatency]) -> SizeLatency:
+    """The last size that was worth having, as ``_WORTHWHILE`` says; ``sizes`` ascend."""
+    best = sizes[0]
+    for size in sizes[1:]:
+        if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
+            best = size
+    return best
+
+
+def _in_vain(sizes: Sequence[SizeLatency]) -> int:
+    """How many sizes there were since then."""
+    return len(sizes) - 1 - sizes.index(_best(sizes))
+
+
+def _largest_that_fits(rows: int, buckets: Sequence[int], no_memory: str) -> int:
+    """The most rows of batches that are padded to ``buckets``, if there are any, where ``rows`` find memory.
+
+    Raises:
+        OutOfMemoryError: None of the buckets does.
+    """
+    fitting = [bucket for bucket in buckets if bucket <= rows] if buckets else [rows]
+    if not fitting:
+        raise OutOfMemoryError(
+            f"buckets: expected one of at most {rows} rows, for which there is memory, "
+            f"got {', '.join(map(str, sorted(buckets)))}: {no_memory}"
+        )
+    return max(fitting)
 
 
 def time_sizes(
@@ -181,8 +283,8 @@ def time_sizes(
         ServeError: internal, when a run fails.
     """
     stop_ns = clock() + int(budget_s * 1e9)
-    make_up = _MakeUp(signature, padding)
-    return tuple(_time_runs(runner, make_up, rows, stop_ns, clock, progress) for rows in sorted(sizes))
+    worker, make_up = _Worker(runner), _MakeUp(signature, padding)
+    return tuple(_time_runs(worker, make_up, rows, stop_ns, clock, progress) for rows in sorted(sizes))
 
 
 def run_once(
@@ -201,7 +303,7 @@ def run_once(
         ServeError: internal, when the model refuses made-up inputs.
     """
     progress.begin(_batches(rows))
-    _run_on_worker(runner, _as_batch(_MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
+    _Worker(runner).run(_as_batch(_MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
 
 
 def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -> None:
@@ -210,16 +312,48 @@ def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -
     Raises:
         ServeError: invalid_input, naming the sample that failed, and why; not_ready, where the device is lost.
     """
+    worker = _Worker(runner)
     for sample in samples:
         progress.begin(f"warming up: sample '{sample.name}'")
         batch = _as_batch(sample.inputs, sample.rows)
         try:
             for _ in range(sample.count):
-                _run_on_worker(runner, batch)
+                worker.run(batch)
         except DeviceLostError:
             raise
         except ServeError as error:
             raise invalid_input(f"warm-up sample '{sample.name}': {error.message}") from None
+
+
+class _Worker:
+    """Has an instance's own worker run batches, and waits for each."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.has_run = False
+        """Whether any of them ran."""
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Raises Exception: What the run did."""
+        finished = threading.Event()
+        outcomes: list[BatchResult | Exception] = []
+
+        def done(outcome: BatchResult | Exception) -> None:
+            outcomes.append(outcome)
+            finished.set()
+
+        self._runner.start(batch, done)
+        finished.wait()
+        outcome = outcomes.pop()
+        if isinstance(outcome, Exception):
+            try:
+                raise outcome
+            finally:
+                # Its traceback has this frame and those of the run, with the session, for which its device may have no
+                # room beside the next: it must not wait for the garbage collector.
+                del outcome
+        self.has_run = True
+        return outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,45 +404,54 @@ def _batches(rows: int) -> str:
 
 
 def _time_runs(
-    runner: Runner, make_up: _MakeUp, rows: int, stop_ns: int, clock: Clock, progress: Progress
+    worker: _Worker, make_up: _MakeUp, rows: int, stop_ns: int, clock: Clock, progress: Progress
 ) -> SizeLatency:
     """Time a few runs of one size; the first, in which memory is allocated, does not count."""
     progress.begin(_batches(rows))
     batch = _as_batch(make_up(rows, rows), rows)
-    _run_on_worker(runner, batch)
+    worker.run(batch)
     runs: list[int] = []
     round_trips: list[int] = []
     while len(runs) < _RUNS and (not runs or clock() < stop_ns):
         began_ns = clock()
-        runs.append(_run_on_worker(runner, batch).run_ns)
+        runs.append(worker.run(batch).run_ns)
         round_trips.append(clock() - began_ns)
     return SizeLatency(rows, int(statistics.median(runs)), int(statistics.median(round_trips)), min(round_trips))
 
 
-def _try_rows(runner: Runner, make_up: _MakeUp, *, is_coarse: bool) -> tuple[str, float]:
+def _try_rows(worker: _Worker, make_up: _MakeUp, *, is_coarse: bool) -> tuple[str, float]:
     """Run rows alone and together, on drawn inputs and, where some were left out so far, with the optional ones.
 
     Returns:
         Why rows depend on each other, and else their drift.
 
     Raises:
+        OutOfMemoryError: For as few as two of them.
         ServeError: internal, when the model refuses drawn inputs.
     """
-    problem, drift = _compare_rows(runner, make_up, is_coarse=is_coarse)
+    try:
+        return _try_together(worker, make_up, TRIED_ROWS, is_coarse=is_coarse)
+    except OutOfMemoryError:
+        return _try_together(worker, make_up, 2, is_coarse=is_coarse)
+
+
+def _try_together(worker: _Worker, make_up: _MakeUp, rows: int, *, is_coarse: bool) -> tuple[str, float]:
+    problem, drift = _compare_rows(worker, make_up, rows, is_coarse=is_coarse)
     if not problem:
         # Where data decides how many rows come out, drawn inputs may happen to give as many as went in.
         try:
-            zeros = _run_on_worker(runner, _as_batch(make_up(TRIED_ROWS, None), TRIED_ROWS)).outputs
-            problem = why_no_rows(make_up.signature, zeros, TRIED_ROWS)
-        except DeviceLostError:
+            zeros = worker.run(_as_batch(make_up(rows, None), rows)).outputs
+            problem = why_no_rows(make_up.signature, zeros, rows)
+        except (DeviceLostError, OutOfMemoryError):
             raise
         except ServeError:  # some models take no zeros
             pass
     if not problem and make_up.signature.has_optional_inputs and not make_up.brings_optional:
+        with_them = replace(make_up, brings_optional=True)
         try:
-            problem, with_optional = _compare_rows(runner, replace(make_up, brings_optional=True), is_coarse=is_coarse)
+            problem, with_optional = _compare_rows(worker, with_them, rows, is_coarse=is_coarse)
             drift = max(drift, with_optional)
-        except DeviceLostError:
+        except (DeviceLostError, OutOfMemoryError):
             raise
         except ServeError as error:
             problem = (
@@ -317,32 +460,13 @@ def _try_rows(runner: Runner, make_up: _MakeUp, *, is_coarse: bool) -> tuple[str
     return problem, 0.0 if problem else drift
 
 
-def _compare_rows(runner: Runner, make_up: _MakeUp, *, is_coarse: bool) -> tuple[str, float]:
-    inputs = make_up(TRIED_ROWS, 0)
-    together = _run_on_worker(runner, _as_batch(inputs, TRIED_ROWS)).outputs
-    alone = [
-        _run_on_worker(runner, _as_batch(tuple(array[row : row + 1] for array in inputs), 1)).outputs
-        for row in range(TRIED_ROWS)
-    ]
+def _compare_rows(worker: _Worker, make_up: _MakeUp, rows: int, *, is_coarse: bool) -> tuple[str, float]:
+    inputs = make_up(rows, 0)
+    together = worker.run(_as_batch(inputs, rows)).outputs
+    alone = [worker.run(_as_batch(tuple(array[row : row + 1] for array in inputs), 1)).outputs for row in range(rows)]
     problem = why_rows_depend(make_up.signature, together, alone, is_coarse=is_coarse)
     return problem, 0.0 if problem else row_drift(make_up.signature, together, alone)
 
 
 def _as_batch(inputs: Arrays, rows: int) -> Batch:
     return Batch(tuple((array,) for array in inputs), rows, rows)
-
-
-def _run_on_worker(runner: Runner, batch: Batch) -> BatchResult:
-    finished = threading.Event()
-    outcomes: list[BatchResult | Exception] = []
-
-    def done(outcome: BatchResult | Exception) -> None:
-        outcomes.append(outcome)
-        finished.set()
-
-    runner.start(batch, done)
-    finished.wait()
-    outcome = outcomes[0]
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome

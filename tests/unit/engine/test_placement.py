@@ -2,12 +2,16 @@
 
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from models import builders
 from ortserve.engine.placement import (
+    Placement,
     check_placement,
     count_operators,
+    describe_elsewhere,
     describe_operators,
     describe_placement,
     left_to_cpu,
@@ -55,14 +59,56 @@ def test_operators_in_words_are_short_however_many_there_are(kinds: dict[str, in
     assert describe_operators(kinds) == told
 
 
-def test_nodes_are_left_to_the_cpu_by_a_provider_of_a_gpu_alone() -> None:
+def test_nodes_are_left_to_the_cpu_by_every_provider_but_itself() -> None:
     left = {"Unique": 2}
     assert left_to_cpu(CUDA, {CUDA: {"MatMul": 1}, CPU: left}) == left
     assert left_to_cpu(TENSORRT, {TENSORRT: {"MatMul": 1}, CUDA: {"Relu": 1}, CPU: left}) == left
     assert left_to_cpu(TENSORRT, {TENSORRT: {"MatMul": 1}, CUDA: {"Relu": 1}}) == {}
     assert left_to_cpu(CPU, {CPU: left}) == {}
-    assert left_to_cpu(OPENVINO, {OPENVINO: {"MatMul": 1}, CPU: left}) == {}
+    assert left_to_cpu(OPENVINO, {OPENVINO: {"MatMul": 1}, CPU: left}) == left
+    assert left_to_cpu(OPENVINO, {OPENVINO: {"MatMul": 1}}) == {}
 
 
 def test_placement_in_words() -> None:
     assert describe_placement({CUDA: 31, CPU: 2}) == "CUDAExecutionProvider: 31, CPUExecutionProvider: 2"
+
+
+def chain(path: Path, *nodes: tuple[str, str, str]) -> Path:
+    """Nodes one behind the other, by operator, domain and name: x FP32 [batch, 4] → y FP32 [batch, 4]."""
+    between = ["x", *(f"h{number}" for number in range(1, len(nodes))), "y"]
+    made = [
+        helper.make_node(operator, [start], [end], name=name, domain=domain)
+        for (operator, domain, name), start, end in zip(nodes, between, between[1:], strict=False)
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 4]) for name in ("x", "y")]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(made, "chain", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return path
+
+
+def placed_on_cpu(path: Path) -> Placement:
+    return count_operators(open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1)))
+
+
+def test_nodes_on_others_than_the_chosen_provider_are_named(tmp_path: Path) -> None:
+    nodes = (("Elu", "", "first"), ("FastGelu", "com.microsoft", "/head/gelu"), ("Hardmax", "", ""))
+    placed = placed_on_cpu(chain(tmp_path / "model.onnx", *nodes))
+    assert describe_elsewhere(CUDA, placed) == f"{CPU}: Elu 'first', com.microsoft.FastGelu '/head/gelu', Hardmax"
+    assert describe_elsewhere(CPU, placed) == ""
+    assert describe_elsewhere(CUDA, {CPU: {"Elu": 1}}) == ""
+
+
+def test_many_nodes_and_long_names_are_told_in_short(tmp_path: Path) -> None:
+    nodes = [("Elu", "", f"{number:02}{'n' * 1000}") for number in range(62)]
+    told = describe_elsewhere(CUDA, placed_on_cpu(chain(tmp_path / "model.onnx", *nodes)))
+    assert told.endswith(f"'49{'n' * 126}' and 12 more")
+    assert told.count("Elu") == 50
+    exactly = placed_on_cpu(chain(tmp_path / "fifty.onnx", *nodes[:50]))
+    assert describe_elsewhere(CUDA, exactly).endswith(f"'49{'n' * 126}'")
+
+
+def test_node_whose_name_is_no_text_is_told_by_its_operator(tmp_path: Path) -> None:
+    path = chain(tmp_path / "model.onnx", ("Elu", "", "NAME"))
+    path.write_bytes(path.read_bytes().replace(b"NAME", b"\xff\xfeME"))
+    assert describe_elsewhere(CUDA, placed_on_cpu(path)) == f"{CPU}: Elu"

@@ -20,6 +20,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_inpu
 
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
+ROCM = "ROCMExecutionProvider"
 CUDA_DEFAULTS = {"cudnn_conv_algo_search": "HEURISTIC", "arena_extend_strategy": "kSameAsRequested"}
 
 
@@ -30,6 +31,15 @@ def offering(*names: str) -> Callable[[str], Offer]:
         return Offer() if name in names else Offer(problem="is not offered by this ONNX Runtime")
 
     return offer
+
+
+def choice_of(*wishes: ProviderWish) -> ProviderChoice:
+    return choose_provider(wishes, offering(TENSORRT, CUDA, ROCM, CPU))
+
+
+def numbers(choice: ProviderChoice) -> list[int]:
+    """Of devices, of the chosen provider and of those behind it."""
+    return [choice.device_id, *(other.device_id for other in choice.behind)]
 
 
 def attached(choice: ProviderChoice, *, has_cpu: bool = True) -> list[tuple[str, dict[str, str]]] | None:
@@ -180,3 +190,55 @@ def test_a_choice_is_moved_to_a_device_with_those_behind_it() -> None:
     assert (moved.name, moved.device_id) == (TENSORRT, 3)
     assert [other.options for other in moved.behind] == [{"use_tf32": "0", "device_id": "3"}, {}]
     assert choice.device_id == 0
+
+
+def test_provider_of_a_gpu_is_on_the_gpu_of_the_one_ahead_of_it() -> None:
+    wishes: list[ProviderWish] = [{"tensorrt": {"device_id": 1}}, {"cuda": {"use_tf32": False}}, "cpu"]
+    choice = choose_provider(wishes, offering(TENSORRT, CUDA, CPU))
+    assert attached(choice) == [
+        (TENSORRT, {"device_id": "1"}),
+        (CUDA, CUDA_DEFAULTS | {"use_tf32": "0", "device_id": "1"}),
+        (CPU, {}),
+    ]
+    assert numbers(choice) == [1, 1, 0]
+    moved = choice.on_device(3)
+    assert numbers(moved) == [3, 3, 0]
+    assert moved.without_first("it fails").device_id == 3
+
+
+def test_provider_behind_one_that_is_no_gpus_is_on_a_gpu_of_its_own_choice() -> None:
+    wishes: list[ProviderWish] = ["MyOwnExecutionProvider", {"tensorrt": {"device_id": 2}}, "cuda"]
+    choice = choose_provider(wishes, offering("MyOwnExecutionProvider", TENSORRT, CUDA))
+    assert numbers(choice) == [0, 2, 2]
+    assert attached(choice_of("cuda", "cpu")) == [(CUDA, CUDA_DEFAULTS), (CPU, {})]
+
+
+def test_provider_that_is_taken_instead_of_the_one_ahead_has_its_own_gpu_again() -> None:
+    choice = choice_of({"tensorrt": {"device_id": 1}}, "cuda", ROCM, "cpu")
+    assert numbers(choice) == [1, 1, 1, 0]
+    instead = choice.without_first("it fails")
+    assert (instead.name, instead.options) == (CUDA, CUDA_DEFAULTS)
+    assert [other.options for other in instead.behind] == [{}, {}]
+    given = choice_of({"tensorrt": {"device_id": 1}}, {"cuda": {"device_id": 1}}, ROCM).without_first("it fails")
+    assert numbers(given) == [1, 1]
+
+
+@pytest.mark.parametrize("offered", [(TENSORRT, CUDA, CPU), (CUDA, CPU), (CPU,)])
+@pytest.mark.parametrize(
+    ("ahead", "number"), [({"tensorrt": {"device_id": 1}}, 1), ("tensorrt", 0), ({"tensorrt": {"device_id": 3}}, 3)]
+)
+def test_another_gpu_than_that_of_the_provider_ahead_is_refused_whatever_is_offered(
+    ahead: ProviderWish, number: int, offered: tuple[str, ...]
+) -> None:
+    with pytest.raises(ServeError) as caught:
+        choose_provider([ahead, {"cuda": {"device_id": 2}}, "cpu"], offering(*offered))
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == (
+        f"execution_providers: {CUDA}: device_id: expected {number}, the GPU of {TENSORRT} ahead of it, got 2"
+    )
+
+
+def test_same_provider_on_one_gpu_after_the_other_is_a_wish_for_fallback() -> None:
+    choice = choice_of({"cuda": {"device_id": 0}}, {"cuda": {"device_id": 1}}, "cpu")
+    assert attached(choice) == [(CUDA, CUDA_DEFAULTS | {"device_id": "0"}), (CPU, {})]
+    assert choice.without_first("it fails").device_id == 1

@@ -30,7 +30,15 @@ def test_what_is_built_in_is_asked_for_by_its_name_although_it_has_devices() -> 
 def test_what_nobody_has_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "onnxruntime_ep_broken", PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
-    assert Runtime().offer("NoSuchExecutionProvider") == Offer(problem="is not offered by this ONNX Runtime")
+    for name in ("NoSuchExecutionProvider", "BrokenExecutionProviders", "Broken", "Broken.ExecutionProvider"):
+        assert Runtime().offer(name) == Offer(problem="is not offered by this ONNX Runtime")
+
+
+def test_package_is_asked_for_what_its_name_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "onnxruntime_ep_broken", PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = Runtime().offer("BrokenExecutionProvider.AUTO").problem
+    assert "the package onnxruntime_ep_broken cannot be used: " in problem
 
 
 @pytest.mark.parametrize(
@@ -39,6 +47,7 @@ def test_what_nobody_has_is_not_offered(tmp_path: Path, monkeypatch: pytest.Monk
         ("onnxruntime_ep_broken", PACKAGE, "Failed to load library"),
         ("onnxruntime_ep_unfinished", "import no_such_module", "No module named 'no_such_module'"),
         ("onnxruntime_ep_other", "", "has no attribute 'get_ep_name'"),
+        ("onnxruntime_ep_empty", PACKAGE.replace("return __file__", "open('/no/library')"), "No such file"),
     ],
 )
 def test_package_that_cannot_be_used_is_named_with_its_reason(

@@ -12,7 +12,8 @@ from onnx import TensorProto, helper
 from models import builders
 from ortserve.config.session import GraphOptimization, SessionSettings
 from ortserve.engine.ort_errors import run_error
-from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.provider_options import CUDA, OPENVINO
+from ortserve.engine.providers import CPU, Provider, ProviderChoice
 from ortserve.engine.run_options import arenas_of, run_options
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session, without_paths
@@ -206,6 +207,29 @@ def test_arena_that_is_not_there_fails_the_load_and_not_every_run(
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
 
 
+@pytest.mark.filterwarnings("ignore:Specified provider")
+@pytest.mark.parametrize(
+    ("choice", "arena", "is_refused"),
+    [
+        (ProviderChoice(OPENVINO), "gpu:0", True),
+        (ProviderChoice(OPENVINO), "cpu:0", False),
+        (ProviderChoice(OPENVINO, behind=(Provider(CPU),)), "gpu:0", True),
+        (ProviderChoice(OPENVINO, behind=(Provider(CUDA),)), "gpu:0", False),
+        (ProviderChoice(CPU, behind=(Provider(CUDA),)), "gpu:0", True),  # of which nothing is attached there
+        (ProviderChoice(CUDA), "gpu:0", False),
+    ],
+)
+def test_arena_of_a_gpu_is_there_only_beside_a_provider_of_gpus(
+    tmp_path: Path, choice: ProviderChoice, arena: str, is_refused: bool
+) -> None:
+    """Whether the providers themselves are there is asked after that."""
+    options = SessionOptions(choice, 1, SessionSettings(shrink_arenas=(arena,)))
+    refusal = f"session.shrink_arenas: expected arenas out of cpu:0, got {arena}"
+    with pytest.raises(ServeError) as caught:
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+    assert (caught.value.message == refusal) == is_refused
+
+
 def test_arenas_are_shrunk_by_every_run_where_that_is_asked_for(tmp_path: Path) -> None:
     session = open_session(builders.mlp(tmp_path / "model.onnx"), "m", OPTIONS)
     assert run_options(SessionSettings()) is None
@@ -256,6 +280,26 @@ def test_optimized_model_is_kept_and_can_be_served_as_it_is(tmp_path: Path) -> N
     np.testing.assert_array_equal(first.run(None, feeds)[0], again.run(None, feeds)[0])
     domains = [{opset.domain for opset in onnx.load(path).opset_import} for path in (model, kept)]
     assert domains[0] < domains[1]  # those of operators that ONNX Runtime fuses nodes into
+
+
+@pytest.mark.parametrize(
+    ("file", "came"),
+    [
+        ("a secret project/optimized.onnx", "…/optimized.onnx, whose folder is not there"),
+        ("model.onnx/optimized.onnx", "…/optimized.onnx, whose folder is not there"),
+        ("folder", "…/folder, which is a folder"),
+    ],
+)
+def test_optimized_model_that_cannot_be_kept_is_named_with_what_is_expected(
+    tmp_path: Path, file: str, came: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    settings = SessionSettings(optimized_model_file=str(tmp_path / file))
+    with pytest.raises(ServeError) as caught:
+        open_session(builders.mlp(tmp_path / "model.onnx"), "m", SessionOptions(ProviderChoice(CPU), 1, settings))
+    assert caught.value.message == (
+        f"session.optimized_model_file: expected a file in a folder that is there, got {came}"
+    )
 
 
 def test_weights_in_a_file_of_their_own_are_read_from_beside_the_model(tmp_path: Path) -> None:
@@ -323,6 +367,10 @@ def test_sessions_may_share_an_arena(tmp_path: Path) -> None:
             "session.shared_arena: expected memory_arena beside it",
         ),
         (SessionSettings(thread_affinities="1"), "session.thread_affinities: expected unset"),
+        (
+            SessionSettings(entries={"session.intra_op_thread_affinities": "1"}),
+            "session.entries: session.intra_op_thread_affinities: expected unset, as the server has global_threads",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_fail_the_load(

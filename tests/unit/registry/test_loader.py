@@ -1,17 +1,21 @@
 """From a file to a warm instance, with the real ONNX Runtime."""
 
+import gc
 import logging
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from models import builders
+from models import builders, interfaces
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Batch
@@ -24,7 +28,8 @@ from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer, Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import DeviceLostError, ErrorKind, ServeError
+from ortserve.registry.assembly import _policy
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.loader import load_model
 from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threads_in_vain
@@ -308,6 +313,347 @@ def test_run_holds_as_many_threads_as_it_may_keep_busy(tmp_path: Path) -> None:
     assert (loaded.intra_op_threads, loaded.run_threads) == (2, 4)
     settings = SessionSettings(inter_op_threads=3)  # of no use in the other mode
     assert load(path, QUICK.model_copy(update={"intra_op_threads": 2, "session": settings})).run_threads == 2
+
+
+OTHER = "OtherExecutionProvider"
+"""One that computes on the host, such as OpenVINO's; ``CUDA`` has buffers on a device, here of host memory."""
+
+
+class OfferingOthers(Runtime):
+    """Says that there is every provider, and CUDA's device."""
+
+    def __init__(self, *, has_global_threads: bool = False) -> None:
+        super().__init__(global_threads=has_global_threads, devices=Devices({CUDA: DeviceUse(HostDevice)}))
+
+    def offer(self, name: str) -> Offer:
+        return Offer()
+
+
+class Failing:
+    """A session whose runs fail with a text, of ONNX Runtime or of a device, where it has too many rows for it."""
+
+    def __init__(self, session: Session, text: str, most_rows: int) -> None:
+        self._session = session
+        self._text = text
+        self._most_rows = most_rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, names: Sequence[str], feeds: Mapping[str, np.ndarray], options: Any = None) -> Any:
+        if max(len(array) for array in feeds.values()) > self._most_rows:
+            raise RuntimeError(self._text)
+        return self._session.run(names, feeds, options)
+
+
+class Providers:
+    """Opens real sessions on the CPU for any provider, and lets the runs of some fail.
+
+    Attributes:
+        opened: The provider that each session was asked for, in turn.
+        alive: How many of the sessions before were still there when each was opened.
+        tried: How sessions were opened to try on the CPU what a provider refused.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Mapping[str, str], most_rows: int = 0) -> None:
+        """``fails`` are texts by provider, for runs of more than ``most_rows`` rows."""
+        self.opened: list[str] = []
+        self.alive: list[int] = []
+        self.tried: list[SessionOptions] = []
+        self._fails = fails
+        self._most_rows = most_rows
+        self._sessions: list[weakref.ref[Any]] = []
+        monkeypatch.setattr("ortserve.registry.opening.open_session", self._open)
+        monkeypatch.setattr("ortserve.registry.loader.open_session", self._try)
+
+    def _open(self, path: Path, name: str, options: SessionOptions) -> Any:
+        asked = options.provider.name
+        self.opened.append(asked)
+        self.alive.append(sum(session() is not None for session in self._sessions))
+        session: Any = open_session(path, name, replace(options, provider=ProviderChoice(CPU)))
+        self._sessions.append(weakref.ref(session))
+        return Failing(session, self._fails[asked], self._most_rows) if asked in self._fails else session
+
+    def _try(self, path: Path, name: str, options: SessionOptions) -> Any:
+        self.tried.append(options)
+        session = open_session(path, name, options)
+        self._sessions.append(weakref.ref(session))
+        return session
+
+
+def load_on(path: Path, wishes: Sequence[str], **options: Any) -> LoadedModel:
+    chosen = ModelOptions.model_validate({"warmup_s": 0.1, "execution_providers": tuple(wishes)} | options)
+    loaded = load_model(path, "m/1", chosen, time.monotonic_ns, None, OfferingOthers())
+    for instance in loaded.instances:
+        instance.close()
+    return loaded
+
+
+on_each_kind = pytest.mark.parametrize("provider", [OTHER, CUDA])
+BROKEN = "Non-zero status code returned: Tensor data equal nullptr!"
+
+
+@contextmanager
+def without_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@on_each_kind
+@pytest.mark.parametrize(
+    "build",
+    [
+        builders.mlp,
+        builders.fixed_batch,
+        partial(builders.pools_images, least=32),  # which the CPU refuses to take small, too
+        interfaces.optional_bias,
+    ],
+)
+def test_provider_that_opens_the_model_and_fails_every_run_fails_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, build: Callable[[Path], Path]
+) -> None:
+    providers = Providers(monkeypatch, {provider: BROKEN})
+    with pytest.raises(ServeError) as caught:
+        load_on(build(tmp_path / "model.onnx"), [provider, "cpu"])
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == (
+        f"execution_providers: {provider} opens the model, but fails at inputs that {CPU} takes: "
+        f"ONNX Runtime failed to run the model: {BROKEN} (with allow_fallback it would be tried on {CPU})"
+    )
+    assert (providers.opened, len(providers.tried)) == ([provider], 1)
+    assert not workers()
+
+
+@on_each_kind
+def test_provider_that_fails_every_run_is_passed_over_where_that_is_allowed_and_freed_before_the_next_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next one is warmed up by itself."""
+    providers = Providers(monkeypatch, {provider: BROKEN, AZURE: "nor does it"})
+    with without_garbage_collector():
+        loaded = load_on(
+            builders.mlp(tmp_path / "model.onnx"), [provider, AZURE, "cpu"], allow_fallback=True, max_rows=4
+        )
+    assert (loaded.execution_provider, [size.rows for size in loaded.warm_up.latencies]) == (CPU, [1, 2, 4])
+    assert loaded.providers.passed_over == tuple(
+        f"execution_providers: {name} opens the model, but fails at inputs that {CPU} takes: "
+        f"ONNX Runtime failed to run the model: {text}"
+        for name, text in ((provider, BROKEN), (AZURE, "nor does it"))
+    )
+    assert sum(record.message == "execution provider passed over" for record in caplog.records) == 2
+    assert providers.opened[:3] == [provider, AZURE, CPU]
+    assert set(providers.alive) == {0}
+    assert not workers()
+
+
+def test_failures_to_open_and_to_run_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    providers = Providers(monkeypatch, {OTHER: BROKEN})
+    real = providers._open
+
+    def open_some(path: Path, name: str, options: SessionOptions) -> Any:
+        if options.provider.name == AZURE:
+            raise ServeError(ErrorKind.INVALID_INPUT, "it cannot be opened there")
+        return real(path, name, options)
+
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_some)
+    told = rf"^it cannot be opened there; execution_providers: {OTHER} opens the model, but fails at .* nullptr!$"
+    with pytest.raises(ServeError, match=told):
+        load_on(builders.mlp(tmp_path / "model.onnx"), [AZURE, OTHER], allow_fallback=True)
+
+
+@on_each_kind
+@pytest.mark.parametrize("allow_fallback", [False, True])
+def test_model_that_the_cpu_refuses_to_run_too_is_served_as_one_that_refuses_made_up_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, allow_fallback: bool
+) -> None:
+    providers = Providers(monkeypatch, {})
+    loaded = load_on(
+        builders.refuses_synthetic(tmp_path / "model.onnx"), [provider, "cpu"], allow_fallback=allow_fallback
+    )
+    assert (loaded.execution_provider, loaded.providers.passed_over) == (provider, ())
+    assert "indices element out of data bounds" in loaded.warm_up.refused
+    assert "refuses made-up inputs" in loaded.signature.unbatched_because
+    assert len(providers.tried) == 1
+    assert not workers()
+
+
+def test_model_that_the_cpu_cannot_open_is_served_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Providers(monkeypatch, {OTHER: BROKEN})
+
+    def open_none(*args: Any) -> Any:
+        raise ServeError(ErrorKind.INVALID_INPUT, "No Op registered for Own")
+
+    monkeypatch.setattr("ortserve.registry.loader.open_session", open_none)
+    loaded = load_on(builders.mlp(tmp_path / "model.onnx"), [OTHER, "cpu"])
+    assert (loaded.execution_provider, loaded.warm_up.refused) == (
+        OTHER,
+        f"ONNX Runtime failed to run the model: {BROKEN}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "fails", "wishes", "options"),
+    [
+        (builders.mlp, {}, [OTHER, "cpu"], {}),
+        (builders.mlp, {OTHER: BROKEN}, [OTHER, "cpu"], {"warmup_s": 0}),  # nothing is run, and nothing decided
+        (builders.refuses_synthetic, {}, ["cpu"], {}),
+        (partial(builders.pools_images, least=32), {}, [OTHER, "cpu"], {}),
+    ],
+)
+def test_cpu_is_asked_only_where_another_provider_was_seen_to_run_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[[Path], Path],
+    fails: Mapping[str, str],
+    wishes: Sequence[str],
+    options: dict[str, Any],
+) -> None:
+    providers = Providers(monkeypatch, fails)
+    load_on(build(tmp_path / "model.onnx"), wishes, intra_op_threads=1, **options)
+    assert (len(providers.opened), providers.tried) == (1, [])
+
+
+@on_each_kind
+def test_provider_that_runs_some_made_up_inputs_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    providers = Providers(monkeypatch, {provider: BROKEN}, most_rows=4)
+    loaded = load_on(builders.mlp(tmp_path / "model.onnx"), [provider, "cpu"], max_rows=8)
+    assert BROKEN in loaded.warm_up.refused
+    assert (loaded.execution_provider, providers.tried) == (provider, [])
+
+
+def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_it_runs_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept.onnx"
+    libraries = (tmp_path / "ops.so",)
+    providers = Providers(monkeypatch, {CUDA: BROKEN})
+    real = providers._try
+
+    def try_without_libraries(path: Path, name: str, options: SessionOptions) -> Any:
+        assert options.operator_libraries == libraries
+        return real(path, name, replace(options, operator_libraries=()))
+
+    def open_without_libraries(path: Path, name: str, options: SessionOptions) -> Any:
+        kept.unlink(missing_ok=True)
+        session = providers._open(path, name, replace(options, operator_libraries=()))
+        kept.write_bytes(b"of the provider")
+        return session
+
+    monkeypatch.setattr("ortserve.registry.loader.open_session", try_without_libraries)
+    monkeypatch.setattr("ortserve.registry.opening.open_session", open_without_libraries)
+    monkeypatch.setattr("ortserve.registry.loader.operator_libraries", lambda options, folder: libraries)
+    monkeypatch.setattr("ortserve.engine.session._check_settings", lambda options: None)  # the CPU has no gpu:0
+    settings = {
+        "free_dimensions": {"batch": 2},
+        "graph_optimization": "basic",
+        "optimized_model_file": str(kept),
+        "shrink_arenas": ("gpu:0",),
+        "thread_affinities": "1",
+        "entries": {"session.dynamic_block_base": 4},
+    }
+    with pytest.raises(ServeError, match=f"{CUDA} opens the model, but fails at inputs"):
+        load_on(builders.mlp(tmp_path / "model.onnx"), ["cuda", "cpu"], session=settings)
+    (options,) = providers.tried
+    assert options.provider == ProviderChoice(CPU)
+    assert options.settings == SessionSettings(free_dimensions={"batch": 2}, graph_optimization="basic")
+    assert kept.read_bytes() == b"of the provider"
+
+
+def test_options_that_do_not_fit_the_model_are_not_tried_on_the_next_provider(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    providers = Providers(monkeypatch, {})
+    pad = {"no": {"axis": 1, "multiple": 2, "value": 0}}
+    for allow_fallback in (False, True):
+        with pytest.raises(ServeError, match=r"pad\.no: expected one of the inputs x, got 'no'$"):
+            load_on(builders.mlp(tmp_path / "m.onnx"), [OTHER, "cpu"], pad=pad, allow_fallback=allow_fallback)
+    assert providers.opened == [OTHER] * 2
+
+
+def test_device_that_is_lost_in_warm_up_is_no_failure_to_fall_back_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    providers = Providers(monkeypatch, {CUDA: "CUDA failure 719: unspecified launch failure"})
+    with pytest.raises(DeviceLostError, match="host:0 is lost"):
+        load_on(builders.mlp(tmp_path / "m.onnx"), ["cuda", "cpu"], allow_fallback=True)
+    assert (providers.opened, providers.tried) == ([CUDA], [])
+    assert not workers()
+
+
+NO_MEMORY = "BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 4096"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 32}, {"max_rows": 32, "instances": 2}])
+def test_batches_are_of_the_sizes_that_find_memory_in_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    providers = Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows=10)
+    loaded = load_on(builders.mlp(tmp_path / "m.onnx"), ["cuda", "cpu"], warmup_s=60, **options)
+    found = loaded.warm_up
+    assert loaded.signature.is_batched
+    assert found.max_rows == 8
+    assert [size.rows for size in found.latencies] == list(loaded.on_device.sizes) == [1, 2, 4, 8]
+    (told,) = [vars(line)["fields"] for line in caplog.records if line.message == "memory keeps batches small"]
+    assert told["max_rows"] == 8
+    assert told["reason"] == f"host:0 has too little memory for the batch: {NO_MEMORY}"
+    assert (set(providers.opened), providers.tried) == ({CUDA}, [])
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("most_rows", [8, 10, 20, 31])
+def test_batches_are_padded_to_the_buckets_that_find_memory_in_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, instances: int
+) -> None:
+    Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows)
+    options = {"max_rows": 32, "buckets": (8, 32), "warmup_s": 60, "instances": instances}
+    loaded = load_on(builders.mlp(tmp_path / "m.onnx"), ["cuda", "cpu"], **options)
+    assert (loaded.warm_up.max_rows, loaded.on_device.sizes) == (8, (8,))
+    policy = _policy(loaded, ModelOptions.model_validate(options))
+    assert {policy.bucket_for(rows) for rows in range(1, policy.max_rows + 1)} == {8}
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "options", "told"),
+    [
+        (0, {}, rf"host:0 has too little memory for the batch: {NO_MEMORY}"),
+        (0, {"buckets": (8, 32)}, rf"host:0 has too little memory for the batch: {NO_MEMORY}"),
+        (7, {"buckets": (8, 32)}, rf"buckets: expected one of at most 4 rows, .* got 8, 32: .*{NO_MEMORY}"),
+    ],
+)
+def test_model_whose_smallest_batch_finds_no_memory_fails_or_is_tried_on_the_next_provider(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, options: dict[str, Any], told: str
+) -> None:
+    """As one whose weights alone find none, when it is opened."""
+    providers = Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows)
+    path = builders.mlp(tmp_path / "m.onnx")
+    with pytest.raises(ServeError, match=rf"^{told} \(with allow_fallback it would be tried on {CPU}\)$") as caught:
+        load_on(path, ["cuda", "cpu"], **options)
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert (providers.opened, providers.tried) == ([CUDA], [])
+    assert not workers()
+    with without_garbage_collector():
+        loaded = load_on(path, ["cuda", "cpu"], allow_fallback=True, intra_op_threads=1, **options)
+    assert (loaded.execution_provider, loaded.warm_up.no_memory) == (CPU, "")
+    assert set(providers.alive) == {0}
+
+
+@pytest.mark.parametrize(
+    "session", [{"thread_affinities": "1"}, {"entries": {"session.intra_op_thread_affinities": "1"}}]
+)
+def test_threads_with_processors_of_their_own_are_kept_for_short_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: dict[str, Any]
+) -> None:
+    """One thread has none to place, and ONNX Runtime would say nothing of that."""
+    monkeypatch.setattr("ortserve.registry.loader.cpu_budget", lambda: 2)
+    path = builders.mlp(tmp_path / "model.onnx")
+    options = ModelOptions.model_validate({"warmup_s": 0.1, "session": session})
+    assert load(path, options).intra_op_threads == 2
 
 
 class OfferingCuda(Runtime):

@@ -18,6 +18,7 @@ from ortserve.engine.provider_options import CPU, CUDA, TENSORRT
 from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.runtime import Offer, Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
+from ortserve.engine.tensorrt_profiles import most_rows
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.opening import Opening, model_nbytes
@@ -185,3 +186,11 @@ def test_a_session_that_cannot_be_made_is_not_kept_by_its_error(tmp_path: Path) 
         opening_of(builders.not_onnx(tmp_path / "m.onnx"), ModelOptions()).open(ProviderChoice(CPU), 1)
     assert failed.value.__cause__ is not None
     assert failed.value.__cause__.__traceback__ is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows"),
+    [("", None), ("x:4x64", 4), ("x:4x64,y:8x1", 4), ("x:4x64,x:16x64", 16), ("a:b:4x2", 4), ("x", None)],
+)
+def test_rows_of_a_batch_are_those_of_the_operators_profile(shapes: str, rows: int | None) -> None:
+    assert most_rows({"trt_profile_max_shapes": shapes} if shapes else {}) == rows

@@ -19,10 +19,18 @@ from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.errors import DeviceLostError, ErrorKind, ServeError
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 from ortserve.registry.progress import Progress
 from ortserve.registry.samples import Sample
-from ortserve.registry.warmup import MAX_SWEPT_ROWS, WarmUp, run_samples, warm_up
+from ortserve.registry.synthetic import LARGER_FREE_DIMS
+from ortserve.registry.warmup import (
+    MAX_SWEPT_ROWS,
+    WarmUp,
+    refused_rows,
+    run_samples,
+    takes_any,
+    warm_up,
+)
 
 MS = 1_000_000
 X, Y = TensorSpec("x", DataType.FP32, (-1, 4)), TensorSpec("y", DataType.FP32, (-1, 4))
@@ -163,6 +171,147 @@ def test_refusal_is_told_and_leaves_the_rest_unknown() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS, ServeError(ErrorKind.INTERNAL, "no such index"))
     assert warm_up(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUp(9, refused="no such index")
+
+
+def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple[int, ...] = ()) -> WarmUp:
+    """Of a runner that finds no memory for more than so many rows, and whose rows get cheaper the more there are."""
+
+    def compute(batch: Batch) -> Arrays:
+        if batch.bucket > most_rows:
+            raise OutOfMemoryError(f"no memory for {batch.bucket} rows")
+        return (np.concatenate(batch.parts[0]),)
+
+    runner = ComputingRunner(compute)
+    return warm_up(runner, BATCHED, budget_s=60, max_rows=max_rows, clock=FakeClock(), buckets=buckets)
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "swept", "refused_size"),
+    [(2, [1, 2], 4), (3, [1, 2], 4), (10, [1, 2, 4, 8], 16), (63, [1, 2, 4, 8, 16, 32], 64)],
+)
+def test_sweep_ends_below_the_size_that_finds_too_little_memory_and_keeps_what_it_has_measured(
+    most_rows: int, swept: list[int], refused_size: int
+) -> None:
+    found = sweep_cramped(most_rows, max_rows=64)
+    assert (sizes(found), found.max_rows) == (swept, swept[-1])
+    assert (found.refused, found.rows_depend) == ("", "")
+    assert found.no_memory == f"no memory for {refused_size} rows"
+
+
+def test_sizes_that_all_find_memory_say_nothing_of_it() -> None:
+    assert sweep_cramped(64, max_rows=64).no_memory == ""
+
+
+def test_batch_size_is_learned_of_the_sizes_that_find_memory() -> None:
+    clock = FakeClock()
+
+    def latency_ns(rows: int) -> int:
+        return (10 * MS + rows) if rows <= 4 else 100 * MS
+
+    class Cramped(TimedRunner):
+        def start(self, batch: Batch, done: BatchDone) -> None:
+            self.error = OutOfMemoryError("no memory") if batch.rows > 8 else None
+            super().start(batch, done)
+
+    found = warm_up(Cramped(clock, latency_ns), BATCHED, budget_s=60, max_rows=None, clock=clock)
+    assert (sizes(found), found.max_rows, found.no_memory) == ([1, 2, 4, 8], 4, "no memory")
+
+
+def test_where_two_rows_find_too_little_memory_each_request_runs_alone() -> None:
+    found = sweep_cramped(1)
+    assert (sizes(found), found.max_rows, found.no_memory) == ([1], 1, "no memory for 2 rows")
+    assert found.rows_depend == ("rows could not be tried together, as not even two find memory: no memory for 2 rows")
+
+
+def test_model_of_which_one_row_finds_too_little_memory_is_not_served() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"^no memory for 1 rows$"):
+        sweep_cramped(0)
+    runner = TimedRunner(FakeClock(), lambda rows: MS, OutOfMemoryError("no memory"))
+    with pytest.raises(OutOfMemoryError, match=r"^no memory$"):
+        warm_up(runner, ONE_ROW, budget_s=60, max_rows=None, clock=runner.clock)
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "max_rows", "buckets", "swept", "expected"),
+    [
+        (10, 32, (8, 32), [1, 2, 4, 8], 8),
+        (20, 32, (8, 32), [1, 2, 4, 8, 16], 8),  # what has 9 rows or more would be padded to 32
+        (31, 32, (32, 8), [1, 2, 4, 8, 16], 8),
+        (7, 24, (6, 24), [1, 2, 4, 6], 6),
+        (7, 24, (5, 6, 7, 24), [1, 2, 4, 7], 7),
+        (6, 24, (5, 6, 7, 24), [1, 2, 4, 6], 6),
+        (5, 24, (5, 6, 7, 24), [1, 2, 4, 5], 5),
+        (4, 5, (2, 8), [1, 2, 4], 2),  # what has 3 rows or more would be padded to 8
+        (8, 5, (2, 8), [1, 2, 4, 8], 5),
+    ],
+)
+def test_batches_have_no_more_rows_than_the_largest_bucket_that_finds_memory(
+    most_rows: int, max_rows: int, buckets: tuple[int, ...], swept: list[int], expected: int
+) -> None:
+    found = sweep_cramped(most_rows, max_rows=max_rows, buckets=buckets)
+    assert (sizes(found), found.max_rows) == (swept, expected)
+    assert bool(found.no_memory) == (most_rows < max(buckets))
+
+
+@pytest.mark.parametrize("most_rows", [1, 2, 7])
+def test_buckets_of_which_none_finds_memory_are_named(most_rows: int) -> None:
+    told = r"^buckets: expected one of at most \d rows, for which there is memory, got 8, 32: no memory for \d rows$"
+    with pytest.raises(OutOfMemoryError, match=told):
+        sweep_cramped(most_rows, max_rows=32, buckets=(32, 8))
+
+
+@pytest.mark.parametrize("fails_from", [1, 2, 4, 5])
+def test_refusal_tells_whether_anything_ran_before_it(fails_from: int) -> None:
+    """Three rows together, each of them alone, three zeros, then sizes from one row on."""
+
+    def compute(batch: Batch) -> Arrays:
+        if batch.rows >= fails_from:
+            raise ServeError(ErrorKind.INTERNAL, "no")
+        return (np.concatenate(batch.parts[0]),)
+
+    found = warm_up(ComputingRunner(compute), BATCHED, budget_s=60, max_rows=8, clock=FakeClock())
+    assert found == WarmUp(8, refused="no", has_run=fails_from > 3)
+
+
+FREE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("y", DataType.FP32, (-1, -1)),))
+
+
+def refused_by(signature: ModelSignature, compute: Callable[[Batch], Arrays]) -> list[tuple[int, ...]]:
+    """The shapes of the first inputs that are refused."""
+    rows = refused_rows(ComputingRunner(compute), signature, None, Progress(FakeClock()))
+    return [arrays[0].shape for arrays in rows]
+
+
+def fail_with(error: ServeError) -> Callable[[Batch], Arrays]:
+    def compute(batch: Batch) -> Arrays:
+        raise error
+
+    return compute
+
+
+def test_rows_that_an_instance_refuses_are_made_up_in_every_way() -> None:
+    no = ServeError(ErrorKind.INTERNAL, "no")
+    assert refused_by(ONE_ROW, fail_with(no)) == refused_by(BATCHED, fail_with(no)) == [(1, 4)]
+    assert refused_by(OPTIONAL, fail_with(no)) == [(1, 4)] * 2  # without and with the optional one
+    assert refused_by(FREE, fail_with(no)) == [(1, 8), *((1, dim) for dim in LARGER_FREE_DIMS)]
+    assert refused_by(FREE, fail_with(OutOfMemoryError("no memory"))) == []
+    with pytest.raises(DeviceLostError):
+        refused_by(FREE, fail_with(DeviceLostError("lost")))
+
+
+def test_instance_that_takes_a_row_in_any_way_refuses_none() -> None:
+    def compute(batch: Batch) -> Arrays:
+        ((x,),) = batch.parts
+        if x.shape[1] < 32:
+            raise ServeError(ErrorKind.INTERNAL, "too small")
+        return (x,)
+
+    assert refused_by(FREE, compute) == []
+    rows = [(np.zeros((1, dim), np.float32),) for dim in (8, 32)]
+    assert takes_any(ComputingRunner(compute), rows)
+    assert not takes_any(ComputingRunner(compute), rows[:1])
+    with pytest.raises(DeviceLostError):
+        takes_any(ComputingRunner(fail_with(DeviceLostError("lost"))), rows)
 
 
 @pytest.fixture

@@ -1,0 +1,23 @@
+"""What operators read of a loaded model."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.engine.providers import ProviderChoice
+from ortserve.registry.loader import load_model
+from ortserve.registry.properties import describe_properties
+
+CPU = "CPUExecutionProvider"
+
+
+def test_nodes_that_the_chosen_provider_does_not_run_are_named(tmp_path: Path) -> None:
+    options = ModelOptions(warmup_s=0, intra_op_threads=1)
+    loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m", options, time.monotonic_ns)
+    for instance in loaded.instances:
+        instance.close()
+    assert "nodes_elsewhere" not in describe_properties(loaded, 1)
+    of_another = replace(loaded, providers=ProviderChoice("OtherExecutionProvider"))
+    assert describe_properties(of_another, 1)["nodes_elsewhere"] == f"{CPU}: MatMul, Relu, MatMul, Softmax"
