@@ -103,14 +103,12 @@ def describe_operators(kinds: Mapping[str, int]) -> str:
     return ", ".join(told) + (f" and {others} other operators" if others else "")
 
 
-def describe_elsewhere(provider: str, operators: Mapping[str, Mapping[str, int]]) -> str:
-    """In words, which nodes others run than the chosen provider; empty where there are none, or where none is named.
+def describe_elsewhere(provider: str, operators: Placement) -> str:
+    """In words, which nodes others run than the chosen provider; empty where there are none.
 
     ``CPUExecutionProvider: NonZero '/head/NonZero', com.microsoft.FastGelu 'gelu_1' and 12 more``: at most
     ``_MOST_NODES`` of each provider.
     """
-    if not isinstance(operators, Placement):
-        return ""
     elsewhere = {other: sum(kinds.values()) for other, kinds in operators.items() if other != provider}
     return "; ".join(
         f"{other}: {', '.join(operators.names[other])}"

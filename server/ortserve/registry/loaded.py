@@ -7,7 +7,7 @@ from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
-from ortserve.engine.placement import total_nodes
+from ortserve.engine.placement import Placement, total_nodes
 from ortserve.engine.providers import ProviderChoice
 from ortserve.registry.interface import Interface
 from ortserve.registry.on_device import OnDevice
@@ -31,7 +31,7 @@ class LoadedModel:
     interface: Interface
     warm_up: WarmUp
     providers: ProviderChoice
-    operators: Mapping[str, Mapping[str, int]]
+    operators: Placement
     intra_op_threads: int
     run_threads: int
     padding: Padding | None = None

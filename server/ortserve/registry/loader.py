@@ -1,7 +1,7 @@
 """From a model file to a warm instance. Blocks for as long as that takes: runs on the loader's thread."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,7 @@ from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.placement import count_operators, describe_operators, left_to_cpu
+from ortserve.engine.placement import Placement, count_operators, describe_operators, left_to_cpu
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
 from ortserve.engine.runtime import Runtime
@@ -32,8 +32,9 @@ from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threads_in_vain
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.progress import Progress
+from ortserve.registry.refusals import refused_rows, takes_any
 from ortserve.registry.samples import Sample, make_samples
-from ortserve.registry.warmup import WarmUp, refused_rows, run_once, run_samples, takes_any, time_sizes, warm_up
+from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class _Contents:
     interface: Interface
     padding: Padding | None
     samples: Sequence[Sample]
-    operators: Mapping[str, Mapping[str, int]]
+    operators: Placement
 
 
 @dataclass(frozen=True, slots=True)

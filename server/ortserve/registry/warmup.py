@@ -1,25 +1,21 @@
-"""Running a fresh instance until it is warm, and learning its latency, batch size and batchability on the way.
-
-Where it takes nothing that was made up, the loader asks here whether another instance takes the very same.
-"""
+"""Running a fresh instance until it is warm, and learning its latency, batch size and batchability on the way."""
 
 import statistics
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
+from ortserve.core.batch import Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError, invalid_input
 from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
+from ortserve.registry.make_up import MakeUp, WorkerRuns, as_batch
 from ortserve.registry.progress import Progress
 from ortserve.registry.samples import Sample
-from ortserve.registry.synthetic import FREE_DIM, LARGER_FREE_DIMS, MOST_ELEMENTS, synthetic_inputs
+from ortserve.registry.synthetic import FREE_DIM
 
 MAX_SWEPT_ROWS: Final = 64
 _RUNS: Final = 5
@@ -29,8 +25,6 @@ _TRIED_IN_VAIN: Final = 2
 """Sizes in a row that were not: one may have been timed while something else ran on the machine."""
 TRIED_ROWS: Final = 3
 """Run alone and together, as they are, to see whether rows depend on each other."""
-_MOST_BATCH_ELEMENTS: Final = 2**24
-"""Of an input with larger free dimensions: a batch of images, not a film."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +107,9 @@ def warm_up(
         return unknown
     stop_ns = clock() + int(budget_s * 1e9)
     progress = progress or Progress(clock)
-    worker = _Worker(runner)
+    worker = WorkerRuns(runner)
     try:
-        make_up = _choose(worker, _MakeUp(signature, padding), progress)
+        make_up = _choose(worker, MakeUp(signature, padding), progress)
         return _measure(worker, make_up, max_rows, buckets, stop_ns, clock, progress, is_coarse=is_coarse)
     except (DeviceLostError, OutOfMemoryError):
         raise
@@ -123,60 +117,14 @@ def warm_up(
         return replace(unknown, refused=error.message, has_run=worker.has_run)
 
 
-def refused_rows(
-    runner: Runner, signature: ModelSignature, padding: Padding | None, progress: Progress
-) -> tuple[Arrays, ...]:
-    """Rows that an instance refuses, one made up in each way; none at all where it takes any of them.
-
-    One for which there is too little memory is not refused.
-
-    Raises:
-        DeviceLostError: As ``warm_up``.
-    """
-    progress.begin("warming up: looking for a row that the model takes")
-    worker = _Worker(runner)
-    refused: list[Arrays] = []
-    for way in _MakeUp(signature, padding).ways():
-        row = way(1, 0)
-        try:
-            worker.run(_as_batch(row, 1))
-        except DeviceLostError:
-            raise
-        except OutOfMemoryError:
-            continue
-        except ServeError:
-            refused.append(row)
-        else:
-            return ()
-    return tuple(refused)
-
-
-def takes_any(runner: Runner, rows: Sequence[Arrays]) -> bool:
-    """Whether an instance runs one of the rows that another one has refused.
-
-    Raises:
-        DeviceLostError: As ``warm_up``.
-    """
-    worker = _Worker(runner)
-    for row in rows:
-        try:
-            worker.run(_as_batch(row, 1))
-        except DeviceLostError:
-            raise
-        except ServeError:
-            continue
-        return True
-    return False
-
-
-def _choose(worker: "_Worker", make_up: "_MakeUp", progress: Progress) -> "_MakeUp":
+def _choose(worker: WorkerRuns, make_up: MakeUp, progress: Progress) -> MakeUp:
     """The first of the ways to make inputs up that the model takes, and has an answer for: of no elements is none."""
-    taken: _MakeUp | None = None
+    taken: MakeUp | None = None
     ways = make_up.ways()
     for way in ways if len(ways) > 1 else ():
         progress.begin("warming up: looking for inputs that the model takes")
         try:
-            outputs = worker.run(_as_batch(way(1, 0), 1)).outputs
+            outputs = worker.run(as_batch(way(1, 0), 1)).outputs
         except DeviceLostError:
             raise
         except ServeError:
@@ -188,8 +136,8 @@ def _choose(worker: "_Worker", make_up: "_MakeUp", progress: Progress) -> "_Make
 
 
 def _measure(
-    worker: "_Worker",
-    make_up: "_MakeUp",
+    worker: WorkerRuns,
+    make_up: MakeUp,
     max_rows: int | None,
     buckets: Sequence[int],
     stop_ns: int,
@@ -283,7 +231,7 @@ def time_sizes(
         ServeError: internal, when a run fails.
     """
     stop_ns = clock() + int(budget_s * 1e9)
-    worker, make_up = _Worker(runner), _MakeUp(signature, padding)
+    worker, make_up = WorkerRuns(runner), MakeUp(signature, padding)
     return tuple(_time_runs(worker, make_up, rows, stop_ns, clock, progress) for rows in sorted(sizes))
 
 
@@ -303,7 +251,7 @@ def run_once(
         ServeError: internal, when the model refuses made-up inputs.
     """
     progress.begin(_batches(rows))
-    _Worker(runner).run(_as_batch(_MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
+    WorkerRuns(runner).run(as_batch(MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
 
 
 def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -> None:
@@ -312,10 +260,10 @@ def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -
     Raises:
         ServeError: invalid_input, naming the sample that failed, and why; not_ready, where the device is lost.
     """
-    worker = _Worker(runner)
+    worker = WorkerRuns(runner)
     for sample in samples:
         progress.begin(f"warming up: sample '{sample.name}'")
-        batch = _as_batch(sample.inputs, sample.rows)
+        batch = as_batch(sample.inputs, sample.rows)
         try:
             for _ in range(sample.count):
                 worker.run(batch)
@@ -325,90 +273,16 @@ def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -
             raise invalid_input(f"warm-up sample '{sample.name}': {error.message}") from None
 
 
-class _Worker:
-    """Has an instance's own worker run batches, and waits for each."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.has_run = False
-        """Whether any of them ran."""
-
-    def run(self, batch: Batch) -> BatchResult:
-        """Raises Exception: What the run did."""
-        finished = threading.Event()
-        outcomes: list[BatchResult | Exception] = []
-
-        def done(outcome: BatchResult | Exception) -> None:
-            outcomes.append(outcome)
-            finished.set()
-
-        self._runner.start(batch, done)
-        finished.wait()
-        outcome = outcomes.pop()
-        if isinstance(outcome, Exception):
-            try:
-                raise outcome
-            finally:
-                # Its traceback has this frame and those of the run, with the session, for which its device may have no
-                # room beside the next: it must not wait for the garbage collector.
-                del outcome
-        self.has_run = True
-        return outcome
-
-
-@dataclass(frozen=True, slots=True)
-class _MakeUp:
-    """Makes inputs up, by rows and seed."""
-
-    signature: ModelSignature
-    padding: Padding | None
-    brings_optional: bool = False
-    free_dim: int = FREE_DIM
-
-    def ways(self) -> list["_MakeUp"]:
-        """All ways, that of choice first: optional inputs left out, free dimensions small."""
-        has_free_dims = any(-1 in shape for shape in self._row_shapes())
-        larger = [dim for dim in LARGER_FREE_DIMS if has_free_dims and self._row_elements(dim) <= MOST_ELEMENTS]
-        return [
-            replace(self, brings_optional=brings_optional, free_dim=free_dim)
-            for brings_optional in ([False, True] if self.signature.has_optional_inputs else [False])
-            for free_dim in (FREE_DIM, *larger)
-        ]
-
-    @property
-    def most_rows(self) -> int:
-        """How many rows may be made up at a time, where their free dimensions are larger than usual."""
-        return max(1, _MOST_BATCH_ELEMENTS // self._row_elements(self.free_dim))
-
-    def _row_shapes(self) -> list[tuple[int, ...]]:
-        first = 1 if self.signature.is_batched else 0
-        return [spec.shape[first:] for spec in self.signature.inputs]
-
-    def _row_elements(self, free_dim: int) -> int:
-        """Of the largest input."""
-        return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
-
-    def __call__(self, rows: int, seed: int | None) -> Arrays:
-        return synthetic_inputs(
-            self.signature,
-            rows,
-            seed,
-            self.padding,
-            brings_optional=self.brings_optional,
-            free_dim=self.free_dim,
-        )
-
-
 def _batches(rows: int) -> str:
     return f"warming up: batches of {rows} rows"
 
 
 def _time_runs(
-    worker: _Worker, make_up: _MakeUp, rows: int, stop_ns: int, clock: Clock, progress: Progress
+    worker: WorkerRuns, make_up: MakeUp, rows: int, stop_ns: int, clock: Clock, progress: Progress
 ) -> SizeLatency:
     """Time a few runs of one size; the first, in which memory is allocated, does not count."""
     progress.begin(_batches(rows))
-    batch = _as_batch(make_up(rows, rows), rows)
+    batch = as_batch(make_up(rows, rows), rows)
     worker.run(batch)
     runs: list[int] = []
     round_trips: list[int] = []
@@ -419,7 +293,7 @@ def _time_runs(
     return SizeLatency(rows, int(statistics.median(runs)), int(statistics.median(round_trips)), min(round_trips))
 
 
-def _try_rows(worker: _Worker, make_up: _MakeUp, *, is_coarse: bool) -> tuple[str, float]:
+def _try_rows(worker: WorkerRuns, make_up: MakeUp, *, is_coarse: bool) -> tuple[str, float]:
     """Run rows alone and together, on drawn inputs and, where some were left out so far, with the optional ones.
 
     Returns:
@@ -435,12 +309,12 @@ def _try_rows(worker: _Worker, make_up: _MakeUp, *, is_coarse: bool) -> tuple[st
         return _try_together(worker, make_up, 2, is_coarse=is_coarse)
 
 
-def _try_together(worker: _Worker, make_up: _MakeUp, rows: int, *, is_coarse: bool) -> tuple[str, float]:
+def _try_together(worker: WorkerRuns, make_up: MakeUp, rows: int, *, is_coarse: bool) -> tuple[str, float]:
     problem, drift = _compare_rows(worker, make_up, rows, is_coarse=is_coarse)
     if not problem:
         # Where data decides how many rows come out, drawn inputs may happen to give as many as went in.
         try:
-            zeros = worker.run(_as_batch(make_up(rows, None), rows)).outputs
+            zeros = worker.run(as_batch(make_up(rows, None), rows)).outputs
             problem = why_no_rows(make_up.signature, zeros, rows)
         except (DeviceLostError, OutOfMemoryError):
             raise
@@ -460,13 +334,9 @@ def _try_together(worker: _Worker, make_up: _MakeUp, rows: int, *, is_coarse: bo
     return problem, 0.0 if problem else drift
 
 
-def _compare_rows(worker: _Worker, make_up: _MakeUp, rows: int, *, is_coarse: bool) -> tuple[str, float]:
+def _compare_rows(worker: WorkerRuns, make_up: MakeUp, rows: int, *, is_coarse: bool) -> tuple[str, float]:
     inputs = make_up(rows, 0)
-    together = worker.run(_as_batch(inputs, rows)).outputs
-    alone = [worker.run(_as_batch(tuple(array[row : row + 1] for array in inputs), 1)).outputs for row in range(rows)]
+    together = worker.run(as_batch(inputs, rows)).outputs
+    alone = [worker.run(as_batch(tuple(array[row : row + 1] for array in inputs), 1)).outputs for row in range(rows)]
     problem = why_rows_depend(make_up.signature, together, alone, is_coarse=is_coarse)
     return problem, 0.0 if problem else row_drift(make_up.signature, together, alone)
-
-
-def _as_batch(inputs: Arrays, rows: int) -> Batch:
-    return Batch(tuple((array,) for array in inputs), rows, rows)

@@ -24,6 +24,7 @@ from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.host import HostDevice
 from ortserve.engine.device.use import DeviceUse
+from ortserve.engine.placement import Placement
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer, Runtime
@@ -675,8 +676,8 @@ def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_
     def open_on_cpu(path: Path, name: str, options: SessionOptions) -> Session:
         return open_session(path, name, replace(options, provider=ProviderChoice(CPU)))
 
-    def count_operators(session: Session) -> Mapping[str, Mapping[str, int]]:
-        return placed
+    def count_operators(session: Session) -> Placement:
+        return Placement(placed, {name: tuple(kinds) for name, kinds in placed.items()})
 
     monkeypatch.setattr("ortserve.registry.opening.open_session", open_on_cpu)
     monkeypatch.setattr("ortserve.registry.loader.count_operators", count_operators)

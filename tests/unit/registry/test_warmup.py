@@ -21,14 +21,13 @@ from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 from ortserve.registry.progress import Progress
+from ortserve.registry.refusals import refused_rows, takes_any
 from ortserve.registry.samples import Sample
 from ortserve.registry.synthetic import LARGER_FREE_DIMS
 from ortserve.registry.warmup import (
     MAX_SWEPT_ROWS,
     WarmUp,
-    refused_rows,
     run_samples,
-    takes_any,
     warm_up,
 )
 

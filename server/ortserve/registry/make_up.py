@@ -1,0 +1,93 @@
+"""The ways in which inputs are made up for a model, and running them on an instance, for whoever waits for that."""
+
+import threading
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Final
+
+from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.registry.synthetic import FREE_DIM, LARGER_FREE_DIMS, MOST_ELEMENTS, synthetic_inputs
+
+_MOST_BATCH_ELEMENTS: Final = 2**24
+"""Of an input with larger free dimensions: a batch of images, not a film."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeUp:
+    """Makes inputs up, by rows and seed."""
+
+    signature: ModelSignature
+    padding: Padding | None
+    brings_optional: bool = False
+    free_dim: int = FREE_DIM
+
+    def ways(self) -> list["MakeUp"]:
+        """All ways, that of choice first: optional inputs left out, free dimensions small."""
+        has_free_dims = any(-1 in shape for shape in self._row_shapes())
+        larger = [dim for dim in LARGER_FREE_DIMS if has_free_dims and self._row_elements(dim) <= MOST_ELEMENTS]
+        return [
+            replace(self, brings_optional=brings_optional, free_dim=free_dim)
+            for brings_optional in ([False, True] if self.signature.has_optional_inputs else [False])
+            for free_dim in (FREE_DIM, *larger)
+        ]
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows may be made up at a time, where their free dimensions are larger than usual."""
+        return max(1, _MOST_BATCH_ELEMENTS // self._row_elements(self.free_dim))
+
+    def _row_shapes(self) -> list[tuple[int, ...]]:
+        first = 1 if self.signature.is_batched else 0
+        return [spec.shape[first:] for spec in self.signature.inputs]
+
+    def _row_elements(self, free_dim: int) -> int:
+        """Of the largest input."""
+        return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
+
+    def __call__(self, rows: int, seed: int | None) -> Arrays:
+        return synthetic_inputs(
+            self.signature,
+            rows,
+            seed,
+            self.padding,
+            brings_optional=self.brings_optional,
+            free_dim=self.free_dim,
+        )
+
+
+class WorkerRuns:
+    """Has an instance's own worker run batches, and waits for each."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.has_run = False
+        """Whether any of them ran."""
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Raises Exception: What the run did."""
+        finished = threading.Event()
+        outcomes: list[BatchResult | Exception] = []
+
+        def done(outcome: BatchResult | Exception) -> None:
+            outcomes.append(outcome)
+            finished.set()
+
+        self._runner.start(batch, done)
+        finished.wait()
+        outcome = outcomes.pop()
+        if isinstance(outcome, Exception):
+            try:
+                raise outcome
+            finally:
+                # Its traceback has this frame and those of the run, with the session, for which its device may have no
+                # room beside the next: it must not wait for the garbage collector.
+                del outcome
+        self.has_run = True
+        return outcome
+
+
+def as_batch(inputs: Arrays, rows: int) -> Batch:
+    """One request, alone in a batch without padding."""
+    return Batch(tuple((array,) for array in inputs), rows, rows)
