@@ -106,6 +106,8 @@ class Opening:
         self._libraries = tuple(libraries)
         self._clock = clock
         self._progress = progress
+        self._learns_shapes = False
+        """Whether TensorRT is told no profile: where it has a part of the model, inner tensors would need some, too."""
         self._instances = 0
         """That sessions were opened for, on devices with buffers."""
         self._tried: dict[str, NoReplay | None] = {}
@@ -118,16 +120,17 @@ class Opening:
             ServeError: As ``open_session``; overloaded where its weights alone do not fit on the device.
             DeviceLostError: Now or before, which all who use the device know from now on.
         """
-        told = self.with_profile(choice) if choice.name == TENSORRT else choice
+        told = self.with_profile(choice) if choice.name == TENSORRT and not self._learns_shapes else choice
         try:
             return self._open(told, threads)
         except ServeError as error:
             if told is choice or not wants_more_profiles(error):
                 raise
-        # Only a part of it is on TensorRT, to which inner tensors come, too: it learns the shapes of all as they come.
+        self._learns_shapes = True
         return self._open(choice, threads)
 
     def _open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
+        """On an execution provider as it is told: with buffers, where its device can have them."""
         devices = self._runtime.devices
         if choice.name not in GPU_PROVIDERS and not devices.has(choice.name):
             return OpenedSession(self._session(choice, threads))
@@ -211,7 +214,7 @@ class Opening:
         most = self._options.buckets or (self._options.max_rows or MAX_SWEPT_ROWS,)
         sizes = (1, TRIED_ROWS, *most)  # warm-up's are not padded
         told = profile_shapes(signature, sizes, choice.options)
-        return replace(choice, options={**choice.options, **told})
+        return replace(choice, options={**choice.options, **told}) if told else choice
 
     def make_instance(
         self,
