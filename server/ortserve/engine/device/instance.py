@@ -271,7 +271,7 @@ class DeviceInstance:
         try:
             with self._gate.shared():
                 self.lane.opened.reclaim()
-            binding, prepared = preparation.prepare(sizes, captures=self._sessions.capture)
+            binding, prepared = preparation.prepare(sizes, captures=self._sessions.can_capture)
         except DEVICE_ERRORS as error:
             failure = self.lane.opened.failure(error)
             if isinstance(failure, OutOfMemoryError | DeviceLostError):

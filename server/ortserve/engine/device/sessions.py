@@ -41,7 +41,7 @@ class InstanceSessions:
         return self._own
 
     @property
-    def capture(self) -> bool:
+    def can_capture(self) -> bool:
         """Whether graphs can be captured."""
         return self._own_captures or self._open_for_graph is not None
 
