@@ -11,6 +11,8 @@ import numpy as np
 
 from ortserve.engine.device import device_region, devices
 from ortserve.engine.device.host import HostDevice
+from ortserve.engine.device.use import DeviceUse
+from ortserve.engine.provider_options import CUDA
 from ortserve.engine.row_layout import address_of
 
 
@@ -35,5 +37,5 @@ class SharingDevice(HostDevice):
         del self._memory[address]
 
 
-vars(devices)["CudaDevice"] = SharingDevice
+vars(devices)["DEVICE_USES"] = {CUDA: DeviceUse(SharingDevice)}
 vars(device_region)["count_devices"] = lambda: 2
