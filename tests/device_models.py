@@ -1,6 +1,8 @@
 """Instances on devices, of host memory where no GPU is needed: opened by themselves, or by the server's own loader."""
 
+import os
 import random
+import subprocess
 import sys
 import time
 from collections import deque
@@ -113,6 +115,20 @@ def use_of(provider: str, device: Device) -> DeviceUse:
     if isinstance(device, HostDevice):
         return DeviceUse(lambda number: device, one_graph_a_session=device.one_graph_a_session)
     return replace(DEVICE_USES.get(provider, DeviceUse(CudaDevice)), make=lambda number: device)
+
+
+def run_apart(script: str, *arguments: str | Path) -> str:
+    """What a script says in a process of its own, which must end well: it may leave what this one could not bear."""
+    process = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
 @contextmanager

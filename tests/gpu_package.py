@@ -31,8 +31,11 @@ _SOURCES: Final = {
     "libcuda.so.1": "driver.cpp",
     "libnvidia-ml.so.1": "nvml.cpp",
 }
-_UNVERSIONED: Final = {"cuTensor": "libcuda.so.1", "create": "libnvinfer.so.10", "getInfer": "libnvinfer.so.10"} | {
-    "getPlugin": "libnvinfer.so.10"
+_UNVERSIONED: Final = {
+    "cuTensor": "libcuda.so.1",
+    "create": "libnvinfer.so.10",
+    "getInfer": "libnvinfer.so.10",
+    "getPlugin": "libnvinfer.so.10",
 }
 """Where functions come from that have no version, by how their names begin."""
 _SYSTEM: Final = ("GLIBC", "CXXABI", "GCC_", "ld-", "libstdc++", "libgcc", "libc.", "libm.", "libdl", "librt", "libpth")
@@ -47,14 +50,14 @@ static void *an_object(void) { for (int i = 0; i < 256; i++) methods[i] = (void 
 def environment_for_options(provider: str) -> dict[str, str]:
     """For a process in which ``cuda`` or ``tensorrt`` finds libraries that do nothing.
 
+    TensorRT's gives up as soon as it has read its options, for want of CUDA's.
+
     Raises:
         UnavailableError: The package cannot be installed here, or there are no tools to make libraries with.
     """
 
     def make(folder: Path) -> None:
         for home, functions in _needed(_provider(provider)).items():
-            if provider == "tensorrt" and home == "libcuda.so.1":
-                continue  # without the driver it gives up as soon as it has read its options
             answer = "(long)an_object()" if home.startswith("libnv") else "0"
             source = folder / "source.c"
             source.write_text(_AN_OBJECT + "".join(f"long {name}(void) {{ return {answer}; }}\n" for name in functions))
@@ -67,7 +70,7 @@ def environment_on_host_memory(**settings: str) -> dict[str, str]:
     """For a process in which the CUDA provider, and what the server takes of cupy, work on host memory.
 
     Args:
-        settings: ``pace`` (late, any or at_once), ``devices`` and ``bytes`` of each; see ``host_cuda/runtime.cpp``.
+        settings: ``pace`` (late, any or at_once) and ``devices``; see ``host_cuda/runtime.cpp``.
 
     Raises:
         UnavailableError: As ``environment_for_options``.

@@ -66,12 +66,11 @@ thread_local int current = 0;
 thread_local cudaError_t last = cudaSuccess;
 std::mt19937 drawn(7);
 
-long setting(const char *name, long usual) {
-    const char *text = getenv(name);
-    return text ? atol(text) : usual;
+int device_count() {
+    const char *text = getenv("HOST_CUDA_DEVICES");
+    return text ? atoi(text) : 1;
 }
-int device_count() { return static_cast<int>(setting("HOST_CUDA_DEVICES", 1)); }
-size_t device_bytes() { return static_cast<size_t>(setting("HOST_CUDA_BYTES", 4L << 30)); }
+size_t device_bytes() { return size_t(4) << 30; }
 std::string pace() {
     const char *text = getenv("HOST_CUDA_PACE");
     return text ? text : "late";

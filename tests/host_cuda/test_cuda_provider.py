@@ -2,9 +2,6 @@
 
 import ctypes
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +14,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from device_models import SIZES, OnDevice, batch_of, landed, numbered, on_device
+from device_models import SIZES, OnDevice, batch_of, landed, numbered, on_device, run_apart
 from models import builders
 from ortserve.config.model import ModelOptions
 from ortserve.engine.device.cuda import CudaDevice
@@ -327,11 +324,12 @@ def test_the_providers_own_words_for_too_little_memory_make_batches_smaller(tmp_
 _LOSE = """
 import sys
 from pathlib import Path
+sys.path.insert(0, sys.argv[2])
 from test_cuda_provider import _LIBRARY, batch_of, landed, numbered, on_cuda
 from ortserve.errors import DeviceLostError
 
-with on_cuda(Path(sys.argv[1]), captures=sys.argv[2] == "True") as made:
-    made.instance.call(lambda: _LIBRARY.host_cuda_lose(int(sys.argv[3])))
+with on_cuda(Path(sys.argv[1]), captures=sys.argv[3] == "True") as made:
+    made.instance.call(lambda: _LIBRARY.host_cuda_lose(int(sys.argv[4])))
     for _ in range(2):
         try:
             landed(made.start(batch_of((numbered(2, 1),))))
@@ -348,17 +346,7 @@ def test_a_lost_device_is_known_by_its_error_and_closed_without_harm(
     tmp_path: Path, captures: bool, error: int
 ) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    run = subprocess.run(
-        [sys.executable, "-c", _LOSE, path, str(captures), str(error)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    first, second, closed = run.stdout.splitlines()
+    first, second, closed = run_apart(_LOSE, path, str(Path(__file__).parent), str(captures), str(error)).splitlines()
     assert first == second
     assert first.startswith("cuda:0 is lost: ")
     assert closed == "closed"

@@ -56,7 +56,8 @@ class LoadOptions(BaseModel):
     process of its own; the model's metadata says why. On TensorRT each graph takes a session more, and an engine cache
     is needed. Off, as it has not been tried on enough GPUs."""
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
-    """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process."""
+    """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process, and one
+    for a model whose run of one row takes less than 1 ms."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
     """Longest time that a version may spend measuring batch sizes before it serves. With 0 nothing is run; then nobody
     has seen that the execution provider runs the model, nor that rows do not influence each other, and requests run one

@@ -62,7 +62,7 @@ class ThreadDenormals:
 
     @contextmanager
     def as_zero(self) -> Iterator[None]:
-        """As 0 within the ``with``, afterwards as before. 2 µs."""
+        """As 0 within the ``with``, afterwards as before."""
         environment = self._new()
         self._get(environment)
         before = environment[self._word]

@@ -8,7 +8,6 @@ from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
-from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
@@ -20,7 +19,7 @@ from ortserve.engine.placement import Placement, count_operators, describe_opera
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.session import SessionOptions, affinities_key, open_session
+from ortserve.engine.session import affinities_key
 from ortserve.engine.tensorrt_profiles import most_rows
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
@@ -32,7 +31,7 @@ from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threads_in_vain
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.progress import Progress
-from ortserve.registry.refusals import refused_rows, takes_any
+from ortserve.registry.refusals import CpuTrial, refused_rows
 from ortserve.registry.samples import Sample, make_samples
 from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
@@ -220,37 +219,12 @@ class _Load:
         return _Warm(instance, opened, choice, threads, contents, found)
 
     def _cpu_takes_any(self, rows: Sequence[Arrays], contents: _Contents) -> bool:
-        """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them.
-
-        It has a session of its own for that, in the host's memory, beside the one that refused them.
-        """
+        """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them."""
         self._progress.begin(f"trying on {CPU} what was refused")
-        choice, configured = ProviderChoice(CPU), self._options.session
-        # Without settings that are meant for the execution provider, or would write the files that they name.
-        settings = SessionSettings(
-            graph_optimization=configured.graph_optimization,
-            free_dimensions=configured.free_dimensions,
-            free_dimensions_by_denotation=configured.free_dimensions_by_denotation,
-        )
-        threads = self._usual_threads(choice)
-        options = SessionOptions(choice, threads, settings, self._libraries, self._runtime.has_global_threads)
-        try:
-            session = open_session(self._path, self._name, options)
-        except ServeError:  # it has operators that the CPU has not: nothing is known
-            return False
-        instance = Instance(
-            session,
-            contents.interface.model,
-            name=f"{self._name} on the CPU",
-            intra_op_threads=threads,
-            clock=self._clock,
-            padding=contents.padding,
-        )
-        del session
-        try:
-            return takes_any(instance, rows)
-        finally:
-            instance.close()
+        has_global_threads, threads = self._runtime.has_global_threads, self._usual_threads(ProviderChoice(CPU))
+        settings = self._options.session
+        trial = CpuTrial(self._path, self._name, settings, self._libraries, has_global_threads, threads, self._clock)
+        return trial.takes_any(rows, contents.interface.model, contents.padding)
 
     def _prepare_first(self, warm: _Warm) -> LoadedModel:
         """The model with its first instance, whose buffers are made and samples run."""
@@ -269,8 +243,7 @@ class _Load:
                 no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
             )
             if isinstance(instance, DeviceInstance):
-                fitting = _with_fitting_buckets(options, found)
-                on_device = prepare(instance, opened, fitting, interface.model, found, padding, self._progress)
+                on_device = prepare(instance, opened, options, interface.model, found, padding, self._progress)
                 found = self._timed_on(instance, interface.model, on_device, found, padding)
             run_samples(instance, warm.contents.samples, self._progress)
         except BaseException:
@@ -342,8 +315,7 @@ class _Load:
                 free_dim=found.free_dim,
             )
         if isinstance(instance, DeviceInstance):
-            fitting = _with_fitting_buckets(self._options, found)
-            prepare(instance, opened, fitting, loaded.signature, found, loaded.padding, progress)
+            prepare(instance, opened, self._options, loaded.signature, found, loaded.padding, progress)
         run_samples(instance, samples, progress)
 
     def _warn(self, loaded: LoadedModel) -> None:
@@ -361,8 +333,8 @@ class _Load:
                 operators=describe_operators(left),
             )
         if no_memory := loaded.warm_up.no_memory:
-            told, most_rows = "memory keeps batches small", loaded.warm_up.max_rows
-            log_event(logger, logging.WARNING, told, model=self._name, max_rows=most_rows, reason=no_memory)
+            told, rows = "memory keeps batches small", loaded.warm_up.max_rows
+            log_event(logger, logging.WARNING, told, model=self._name, max_rows=rows, reason=no_memory)
         in_vain = (
             *loaded.interface.without_effect,
             *loaded.interface.in_vain_alone(options),
@@ -405,13 +377,6 @@ def _untried(found: WarmUp) -> str:
     """Why rows do not run together of which nothing is known, and nobody said that they may."""
     because = "the model refuses made-up inputs" if found.refused else "the model was not warmed up"
     return f"nobody has seen whether rows influence each other, as {because}; 'batched: true' says that they do not"
-
-
-def _with_fitting_buckets(options: ModelOptions, found: WarmUp) -> ModelOptions:
-    """The options, with no bucket that finds too little memory."""
-    if not found.no_memory:
-        return options
-    return options.model_copy(update={"buckets": tuple(size for size in options.buckets if size <= found.max_rows)})
 
 
 def _is_short(found: WarmUp) -> bool:

@@ -69,7 +69,8 @@ def prepare(
             because = "the model was not warmed up"
         instance.go_without_buffers()
     else:
-        sizes = sorted(set(options.buckets)) or doubling(found.max_rows)
+        fits = [rows for rows in options.buckets if rows <= found.max_rows or not found.no_memory]
+        sizes = sorted(set(fits)) or doubling(found.max_rows)
         prepared = instance.prepare(
             sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding), progress.begin
         )

@@ -107,7 +107,10 @@ class Opening:
         self._clock = clock
         self._progress = progress
         self._learns_shapes = False
-        """Whether TensorRT is told no profile: where it has a part of the model, inner tensors would need some, too."""
+        """Whether TensorRT is told no profile: as the CPU cannot open the model and tell of its inputs, or as only a
+        part of it is on TensorRT, to which inner tensors come."""
+        self._signature: ModelSignature | None = None
+        """As the CPU reads it, for profiles; None before it is asked for."""
         self._instances = 0
         """That sessions were opened for, on devices with buffers."""
         self._tried: dict[str, NoReplay | None] = {}
@@ -205,12 +208,15 @@ class Opening:
 
     def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
         """The choice of TensorRT, told of the sizes of batches that may come, before it builds its engine for them."""
-        self._progress.begin("reading the shapes that TensorRT is to build for")
-        as_it_stands = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
-        try:
-            signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
-        except ServeError:  # the CPU cannot open every model that TensorRT can; it then learns the shapes as they come
-            return choice
+        if self._signature is None:
+            self._progress.begin("reading the shapes that TensorRT is to build for")
+            as_it_stands = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
+            try:
+                self._signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
+            except ServeError:  # the CPU cannot open every model that TensorRT can
+                self._learns_shapes = True
+                return choice
+        signature = self._signature
         most = self._options.buckets or (self._options.max_rows or MAX_SWEPT_ROWS,)
         sizes = (1, TRIED_ROWS, *most)  # warm-up's are not padded
         told = profile_shapes(signature, sizes, choice.options)

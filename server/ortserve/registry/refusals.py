@@ -1,10 +1,18 @@
 """Whether the model refuses what is made up for it, or its execution provider fails at what the CPU takes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from ortserve.clock import Clock
+from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.instance import Instance
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
 from ortserve.registry.make_up import MakeUp, WorkerRuns, as_batch
 from ortserve.registry.progress import Progress
@@ -54,3 +62,53 @@ def takes_any(runner: Runner, rows: Sequence[Arrays]) -> bool:
             continue
         return True
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTrial:
+    """Trying on the CPU what an execution provider refused.
+
+    Attributes:
+        path: The model file.
+        name: Of the model.
+        configured: Settings of its sessions.
+        libraries: With operators of its own.
+        has_global_threads: Whether runs use the threads of the process.
+        threads: Inside an operator.
+        clock: Monotonic nanoseconds.
+    """
+
+    path: Path
+    name: str
+    configured: SessionSettings
+    libraries: tuple[Path, ...]
+    has_global_threads: bool
+    threads: int
+    clock: Clock
+
+    def takes_any(self, rows: Sequence[Arrays], signature: ModelSignature, padding: Padding | None) -> bool:
+        """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them.
+
+        It has a session of its own for that, in the host's memory, beside the one that refused them.
+        """
+        # Without settings that are meant for the execution provider, or would write the files that they name.
+        settings = SessionSettings(
+            graph_optimization=self.configured.graph_optimization,
+            free_dimensions=self.configured.free_dimensions,
+            free_dimensions_by_denotation=self.configured.free_dimensions_by_denotation,
+        )
+        choice = ProviderChoice(CPU)
+        options = SessionOptions(choice, self.threads, settings, self.libraries, self.has_global_threads)
+        try:
+            session = open_session(self.path, self.name, options)
+        except ServeError:  # it has operators that the CPU has not: nothing is known
+            return False
+        name = f"{self.name} on the CPU"
+        instance = Instance(
+            session, signature, name=name, intra_op_threads=self.threads, clock=self.clock, padding=padding
+        )
+        del session
+        try:
+            return takes_any(instance, rows)
+        finally:
+            instance.close()

@@ -89,8 +89,8 @@ def test_what_is_checked_here_is_taken_by_onnx_runtime_as_it_is_told(tmp_path: P
     assert [option for option, is_refused in zip(options, taken, strict=True) if is_refused] == []
 
 
-def test_what_is_refused_here_would_be_there(tmp_path: Path, provider: str) -> None:
-    """Not that a name is there which nobody takes, or that a wrong value would have passed for a right one."""
+def test_what_is_wrong_is_refused_by_onnx_runtime_too(tmp_path: Path, provider: str) -> None:
+    """So that what it takes is no matter of course."""
     wrong = [{"no_such_option": "1"}, {"trt_fp16_enable" if provider == TENSORRT else "use_tf32": "maybe"}]
     assert refused(builders.mlp(tmp_path / "m.onnx"), provider, wrong) == [True, True]
 

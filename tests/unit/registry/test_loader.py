@@ -365,7 +365,7 @@ class Providers:
         self._most_rows = most_rows
         self._sessions: list[weakref.ref[Any]] = []
         monkeypatch.setattr("ortserve.registry.opening.open_session", self._open)
-        monkeypatch.setattr("ortserve.registry.loader.open_session", self._try)
+        monkeypatch.setattr("ortserve.registry.refusals.open_session", self._try)
 
     def _open(self, path: Path, name: str, options: SessionOptions) -> Any:
         asked = options.provider.name
@@ -488,7 +488,7 @@ def test_model_that_the_cpu_cannot_open_is_served_likewise(tmp_path: Path, monke
     def open_none(*args: Any) -> Any:
         raise ServeError(ErrorKind.INVALID_INPUT, "No Op registered for Own")
 
-    monkeypatch.setattr("ortserve.registry.loader.open_session", open_none)
+    monkeypatch.setattr("ortserve.registry.refusals.open_session", open_none)
     loaded = load_on(builders.mlp(tmp_path / "model.onnx"), [OTHER, "cpu"])
     assert (loaded.execution_provider, loaded.warm_up.refused) == (
         OTHER,
@@ -546,7 +546,7 @@ def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_i
         kept.write_bytes(b"of the provider")
         return session
 
-    monkeypatch.setattr("ortserve.registry.loader.open_session", try_without_libraries)
+    monkeypatch.setattr("ortserve.registry.refusals.open_session", try_without_libraries)
     monkeypatch.setattr("ortserve.registry.opening.open_session", open_without_libraries)
     monkeypatch.setattr("ortserve.registry.loader.operator_libraries", lambda options, folder: libraries)
     monkeypatch.setattr("ortserve.engine.session._check_settings", lambda options: None)  # the CPU has no gpu:0

@@ -1,8 +1,5 @@
 """Providers that keep one graph a session, as TensorRT's does: each graph has a session of its own."""
 
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -12,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from device_models import SIZES, batch_of, landed, numbered, on_device, stream_of_requests
+from device_models import SIZES, batch_of, landed, numbered, on_device, run_apart, stream_of_requests
 from models import builders
 from ortserve.engine.device.graph_ids import SETS
 from ortserve.engine.device.host import HostDevice, Pace
@@ -232,12 +229,4 @@ print(*["kept" if session() is not None else "freed" for session in sessions])
 )
 def test_sessions_with_graphs_on_a_lost_device_are_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    process = subprocess.run(
-        [sys.executable, "-c", LOST_AT_THE_END, path, lost],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (process.returncode, process.stdout.strip()) == (0, told), process.stderr
+    assert run_apart(LOST_AT_THE_END, path, lost) == told

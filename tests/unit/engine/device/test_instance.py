@@ -1,8 +1,6 @@
 """Instances on a device of host memory: right rows whatever the pace, nobody's rows mixed, all memory given back."""
 
 import gc
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -23,6 +21,7 @@ from device_models import (
     landed,
     numbered,
     on_device,
+    run_apart,
     stream_of_requests,
     use_of,
     wait_for_capture,
@@ -523,15 +522,7 @@ print("kept" if session() is not None else "freed")
 @pytest.mark.parametrize(("lost", "told"), [("CUDA failure 700", "kept"), ("", "freed")])
 def test_session_with_graphs_on_a_lost_device_is_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    process = subprocess.run(
-        [sys.executable, "-c", LOST_AT_THE_END, path, lost],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (process.returncode, process.stdout.strip()) == (0, told), process.stderr
+    assert run_apart(LOST_AT_THE_END, path, lost) == told
 
 
 def test_buffers_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path) -> None:
