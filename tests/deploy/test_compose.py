@@ -61,7 +61,8 @@ def test_options_are_real_and_agree_with_the_container(name: str, monkeypatch: p
     options = read_options({})
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
     assert grace_s > options.drain_delay_s + options.drain_timeout_s + 5
-    assert options.max_inflight_bytes + options.max_queue_bytes < n_bytes(service["mem_limit"].upper() + "i")
+    memory = n_bytes(service["mem_limit"].upper() + "i")
+    assert (options.max_inflight_bytes or memory // 4) + options.max_queue_bytes < memory
     published = [int(port.rpartition(":")[2]) for port in service["ports"]]
     assert published == [options.http_port, options.grpc_port, options.metrics_port]
     assert service["read_only"] is True

@@ -1,7 +1,6 @@
 """The services as a frontend sees them, with a few models that need no ONNX Runtime."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -12,7 +11,8 @@ from interpreted import WHY
 from ortserve.core.batch import Arrays
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.dtypes import DataType
-from ortserve.core.request import InferRequest, InferResponse
+from ortserve.core.encoded import AnswerEncoder, EncodedRequest
+from ortserve.core.request import InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing
@@ -63,9 +63,9 @@ class FakeInferenceService:
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
         self.refused.append(kind)
 
-    def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
+    def begin(self, call: Call, encoded: EncodedRequest) -> Pending:
         assert call is self.received[-1]
-        request = decode()
+        request = encoded.read()
         name = request.model_name
         if name in self.failures:
             raise self.failures[name]
@@ -82,22 +82,25 @@ class FakeInferenceService:
             outputs.add_done_callback(lambda _: releasing.cancel())
         return Pending(call, request, cast("ServedModel", None), (), 1, outputs, outputs.cancel)
 
-    def finish(self, pending: Pending, encode: Callable[[InferRequest, InferResponse], T]) -> T:
+    def encode_long(self, pending: Pending, encoder: AnswerEncoder[T]) -> asyncio.Future[T] | None:
+        return None
+
+    def finish(self, pending: Pending, encoder: AnswerEncoder[T]) -> T:
         pending.take()
         call, request = pending.call, pending.request
+        assert request is not None
         outputs = [Tensor(f"OUT{k}", tensor.datatype, _doubled(tensor)) for k, tensor in enumerate(request.inputs)]
         if request.outputs:
             by_name = {tensor.name: tensor for tensor in outputs}
             outputs = [by_name[output.name] for output in request.outputs]
         call.timing.done_ns = 15_000_000
-        return encode(request, InferResponse(request.model_name, request.model_version or "1", request.id, outputs))
+        response = InferResponse(request.model_name, request.model_version or "1", request.id, outputs)
+        return encoder.encode(request, response)
 
-    async def serve(
-        self, call: Call, decode: Callable[[], InferRequest], encode: Callable[[InferRequest, InferResponse], T]
-    ) -> T:
-        pending = self.begin(call, decode)
+    async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
+        pending = self.begin(call, encoded)
         await pending.outputs
-        return self.finish(pending, encode)
+        return self.finish(pending, encoder)
 
 
 def _doubled(tensor: Tensor) -> np.ndarray:

@@ -21,6 +21,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from encodings_of_requests import ENCODINGS
+from fakes.encoded import EncodedBy, Given
 from interpreted import interpreted_only
 from models import builders
 from ortserve.codecs.binary_tensor import encode_binary_tensor
@@ -59,7 +60,7 @@ class Stage:
         self, rows: np.ndarray, encode: Callable[[InferRequest, InferResponse], object], *, binary: bool = False
     ) -> object:
         request = InferRequest("mlp", "", "", [Tensor("x", DataType.FP32, rows)], [], {}, binary)
-        return await self.service.serve(self.service.receive("http"), lambda: request, encode)
+        return await self.service.serve(self.service.receive("http"), Given(lambda: request), EncodedBy(encode))
 
     async def become_free(self) -> None:
         """Return when nobody reads an answer any more.

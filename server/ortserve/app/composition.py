@@ -18,6 +18,7 @@ from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.device_region import are_regions_possible, open_region
 from ortserve.engine.device.readings import devices_reader
 from ortserve.engine.gpus import GpuReader
+from ortserve.engine.memory_limit import memory_limit
 from ortserve.engine.runtime import Runtime
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
@@ -49,6 +50,7 @@ from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
 from ortserve.service.accounts import Accounts
+from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
 from ortserve.service.load import LoadMeter
@@ -72,6 +74,12 @@ if TYPE_CHECKING:
     from ortserve.frontends.tls.server_certificate import ServerCertificate
 
 logger: Final = logging.getLogger(__name__)
+
+_BODIES_SHARE: Final = 4
+"""The part of memory that request bodies may take; models, their runs and answers need the rest."""
+
+_MAX_CODEC_THREADS: Final = 4
+"""Each may have a process that reads JSON, which takes some 40 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,9 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         registry,
         accounts,
         monotonic_ns,
-        max_inflight_bytes=options.max_inflight_bytes,
+        max_inflight_bytes=options.max_inflight_bytes or memory_limit() // _BODIES_SHARE,
+        max_json_bytes=options.max_json_bytes,
+        codec_threads=CodecThreads(min(_MAX_CODEC_THREADS, max(2, cpu_budget()))),
         shared_memory=shared_memory,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)

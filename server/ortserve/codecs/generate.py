@@ -5,14 +5,16 @@ server is the model's. How to sample text, though, an ONNX model cannot be told:
 ignoring it would answer another question than was asked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
+from ortserve.core.encoded import Reading
 from ortserve.core.request import InferRequest, InferResponse, Parameter
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
@@ -29,7 +31,7 @@ _SAMPLING: Final = frozenset(
 
 
 def decode_generate_request(
-    body: bytes, model_name: str, model_version: str, inputs: Sequence[TensorSpec], *, is_stream: bool
+    body: bytes | memoryview, model_name: str, model_version: str, inputs: Sequence[TensorSpec], *, is_stream: bool
 ) -> InferRequest:
     """Read a request.
 
@@ -61,15 +63,70 @@ def decode_generate_request(
     return InferRequest(model_name, model_version, request_id, tensors, (), parameters)
 
 
+class GenerateRequest:
+    """An ``EncodedRequest``: a body, with what its path says of it."""
+
+    def __init__(
+        self,
+        body: bytes,
+        model_name: str,
+        model_version: str,
+        inputs: Callable[[], Sequence[TensorSpec]],
+        *,
+        is_stream: bool,
+    ) -> None:
+        """The arguments are those of ``decode_generate_request``; ``inputs`` may raise what ``read`` does then."""
+        self._body = body
+        self._model_name = model_name
+        self._model_version = model_version
+        self._inputs = inputs
+        self._is_stream = is_stream
+
+    def reading(self) -> Reading:
+        """JSON beyond a bound is read by another process."""
+        return Reading.PROCESS if len(self._body) > INLINE_BYTES else Reading.INLINE
+
+    @property
+    def json_bytes(self) -> int:
+        return len(self._body)
+
+    @property
+    def growth_bytes(self) -> int:
+        return JSON_GROWTH * len(self._body)
+
+    def read(self) -> InferRequest:
+        """As ``decode_generate_request``."""
+        return decode_generate_request(
+            self._body, self._model_name, self._model_version, self._inputs(), is_stream=self._is_stream
+        )
+
+    def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
+        inputs = [(spec.name, spec.datatype.value, spec.shape) for spec in self._inputs()]
+        return "generate", self._body, (self._model_name, self._model_version, inputs, self._is_stream)
+
+
 def encode_generate_response(response: InferResponse) -> bytes:
     """Spell the answer: outputs of one element as that element, others flat."""
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = response.model_version
     for tensor in response.outputs:
-        data = encode_json_data(tensor.array, tensor.datatype)
-        document[tensor.name] = data if len(data) != 1 else _bare(data[0])
+        data: Any = encode_json_data(tensor.array, tensor.datatype)
+        document[tensor.name] = _bare(data[0]) if tensor.array.size == 1 else data
     return write_json(document, response.outputs)
+
+
+class GenerateEncoder:
+    """An ``AnswerEncoder``; ``is_stream`` says that answers are events."""
+
+    def __init__(self, *, is_stream: bool) -> None:
+        self._is_stream = is_stream
+
+    def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
+        return any(tensor.array.size > INLINE_ELEMENTS for tensor in response.outputs)
+
+    def encode(self, _request: InferRequest, response: InferResponse) -> bytes:
+        return encode_generate_event(response) if self._is_stream else encode_generate_response(response)
 
 
 def encode_generate_event(response: InferResponse) -> bytes:

@@ -13,13 +13,23 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ortserve._pb.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest, ModelInferResponse
+from ortserve._pb.grpc_service_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
 from ortserve.codecs.grpc_contents import decode_contents
-from ortserve.codecs.grpc_wire import answer_id, raw_output, split_request
+from ortserve.codecs.grpc_wire import (
+    USUAL_HEAD_BYTES,
+    Contents,
+    answer_id,
+    check_field_count,
+    malformed,
+    raw_output,
+    split_request,
+)
 from ortserve.codecs.region_span import BYTE_SIZE, OFFSET, REGION, read_span
 from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
 from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.encoded import Reading
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
@@ -31,30 +41,36 @@ MAX_MESSAGE_BYTES: Final = 2**31 - 1
 """No gRPC or protobuf message is longer."""
 
 
-_KEPT_BYTES: Final = 1024
-"""Of a request's head. Longer ones are read each time."""
-
 _KEPT: Final = 1024
 """Heads of requests, and as many of answers. Those that were used least lately go first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """An input as a request's head announces it; without ``contents`` its elements are raw."""
+    """An input as a request's head announces it.
+
+    ``position`` is its place among all inputs of the request; ``has_contents`` says that the head has its typed
+    contents, which it has in a request with raw contents alone.
+    """
 
     name: str
     datatype: DataType
     shape: tuple[int, ...]
-    contents: InferTensorContents | None
+    position: int
+    has_contents: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A request but for its id and raw contents. Those of many requests share it: nothing of it may change."""
+    """A request without its id and its contents. Many requests share a head, so it never changes.
+
+    ``inputs`` are those whose elements are in the message; ``in_regions`` names the others by their position.
+    """
 
     model: str
     version: str
     inputs: tuple[_Input, ...]
+    in_regions: Mapping[int, str]
     outputs: tuple[RequestedOutput, ...]
     parameters: Mapping[str, Parameter]
     regions: RegionUse | None
@@ -64,41 +80,62 @@ def decode_request(data: bytes | memoryview) -> InferRequest:
     """Read a serialized ``ModelInferRequest``; tensors that came as raw contents are read-only views on ``data``.
 
     Raises:
-        ServeError: invalid_input for anything malformed; unsupported for extensions this server does not have.
+        ServeError: invalid_input for anything malformed and for more parts than are allowed; unsupported for
+            extensions that this server does not have.
     """
-    raw: Sequence[bytes | memoryview]
-    parts = split_request(data)
-    if parts is None:
-        message = parse_message(ModelInferRequest, data)
-        head, request_id = _read_head(message), message.id
-        raw = message.raw_input_contents
-    else:
-        told, request_id, raw = parts
-        head = _known_head(told) if len(told) <= _KEPT_BYTES else _parse_head(told)
+    told, request_id, raw, contents = split_request(data)
+    head = _known_head(told) if len(told) <= USUAL_HEAD_BYTES else _parse_head(told)
     return InferRequest(
         head.model,
         head.version,
         request_id,
-        _tensors(head, request_id, raw),
+        _tensors(head, request_id, raw, contents),
         list(head.outputs),
         head.parameters,
         regions=head.regions,
     )
 
 
+class GrpcRequest:
+    """An ``EncodedRequest``: a serialized ``ModelInferRequest``."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = data
+
+    def reading(self) -> Reading:
+        """Large messages are read on a thread, unless their tensors are views on them."""
+        if len(self._data) <= INLINE_BYTES:
+            return Reading.INLINE
+        head, _, _, contents = split_request(self._data)
+        return Reading.THREAD if contents or b"BYTES" in head else Reading.INLINE
+
+    @property
+    def json_bytes(self) -> int:
+        return 0
+
+    @property
+    def growth_bytes(self) -> int:
+        """Integers become 8 bytes each before they are as wide as their datatype, and one may be a byte long."""
+        return 8 * len(self._data)
+
+    def read(self) -> InferRequest:
+        """As ``decode_request``."""
+        return decode_request(self._data)
+
+
 def read_names(data: bytes | memoryview) -> ModelInferRequest:
-    """Read what can be read of a serialized ``ModelInferRequest`` but its raw contents, to name it in an error.
+    """Read what can be read of a serialized ``ModelInferRequest`` but its contents, to name it in an error.
 
     Never fails; bytes that are no such message have no names.
     """
-    parts = split_request(data)
     try:
-        if parts is None:
-            return parse_message(ModelInferRequest, data)
-        message = parse_message(ModelInferRequest, parts[0])
+        head, request_id, _, _ = split_request(data)
+        message = parse_message(ModelInferRequest, head)
     except ServeError:
         return ModelInferRequest()
-    message.id = parts[1]
+    message.id = request_id
     return message
 
 
@@ -126,6 +163,19 @@ def encode_response(response: InferResponse) -> bytes:
     return b"".join(pieces)
 
 
+class GrpcEncoder:
+    """An ``AnswerEncoder``."""
+
+    def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
+        for tensor in response.outputs:
+            if tensor.datatype is DataType.BYTES and tensor.array.size > INLINE_ELEMENTS:
+                return True
+        return False
+
+    def encode(self, _request: InferRequest, response: InferResponse) -> bytes:
+        return encode_response(response)
+
+
 @lru_cache(maxsize=_KEPT)
 def _answer_head(
     model: str, version: str, outputs: tuple[tuple[str, DataType, tuple[int, ...]], ...]
@@ -141,12 +191,14 @@ def parse_message(message_type: type[M], data: bytes | memoryview) -> M:
     """Parse a whole message of any type.
 
     Raises:
-        ServeError: invalid_input, when ``data`` is no such message.
+        ServeError: invalid_input, when ``data`` is no such message, or has more fields than any message needs.
     """
+    if len(data) > USUAL_HEAD_BYTES:
+        check_field_count(data, message_type.DESCRIPTOR.full_name)
     try:
         return message_type.FromString(data if isinstance(data, bytes) else bytes(data))
     except DecodeError:
-        raise invalid_input(f"the request is not a valid message of type {message_type.DESCRIPTOR.full_name}") from None
+        raise malformed(message_type.DESCRIPTOR.full_name) from None
 
 
 def require_version_number(version: str) -> None:
@@ -172,24 +224,25 @@ _known_head: Final = lru_cache(maxsize=_KEPT)(_parse_head)
 def _read_head(message: ModelInferRequest) -> _Head:
     model, version = message.model_name, message.model_version
     require_version_number(version)
-    in_regions: list[RegionInput] = []
+    in_regions: dict[int, RegionInput] = {}
     places: dict[str, RegionSpan] = {}
     return _Head(
         model,
         version,
         _inputs(message.inputs, model, in_regions),
+        {position: given.name for position, given in in_regions.items()},
         _outputs(message.outputs, places),
         _parameters(message.parameters),
-        RegionUse(in_regions, places) if in_regions or places else None,
+        RegionUse(list(in_regions.values()), places) if in_regions or places else None,
     )
 
 
 def _inputs(
-    entries: Sequence[ModelInferRequest.InferInputTensor], model: str, in_regions: list[RegionInput]
+    entries: Sequence[ModelInferRequest.InferInputTensor], model: str, in_regions: dict[int, RegionInput]
 ) -> tuple[_Input, ...]:
     inputs: list[_Input] = []
     names: set[str] = set()
-    for entry in entries:
+    for position, entry in enumerate(entries):
         name = entry.name
         if name in names:
             raise invalid_input(f"input '{name}' already exists in request")
@@ -202,25 +255,29 @@ def _inputs(
             )
         shape = tuple(entry.shape)
         _check_shape(shape, name, model)
-        contents = entry.contents if entry.HasField("contents") else None
+        has_contents = entry.HasField("contents")
         if entry.parameters and REGION in entry.parameters:
-            if contents is not None:
-                raise invalid_input(f"input '{name}' for model '{model}' has both contents and '{REGION}'")
+            if has_contents:
+                raise _contents_and_region(name, model)
             span = read_span(_parameters(entry.parameters), f"input '{name}'")
-            in_regions.append(RegionInput(name, datatype, shape, span))
+            in_regions[position] = RegionInput(name, datatype, shape, span)
             continue
-        inputs.append(_Input(name, datatype, shape, contents))
+        inputs.append(_Input(name, datatype, shape, position, has_contents))
     return tuple(inputs)
 
 
-def _tensors(head: _Head, request_id: str, raw: Sequence[bytes | memoryview]) -> list[Tensor]:
+def _tensors(head: _Head, request_id: str, raw: Sequence[memoryview], contents: Contents) -> list[Tensor]:
     """The inputs that ``head`` announces, with their elements."""
     model = head.model
     tensors: list[Tensor] = []
     taken = 0
+    for position in contents:
+        if position in head.in_regions:
+            raise _contents_and_region(head.in_regions[position], model)
     for told in head.inputs:
         name, datatype, shape = told.name, told.datatype, told.shape
-        if told.contents is not None:
+        typed = contents.get(told.position) if contents else None
+        if typed is not None or told.has_contents:
             if raw:
                 raise invalid_input(
                     "contents field must not be specified when using raw_input_contents "
@@ -229,8 +286,8 @@ def _tensors(head: _Head, request_id: str, raw: Sequence[bytes | memoryview]) ->
         elif taken == len(raw):
             raise invalid_input(f"unable to find data for input tensor '{name}' for model '{model}' in request.")
         try:
-            if told.contents is not None:
-                array = decode_contents(told.contents, datatype, shape, name, model)
+            if typed is not None:
+                array = decode_contents(typed, datatype, shape, name, model)
             else:
                 array = decode_binary_tensor(raw[taken], datatype, shape, name, model)
                 taken += 1
@@ -243,6 +300,10 @@ def _tensors(head: _Head, request_id: str, raw: Sequence[bytes | memoryview]) ->
             f"{len(raw) - taken} raw_input_contents belong to no input"
         )
     return tensors
+
+
+def _contents_and_region(name: str, model: str) -> ServeError:
+    return invalid_input(f"input '{name}' for model '{model}' has both contents and '{REGION}'")
 
 
 def _check_shape(shape: tuple[int, ...], name: str, model: str) -> None:

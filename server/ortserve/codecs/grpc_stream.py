@@ -7,9 +7,9 @@ for an empty final response there is none to send: its one answer is final alrea
 from typing import Final
 
 from ortserve._pb.grpc_service_pb2 import ModelInferResponse, ModelStreamInferResponse
-from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES, encode_response, read_names
+from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES, GrpcEncoder, encode_response, read_names
 from ortserve.codecs.grpc_wire import varint
-from ortserve.core.request import InferResponse
+from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import invalid_input
 
 _FINAL: Final = "triton_final_response"
@@ -41,6 +41,13 @@ def encode_stream_answer(response: InferResponse) -> bytes:
             f"Response has byte size {len(head) + size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}."
         )
     return b"".join((head, answer, _FINAL_PARAMETER))
+
+
+class StreamEncoder(GrpcEncoder):
+    """An ``AnswerEncoder`` for streams."""
+
+    def encode(self, _request: InferRequest, response: InferResponse) -> bytes:
+        return encode_stream_answer(response)
 
 
 def encode_stream_error(request: bytes | memoryview, text: str, version: str = "") -> bytes:

@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ortserve.codecs.bytes_elements import object_array
+from ortserve.codecs.bounds import INLINE_ELEMENTS
+from ortserve.codecs.bytes_elements import check_text_count, object_array
+from ortserve.codecs.json_text import LongArray, write_array
 from ortserve.codecs.shape_bounds import MAX_DIMS
 from ortserve.core.bfloat16 import narrow, widen
 from ortserve.core.dtypes import DataType
@@ -37,18 +39,16 @@ def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...]
     if not elements:
         return np.empty(shape, datatype.numpy)
     if datatype is DataType.BYTES:
+        check_text_count(len(elements), name)
         return _texts(elements, types, shape, name)
     return _numbers(elements, types, datatype, name).reshape(shape)
 
 
-def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list[Any]:
-    """Give what orjson and json can write as a flat list; only BYTES and BF16 are converted here."""
+def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list[Any] | LongArray:
+    """Give what orjson and json can write as a flat list; long arrays are written at once, step by step."""
     flat = array.ravel()
-    if datatype is DataType.BYTES:
-        return flat.tolist()
-    if datatype is DataType.BF16:
-        return widen(flat)
-    return flat
+    elements = flat.tolist() if datatype is DataType.BYTES else widen(flat) if datatype is DataType.BF16 else flat
+    return write_array(elements) if array.size > INLINE_ELEMENTS else elements
 
 
 def _flatten(data: list[Any], shape: tuple[int, ...], name: str) -> tuple[list[Any], set[type]]:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
+from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH, MAX_PARAMETERS, MAX_TENSORS, too_many
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.region_span import REGION, read_span
-from ortserve.codecs.shape_bounds import shape_fault
-from ortserve.core.dtypes import DATATYPES
+from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
+from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.encoded import Reading
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -80,6 +82,43 @@ def decode_rest_request(
     )
 
 
+class RestRequest:
+    """An ``EncodedRequest``: a body, with what its path and headers say of it."""
+
+    __slots__ = ("_body", "_json_bytes", "_json_size", "_model_name", "_model_version")
+
+    def __init__(self, body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str) -> None:
+        """The arguments are those of ``decode_rest_request``."""
+        self._body = body
+        self._json_size = json_size
+        self._json_bytes = len(body) if json_size is None else min(json_size, len(body))
+        self._model_name = model_name
+        self._model_version = model_version
+
+    def reading(self) -> Reading:
+        """JSON beyond a bound is read by another process; many bytes that may be texts are read on a thread."""
+        if self._json_bytes > INLINE_BYTES:
+            return Reading.PROCESS
+        if len(self._body) - self._json_bytes <= INLINE_BYTES or b"BYTES" not in bytes(self._body[: self._json_bytes]):
+            return Reading.INLINE
+        return Reading.THREAD
+
+    @property
+    def growth_bytes(self) -> int:
+        return JSON_GROWTH * self._json_bytes + len(self._body)
+
+    @property
+    def json_bytes(self) -> int:
+        return self._json_bytes
+
+    def read(self) -> InferRequest:
+        """As ``decode_rest_request``."""
+        return decode_rest_request(self._body, self._json_size, self._model_name, self._model_version)
+
+    def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
+        return "infer", self._body, (self._json_size, self._model_name, self._model_version)
+
+
 def encode_rest_response(request: InferRequest, response: InferResponse) -> EncodedResponse:
     """Spell the answer, each output in JSON or binary as the request asked."""
     if request.outputs:
@@ -117,6 +156,20 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
     return EncodedResponse(b"".join((head, *tail)), len(head))
 
 
+class RestEncoder:
+    """An ``AnswerEncoder``."""
+
+    def is_long(self, request: InferRequest, response: InferResponse) -> bool:
+        for index, tensor in enumerate(response.outputs):
+            is_binary = request.outputs[index].binary if request.outputs else request.binary_output
+            if tensor.array.size > INLINE_ELEMENTS and (tensor.datatype is DataType.BYTES or not is_binary):
+                return True
+        return False
+
+    def encode(self, request: InferRequest, response: InferResponse) -> EncodedResponse:
+        return encode_rest_response(request, response)
+
+
 _NO_BYTES = memoryview(b"")
 
 
@@ -138,6 +191,8 @@ def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> d
         return {}
     if type(value) is not dict:
         raise _parse_error(where, "an object", value)
+    if len(value) > MAX_PARAMETERS:
+        raise too_many(where, MAX_PARAMETERS, len(value))
     for key, item in value.items():
         if type(item) not in (str, int, float, bool):
             raise _parse_error(key, expected, item)
@@ -154,6 +209,8 @@ def _inputs(
 ) -> list[Tensor]:
     if type(value) is not list:
         raise _parse_error("inputs", "an array", value)
+    if len(value) > MAX_TENSORS:
+        raise too_many("inputs", MAX_TENSORS, len(value))
     tensors: list[Tensor] = []
     names: set[str] = set()
     offset = 0
@@ -213,6 +270,8 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
         return []
     if type(value) is not list:
         raise _parse_error("outputs", "an array", value)
+    if len(value) > MAX_TENSORS:
+        raise too_many("outputs", MAX_TENSORS, len(value))
     outputs: list[RequestedOutput] = []
     names: set[str] = set()
     for entry in value:
@@ -254,6 +313,8 @@ def _name(entry: object, where: str) -> str:
 def _shape(value: object, name: str) -> tuple[int, ...]:
     if type(value) is not list:
         raise _parse_error("shape", f"an array for input '{name}'", value)
+    if len(value) > MAX_DIMS:
+        raise invalid_input(f"Unable to parse 'shape' of input '{name}': {shape_fault(value)}")
     for dim in value:
         if type(dim) is not int or dim < 0:
             raise invalid_input(

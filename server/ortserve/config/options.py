@@ -87,9 +87,14 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     # gRPC keeps message sizes in a signed 32-bit integer; one limit holds for both protocols.
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1, le=2**31 - 1)
     """Largest request body that is taken; larger ones are refused as ``too_large`` before they are kept."""
-    max_inflight_bytes: int = Field(default=4 * 1024**3, ge=1, le=2**44)
-    """Most bytes of request bodies that the server holds at one time, answered or not; beyond it refuses as
-    ``overloaded``."""
+    max_inflight_bytes: int | None = Field(default=None, ge=1, le=2**44)
+    """Memory that request bodies, and what is made of them until they are answered, may take together; more is
+    rejected as ``overloaded``. Unset: a quarter of the memory that the process may use, by its cgroup, its address
+    space limit and the machine."""
+    max_json_bytes: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    """Largest JSON of a request to infer or generate, also after decompression; more is rejected as ``too_large``.
+    Reading JSON takes up to 32 times its size in memory, so binary tensors, which take none, may be larger. Unset: 32
+    MiB, or less where ``max_inflight_bytes`` has no room for reading that."""
     http_lane: bool = True
     """Answer REST inference inside the HTTP server's protocol class, which costs less than passing it through ASGI.
     Off, or with another version of uvicorn than it was made for, all goes through ASGI."""

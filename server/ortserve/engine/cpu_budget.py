@@ -7,8 +7,10 @@ import math
 import os
 from pathlib import Path
 
+from ortserve.engine.cgroups import CGROUP_ROOT, SELF_CGROUP, cgroup_folders
 
-def cpu_budget(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
+
+def cpu_budget(cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP) -> int:
     """Threads, at least 1: the processors in the affinity mask, or the smallest quota on the way up, rounded up."""
     processors = len(os.sched_getaffinity(0))
     quotas = [math.ceil(quota) for quota in _quotas(cgroup_root, self_cgroup)]
@@ -25,27 +27,8 @@ def intra_op_threads(budget: int, *, on_gpu: bool, inter_op_threads: int) -> int
 
 
 def _quotas(root: Path, self_cgroup: Path) -> list[float]:
-    try:
-        lines = self_cgroup.read_text().splitlines()
-    except OSError:
-        return []
-    quotas: list[float] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            read, base = _quota_v2, root
-        elif "cpu" in controllers.split(","):
-            read, base = _quota_v1, root / "cpu"
-        else:
-            continue
-        # In a container the path may be the host's, which is not visible here; the root then is the container's own.
-        folder = base / path.lstrip("/")
-        while True:
-            quotas.extend(read(folder))
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
-    return quotas
+    folders = cgroup_folders("cpu", root, self_cgroup)
+    return [quota for folder, is_v2 in folders for quota in (_quota_v2 if is_v2 else _quota_v1)(folder)]
 
 
 def _quota_v2(folder: Path) -> list[float]:

@@ -78,7 +78,7 @@ class Accounts:
         if call.trace is not None:
             _end_trace(call.trace, timing, ended_ns, kind, request, served)
 
-    def left(self, call: Call, request: InferRequest, served: ServedModel) -> None:
+    def left(self, call: Call, request: InferRequest | None, served: ServedModel | None) -> None:
         """Nobody waits for it any more: its caller left, or was told that its time is over."""
         waited_ns, timeout_ns = self._clock() - call.timing.received_ns, call.timeout_ns
         is_over = timeout_ns is not None and waited_ns >= timeout_ns - min(_EARLY_NS, timeout_ns // 10)

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from ortserve.clock import Clock
+from ortserve.codecs.bounds import INLINE_ELEMENTS, JSON_GROWTH, TEXT_BYTES
 from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
+from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
 from ortserve.core.promise import Outputs
-from ortserve.core.region import RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
@@ -21,8 +23,10 @@ from ortserve.registry.served import ServedModel
 from ortserve.service.accounts import Accounts, named
 from ortserve.service.call import Call
 from ortserve.service.classification import classify, is_short
+from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.gate import BodyGate, Hold
 from ortserve.service.parameters import read_scheduling
+from ortserve.service.raw_input import is_long_text, read_raw_input
 from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request
@@ -36,33 +40,39 @@ Answer = TypeVar("Answer")
 
 _TAKEN: Final[Any] = None
 
+_MAX_JSON_BYTES: Final = 32 * 1024 * 1024
+
 
 @dataclass(slots=True, init=False)
 class Pending:
     """A request on its way through its model.
 
     Attributes:
+        request: None while it is being read on a thread or in another process.
+        served: The version that answers it; None as long as the request is.
         inputs: In the signature's order.
         rows: Length of the batch axis, 1 for a model without one.
         outputs: Done when there is something to ``finish``, ``classified`` included.
         leave_queue: From the submission.
         classified: By name, what is answered in the place of the outputs that the caller wants classified, if any.
+        encoding: The answer, where a thread encodes it; else None.
     """
 
     call: Call
-    request: InferRequest
-    served: ServedModel
+    request: InferRequest | None
+    served: ServedModel | None
     inputs: Arrays
     rows: int
     outputs: Outputs
     leave_queue: Callable[[], object]
     classified: Mapping[str, Tensor] | None
+    encoding: "asyncio.Future[Any] | None"
 
     def __init__(
         self,
         call: Call,
-        request: InferRequest,
-        served: ServedModel,
+        request: InferRequest | None,
+        served: ServedModel | None,
         inputs: Arrays,
         rows: int,
         outputs: Outputs,
@@ -77,6 +87,7 @@ class Pending:
         self.outputs = outputs
         self.leave_queue = leave_queue
         self.classified = classified
+        self.encoding = None
 
     def take(self) -> Arrays:
         """The outputs, once: they are leased for as long as anything holds them, and frames that failed live long.
@@ -97,7 +108,7 @@ class Pending:
 
 
 class InferenceService:
-    """Decodes, checks, runs and encodes requests, and counts each exactly once. Loop thread only."""
+    """Reads, checks, runs and encodes requests, and counts each exactly once. Loop thread only."""
 
     def __init__(
         self,
@@ -106,12 +117,26 @@ class InferenceService:
         clock: Clock,
         *,
         max_inflight_bytes: int,
+        max_json_bytes: int | None = None,
+        codec_threads: CodecThreads | None = None,
         shared_memory: SharedMemory | None = None,
     ) -> None:
-        """Take over nothing; without ``shared_memory`` requests that use it are refused."""
+        """Take over nothing.
+
+        Args:
+            registry: Where models are found.
+            accounts: Where requests are counted.
+            clock: Monotonic nanoseconds.
+            max_inflight_bytes: Memory that bodies, and what is made of them, may take together.
+            max_json_bytes: Of one body; None for 32 MiB, or as many as ``max_inflight_bytes`` has room to read.
+            codec_threads: For long reading and writing; None for two threads.
+            shared_memory: None to reject requests that use it.
+        """
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self._gate = BodyGate(max_inflight_bytes)
+        self._max_json_bytes = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
+        self._codecs = codec_threads or CodecThreads(2)
         self._accounts = accounts
         self._clock = clock
 
@@ -138,12 +163,14 @@ class InferenceService:
         timing.begun_ns = begun_ns  # a keyword would cost more
         return Call(protocol, timing, timeout_ns, trace)
 
-    def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
-        """Decode and check a call's request and put it into its model's queue.
+    def begin(self, call: Call, encoded: EncodedRequest) -> Pending:
+        """Read and check a call's request and put it into its model's queue.
+
+        What would take long to read is read on a thread or in another process first.
 
         Args:
             call: From ``receive``.
-            decode: Makes the request from its bytes; called once, at once.
+            encoded: The request's bytes.
 
         Returns:
             What to wait for and to ``finish``, also when it was left.
@@ -154,10 +181,14 @@ class InferenceService:
         request: InferRequest | None = None
         served: ServedModel | None = None
         try:
-            request = decode()
+            reading = encoded.reading()
+            if reading is not Reading.INLINE:
+                return self._begin_elsewhere(call, encoded, reading)
+            request = encoded.read()
             served = self._registry.find(request.model_name, request.model_version)
-            if request.regions is not None:
-                return self._begin_in_regions(call, request, served, request.regions)
+            if request.regions is not None or is_long_text(request.raw_input, served.signature):
+                pending = Pending(call, request, served, (), 1, _TAKEN, _TAKEN)
+                return _as_task(pending, self._run_in_steps(pending, request))
             inputs, rows = check_request(request, served.signature, served.name)
             submission = served.submit(inputs, rows, call.timing, _terms(call, request, served))
             outputs, leave = submission.outputs, submission.leave
@@ -174,75 +205,154 @@ class InferenceService:
         except Exception as error:
             raise self._failed(call, request, served, error) from error
 
-    def finish(self, pending: Pending, encode: Callable[[InferRequest, InferResponse], Answer]) -> Answer:
+    def encode_long(self, pending: Pending, encoder: AnswerEncoder[Any]) -> "asyncio.Future[Any] | None":
+        """Have a thread encode an answer that would take the event loop long. To be called before ``finish``.
+
+        Args:
+            pending: From ``begin``; its ``outputs`` are done.
+            encoder: As for ``finish``.
+
+        Returns:
+            What to wait for before ``finish`` is called; None for an answer that ``finish`` encodes at once, and for a
+            request without outputs.
+        """
+        outputs = pending.outputs
+        if outputs is _TAKEN or outputs.cancelled() or outputs.exception() is not None:
+            return None
+        arrays = outputs.result()
+        if max([array.size for array in arrays], default=0) <= INLINE_ELEMENTS:
+            return None
+        request, served = pending.request, pending.served
+        assert request is not None, "it has outputs"
+        assert served is not None
+        response = _response(pending, request, served, served.cut_back(arrays, pending.inputs))
+        if not encoder.is_long(request, response):
+            return None
+        pending.take()
+        pending.encoding = self._codecs.run(partial(encoder.encode, request, response))
+        return pending.encoding
+
+    def finish(self, pending: Pending, encoder: AnswerEncoder[Answer]) -> Answer:
         """Encode what a model gave, and count the call. To be called once, when ``pending.outputs`` is done.
 
         Args:
             pending: From ``begin``.
-            encode: Makes the answer's bytes; called once, unless something failed.
+            encoder: Makes the answer's bytes, unless something failed or ``encode_long`` did.
 
         Raises:
             ServeError: Whatever went wrong, with its kind and a text for the caller.
             asyncio.CancelledError: The caller left.
         """
-        call, request, served = pending.call, pending.request, pending.served
+        call = pending.call
         try:
-            # The outputs are not named, so that the frame of a failure does not keep their memory leased.
-            answer = encode(request, _response(pending, served.cut_back(pending.take(), pending.inputs)))
+            answer: Answer
+            if pending.encoding is not None:
+                answer = pending.encoding.result()
+            else:
+                # The outputs are not named, so that the frame of a failure does not keep their memory leased.
+                answer = self._encode(pending, pending.take(), encoder)
         except asyncio.CancelledError:
-            self._accounts.left(call, request, served)
+            self._accounts.left(call, pending.request, pending.served)
             raise
+        except ContentsError as error:
+            raise self._unread(call, error) from error.with_traceback(None)
         except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
             # Without its frames, which hold the outputs where encoding failed.
-            raise self._failed(call, request, served, error) from error.with_traceback(None)
-        self._accounts.answered(call, request, served, pending.rows)
+            raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
+        assert pending.request is not None
+        assert pending.served is not None
+        self._accounts.answered(call, pending.request, pending.served, pending.rows)
         return answer
 
-    async def serve(
-        self,
-        call: Call,
-        decode: Callable[[], InferRequest],
-        encode: Callable[[InferRequest, InferResponse], Answer],
-    ) -> Answer:
+    async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[Answer]) -> Answer:
         """``begin``, wait and ``finish``, for frontends that have a task for each request."""
-        pending = self.begin(call, decode)
+        pending = self.begin(call, encoded)
         try:
             await pending.outputs
+            encoding = self.encode_long(pending, encoder)
+            if encoding is not None:
+                await asyncio.wait((encoding,))
         except asyncio.CancelledError:
             pending.leave()
             self._accounts.left(call, pending.request, pending.served)
             raise
-        except Exception as error:  # noqa: BLE001 - as in ``finish``
-            raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
-        return self.finish(pending, encode)
+        except Exception:  # noqa: BLE001, S110 - ``finish`` raises it once more, and counts it
+            pass
+        return self.finish(pending, encoder)
 
-    def _begin_in_regions(self, call: Call, request: InferRequest, served: ServedModel, use: RegionUse) -> Pending:
-        """``begin``, where tensors lie in shared memory: all that is missing of the result comes with the outputs."""
-        pending = Pending(call, request, served, (), 1, _TAKEN, _TAKEN)
-        task = asyncio.create_task(self._run_in_regions(pending, use))
-        pending.outputs, pending.leave_queue = task, task.cancel
-        return pending
+    def _encode(self, pending: Pending, outputs: Arrays, encoder: AnswerEncoder[Answer]) -> Answer:
+        request, served = pending.request, pending.served
+        assert request is not None, "it has outputs"
+        assert served is not None
+        return encoder.encode(request, _response(pending, request, served, served.cut_back(outputs, pending.inputs)))
 
-    async def _run_in_regions(self, pending: Pending, use: RegionUse) -> Arrays:
-        call, request = pending.call, pending.request
-        with RegionTransfer(self._shared_memory, use, self._gate) as transfer:
+    def _begin_elsewhere(self, call: Call, encoded: EncodedRequest, reading: Reading) -> Pending:
+        """``begin``, where reading takes long: all that is missing of the result comes with the outputs.
+
+        Raises:
+            ServeError: too_large, for too much JSON; overloaded, where there is no memory to read it.
+        """
+        if encoded.json_bytes > self._max_json_bytes:
+            raise ServeError(
+                ErrorKind.TOO_LARGE,
+                f"max_json_bytes: expected at most {self._max_json_bytes} bytes of JSON, got {encoded.json_bytes}; "
+                "binary tensors may be larger",
+            )
+        hold = self._gate.hold(encoded.growth_bytes)
+        pending = Pending(call, None, None, (), 1, _TAKEN, _TAKEN)
+        return _as_task(pending, self._read_and_run(pending, encoded, reading, hold))
+
+    async def _read_and_run(self, pending: Pending, encoded: EncodedRequest, reading: Reading, hold: Hold) -> Arrays:
+        codecs = self._codecs
+        is_json = reading is Reading.PROCESS
+        read = codecs.read_json(cast("JsonRequest", encoded)) if is_json else codecs.read(encoded)
+        try:
+            request = await asyncio.shield(read)
+        except asyncio.CancelledError:
+            read.add_done_callback(lambda _: hold.release())  # a thread goes on, whatever becomes of its caller
+            raise
+        except Exception:
+            hold.release()
+            raise
+        with hold:
+            hold.count(sum([_memory_bytes(tensor) for tensor in request.inputs]))
+            pending.request = request
+            pending.served = self._registry.find(request.model_name, request.model_version)
+            return await self._run_in_steps(pending, request)
+
+    async def _run_in_steps(self, pending: Pending, request: InferRequest) -> Arrays:
+        """Run a request whose tensors may lie in shared memory, or are still to be made of its bytes."""
+        if request.regions is None:
+            return await self._run(pending, request, None)
+        with RegionTransfer(self._shared_memory, request.regions, self._gate) as transfer:
             whole = replace(request, inputs=[*request.inputs, *await transfer.fetch(request.model_name)])
-            # Again: while inputs were copied, another version may have taken over from the one that was found first.
-            served = pending.served = self._registry.find(request.model_name, request.model_version)
-            pending.inputs, pending.rows = check_request(whole, served.signature, served.name)
-            submission = served.submit(pending.inputs, pending.rows, call.timing, _terms(call, whole, served))
-            try:
-                outputs = await submission.outputs
-            except asyncio.CancelledError:
-                submission.leave()
-                raise
-            to_classify = [output for output in request.outputs if output.classes]
-            if to_classify:
-                classified: dict[str, Tensor] = {}
-                await _classify(to_classify, served, pending.inputs, submission.outputs, classified)
-                pending.classified = classified
-            await transfer.place(_response(pending, served.cut_back(outputs, pending.inputs)).outputs)
-            return outputs
+            return await self._run(pending, whole, transfer)
+
+    async def _run(self, pending: Pending, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
+        """Check and run a request whose inputs are all there; ``transfer`` takes the outputs that lie in regions."""
+        call = pending.call
+        # Again: meanwhile another version may have taken over from the one that was found first.
+        served = pending.served = self._registry.find(request.model_name, request.model_version)
+        if is_long_text(request.raw_input, served.signature):
+            assert request.raw_input is not None
+            tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
+            request = replace(request, inputs=[tensor], raw_input=None)
+        pending.inputs, pending.rows = check_request(request, served.signature, served.name)
+        submission = served.submit(pending.inputs, pending.rows, call.timing, _terms(call, request, served))
+        try:
+            outputs = await submission.outputs
+        except asyncio.CancelledError:
+            submission.leave()
+            raise
+        to_classify = [output for output in request.outputs if output.classes]
+        if to_classify:
+            classified: dict[str, Tensor] = {}
+            await _classify(to_classify, served, pending.inputs, submission.outputs, classified)
+            pending.classified = classified
+        if transfer is not None:
+            shown = served.cut_back(outputs, pending.inputs)
+            await transfer.place(_response(pending, request, served, shown).outputs)
+        return outputs
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
         """Count a request whose body was refused, such as one that is too large, or whose caller left meanwhile."""
@@ -265,6 +375,18 @@ class InferenceService:
             error = ServeError(ErrorKind.INTERNAL, "internal error")
         self._accounts.failed(call, request, served, error.kind)
         return _for_caller(error, request, served)
+
+
+def _as_task(pending: Pending, work: Coroutine[Any, Any, Arrays]) -> Pending:
+    """Have the outputs of ``pending`` come from a task."""
+    task = asyncio.create_task(work)
+    pending.outputs, pending.leave_queue = task, task.cancel
+    return pending
+
+
+def _memory_bytes(tensor: Tensor) -> int:
+    """Memory that a tensor takes; the length of texts is that of the body, which is counted already."""
+    return tensor.array.size * TEXT_BYTES if tensor.datatype is DataType.BYTES else tensor.array.nbytes
 
 
 def _terms(call: Call, request: InferRequest, served: ServedModel) -> Terms:
@@ -303,8 +425,8 @@ async def _classify(
     return outputs
 
 
-def _response(pending: Pending, outputs: Arrays) -> InferResponse:
-    request, served, classified = pending.request, pending.served, pending.classified
+def _response(pending: Pending, request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:
+    classified = pending.classified
     signature = served.signature
     if request.outputs:
         chosen = [signature.output_index[output.name] for output in request.outputs]

@@ -3,11 +3,12 @@
 from math import prod
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor
+from ortserve.codecs.bounds import INLINE_BYTES, MAX_TEXT_BYTES
 from ortserve.codecs.bytes_elements import decode_element, object_array
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
-from ortserve.errors import invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 
 def read_raw_input(data: bytes | memoryview, signature: ModelSignature, model: str) -> Tensor:
@@ -35,10 +36,22 @@ def read_raw_input(data: bytes | memoryview, signature: ModelSignature, model: s
                 f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1], "
                 f"got {format_shape(spec.shape)} for '{model}'"
             )
-        return Tensor(spec.name, spec.datatype, object_array([decode_element(bytes(data), 0, spec.name)], shape))
+        if len(data) > MAX_TEXT_BYTES:
+            raise ServeError(
+                ErrorKind.TOO_LARGE,
+                f"raw input '{spec.name}': expected at most {MAX_TEXT_BYTES} bytes of text, got {len(data)}",
+            )
+        return Tensor(spec.name, spec.datatype, object_array([decode_element(data, 0, spec.name)], shape))
     if -1 in shape:
         shape = _with_free_dimension(shape, len(data), spec, model)
     return Tensor(spec.name, spec.datatype, decode_binary_tensor(data, spec.datatype, shape, spec.name, model))
+
+
+def is_long_text(data: bytes | memoryview | None, signature: ModelSignature) -> bool:
+    """Whether ``data`` is one string for the model, and so long that ``read_raw_input`` is to be called on a thread."""
+    if data is None or len(data) <= INLINE_BYTES:
+        return False
+    return any(spec.datatype is DataType.BYTES for spec in signature.inputs)
 
 
 def _with_free_dimension(shape: tuple[int, ...], size: int, spec: TensorSpec, model: str) -> tuple[int, ...]:

@@ -1,19 +1,23 @@
 """Serialized inference messages to core and back."""
 
 import math
+import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from interpreted import interpreted_only
-from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
+from ortserve._pb.grpc_service_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from ortserve.codecs import grpc_infer
 from ortserve.codecs.bytes_elements import encode_bytes_elements
 from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.codecs.grpc_wire import malformed, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
@@ -174,35 +178,133 @@ def outcome(data: bytes) -> object:
     return read.model_name, read.model_version, read.id, tensors, read.outputs, read.parameters, read.regions
 
 
+NO_REQUEST: Final = "the request is not a valid message of type inference.ModelInferRequest"
 TEXTS: Final = st.sampled_from(["", "a", "m" * 130, "ä", "1"])
 IDS: Final = st.one_of(TEXTS, st.integers(0, 9).map(str))
 
 
+def split_by_protobuf(data: bytes) -> tuple[bytes, str, list[memoryview], dict[int, bytes]]:
+    """What ``split_request`` is to find, as protobuf finds it."""
+    try:
+        message = ModelInferRequest.FromString(data)
+    except DecodeError:
+        raise malformed("inference.ModelInferRequest") from None
+    contents = {}
+    for position, entry in enumerate(message.inputs):
+        if entry.HasField("contents"):
+            contents[position] = entry.contents.SerializeToString()
+            entry.ClearField("contents")
+    request_id, raw = message.id, [memoryview(part) for part in message.raw_input_contents]
+    message.ClearField("id")
+    message.ClearField("raw_input_contents")
+    return message.SerializeToString(), request_id, raw, contents
+
+
+@st.composite
+def typed_contents(draw: st.DrawFn) -> InferTensorContents:
+    contents = InferTensorContents()
+    integers = st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 300), max_size=5)
+    contents.int_contents.extend(draw(st.just([]) | integers))
+    contents.int64_contents.extend(draw(st.just([]) | integers))
+    contents.uint64_contents.extend(abs(number) for number in draw(st.just([]) | integers))
+    contents.bool_contents.extend(draw(st.just([]) | st.lists(st.booleans(), max_size=3)))
+    contents.fp32_contents.extend(draw(st.just([]) | st.lists(st.floats(width=32, allow_nan=False), max_size=3)))
+    contents.bytes_contents.extend(draw(st.just([]) | st.lists(st.binary(max_size=3), max_size=3)))
+    return contents
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> bytes:
-    """Serialized requests of a few heads, with many ids and contents; some have a byte too many, too few or another."""
+    """Serialized requests: fields in any order, unknown ones, typed and raw contents; some bytes are wrong."""
     message = ModelInferRequest(model_name=draw(TEXTS), model_version=draw(st.sampled_from(["", "1"])), id=draw(IDS))
     for name in draw(st.sampled_from(["", "x", "xy", "xx"])):
-        message.inputs.add(name=name, datatype=draw(st.sampled_from(["UINT8", "BYTES", "no"])), shape=[1])
-        message.raw_input_contents.append(draw(st.sampled_from([b"\1", b"\2", b"\1\0\0\0a", b""])))
+        datatype = draw(st.sampled_from(["UINT8", "INT64", "UINT64", "BOOL", "FP32", "BYTES", "no"]))
+        entry = message.inputs.add(name=name, datatype=datatype, shape=[draw(st.integers(0, 3))])
+        if draw(st.booleans()):
+            entry.contents.CopyFrom(draw(typed_contents()))
+        else:
+            message.raw_input_contents.append(draw(st.sampled_from([b"\1", b"\2", b"\1\0\0\0a", b""])))
     if draw(st.booleans()):
         message.outputs.add(name="y").parameters["classification"].int64_param = draw(st.integers(0, 2))
     data = message.SerializeToString()
     if draw(st.booleans()):
-        data += ModelInferRequest(id=draw(IDS)).SerializeToString()
+        more = [ModelInferRequest(id=draw(IDS)).SerializeToString(), b"\xa0\x06\x01", b"\xa2\x06\x02hi"]
+        data = b"".join(draw(st.permutations([data, *more])))
     at = draw(st.integers(0, len(data)))
     spoilt = [data[:at], data[:at] + b"\x1a" + data[at + 1 :], data[:at] + b"\xff" + data[at:]]
     return draw(st.sampled_from([data, data, *spoilt]))
 
 
-@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=requests())
-def test_request_of_a_known_head_is_what_protobuf_makes_of_it(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_is_what_protobuf_makes_of_it(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(grpc_infer, "split_request", lambda _: None)
+        patched.setattr(grpc_infer, "split_request", split_by_protobuf)
         expected = outcome(data)
+    if expected == (ErrorKind.INVALID_INPUT, NO_REQUEST):
+        assert refusal(data).kind is ErrorKind.INVALID_INPUT  # perhaps for another of its faults
+        return
     assert outcome(data) == expected
     assert outcome(data) == expected  # now that its head is known
+
+
+UNPACKED = {
+    "INT32": (b"\x10\x05\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", [5, -1]),
+    "UINT8": (b"\x20\x05\x20\xc8\x01", [5, 200]),
+    "BOOL": (b"\x08\x01\x08\x00", [True, False]),
+    "FP32": (b"\x35\0\0\x80\x3f\x35\0\0\0\x40", [1.0, 2.0]),
+    "FP64": (b"\x39" + struct.pack("<d", 0.5) + b"\x39" + struct.pack("<d", 2), [0.5, 2.0]),
+}
+
+
+@pytest.mark.parametrize(("datatype", "written", "expected"), [(name, *case) for name, case in UNPACKED.items()])
+def test_typed_elements_that_are_not_packed_are_read(datatype: str, written: bytes, expected: list[object]) -> None:
+    message = request(("x", datatype, [2]))
+    message.inputs[0].contents.MergeFromString(written)
+    head = message.inputs[0]
+    head.ClearField("contents")
+    entry = head.SerializeToString() + b"\x2a" + bytes([len(written)]) + written
+    data = b"\x0a\x01m\x2a" + bytes([len(entry)]) + entry
+    assert decode_request(data).inputs[0].array.tolist() == expected
+
+
+def test_varints_are_read_across_steps() -> None:
+    numbers = [-1, 0, 1, 300, 2**40, -(2**63), 2**63 - 1] * 9000
+    message = request(("x", "INT64", [len(numbers)]))
+    message.inputs[0].contents.int64_contents.extend(numbers)
+    assert decode(message).inputs[0].array.tolist() == numbers
+
+
+EMPTY: Final = b"\x0a\x01m"
+PART: Final = {
+    "raw contents": b"\x3a\0",
+    "inputs": b"\x2a\0",
+    "outputs": b"\x32\0",
+    "parameters": b"\x22\0",
+    "unknown fields": b"\xa2\x06\0",
+}
+
+
+@pytest.mark.parametrize("part", PART)
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_messages_of_very_many_empty_parts_are_rejected_before_they_are_parsed(part: str, order: str) -> None:
+    many = PART[part] * 2_000_000
+    began = time.perf_counter()
+    expect_invalid(many + EMPTY if order == "first" else EMPTY + many, "expected at most")
+    assert time.perf_counter() - began < 1.0  # protobuf takes up to 2.6 s
+
+
+def test_inputs_of_very_many_parts_are_rejected_before_they_are_parsed() -> None:
+    for part in (b"\x22\0", b"\x2a\0", b"\x18\1"):  # parameters, contents, dimensions
+        entry = part * 1_000_000
+        data = EMPTY + b"\x2a" + varint(len(entry)) + entry
+        expect_invalid(data, "expected at most")
+
+
+def test_heads_beyond_the_bound_are_rejected() -> None:
+    expect_invalid(
+        request(("x" * 70_000, "UINT8", [1]), raw=[b"1"]).SerializeToString(), "expected at most 65536 bytes of names"
+    )
 
 
 def test_id_that_is_no_text_is_refused_and_of_two_the_last_counts() -> None:

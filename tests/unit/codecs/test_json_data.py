@@ -266,7 +266,7 @@ def test_every_datatype_goes_out_flat_and_comes_back(datatype: DataType) -> None
         array = np.array([[0x3F80, 0xC000], [0x7F7F, 0x0001]], np.uint16)
     else:
         array = np.array([[0, 1], [1, 0]]).astype(datatype.numpy)
-    encoded = encode_json_data(array, datatype)
+    encoded: Any = encode_json_data(array, datatype)
     assert np.ndim(encoded) == 1
     data = orjson.loads(orjson.dumps(encoded, option=orjson.OPT_SERIALIZE_NUMPY))
     np.testing.assert_array_equal(decode(data, datatype, 2, 2), array)
@@ -275,9 +275,9 @@ def test_every_datatype_goes_out_flat_and_comes_back(datatype: DataType) -> None
 @pytest.mark.parametrize("datatype", DataType)
 def test_array_that_is_not_contiguous_goes_out_in_row_major_order(datatype: DataType) -> None:
     array = np.arange(2, 8).reshape(2, 3).T.astype(str if datatype is DataType.BYTES else int).astype(datatype.numpy)
-    encoded = list(encode_json_data(array, datatype))
-    again = list(encode_json_data(np.ascontiguousarray(array), datatype))
-    assert encoded == again
+    encoded: Any = encode_json_data(array, datatype)
+    again: Any = encode_json_data(np.ascontiguousarray(array), datatype)
+    assert list(encoded) == list(again)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))

@@ -1,6 +1,7 @@
 """Requests through the service, over a registry with real models: what is answered, what is counted."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
@@ -16,16 +17,19 @@ import pytest_asyncio
 from onnx import TensorProto, helper
 from prometheus_client import CollectorRegistry
 
+from fakes.encoded import AS_IS, EncodedBy, Given
 from models import builders
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest
-from ortserve.codecs.grpc_infer import decode_request
+from ortserve.codecs.bounds import INLINE_ELEMENTS
+from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.config.model import LoadOptions
 from ortserve.core.dtypes import DataType
+from ortserve.core.encoded import Reading
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ContentsError, ErrorKind, ServeError
 from ortserve.registry.registry import Registry
 from ortserve.service.accounts import Accounts
 from ortserve.service.inference import InferenceService
@@ -42,9 +46,7 @@ class Stage:
     shared_memory: SharedMemory
 
     async def infer(self, request: InferRequest, timeout_ns: int | None = None) -> InferResponse:
-        return await self.service.serve(
-            self.service.receive("http", timeout_ns), lambda: request, lambda _, response: response
-        )
+        return await self.service.serve(self.service.receive("http", timeout_ns), Given(lambda: request), AS_IS)
 
     async def refusal(self, request: InferRequest, timeout_ns: int | None = None) -> ServeError:
         with pytest.raises(ServeError) as caught:
@@ -160,7 +162,7 @@ async def test_each_outcome_is_counted_once_where_it_belongs(stage: Stage) -> No
         raise ZeroDivisionError
 
     await stage.infer(request())
-    await stage.service.serve(stage.service.receive("grpc"), request, lambda _, response: response)
+    await stage.service.serve(stage.service.receive("grpc"), Given(request), AS_IS)
     await stage.refusal(request("none"))
     await stage.refusal(request(version="7"))
     await stage.refusal(request("broken"))
@@ -169,7 +171,7 @@ async def test_each_outcome_is_counted_once_where_it_belongs(stage: Stage) -> No
     await stage.refusal(poisoned())
     for decode in (fail_to_decode, crash):
         with pytest.raises(ServeError):
-            await stage.service.serve(stage.service.receive("http"), decode, lambda _, response: response)
+            await stage.service.serve(stage.service.receive("http"), Given(decode), AS_IS)
 
     assert stage.counts() == {
         ("double", "1", "http", "ok"): 1,
@@ -226,7 +228,9 @@ async def test_fault_in_encoding_is_an_internal_error_without_details(
         raise KeyError("/secret/path")
 
     with pytest.raises(ServeError) as caught:
-        await stage.service.serve(stage.service.receive("http"), lambda: request(request_id="9"), encode)
+        await stage.service.serve(
+            stage.service.receive("http"), Given(lambda: request(request_id="9")), EncodedBy(encode)
+        )
     assert caught.value.kind is ErrorKind.INTERNAL
     assert caught.value.message == "[request id: 9] internal error"
     assert stage.counts() == {("double", "1", "http", "internal"): 1}
@@ -258,14 +262,14 @@ async def test_many_classes_are_the_same_off_the_loop(stage: Stage) -> None:
 async def test_caller_of_classes_who_leaves_is_counted_once_and_leaves_the_queue(stage: Stage) -> None:
     asked = replace(request("slow"), outputs=[RequestedOutput("y", classes=1)])
     for steps in (0, 2):  # before the task that waits for the classes has begun, and after
-        pending = stage.service.begin(stage.service.receive("http"), lambda: asked)
+        pending = stage.service.begin(stage.service.receive("http"), Given(lambda: asked))
         for _ in range(steps):
             await asyncio.sleep(0)
         pending.outputs.cancel()
         with suppress(asyncio.CancelledError):
             await pending.outputs
         with pytest.raises(asyncio.CancelledError):
-            stage.service.finish(pending, lambda _, response: response)
+            stage.service.finish(pending, AS_IS)
     assert stage.counts() == {("slow", "3", "http", "cancelled"): 2}
     await stage.infer(asked)
     learned = stage.registry.find("slow", "").learned()
@@ -278,6 +282,90 @@ async def test_failed_run_of_classes_is_counted_and_told_like_any_other(stage: S
     assert error.kind is ErrorKind.INTERNAL
     assert error.message.startswith("[request id: 7] ")
     assert stage.counts() == {("poison", "1", "http", "internal"): 1}
+
+
+async def test_request_that_a_thread_reads_is_answered_and_counted_like_any_other(stage: Stage) -> None:
+    on_thread = Given(lambda: request(request_id="1"), Reading.THREAD)
+    response = await stage.service.serve(stage.service.receive("grpc"), on_thread, AS_IS)
+    assert (response.id, response.outputs[0].array.tolist()) == ("1", [[2, 2, 2, 2]])
+    assert stage.counts() == {("double", "1", "grpc", "ok"): 1}
+    assert stage.service.hold(1000).size == 1000  # nothing of it is held any more
+
+
+async def test_errors_of_a_request_that_a_thread_reads_are_counted_where_they_belong(stage: Stage) -> None:
+    def fail() -> InferRequest:
+        raise ServeError(ErrorKind.INVALID_INPUT, "no JSON")
+
+    def fail_in_contents() -> InferRequest:
+        raise ContentsError(ServeError(ErrorKind.INVALID_INPUT, "too short"), "9", "double", "")
+
+    def crash() -> InferRequest:
+        raise ZeroDivisionError
+
+    messages = []
+    for decode in (fail, fail_in_contents, crash, lambda: request("none"), poisoned):
+        with pytest.raises(ServeError) as caught:
+            await stage.service.serve(stage.service.receive("http"), Given(decode, Reading.THREAD), AS_IS)
+        messages.append(caught.value.message)
+    assert messages[:3] == ["no JSON", "[request id: 9] too short", "internal error"]
+    assert stage.counts() == {
+        ("", "", "http", "invalid_input"): 1,
+        ("double", "1", "http", "invalid_input"): 1,
+        ("", "", "http", "internal"): 1,
+        ("", "", "http", "not_found"): 1,
+        ("poison", "1", "http", "internal"): 1,
+    }
+
+
+async def test_json_beyond_the_bound_and_reading_without_room_are_rejected(stage: Stage) -> None:
+    for encoded, kind, word in (
+        (Given(request, Reading.THREAD, json_bytes=30), ErrorKind.TOO_LARGE, "max_json_bytes: expected at most 29"),
+        (Given(request, Reading.THREAD, growth_bytes=901), ErrorKind.OVERLOADED, "max_inflight_bytes"),
+    ):
+        with stage.service.hold(100), pytest.raises(ServeError, match=word) as caught:
+            await stage.service.serve(stage.service.receive("http"), encoded, AS_IS)
+        assert caught.value.kind is kind
+    with stage.service.hold(100):
+        await stage.service.serve(stage.service.receive("http"), Given(request, Reading.THREAD, 29, 900), AS_IS)
+
+
+async def test_memory_is_held_until_the_thread_has_read_although_the_caller_left(stage: Stage) -> None:
+    release = threading.Event()
+
+    def read() -> InferRequest:
+        release.wait()
+        return request()
+
+    pending = stage.service.begin(stage.service.receive("http"), Given(read, Reading.THREAD, growth_bytes=900))
+    await asyncio.sleep(0)
+    pending.leave()
+    await asyncio.sleep(0)
+    with stage.service.hold(0) as hold:
+        with pytest.raises(ServeError, match="max_inflight_bytes"):
+            hold.grow(200)
+        release.set()
+        while hold.size == 0:
+            await asyncio.sleep(0)
+            with suppress(ServeError):
+                hold.grow(200)
+
+
+async def test_long_answer_is_encoded_on_a_thread(stage: Stage) -> None:
+    loop_thread = threading.get_ident()
+    rows = np.ones((INLINE_ELEMENTS // 4 + 1, 4), np.float32)
+    asked = Given(lambda: request("two", rows))
+    encoder = EncodedBy(lambda _, response: (threading.get_ident(), response), takes_long=True)
+    thread, response = await stage.service.serve(stage.service.receive("http"), asked, encoder)
+    assert thread != loop_thread
+    assert response.outputs[1].array.tolist() == rows.tolist()
+    assert stage.counts() == {("two", "1", "http", "ok"): 1}
+
+    def fail(_: InferRequest, response: InferResponse) -> None:
+        raise KeyError("/secret/path")
+
+    with pytest.raises(ServeError, match="internal error"):
+        await stage.service.serve(stage.service.receive("http"), asked, EncodedBy(fail, takes_long=True))
+    assert stage.counts() == {("two", "1", "http", "ok"): 1, ("two", "1", "http", "internal"): 1}
 
 
 async def test_request_of_a_sequence_is_refused_by_name(stage: Stage) -> None:
@@ -293,7 +381,7 @@ async def test_error_in_encoding_keeps_its_kind(stage: Stage) -> None:
         raise ServeError(ErrorKind.TOO_LARGE, "answer too large")
 
     with pytest.raises(ServeError, match="answer too large") as caught:
-        await stage.service.serve(stage.service.receive("grpc"), request, encode)
+        await stage.service.serve(stage.service.receive("grpc"), Given(request), EncodedBy(encode))
     assert caught.value.kind is ErrorKind.TOO_LARGE
     assert stage.counts() == {("double", "1", "grpc", "too_large"): 1}
 
@@ -337,7 +425,7 @@ async def test_model_is_looked_for_before_the_bytes_of_tensors_are_minded(
     message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
     message.raw_input_contents.append(bytes(4))
     with pytest.raises(ServeError) as caught:
-        stage.service.begin(stage.service.receive("grpc"), lambda: decode_request(message.SerializeToString()))
+        stage.service.begin(stage.service.receive("grpc"), GrpcRequest(message.SerializeToString()))
     assert caught.value.message == text
     outcome = "not_found" if body else "invalid_input"
     assert stage.counts() == {("", "", "grpc", outcome) if body else ("double", "1", "grpc", outcome): 1}
@@ -403,7 +491,7 @@ async def test_timeout_counts_from_when_the_body_was_complete(stage: Stage) -> N
     call = stage.service.receive("http", timeout_ns=1_000_000)
     call.timing.received_ns -= 2_000_000
     with pytest.raises(ServeError) as caught:
-        await stage.service.serve(call, request, lambda _, response: response)
+        await stage.service.serve(call, Given(request), AS_IS)
     assert caught.value.kind is ErrorKind.DEADLINE
     assert (await stage.infer(request(), timeout_ns=60 * 10**9)).model_name == "double"
 
@@ -449,7 +537,7 @@ async def test_bodies_are_held_up_to_the_limit(stage: Stage) -> None:
 
 async def test_all_points_of_the_way_are_stamped_when_a_call_is_answered(stage: Stage) -> None:
     call = stage.service.receive("http")
-    await stage.service.serve(call, request, lambda _, response: response)
+    await stage.service.serve(call, Given(request), AS_IS)
     timing = call.timing
     points = [
         timing.received_ns,
@@ -482,7 +570,7 @@ def in_region(model: str, region: str) -> InferRequest:
 
 async def test_request_in_regions_is_answered_timed_and_counted_as_any_other(stage: Stage, region: str) -> None:
     call = stage.service.receive("grpc")
-    response = await stage.service.serve(call, lambda: in_region("two", region), lambda _, answer: answer)
+    response = await stage.service.serve(call, Given(lambda: in_region("two", region)), AS_IS)
     assert set(response.placed) == {"y"}
     assert stage.counts() == {("two", "1", "grpc", "ok"): 1}
     assert all(end >= begin > 0 for begin, end in pairwise(astuple(call.timing)[:6]))

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from fakes.encoded import AS_IS, Given
 from models import builders
 from ortserve.config.model import LoadOptions
 from ortserve.config.trace_files import TraceFileOptions
@@ -36,9 +37,7 @@ class Stage:
     path: Path
 
     async def infer(self, protocol: str, request: InferRequest) -> None:
-        await self.service.serve(
-            self.service.receive(protocol, begun_ns=1), lambda: request, lambda _, response: response
-        )
+        await self.service.serve(self.service.receive(protocol, begun_ns=1), Given(lambda: request), AS_IS)
 
     async def traces(self) -> list[dict[str, Any]]:
         """All, once the turn of the loop that ended the last request is over."""
@@ -118,10 +117,10 @@ async def test_request_whose_caller_left_is_traced_and_has_not_been_sent(stage: 
 
 async def test_trace_of_a_caller_that_left_ends_there_although_its_batch_goes_on(stage: Stage) -> None:
     call = stage.service.receive("http")
-    pending = stage.service.begin(call, lambda: request("slow"))
+    pending = stage.service.begin(call, Given(lambda: request("slow")))
     pending.leave()
     with pytest.raises(asyncio.CancelledError):
-        stage.service.finish(pending, lambda _, response: response)
+        stage.service.finish(pending, AS_IS)
     # As its batch does when it is over, which may be in this turn of the loop; the trace is spelled in the next.
     call.timing.taken_ns = call.timing.staged_ns = call.timing.computed_ns = time.monotonic_ns()
     (trace,) = await stage.traces()

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
-from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.codecs.grpc_infer import GrpcEncoder, GrpcRequest
 from ortserve.codecs.load_report import read_load_format
+from ortserve.core.encoded import AnswerEncoder, EncodedRequest
 from ortserve.core.promise import Outputs
-from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,
@@ -50,19 +50,24 @@ class Inference(Protocol):
         """Count a request that was not begun."""
         ...
 
-    async def serve(
-        self, call: Call, decode: Callable[[], InferRequest], encode: Callable[[InferRequest, InferResponse], T]
-    ) -> T:
+    async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
         """Answer a call, counting and timing it. Raises ServeError and nothing else."""
         ...
 
-    def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
+    def begin(self, call: Call, encoded: EncodedRequest) -> Pending:
         """Queue a call; wait for ``outputs`` and ``finish`` it. Raises ServeError."""
         ...
 
-    def finish(self, pending: Pending, encode: Callable[[InferRequest, InferResponse], T]) -> T:
+    def encode_long(self, pending: Pending, encoder: AnswerEncoder[T]) -> "asyncio.Future[T] | None":
+        """Have a thread encode a long answer; what to wait for before ``finish``, None for nothing."""
+        ...
+
+    def finish(self, pending: Pending, encoder: AnswerEncoder[T]) -> T:
         """The answer of what was begun. Raises ServeError, CancelledError."""
         ...
+
+
+_ENCODER: Final = GrpcEncoder()
 
 
 class InferCalls:
@@ -99,7 +104,7 @@ class InferCalls:
             on_failure(error)
             return None
         try:
-            pending = self._inference.begin(call, partial(decode_request, data))
+            pending = self._inference.begin(call, GrpcRequest(data))
         except ServeError as error:
             hold.release()
             on_failure(error)
@@ -117,9 +122,13 @@ class InferCalls:
         on_failure: OnFailure,
         _: Outputs,
     ) -> None:
+        encoding = self._inference.encode_long(pending, _ENCODER)
+        if encoding is not None:
+            encoding.add_done_callback(partial(self._finish, pending, hold, head, on_answer, on_failure))
+            return
         hold.release()
         try:
-            answer = self._inference.finish(pending, _encode)
+            answer = self._inference.finish(pending, _ENCODER)
         except asyncio.CancelledError:
             on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
         except ServeError as error:
@@ -137,7 +146,7 @@ class InferCalls:
         call = self._inference.receive("grpc", time_left_ns(context), trace)
         try:
             with hold_request(self._inference, call, len(data)):
-                answer = await self._inference.serve(call, partial(decode_request, data), _encode)
+                answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
         except ServeError as error:
             status = status_of(error)
         else:
@@ -181,7 +190,3 @@ def time_left_ns(context: Context) -> int | None:
     any_context: Any = context  # by its stub, all callers say
     left_s: float | None = any_context.time_remaining()
     return None if left_s is None else int(left_s * 1e9)
-
-
-def _encode(_request: InferRequest, response: InferResponse) -> bytes:
-    return encode_response(response)

@@ -7,12 +7,10 @@ one stream ride in one batch, until the stream is full: then the transport holds
 
 import asyncio
 from collections import deque
-from functools import partial
 from typing import Final
 
-from ortserve.codecs.grpc_infer import decode_request
-from ortserve.codecs.grpc_stream import encode_stream_answer, encode_stream_error
-from ortserve.core.request import InferRequest, InferResponse
+from ortserve.codecs.grpc_infer import GrpcRequest
+from ortserve.codecs.grpc_stream import StreamEncoder, encode_stream_error
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,
@@ -32,6 +30,7 @@ from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.telemetry.tracing import Trace, Tracing
 
+_ENCODER: Final = StreamEncoder()
 _MODEL_STREAM_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelStreamInfer")
 
 
@@ -155,17 +154,13 @@ class InferStream:
         call = self._inference.receive("grpc", time_left_ns(self._context), trace)
         try:
             with hold_request(self._inference, call, len(data)):
-                answer = await self._inference.serve(call, partial(decode_request, data), _encode)
+                answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
         except ServeError as error:
             if self._ends_at_error:
                 return status_of(error)
             answer = encode_stream_error(data, error.message, error.version)
         self._room.exchange(len(data), len(answer))
         return answer
-
-
-def _encode(_request: InferRequest, response: InferResponse) -> bytes:
-    return encode_stream_answer(response)
 
 
 def _asks_for_status(context: Context) -> bool:

@@ -5,7 +5,6 @@
 
 import asyncio
 import logging
-from functools import partial
 from typing import Final, Protocol
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -14,7 +13,7 @@ from uvicorn.server import ServerState
 
 from ortserve.clock import Clock
 from ortserve.codecs.compression import Encoding
-from ortserve.codecs.rest import decode_rest_request, encode_rest_response
+from ortserve.codecs.rest import EncodedResponse, RestEncoder, RestRequest
 from ortserve.core.promise import Outputs
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.announcement import authorizations
@@ -33,6 +32,8 @@ from ortserve.service.inference import InferenceService, Pending
 from ortserve.telemetry.tracing import Trace
 
 logger: Final = logging.getLogger(__name__)
+
+_ENCODER: Final = RestEncoder()
 
 _JOINED_BYTES: Final = 64 * 1024
 """Bodies up to this size are joined with their head: copying is cheaper than a second part of the system call."""
@@ -240,6 +241,19 @@ class Exchange:
 
     def _on_outputs(self, _: Outputs) -> None:
         try:
+            pending = self._pending
+            encoding = None if pending is None else self._connection.lane.service.encode_long(pending, _ENCODER)
+            if encoding is None:
+                self._finish()
+            else:
+                encoding.add_done_callback(self._on_encoded)
+        except asyncio.CancelledError:
+            pass  # the caller left
+        except Exception:  # noqa: BLE001 - as above, in the loop
+            self._give_up()
+
+    def _on_encoded(self, _: "asyncio.Future[EncodedResponse]") -> None:
+        try:
             self._finish()
         except asyncio.CancelledError:
             pass  # the caller left
@@ -292,9 +306,8 @@ class Exchange:
         assert self._call is not None
         head = self.head
         try:
-            pending = self._connection.lane.service.begin(
-                self._call, partial(decode_rest_request, body, self._announced.json_size, head.model, head.version)
-            )
+            encoded = RestRequest(body, self._announced.json_size, head.model, head.version)
+            pending = self._connection.lane.service.begin(self._call, encoded)
         except ServeError as error:
             self._answer(failure(error))
             return
@@ -306,7 +319,7 @@ class Exchange:
         assert self._call is not None
         pending, self._pending = self._pending, None
         try:
-            answer = success(self._connection.lane.service.finish(pending, encode_rest_response), self._call.timing)
+            answer = success(self._connection.lane.service.finish(pending, _ENCODER), self._call.timing)
         except ServeError as error:
             answer = failure(error)
         else:

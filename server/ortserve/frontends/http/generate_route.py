@@ -1,14 +1,12 @@
 """``POST /v2/models/{model}[/versions/{version}]/generate`` and ``…/generate_stream``, through FastAPI."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
 from ortserve.clock import Clock
-from ortserve.codecs.generate import decode_generate_request, encode_generate_event, encode_generate_response
-from ortserve.core.request import InferResponse
+from ortserve.codecs.generate import GenerateEncoder, GenerateRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.http.announcement import Announcement, read_announcement
 from ortserve.frontends.http.answers import body_too_large
@@ -134,13 +132,16 @@ class GenerateRoute:
             if body is None:
                 return Response(status_code=_LEFT)
             call = inference.receive("http", announced.timeout_ns, trace, received_ns)
-            spell: Callable[[InferResponse], bytes] = encode_generate_event if is_stream else encode_generate_response
             content = await inference.serve(
                 call,
-                lambda: decode_generate_request(
-                    body, model, version, self._models.model_metadata(model, version).inputs, is_stream=is_stream
+                GenerateRequest(
+                    body,
+                    model,
+                    version,
+                    lambda: self._models.model_metadata(model, version).inputs,
+                    is_stream=is_stream,
                 ),
-                lambda _, response: spell(response),
+                GenerateEncoder(is_stream=is_stream),
             )
         headers = {"server-timing": call.timing.server_timing().decode()}
         reports = self._load_reports

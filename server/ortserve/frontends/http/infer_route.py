@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from starlette.types import Receive, Scope, Send
 
 from ortserve.clock import Clock
-from ortserve.codecs.rest import decode_rest_request, encode_rest_response
+from ortserve.codecs.rest import RestEncoder, RestRequest
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.announcement import Announcement, read_announcement
 from ortserve.frontends.http.answers import LINGER_S, Answer, body_too_large, failure, success
@@ -118,7 +118,7 @@ class InferRoute:
                 raise
         try:
             encoded = await self._service.serve(
-                call, lambda: decode_rest_request(body, announced.json_size, model, version), encode_rest_response
+                call, RestRequest(body, announced.json_size, model, version), RestEncoder()
             )
         except ServeError as error:
             return failure(error)

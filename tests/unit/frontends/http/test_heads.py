@@ -3,7 +3,7 @@
 import asyncio
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import pytest
@@ -14,7 +14,7 @@ from fakes.service import FakeInferenceService
 from fakes.socket import FakeSocket
 from interpreted import interpreted_only
 from ortserve.config.http import HttpOptions
-from ortserve.core.request import InferRequest
+from ortserve.core.encoded import EncodedRequest
 from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.heads import MAX_KEPT, MAX_KEPT_BYTES, Head, Heads
 from ortserve.frontends.http.lane import LaneConnection
@@ -97,9 +97,9 @@ class Service(FakeInferenceService):
         super().__init__()
         self.held_bytes: list[int] = []
 
-    def begin(self, call: Call, decode: Callable[[], InferRequest]) -> Pending:
+    def begin(self, call: Call, encoded: EncodedRequest) -> Pending:
         self.held_bytes.append(self.gate.held_bytes)
-        return super().begin(call, decode)
+        return super().begin(call, encoded)
 
 
 class Side:

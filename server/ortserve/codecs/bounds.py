@@ -1,0 +1,37 @@
+"""How much one inference message may hold, on both protocols. The codecs count while they scan, before they build."""
+
+from typing import Final
+
+from ortserve.errors import ServeError, invalid_input
+
+MAX_TENSORS: Final = 2048
+"""Inputs of a request, and as many outputs."""
+
+MAX_PARAMETERS: Final = 1024
+"""Parameters of a request, and of each of its inputs and outputs."""
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Names, shapes and parameters of a gRPC request, without its tensors."""
+
+MAX_TEXTS: Final = 128 * 1024
+"""Elements of one BYTES tensor. Each becomes an object, and freeing so many takes the event loop 4 ms."""
+
+MAX_TEXT_BYTES: Final = 16 * 1024 * 1024
+"""Of one element of a BYTES tensor. Decoding takes 3 ms, and the interpreter lock is held meanwhile."""
+
+INLINE_BYTES: Final = 64 * 1024
+"""JSON, texts and typed contents of at most this size are read on the event loop: in about 1 ms, mostly less."""
+
+INLINE_ELEMENTS: Final = 16 * 1024
+"""Elements of an answer that are written on the event loop, as JSON or as texts: in about 1 ms."""
+
+JSON_GROWTH: Final = 32
+"""Bytes of memory that reading one byte of JSON may take: orjson reserves 12, and ``[],`` becomes 64."""
+
+TEXT_BYTES: Final = 96
+"""Memory that an element of a BYTES tensor takes beside its bytes: an object, a pointer, and ONNX Runtime's copy."""
+
+
+def too_many(what: str, most: int, got: int | str = "more") -> ServeError:
+    """The error for a request with more parts of a kind than are allowed."""
+    return invalid_input(f"request: expected at most {most} {what}, got {got}")

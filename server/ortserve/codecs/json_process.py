@@ -1,0 +1,175 @@
+"""The process that reads large JSON for the server: it gets bodies on a socket, and answers with their tensors.
+
+orjson keeps the interpreter lock until it has read all of a body, 20 ms for 1 MB, so that neither the event loop nor a
+thread of the server may call it for a large one. It also aborts the process where it finds too little memory, which
+ends this process and not the server. ``service/codec_threads`` starts this module and is the other end of the socket.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ortserve.codecs.bytes_elements import decode_bytes_elements, encode_bytes_elements
+from ortserve.codecs.generate import decode_generate_request
+from ortserve.codecs.rest import decode_rest_request
+from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.region import RegionInput, RegionSpan, RegionUse
+from ortserve.core.request import InferRequest, RequestedOutput
+from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import Tensor
+from ortserve.errors import ContentsError, ErrorKind, ServeError
+
+_COUNT: Final = struct.Struct("<I")
+_NICENESS: Final = 5
+"""Small requests, which the server reads itself, come before large ones where processors are few."""
+_OOM_SCORE: Final = b"500"
+"""Where memory runs out, the kernel ends this process rather than the server."""
+
+
+def _read_generate(
+    body: memoryview, model: str, version: str, inputs: list[tuple[str, str, tuple[int, ...]]], is_stream: bool
+) -> InferRequest:
+    specs = [TensorSpec(name, DATATYPES[datatype], shape) for name, datatype, shape in inputs]
+    return decode_generate_request(body, model, version, specs, is_stream=is_stream)
+
+
+_READERS: Final[dict[str, Callable[..., InferRequest]]] = {"infer": decode_rest_request, "generate": _read_generate}
+
+
+def send_parts(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
+    """Send byte strings together. Blocks."""
+    sizes = [len(part) for part in parts]
+    connection.sendall(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
+    for part in parts:
+        connection.sendall(part)
+
+
+def receive_parts(connection: socket.socket) -> list[memoryview]:
+    """Receive what ``send_parts`` sent. Blocks. Raises EOFError: The other end is closed."""
+    (count,) = _COUNT.unpack(_receive(connection, _COUNT.size))
+    sizes = struct.unpack(f"<{count}Q", _receive(connection, 8 * count))
+    return [_receive(connection, size) for size in sizes]
+
+
+def _receive(connection: socket.socket, size: int) -> memoryview:
+    room = np.empty(size, np.uint8).data
+    came = 0
+    while came < size:
+        count = connection.recv_into(room[came:])
+        if not count:
+            raise EOFError
+        came += count
+    return room
+
+
+def pack_request(request: InferRequest) -> list[bytes | memoryview]:
+    """Spell a request as parts: what is small, then the elements of each input, texts in their binary form."""
+    regions = request.regions
+    small = (
+        request.model_name,
+        request.model_version,
+        request.id,
+        [(tensor.name, tensor.datatype.value, tensor.array.shape) for tensor in request.inputs],
+        [(output.name, output.binary, output.classes) for output in request.outputs],
+        dict(request.parameters),
+        request.binary_output,
+        None if regions is None else ([_pack_region(given) for given in regions.inputs], _spans(regions)),
+    )
+    elements: list[bytes | memoryview] = []
+    for tensor in request.inputs:
+        if tensor.datatype is DataType.BYTES:
+            elements.append(encode_bytes_elements(tensor.array))
+        else:
+            elements.append(np.ascontiguousarray(tensor.array).reshape(-1).view(np.uint8).data)
+    return [pickle.dumps((True, small)), *elements]
+
+
+def pack_error(error: ServeError) -> list[bytes | memoryview]:
+    """Spell an error as one part."""
+    request = (error.request_id, error.model, error.model_version) if isinstance(error, ContentsError) else None
+    return [pickle.dumps((False, (error.kind.value, error.message, error.retry_after_s, request)))]
+
+
+def unpack(parts: Sequence[memoryview]) -> InferRequest:
+    """Make the request again, with arrays on ``parts``. Raises the ServeError that was packed."""
+    is_request, small = pickle.loads(parts[0])  # noqa: S301 - from the other end of a socket pair of ours
+    if not is_request:
+        raise _unpack_error(*small)
+    model, version, request_id, inputs, outputs, parameters, binary_output, regions = small
+    tensors = []
+    for (name, datatype_name, shape), elements in zip(inputs, parts[1:], strict=True):
+        datatype = DATATYPES[datatype_name]
+        if datatype is DataType.BYTES:
+            array = decode_bytes_elements(elements, shape, name)
+        else:
+            array = np.frombuffer(elements, datatype.numpy).reshape(shape)
+        tensors.append(Tensor(name, datatype, array))
+    return InferRequest(
+        model,
+        version,
+        request_id,
+        tensors,
+        [RequestedOutput(*output) for output in outputs],
+        parameters,
+        binary_output,
+        regions=None if regions is None else _unpack_regions(*regions),
+    )
+
+
+def _unpack_error(
+    kind: str, message: str, retry_after_s: float | None, request: tuple[str, str, str] | None
+) -> ServeError:
+    error = ServeError(ErrorKind(kind), message, retry_after_s=retry_after_s)
+    return error if request is None else ContentsError(error, *request)
+
+
+def _pack_region(given: RegionInput) -> tuple[Any, ...]:
+    span = given.span
+    return given.name, given.datatype.value, given.shape, (span.region, span.offset, span.byte_size)
+
+
+def _spans(regions: RegionUse) -> dict[str, tuple[str, int, int]]:
+    return {name: (span.region, span.offset, span.byte_size) for name, span in regions.outputs.items()}
+
+
+def _unpack_regions(inputs: list[tuple[Any, ...]], outputs: dict[str, tuple[str, int, int]]) -> RegionUse:
+    return RegionUse(
+        [RegionInput(name, DATATYPES[datatype], shape, RegionSpan(*span)) for name, datatype, shape, span in inputs],
+        {name: RegionSpan(*span) for name, span in outputs.items()},
+    )
+
+
+def _answer(parts: Sequence[memoryview]) -> list[bytes | memoryview]:
+    reader, arguments = pickle.loads(parts[0])  # noqa: S301 - as above
+    try:
+        return pack_request(_READERS[reader](parts[1], *arguments))
+    except ServeError as error:
+        return pack_error(error)
+    except MemoryError:
+        return pack_error(ServeError(ErrorKind.OVERLOADED, "there is too little memory to read the JSON of the body"))
+
+
+def main() -> None:
+    """Answer until the server closes its end. Signals are for the server, which may get them for its whole group."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_bytes(_OOM_SCORE)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            send_parts(connection, _answer(receive_parts(connection)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Threads for reading and writing what would hold up the event loop: large JSON, texts, typed integers.
+
+Each thread starts a process of its own for JSON (``codecs/json_process``) when it first needs one.
+"""
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+from ortserve.codecs.json_process import receive_parts, send_parts, unpack
+from ortserve.core.encoded import EncodedRequest, JsonRequest
+from ortserve.core.request import InferRequest
+from ortserve.errors import ErrorKind, ServeError
+
+T = TypeVar("T")
+
+_TIMEOUT_S: Final = 60.0
+"""For each part of a body that goes to a process, or comes back. A process reads 64 MB in 2 s."""
+
+
+class CodecThreads:
+    """A pool of threads. Loop thread only."""
+
+    def __init__(self, threads: int) -> None:
+        """``threads`` is how many bodies are read or written at one time; the others wait."""
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="codec")
+        self._own = threading.local()
+
+    def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Have a thread do something, whose errors the future has."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def read_json(self, request: JsonRequest) -> asyncio.Future[InferRequest]:
+        """Have another process read a request.
+
+        The future raises ServeError as ``request.read`` does, and overloaded where the process ended meanwhile.
+        """
+        reader, body, arguments = request.for_process()
+        return self.run(lambda: self._process().read(reader, body, arguments))
+
+    def read(self, request: EncodedRequest) -> asyncio.Future[InferRequest]:
+        """Have a thread read a request. The future raises ServeError as ``request.read`` does."""
+        return self.run(request.read)
+
+    def _process(self) -> "JsonProcess":
+        process: JsonProcess | None = getattr(self._own, "process", None)
+        if process is None or not process.is_running:
+            process = self._own.process = JsonProcess()
+        return process
+
+
+class JsonProcess:
+    """A process that reads JSON. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        """Start it. Raises ServeError: overloaded, when there is no memory, or no process, to be had."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_TIMEOUT_S)
+        self._connection = ours
+        command = [sys.executable, "-m", "ortserve.codecs.json_process", str(theirs.fileno())]
+        # numpy's threads would reserve address space, and have nothing to do there.
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - of this package
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+            )
+        except OSError as error:
+            ours.close()
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"the process that reads JSON cannot be started: {error.strerror}",
+                retry_after_s=1,
+            ) from error
+        finally:
+            theirs.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def read(self, reader: str, body: bytes | memoryview, arguments: tuple[Any, ...]) -> InferRequest:
+        """Have a request read there. The arguments are what ``JsonRequest.for_process`` gives.
+
+        Raises:
+            ServeError: As the reader; overloaded, where the process ended meanwhile, mostly for want of memory.
+        """
+        try:
+            send_parts(self._connection, [pickle.dumps((reader, arguments)), body])
+            parts = receive_parts(self._connection)
+        except (EOFError, OSError, MemoryError) as error:
+            self._process.kill()
+            status = self._process.wait()
+            self._connection.close()
+            text = f"the process that reads JSON ended with status {status} while it read a body of {len(body)} bytes"
+            raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
+        return unpack(parts)

@@ -1,0 +1,44 @@
+"""Requests and answers that no protocol has encoded, for tests that give them to the inference service."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ortserve.core.encoded import Reading
+from ortserve.core.request import InferRequest, InferResponse
+
+T = TypeVar("T")
+
+
+@dataclass
+class Given:
+    """An ``EncodedRequest`` that ``decode`` makes."""
+
+    decode: Callable[[], InferRequest]
+    place: Reading = Reading.INLINE
+    json_bytes: int = 0
+    growth_bytes: int = 0
+
+    def reading(self) -> Reading:
+        return self.place
+
+    def read(self) -> InferRequest:
+        return self.decode()
+
+
+@dataclass
+class EncodedBy(Generic[T]):
+    """An ``AnswerEncoder``; ``spell`` may take long."""
+
+    spell: Callable[[InferRequest, InferResponse], T]
+    takes_long: bool = False
+
+    def is_long(self, _request: InferRequest, _response: InferResponse) -> bool:
+        return self.takes_long
+
+    def encode(self, request: InferRequest, response: InferResponse) -> T:
+        return self.spell(request, response)
+
+
+AS_IS = EncodedBy[InferResponse](lambda _, response: response)
+"""Answers are what the service made."""

@@ -1,0 +1,258 @@
+"""Bodies that take long to read or write: they are right, bounded, and leave the event loop to other callers."""
+
+import gzip
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import httpx
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+
+from models import builders
+from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
+from ortserve.codecs.bytes_elements import decode_bytes_elements
+from ortserve.codecs.grpc_wire import varint
+from ortserve.core.dtypes import DataType
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, triton_clients
+
+WIDE: Final = ("batch", "n")
+MAX_STALL_S: Final = 0.3
+"""A cautious bound for a busy machine; what these requests are made of takes 0.3 to 50 s to read."""
+
+PLAIN_STALL_S: Final = 1.0
+"""ASGI and grpcio copy a body several times before they hand it over."""
+
+
+@pytest.fixture(
+    scope="module", params=[(), ("--no-http-lane", "--grpc-transport", "grpcio")], ids=["own", "asgi and grpcio"]
+)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Identities of several datatypes, each with a free second axis."""
+    repository = tmp_path_factory.mktemp("models")
+    for datatype in (DataType.FP32, DataType.INT64, DataType.BYTES):
+        add_model(repository, datatype.value, builders.identity, datatype=datatype, shape=WIDE)
+    with serving(repository, *SHORT_WARMUP, *request.param) as process:
+        yield process
+
+
+def ask(server: ServerProcess, model: str, array: np.ndarray, **options: Any) -> np.ndarray:
+    answer = httpx.post(rest_url(server, model), json={"inputs": [json_input("x", array)]}, timeout=LONG_S, **options)
+    assert answer.status_code == 200, answer.text[:500]
+    (output,) = answer.json()["outputs"]
+    assert output["shape"] == list(array.shape)
+    return np.array(output["data"], array.dtype).reshape(array.shape)
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 300_000])
+def test_json_of_every_size_comes_back_as_it_was_sent(server: ServerProcess, size: int) -> None:
+    rng = np.random.default_rng(size)
+    floats = rng.standard_normal((1, size), dtype=np.float32)
+    assert ask(server, "FP32", floats).tobytes() == floats.tobytes()
+    integers = rng.integers(-(2**62), 2**62, (2, size // 2))
+    assert (ask(server, "INT64", integers) == integers).all()
+
+
+def test_non_finite_numbers_of_a_long_answer_are_tokens(server: ServerProcess) -> None:
+    array = np.arange(40_000, dtype=np.float32).reshape(1, -1)
+    array[0, [0, 5_000, 39_999]] = np.nan, np.inf, -np.inf
+    with triton_http.InferenceServerClient(server.http, network_timeout=LONG_S) as client:
+        given = triton_http.InferInput("x", array.shape, "FP32")
+        given.set_data_from_numpy(array)
+        wanted = triton_http.InferRequestedOutput("y", binary_data=False)
+        assert np.array_equal(client.infer("FP32", [given], outputs=[wanted]).as_numpy("y"), array, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [10, 5_000, 100_000])
+def test_texts_of_every_number_come_back_in_every_encoding(server: ServerProcess, count: int) -> None:
+    texts = np.array([f"text {index} ä" for index in range(count)], object).reshape(1, -1)
+    assert (ask(server, "BYTES", texts) == texts).all()
+    encoded = np.array([text.encode() for text in texts[0]], object).reshape(1, -1)
+    with triton_clients(server) as (http_client, grpc_client):
+        for client, module in ((http_client, triton_http), (grpc_client, triton_grpc)):
+            given = module.InferInput("x", texts.shape, "BYTES")
+            given.set_data_from_numpy(texts)
+            assert (client.infer("BYTES", [given]).as_numpy("y") == encoded).all()
+    assert typed(server, "BYTES", "bytes_contents", encoded[0].tolist()) == encoded[0].tolist()
+
+
+def test_typed_integers_of_every_number_come_back(server: ServerProcess) -> None:
+    for count in (10, 300_000):
+        numbers = np.random.default_rng(count).integers(-(2**40), 2**40, count).tolist()
+        assert typed(server, "INT64", "int64_contents", numbers) == numbers
+
+
+def typed(server: ServerProcess, model: str, field: str, values: list[Any]) -> list[Any]:
+    """Send values as typed contents; the elements of the answer."""
+    message = ModelInferRequest(model_name=model)
+    entry = message.inputs.add(name="x", datatype=model, shape=[1, len(values)])
+    getattr(entry.contents, field).extend(values)
+    answer = ModelInferResponse.FromString(call(server, message.SerializeToString()))
+    output, raw = answer.outputs[0], answer.raw_output_contents[0]
+    if output.datatype == "BYTES":
+        return [text.encode() for text in decode_bytes_elements(raw, (len(values),), "y")]
+    numbers: list[Any] = np.frombuffer(raw, np.int64).tolist()
+    return numbers
+
+
+def call(server: ServerProcess, message: bytes) -> bytes:
+    """ModelInfer, with a message as it stands."""
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.grpc, options) as channel:
+        infer: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        return bytes(infer(message, timeout=LONG_S))
+
+
+def test_errors_of_long_json_are_those_of_short_json(server: ServerProcess) -> None:
+    def message(size: int, value: str) -> str:
+        body = f'{{"id":"7","inputs":[{{"name":"x","datatype":"INT64","shape":[1,{size}],"data":[{value}'
+        body += ",1" * (size - 1) + "]}]}"
+        answer = httpx.post(rest_url(server, "INT64"), content=body, timeout=LONG_S)
+        assert answer.status_code == 400
+        return str(answer.json()["error"])
+
+    for value in ("1.5", "true", '"a"', "null", "1e400", "9223372036854775808"):
+        long, short = message(40_000, value), message(2, value)
+        assert re.sub(r"40000|at \d+", "", long) == re.sub(r"\b2\b|at \d+", "", short)
+
+
+def test_long_answer_to_a_request_without_such_a_model_is_an_error(server: ServerProcess) -> None:
+    body = {"inputs": [json_input("x", np.zeros((1, 100_000), np.float32))]}
+    answer = httpx.post(rest_url(server, "none"), json=body, timeout=LONG_S)
+    assert (answer.status_code, "none" in answer.text) == (404, True)
+
+
+def max_stall_s(request: pytest.FixtureRequest) -> float:
+    return PLAIN_STALL_S if "grpcio" in request.node.name else MAX_STALL_S
+
+
+WATCH: Final = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+longest_s = 0.0
+sys.stdout.write("begun\\n"); sys.stdout.flush()
+import select
+while not select.select([sys.stdin], [], [], 0.001)[0]:
+    began_s = time.monotonic()
+    connection.sendall(b"GET /v2/health/live HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+    assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    longest_s = max(longest_s, time.monotonic() - began_s)
+print(longest_s)
+"""
+
+
+class Watch:
+    """Asks whether the server lives, over and over, and notes the longest that it waited.
+
+    It is a process of its own: clients of large bodies hold the interpreter lock of theirs.
+    """
+
+    def __init__(self, server: ServerProcess) -> None:
+        command = [sys.executable, "-c", WATCH, *server.http.split(":")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.longest_s = 0.0
+
+    def __enter__(self) -> "Watch":
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "begun\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.longest_s = float(self._process.communicate("end", timeout=LONG_S)[0])
+
+
+def json_numbers(count: int) -> bytes:
+    head = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,%d],"data":[0.5' % count
+    return head + b",0.5" * (count - 1) + b"]}]}"
+
+
+def binary_texts(count: int) -> tuple[bytes, dict[str, str]]:
+    head = b'{"inputs":[{"name":"x","datatype":"BYTES","shape":[1,%d],"parameters":{"binary_data_size":%d}}]}'
+    document = head % (count, 4 * count)
+    return document + bytes(4 * count), {"Inference-Header-Content-Length": str(len(document))}
+
+
+GZIP: Final = {"Content-Encoding": "gzip"}
+
+HOSTILE: Final[dict[str, Callable[[], tuple[bytes, dict[str, str], int]]]] = {
+    "28 MB of numbers": lambda: (json_numbers(7_000_000), {}, 200),
+    "numbers that are small when compressed": lambda: (gzip.compress(json_numbers(15_000_000), 1), GZIP, 413),
+    "lists": lambda: (gzip.compress(b'{"inputs":[' + b"[]," * 20_000_000 + b"[]]}", 1), GZIP, 413),
+    "10 MB of lists": lambda: (b'{"inputs":[' + b"[]," * 3_000_000 + b"[]]}", {}, 400),
+    "empty texts": lambda: (*binary_texts(16_000_000), 413),
+    "parameters": lambda: (b'{"parameters":{"a":1' + b',"b":1' * 1_000_000 + b"}}", {}, 400),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_body_that_becomes_millions_of_objects_holds_nobody_up(
+    server: ServerProcess, name: str, request: pytest.FixtureRequest
+) -> None:
+    body, headers, status = HOSTILE[name]()
+    model = "BYTES" if "texts" in name else "FP32"
+    with httpx.Client(timeout=LONG_S) as client, Watch(server) as watch:
+        answer = client.post(rest_url(server, model), content=body, headers=headers)
+    assert answer.status_code == status, answer.text[:500]
+    assert watch.longest_s < max_stall_s(request)
+
+
+MESSAGES: Final = {
+    "empty raw contents": b"\x3a\0" * 30_000_000,
+    "empty inputs": b"\x2a\0" * 30_000_000,
+    "empty parameters": b"\x22\0" * 30_000_000,
+    "empty texts in one input": b"\x2a"
+    + varint(30_000_013)
+    + b"\x12\x05BYTES\x2a"
+    + varint(30_000_000)
+    + b"\x42\0" * 15_000_000,
+    "integers": b"\x2a"
+    + varint(30_000_013)
+    + b"\x12\x05INT64\x2a"
+    + varint(30_000_000)
+    + b"\x1a"
+    + varint(29_999_995)
+    + b"\1" * 29_999_995,
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_message_that_becomes_millions_of_objects_holds_nobody_up(
+    server: ServerProcess, name: str, request: pytest.FixtureRequest
+) -> None:
+    message = b"\x0a\x05INT64" + MESSAGES[name]
+    with Watch(server) as watch, pytest.raises(grpc.RpcError) as caught:
+        call(server, message)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert watch.longest_s < max_stall_s(request)
+
+
+def test_process_that_is_killed_while_it_reads_costs_one_request(server: ServerProcess, tmp_path: Path) -> None:
+    ask(server, "FP32", np.zeros((1, 50_000), np.float32))  # there is one now
+    body = json_numbers(4_000_000)
+    statuses: list[int] = []
+
+    def send() -> None:
+        statuses.append(httpx.post(rest_url(server, "FP32"), content=body, timeout=LONG_S).status_code)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    while sending.is_alive() and not statuses:
+        for child in psutil.Process(server.pid).children():
+            if child.cpu_times().user > 0.3 or child.memory_info().rss > 2**28:
+                os.kill(child.pid, signal.SIGKILL)
+        time.sleep(0.001)
+    sending.join()
+    assert statuses[0] in (200, 429)
+    array = np.ones((1, 50_000), np.float32)
+    assert (ask(server, "FP32", array) == array).all()
