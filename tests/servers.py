@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -30,15 +30,20 @@ class ServerProcess:
     """``ortserve serve`` with ``arguments``. Its output is read by a thread, so that tests can wait for lines of it.
 
     ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens; ``client`` is the context of a client
-    of its HTTP port where that speaks TLS.
+    of its HTTP port where that speaks TLS. ``through`` is a command that ends by replacing itself with its arguments:
+    it sets limits for the server.
     """
 
     def __init__(
-        self, *arguments: str | Path, env: Mapping[str, str] | None = None, client: ssl.SSLContext | None = None
+        self,
+        *arguments: str | Path,
+        env: Mapping[str, str] | None = None,
+        client: ssl.SSLContext | None = None,
+        through: Sequence[str] = (),
     ) -> None:
         self.client = client
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ortserve", "serve", *arguments],
+            [*through, sys.executable, "-m", "ortserve", "serve", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -134,12 +139,15 @@ class ServerProcess:
 
 @contextmanager
 def starting(
-    *arguments: str | Path, env: Mapping[str, str] | None = None, client: ssl.SSLContext | None = None
+    *arguments: str | Path,
+    env: Mapping[str, str] | None = None,
+    client: ssl.SSLContext | None = None,
+    through: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
     """Start a server on free ports without waiting for it; it may end in any way and is ended in any case."""
     flags = ("--http-port", "--grpc-port", "--metrics-port")
     ports = () if set(flags) & set(arguments) else [part for flag in flags for part in (flag, "0")]
-    server = ServerProcess(*arguments, *ports, env=env, client=client)
+    server = ServerProcess(*arguments, *ports, env=env, client=client, through=through)
     try:
         yield server
     except BaseException as error:
@@ -151,10 +159,13 @@ def starting(
 
 @contextmanager
 def serving(
-    *arguments: str | Path, env: Mapping[str, str] | None = None, client: ssl.SSLContext | None = None
+    *arguments: str | Path,
+    env: Mapping[str, str] | None = None,
+    client: ssl.SSLContext | None = None,
+    through: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
     """Serve with all models loaded; at the end the server must drain, exit with 0 and show no traceback."""
-    with starting(*arguments, env=env, client=client) as server:
+    with starting(*arguments, env=env, client=client, through=through) as server:
         server.wait_until_loaded()
         ready = httpx.get(f"{server.url}/v2/health/ready", timeout=LONG_S, verify=client or True)
         assert ready.status_code == 200, ready.text

@@ -1,0 +1,275 @@
+"""Small requests at a fixed rate on both protocols, sent from a process of their own: what other callers do to them.
+
+The latency of a request counts from the time at which it was due, so that a server that stands still shows in the
+latency of every request that was due meanwhile. Each answer is compared with what ONNX Runtime gives.
+"""
+
+import gc
+import json
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from typing import Final, Protocol
+
+import hpack
+import numpy as np
+
+from crafted_messages import http_request
+from ortserve._pb import grpc_service_pb2 as pb
+
+RATE: Final = 200.0
+"""Requests a second on each protocol, evenly spaced; those of the two protocols alternate."""
+CONNECTIONS: Final = 8
+"""Of each protocol. A request that finds all of them busy waits for one, and its latency counts that."""
+PATIENCE_S: Final = 60.0
+"""How long answers are waited for after the last request was due; what is not answered by then is lost."""
+PROTOCOLS: Final = ("REST", "gRPC")
+
+_METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What became of one protocol's requests: latencies of right answers in seconds, others by what they were."""
+
+    latencies_s: np.ndarray
+    wrong: tuple[str, ...]
+    lost: int
+
+    def quantile_ms(self, share: float) -> float:
+        """Infinite where nothing was answered; requests that were lost count as the slowest."""
+        count = len(self.latencies_s) + self.lost + len(self.wrong)
+        place = int(np.ceil(share * count)) - 1
+        return float(np.sort(self.latencies_s)[place]) * 1e3 if 0 <= place < len(self.latencies_s) else float("inf")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The request that is sent again and again, and its right answer."""
+
+    model: str
+    values: np.ndarray
+    expected: np.ndarray
+
+
+class _Caller(Protocol):
+    """A connection with at most one request under way."""
+
+    socket: socket.socket
+
+    def send(self) -> None:
+        """Send the request."""
+
+    def receive(self) -> bytes | None:
+        """Read what has come; return the answer once it is whole. Raises OSError where there will be none."""
+
+
+class RestCaller:
+    """REST JSON on a kept connection."""
+
+    def __init__(self, port: int, row: Row) -> None:
+        self.socket = _connect(port)
+        tensor = {"name": "x", "shape": [1, len(row.values)], "datatype": "FP32", "data": row.values.tolist()}
+        self._request = http_request(row.model, json.dumps({"inputs": [tensor]}).encode())
+        self._came = b""
+
+    def send(self) -> None:
+        self.socket.sendall(self._request)
+
+    def receive(self) -> bytes | None:
+        self._came += _read(self.socket)
+        head, separator, body = self._came.partition(b"\r\n\r\n")
+        if not separator or len(body) < int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]):
+            return None
+        self._came = b""
+        return head[9:12] + body
+
+    @staticmethod
+    def outputs(answer: bytes) -> np.ndarray:
+        """Raises ValueError where the answer is an error."""
+        if answer[:3] != b"200":
+            raise ValueError(answer[:200].decode())
+        return np.array(json.loads(answer[3:])["outputs"][0]["data"], np.float32)
+
+
+class GrpcCaller:
+    """gRPC calls on a kept HTTP/2 connection, written by hand: the h2 library would take longer than the server."""
+
+    def __init__(self, port: int, row: Row) -> None:
+        self.socket = _connect(port)
+        self.socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0) + _frame(_WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4)))
+        message = pb.ModelInferRequest(model_name=row.model, raw_input_contents=[row.values.tobytes()])
+        message.inputs.add(name="x", datatype="FP32", shape=[1, len(row.values)])
+        data = message.SerializeToString()
+        self._data = b"\0" + len(data).to_bytes(4) + data
+        self._head = [(":method", "POST"), (":scheme", "http"), (":path", _METHOD), (":authority", "x")]
+        self._head += [("te", "trailers"), ("content-type", "application/grpc")]
+        self._encoder, self._decoder = hpack.Encoder(), hpack.Decoder()
+        self._stream = -1
+        self._window = 65_535
+        self._came = b""
+        self._message = b""
+
+    def send(self) -> None:
+        # The server gives bytes back when it has read them, and each call before this one was answered.
+        assert self._window >= len(self._data), "the server gave no window back"
+        self._stream += 2
+        self._window -= len(self._data)
+        self._message = b""
+        head = _frame(_HEADERS, _END_HEADERS, self._stream, self._encoder.encode(self._head))
+        self.socket.sendall(head + _frame(_DATA, _END_STREAM, self._stream, self._data))
+
+    def receive(self) -> bytes | None:
+        self._came += _read(self.socket)
+        answer = None
+        while len(self._came) >= 9 and len(self._came) >= 9 + (length := int.from_bytes(self._came[:3])):
+            kind, flags, stream = self._came[3], self._came[4], int.from_bytes(self._came[5:9])
+            content, self._came = self._came[9 : 9 + length], self._came[9 + length :]
+            answer = self._on_frame(kind, flags, stream, content) or answer
+        return answer
+
+    def _on_frame(self, kind: int, flags: int, stream: int, content: bytes) -> bytes | None:
+        if kind == _DATA:
+            self._message += content
+        elif kind == _HEADERS:
+            headers = {str(name): str(value) for name, value in self._decoder.decode(content)}
+            if flags & _END_STREAM:
+                is_answered = headers.get("grpc-status") == "0"
+                return self._message if is_answered else f"status of {headers}".encode()
+        elif kind == _WINDOW_UPDATE and stream == 0:
+            self._window += int.from_bytes(content)
+        elif kind in (_SETTINGS, _PING) and not flags & _ACK:
+            self.socket.sendall(_frame(kind, _ACK, 0, content if kind == _PING else b""))
+        elif kind in (_RESET, _GOAWAY):
+            raise ConnectionResetError(f"frame {kind}: {content!r}")
+        return None
+
+    @staticmethod
+    def outputs(answer: bytes) -> np.ndarray:
+        """Raises ValueError where the answer is an error."""
+        if answer.startswith(b"status"):
+            raise ValueError(answer[:200].decode())
+        return np.frombuffer(pb.ModelInferResponse.FromString(answer[5:]).raw_output_contents[0], np.float32)
+
+
+class _Arm:
+    """The requests of one protocol."""
+
+    def __init__(self, open_caller: Callable[[], _Caller], outputs: Callable[[bytes], np.ndarray], row: Row) -> None:
+        self._open = open_caller
+        self._outputs = outputs
+        self._row = row
+        self.idle = [open_caller() for _ in range(CONNECTIONS)]
+        self.busy: dict[socket.socket, tuple[_Caller, float]] = {}
+        self._due: deque[float] = deque()
+        self._answers: list[tuple[float, bytes]] = []
+        self._lost = 0
+
+    @property
+    def is_done(self) -> bool:
+        return not self.busy and not self._due
+
+    def add(self, due: float) -> None:
+        self._due.append(due)
+        self._send()
+
+    def receive(self, ready: socket.socket) -> None:
+        caller, due = self.busy[ready]
+        try:
+            answer = caller.receive()
+        except OSError:
+            self._lose(ready)
+            return
+        if answer is not None:
+            self._answers.append((time.perf_counter() - due, answer))
+            del self.busy[ready]
+            self.idle.append(caller)
+            self._send()
+
+    def finish(self) -> Stretch:
+        """Give up what is not answered, and compare what is."""
+        for ready in list(self.busy):
+            self._lose(ready)
+        lost, self._lost = self._lost + len(self._due), 0
+        self._due.clear()
+        wrong: list[str] = []
+        latencies: list[float] = []
+        for latency_s, answer in self._answers:
+            try:
+                np.testing.assert_allclose(self._outputs(answer).ravel(), self._row.expected, rtol=1e-3, atol=1e-5)
+                latencies.append(latency_s)
+            except (ValueError, AssertionError) as error:
+                wrong.append(str(error))
+        self._answers.clear()
+        return Stretch(np.array(latencies), tuple(wrong), lost)
+
+    def _send(self) -> None:
+        while self._due and self.idle:
+            caller = self.idle.pop()
+            due = self._due.popleft()
+            self.busy[caller.socket] = caller, due
+            try:
+                caller.send()
+            except OSError:
+                self._lose(caller.socket)
+
+    def _lose(self, gone: socket.socket) -> None:
+        del self.busy[gone]
+        gone.close()
+        self._lost += 1
+        with suppress(OSError):  # the server is gone: what is due is lost when the stretch ends
+            self.idle.append(self._open())
+
+
+def probe(pipe: Pipe, ports: dict[str, int], row: Row) -> None:
+    """The process: for each number of seconds that comes, send for so long and give a ``Stretch`` per protocol back."""
+    arms = (
+        _Arm(lambda: RestCaller(ports["REST"], row), RestCaller.outputs, row),
+        _Arm(lambda: GrpcCaller(ports["gRPC"], row), GrpcCaller.outputs, row),
+    )
+    gc.disable()
+    while (seconds := pipe.recv()) is not None:
+        pipe.send(dict(zip(PROTOCOLS, _stretch(arms, seconds), strict=True)))
+        gc.collect()
+
+
+def _stretch(arms: tuple[_Arm, ...], seconds: float) -> list[Stretch]:
+    due = [(number / RATE / len(arms), arms[number % len(arms)]) for number in range(int(seconds * RATE) * len(arms))]
+    began = time.perf_counter()
+    sent = 0
+    while (now_s := time.perf_counter() - began) < seconds + PATIENCE_S:
+        while sent < len(due) and due[sent][0] <= now_s:
+            due[sent][1].add(began + due[sent][0])
+            sent += 1
+        if sent == len(due) and all(arm.is_done or not (arm.busy or arm.idle) for arm in arms):
+            break
+        wait_s = due[sent][0] - now_s if sent < len(due) else 0.1
+        # The timeout of select has microseconds, that of epoll whole milliseconds.
+        for ready in select.select([one for arm in arms for one in arm.busy], [], [], max(0.0, wait_s))[0]:
+            next(arm for arm in arms if ready in arm.busy).receive(ready)
+    return [arm.finish() for arm in arms]
+
+
+def _connect(port: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _read(connection: socket.socket) -> bytes:
+    data = connection.recv(65_536)
+    if not data:
+        raise ConnectionResetError("the server closed the connection")
+    return data
+
+
+def _frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+    return len(content).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + content
