@@ -143,13 +143,14 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         trace_writer=TraceWriter(traces, monotonic_ns) if files else None,
         access_log=AccessLog(switches, options.log_format) if options.access_log else None,
     )
+    codec_threads = CodecThreads(min(_MAX_CODEC_THREADS, max(2, cpu_budget())))
     inference = InferenceService(
         registry,
         accounts,
         monotonic_ns,
         max_inflight_bytes=options.max_inflight_bytes or memory_limit() // _BODIES_SHARE,
         max_json_bytes=options.max_json_bytes,
-        codec_threads=CodecThreads(min(_MAX_CODEC_THREADS, max(2, cpu_budget()))),
+        codec_threads=codec_threads,
         shared_memory=shared_memory,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
@@ -158,6 +159,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         options,
         metrics,
         inference,
+        codec_threads,
         management,
         models,
         shared_memory,
@@ -191,6 +193,7 @@ class _Frontends:
     options: ServerOptions
     metrics: Metrics
     inference: InferenceService
+    codec_threads: CodecThreads
     management: Management
     models: ModelService
     shared_memory: SharedMemory
@@ -227,6 +230,7 @@ class _Frontends:
             self.management,
             self.shared_memory,
             self.inference.hold,
+            self.codec_threads.read_load,
             title=options.server_name,
             version=__version__,
             max_body_bytes=options.max_body_bytes,

@@ -186,6 +186,7 @@ class _Scan:
                 if len(raw) > MAX_TENSORS:
                     raise too_many("raw_input_contents", MAX_TENSORS)
             elif number == _ID:
+                self._take_room(position - start)
                 request_id = str(view[start:position], "utf-8")
             elif number == _INPUTS:
                 self._take_input(start, position)
@@ -218,12 +219,16 @@ class _Scan:
             self._keep(part)
 
     def _keep(self, part: bytes | memoryview) -> None:
-        self._head_left -= len(part)
+        self._take_room(len(part))
+        self._head.append(part)
+
+    def _take_room(self, size: int) -> None:
+        self._head_left -= size
         if self._head_left < 0:
             raise invalid_input(
-                f"request: expected at most {MAX_HEAD_BYTES} bytes of names, shapes and parameters, got more"
+                f"request: expected at most {MAX_HEAD_BYTES} bytes of id, names, version, datatypes, shapes and "
+                "parameters, got more"
             )
-        self._head.append(part)
 
     def _count(self, number: int) -> None:
         most = MAX_PARAMETERS if number == _PARAMETERS else MAX_TENSORS
@@ -234,7 +239,7 @@ class _Scan:
     def _count_field(self) -> None:
         self._fields_left -= 1
         if self._fields_left < 0:
-            raise too_many("fields", _MAX_FIELDS)
+            raise too_many("fields of inputs, outputs, shapes and parameters", _MAX_FIELDS)
 
 
 def read_field(view: memoryview, position: int, end: int) -> tuple[int, int, int]:

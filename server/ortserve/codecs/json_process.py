@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.bytes_elements import decode_bytes_elements, encode_bytes_elements
+from ortserve.codecs.control_json import LoadParameter, decode_load_body
 from ortserve.codecs.generate import decode_generate_request
 from ortserve.codecs.rest import decode_rest_request
 from ortserve.core.dtypes import DATATYPES, DataType
@@ -42,7 +43,11 @@ def _read_generate(
     return decode_generate_request(body, model, version, specs, is_stream=is_stream)
 
 
-_READERS: Final[dict[str, Callable[..., InferRequest]]] = {"infer": decode_rest_request, "generate": _read_generate}
+_READERS: Final[dict[str, Callable[..., list[bytes | memoryview]]]] = {
+    "infer": lambda *arguments: pack_request(decode_rest_request(*arguments)),
+    "generate": lambda *arguments: pack_request(_read_generate(*arguments)),
+    "load": lambda body: _pack_load(decode_load_body(body)),
+}
 
 
 def send_parts(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
@@ -93,18 +98,21 @@ def pack_request(request: InferRequest) -> list[bytes | memoryview]:
     return [pickle.dumps((True, small)), *elements]
 
 
+def _pack_load(parameters: dict[str, LoadParameter]) -> list[bytes | memoryview]:
+    """Spell the parameters of a load as parts: what is small, then the bytes of each file."""
+    small = {name: None if isinstance(value, bytes) else value for name, value in parameters.items()}
+    return [pickle.dumps((True, small)), *(value for value in parameters.values() if isinstance(value, bytes))]
+
+
 def pack_error(error: ServeError) -> list[bytes | memoryview]:
     """Spell an error as one part."""
     request = (error.request_id, error.model, error.model_version) if isinstance(error, ContentsError) else None
     return [pickle.dumps((False, (error.kind.value, error.message, error.retry_after_s, request)))]
 
 
-def unpack(parts: Sequence[memoryview]) -> InferRequest:
+def unpack_request(parts: Sequence[memoryview]) -> InferRequest:
     """Make the request again, with arrays on ``parts``. Raises the ServeError that was packed."""
-    is_request, small = pickle.loads(parts[0])  # noqa: S301 - from the other end of a socket pair of ours
-    if not is_request:
-        raise _unpack_error(*small)
-    model, version, request_id, inputs, outputs, parameters, binary_output, regions = small
+    model, version, request_id, inputs, outputs, parameters, binary_output, regions = _small(parts)
     tensors = []
     for (name, datatype_name, shape), elements in zip(inputs, parts[1:], strict=True):
         datatype = DATATYPES[datatype_name]
@@ -123,6 +131,20 @@ def unpack(parts: Sequence[memoryview]) -> InferRequest:
         binary_output,
         regions=None if regions is None else _unpack_regions(*regions),
     )
+
+
+def unpack_load(parts: Sequence[memoryview]) -> dict[str, LoadParameter]:
+    """The parameters of a load. Raises the ServeError that was packed."""
+    files = iter(parts[1:])
+    return {name: bytes(next(files)) if value is None else value for name, value in _small(parts).items()}
+
+
+def _small(parts: Sequence[memoryview]) -> Any:
+    """What is not among the further parts. Raises the ServeError that was packed in its place."""
+    is_read, small = pickle.loads(parts[0])  # noqa: S301 - from the other end of a socket pair of ours
+    if not is_read:
+        raise _unpack_error(*small)
+    return small
 
 
 def _unpack_error(
@@ -151,7 +173,7 @@ def _unpack_regions(inputs: list[tuple[Any, ...]], outputs: dict[str, tuple[str,
 def _answer(parts: Sequence[memoryview]) -> list[bytes | memoryview]:
     reader, arguments = pickle.loads(parts[0])  # noqa: S301 - as above
     try:
-        return pack_request(_READERS[reader](parts[1], *arguments))
+        return _READERS[reader](parts[1], *arguments)
     except ServeError as error:
         return pack_error(error)
     except MemoryError:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from ortserve.codecs.json_process import receive_parts, send_parts, unpack
+from ortserve.codecs.control_json import LoadParameter
+from ortserve.codecs.json_process import receive_parts, send_parts, unpack_load, unpack_request
 from ortserve.core.encoded import EncodedRequest, JsonRequest
 from ortserve.core.request import InferRequest
 from ortserve.errors import ErrorKind, ServeError
@@ -43,7 +44,11 @@ class CodecThreads:
         The future raises ServeError as ``request.read`` does, and overloaded where the process ended meanwhile.
         """
         reader, body, arguments = request.for_process()
-        return self.run(lambda: self._process().read(reader, body, arguments))
+        return self.run(lambda: unpack_request(self._process().read(reader, body, arguments)))
+
+    def read_load(self, body: bytes) -> asyncio.Future[dict[str, LoadParameter]]:
+        """Have another process read the body of a load. The future raises ServeError: invalid_input, overloaded."""
+        return self.run(lambda: unpack_load(self._process().read("load", body, ())))
 
     def read(self, request: EncodedRequest) -> asyncio.Future[InferRequest]:
         """Have a thread read a request. The future raises ServeError as ``request.read`` does."""
@@ -85,19 +90,18 @@ class JsonProcess:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def read(self, reader: str, body: bytes | memoryview, arguments: tuple[Any, ...]) -> InferRequest:
-        """Have a request read there. The arguments are what ``JsonRequest.for_process`` gives.
+    def read(self, reader: str, body: bytes | memoryview, arguments: tuple[Any, ...]) -> list[memoryview]:
+        """Have a body read there, by a reader of ``codecs/json_process``; returns what is to be unpacked.
 
         Raises:
-            ServeError: As the reader; overloaded, where the process ended meanwhile, mostly for want of memory.
+            ServeError: overloaded, where the process ended meanwhile, mostly for want of memory.
         """
         try:
             send_parts(self._connection, [pickle.dumps((reader, arguments)), body])
-            parts = receive_parts(self._connection)
+            return receive_parts(self._connection)
         except (EOFError, OSError, MemoryError) as error:
             self._process.kill()
             status = self._process.wait()
             self._connection.close()
             text = f"the process that reads JSON ended with status {status} while it read a body of {len(body)} bytes"
             raise ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1) from error
-        return unpack(parts)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from ortserve.codecs.control_json import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.lifecycle import State, VersionRecord
 from ortserve.registry.registry import Registry
@@ -14,7 +15,6 @@ from ortserve.telemetry.logs import log_event
 logger: Final = logging.getLogger(__name__)
 
 ControlMode: TypeAlias = Literal["none", "poll", "explicit"]
-LoadParameter: TypeAlias = bool | int | str | bytes
 
 ALL_MODELS: Final = "*"
 

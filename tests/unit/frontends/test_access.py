@@ -56,7 +56,7 @@ def all_routes() -> list[Route]:
         def __getattr__(self, _: str) -> Any:
             return None
 
-    app = make_control_app(nothing, Nothing(), nothing, nothing, title="t", version="1", max_body_bytes=1)  # type: ignore[arg-type]
+    app = make_control_app(nothing, Nothing(), nothing, nothing, nothing, title="t", version="1", max_body_bytes=1)  # type: ignore[arg-type]
     app.include_router(make_generate_router(nothing, nothing, max_body_bytes=1, clock=lambda: 0))
     known = iter_route_contexts(app.routes)
     return [Route(route.path or "", answer_nothing, methods=list(route.methods or ())) for route in known]

@@ -9,10 +9,11 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from models import builders
+from ortserve.codecs.control_json import LoadParameter
 from ortserve.config.model import LoadOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
-from ortserve.service.repository import ControlMode, IndexEntry, LoadParameter, RepositoryService
+from ortserve.service.repository import ControlMode, IndexEntry, RepositoryService
 from ortserve.telemetry.metrics import Metrics
 
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping
 from google.protobuf.message import Message
 
 from ortserve._pb import management_pb2 as pb
+from ortserve.codecs.control_json import LoadParameter
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, awaiting
 from ortserve.service.gate import Hold
-from ortserve.service.repository import LoadParameter, RepositoryService
+from ortserve.service.repository import RepositoryService
 
 
 class RepositoryCalls:

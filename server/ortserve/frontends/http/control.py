@@ -1,7 +1,7 @@
 """Everything of REST but inference itself: health, metadata, the documentation page and OpenAPI."""
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import asdict
 from functools import lru_cache
 from http import HTTPStatus
@@ -15,6 +15,7 @@ from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from ortserve.codecs.control_json import LoadParameter
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import http_group
@@ -46,6 +47,7 @@ def make_control_app(
     management: Management,
     shared_memory: SharedMemory,
     hold: Callable[[int], Hold],
+    read_load: Callable[[bytes], Awaitable[dict[str, LoadParameter]]],
     *,
     title: str,
     version: str,
@@ -54,8 +56,8 @@ def make_control_app(
 ) -> FastAPI:
     """The FastAPI application; its OpenAPI document also describes the infer routes, which are served beside it.
 
-    ``hold`` lets bodies that may be large in, by their bytes. ``guarded`` are the groups whose operations the document
-    says to need a key; who asks for it is ``RestApp``.
+    ``hold`` lets bodies that may be large in, by their bytes; ``read_load`` reads that of a load. ``guarded`` are the
+    groups whose operations the document says to need a key; ``RestApp`` asks for it.
     """
     app = FastAPI(
         title=title,
@@ -67,7 +69,7 @@ def make_control_app(
     app.include_router(_health_routes(models))
     app.include_router(statistics_routes(management.statistics))
     app.include_router(configuration_routes(models))
-    app.include_router(repository_routes(management.repository, hold, max_body_bytes=max_body_bytes))
+    app.include_router(repository_routes(management.repository, hold, read_load, max_body_bytes=max_body_bytes))
     app.include_router(settings_routes(management.logs, management.traces))
     app.include_router(_metadata_routes(models))
     app.include_router(shared_memory_routes(shared_memory))

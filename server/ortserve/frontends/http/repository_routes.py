@@ -1,18 +1,16 @@
 """The repository calls of REST: index, load, unload."""
 
-import asyncio
-import base64
-import binascii
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from ortserve.codecs.control_json import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.http.answers import body_too_large
-from ortserve.frontends.http.json_body import read_json_object, read_large_parameters, read_parameters
+from ortserve.frontends.http.body import read_body
+from ortserve.frontends.http.json_body import caller_left, read_json_object, read_parameters
 from ortserve.frontends.http.management_documents import (
     IndexEntryDocument,
     IndexRequestDocument,
@@ -21,13 +19,23 @@ from ortserve.frontends.http.management_documents import (
 )
 from ortserve.frontends.http.path_parameters import ModelName
 from ortserve.service.gate import Hold
-from ortserve.service.repository import LoadParameter, RepositoryService
+from ortserve.service.repository import RepositoryService
 
 
-def repository_routes(repository: RepositoryService, hold: Callable[[int], Hold], *, max_body_bytes: int) -> APIRouter:
+def repository_routes(
+    repository: RepositoryService,
+    hold: Callable[[int], Hold],
+    read_load: Callable[[bytes], Awaitable[dict[str, LoadParameter]]],
+    *,
+    max_body_bytes: int,
+) -> APIRouter:
     """Routes of what lies in the repositories and what is served of it.
 
-    ``hold`` lets the body of a load in, by its bytes; raises ServeError: overloaded.
+    Args:
+        repository: Does what is asked.
+        hold: Lets the body of a load in, by its bytes; raises ServeError: overloaded.
+        read_load: Reads that body off the event loop; raises ServeError: invalid_input, overloaded.
+        max_body_bytes: Of a load.
     """
     router = APIRouter(prefix="/v2/repository", tags=["repository"])
 
@@ -53,8 +61,10 @@ def repository_routes(repository: RepositoryService, hold: Callable[[int], Hold]
         if announced > max_body_bytes:
             raise body_too_large(announced, max_body_bytes)
         with hold(announced) as held:
-            parameters = await read_large_parameters(request, held, max_body_bytes=max_body_bytes)
-            await repository.load(model, await asyncio.to_thread(_decoded, parameters))
+            body = await read_body(request.receive, held, max_bytes=max_body_bytes)
+            if body is None:
+                raise caller_left()
+            await repository.load(model, await read_load(body))
         return _nothing()
 
     @router.post("/models/{model}/unload", openapi_extra=request_body(UnloadRequestDocument))
@@ -70,21 +80,6 @@ def repository_routes(repository: RepositoryService, hold: Callable[[int], Hold]
         raise ServeError(ErrorKind.UNSUPPORTED, "'repository_name' specification is not supported")
 
     return router
-
-
-def _decoded(parameters: Mapping[str, Any]) -> dict[str, LoadParameter]:
-    """Files are base64 in JSON. Raises ServeError: invalid_input, for what is not."""
-    decoded: dict[str, LoadParameter] = {}
-    for name, value in parameters.items():
-        if name.startswith("file:"):
-            try:
-                value = base64.b64decode("".join(value.split()), validate=True)  # some tools break it into lines
-            except (AttributeError, ValueError, binascii.Error):
-                raise invalid_input(f"parameter '{name}': expected a file's bytes in base64") from None
-        elif not isinstance(value, str | bool | int):
-            raise invalid_input(f"parameter '{name}': expected a text, number or boolean, got {type(value).__name__}")
-        decoded[name] = value
-    return decoded
 
 
 def _nothing() -> Response:

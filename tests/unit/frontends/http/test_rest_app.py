@@ -25,7 +25,7 @@ class Faulty:
 async def call(path: str) -> tuple[int, bytes]:
     nothing: Any = SimpleNamespace(statistics=None, repository=None, logs=None, traces=None)
     faulty: Any = Faulty()
-    control = make_control_app(faulty, nothing, nothing, nothing, title="t", version="1", max_body_bytes=1)
+    control = make_control_app(faulty, nothing, nothing, nothing, nothing, title="t", version="1", max_body_bytes=1)
     infer: Any = None
     sent: list[Message] = []
 
