@@ -847,7 +847,9 @@ def test_connection_beyond_the_limit_is_closed_without_settings() -> None:
     """Clients who got SETTINGS would come again at once."""
 
     async def test(wire: Wire, client: Client) -> None:
-        other = Connection(wire.work, Limits(max_connections=1), wire.connections, wire.room, wire.clock, None)
+        other = Connection(
+            wire.work, Limits(max_connections=1), wire.connections, wire.room, wire.losses, wire.clock, None
+        )
         transport = FakeTransport(asyncio.get_running_loop(), other)
         other.connection_made(transport)
         assert transport.take() == b""

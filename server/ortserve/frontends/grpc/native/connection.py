@@ -15,6 +15,7 @@ from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionErro
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES
 from ortserve.frontends.grpc.native.lifetime import STALL_S, Due, Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.losses import Losses
 from ortserve.frontends.grpc.native.receiving import CONNECTION_WINDOW, DRAIN_PING, Receiving, Work
 from ortserve.frontends.grpc.native.send_waits import SendWaits
 from ortserve.frontends.grpc.native.sending import Sending
@@ -42,17 +43,19 @@ class Connection(asyncio.Protocol):
         limits: Limits,
         connections: "set[Connection]",
         room: UnsentRoom,
+        losses: Losses,
         clock: Clock,
         max_age_s: float | None,
     ) -> None:
         """``max_age_s`` is this connection's own, so that not all that came together leave together.
 
-        ``room`` is for the answers of all connections.
+        ``room`` is for the answers of all connections, ``losses`` counts what those of the port lose.
         """
         self._work = work
         self._limits = limits
         self._connections = connections
         self._room = room
+        self._losses = losses
         self._waits = SendWaits(limits.send_timeout_s)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -68,7 +71,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        self._sending = Sending(self._loop, self._clock, self._transport, self._on_over, self._room)
+        self._sending = Sending(self._loop, self._clock, self._transport, self._on_over, self._room, self._losses)
         self._receiving = Receiving(self._work, self._limits, self._loop, self._sending, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving)
         if len(self._connections) >= self._limits.max_connections:
@@ -101,7 +104,7 @@ class Connection(asyncio.Protocol):
         for timer in (self._tick, self._drain_end):
             if timer is not None:
                 timer.cancel()
-        self._receiving.close()
+        self._receiving.close("disconnected")
         self._room.leave(self._receiving.late)
         if not self.closed.done():
             self.closed.set_result(None)
@@ -209,7 +212,9 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, error: Http2ConnectionError) -> None:
         self._is_failed = True
-        self._receiving.close()
+        peer = self._transport.get_extra_info("peername")
+        self._losses.connection_error(error, peer, len(self._receiving.streams))
+        self._receiving.close("connection_error")
         self._sending.control(frames.goaway(self._receiving.last_id, error.code, error.text.encode()))
         self._close()
 

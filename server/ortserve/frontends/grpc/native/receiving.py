@@ -20,7 +20,7 @@ from ortserve.frontends.grpc.native.late_calls import LateCalls
 from ortserve.frontends.grpc.native.lifetime import Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
-from ortserve.frontends.grpc.native.patience import Patience, Resets
+from ortserve.frontends.grpc.native.patience import Patience, Resets, WindowUpdates
 from ortserve.frontends.grpc.native.peer_settings import read_peer_settings
 from ortserve.frontends.grpc.native.ping_strikes import PingStrikes
 from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, read_head
@@ -90,6 +90,7 @@ class Receiving:
         self._headers = HeaderReader()
         self._patience = Patience(life.heard_ns)
         self._resets = Resets(self._patience)
+        self._window_updates = WindowUpdates(life.heard_ns)
         self._pings = PingStrikes(limits)
         self.last_id = 0
         self.goaway_id = frames.MAX_STREAM_ID
@@ -280,9 +281,11 @@ class Receiving:
         _check(len(payload) == 4, ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE of another length than 4")
         increment = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         sending = self._sending
-        if sending.short_frames:
-            sending.short_frames -= 1
-            self._charge()
+        credit, sending.window_credit = sending.window_credit, 0
+        if self._window_updates.are_too_many(credit, self._life.heard_ns):
+            raise Http2ConnectionError(
+                ErrorCode.ENHANCE_YOUR_CALM, "too many WINDOW_UPDATEs for the bytes that they let flow"
+            )
         if stream_id == 0:
             _check(increment > 0, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
             sending.window += increment
@@ -293,9 +296,7 @@ class Receiving:
         stream = self.streams.get(stream_id)
         if increment == 0:
             self._reset(stream_id, ErrorCode.PROTOCOL_ERROR)
-        elif stream is None:
-            self._charge()
-        else:
+        elif stream is not None:
             stream.send_window += increment
             if stream.send_window > frames.MAX_WINDOW:
                 self._reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
@@ -354,15 +355,15 @@ class Receiving:
         ):
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, _COSTS)
         if stream is not None:
-            self._sending.drop(stream)
+            self._sending.drop(stream, "reset_by_caller")
 
     # The end of streams
 
-    def close(self) -> None:
-        """Leave all streams: there is nobody at the other end any more."""
+    def close(self, cause: str) -> None:
+        """End all streams of a connection that has ended."""
         self._deadlines.close()
         for stream in list(self.streams.values()):
-            self._sending.drop(stream)
+            self._sending.drop(stream, cause)
 
     def on_over(self, stream: Stream) -> bool:
         """The last frame of a stream was sent, or none will be: let go of it, and of the work for it.
@@ -385,7 +386,7 @@ class Receiving:
         self._sending.control(frames.rst_stream(stream_id, code))
         stream = self.streams.get(stream_id)
         if stream is not None:
-            self._sending.drop(stream)
+            self._sending.drop(stream, "stream_error")
 
     def _charge(self) -> None:
         if self._patience.is_lost(self._life.heard_ns):
