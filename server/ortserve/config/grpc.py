@@ -40,7 +40,7 @@ class GrpcOptions(BaseModel):
     sent to it before its connection is closed. On the ``native`` transport: grpcio has no such bound."""
     grpc_unsent_bytes: int = Field(default=1024**3, ge=1, le=2**44)
     """Bytes of answers that callers have not taken, of all gRPC connections, beyond which the one that has most of them
-    loses its oldest calls as ``overloaded``; one that has a quarter begins no more. On the ``native`` transport:
+    loses its oldest calls as ``overloaded``; one that has a quarter begins no more while half of them wait. On the ``native`` transport:
     grpcio has no such bound."""
     grpc_max_connection_calls: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Most calls, streams among them, that one gRPC connection may have under way; more wait at the client. Unset: 1000

@@ -33,9 +33,6 @@ from ortserve.service.gate import Hold
 CONNECTION_WINDOW: Final = 16 * 1024 * 1024
 """What a caller may send before it hears of us: more than fits a network's delay, and little enough to be kept."""
 
-_UNSENT_SHARE: Final = 4
-"""A connection that does not take this part of the answers that may wait for all begins no more calls."""
-
 _COSTS: Final = "too many frames that bring nobody an answer"
 
 DRAIN_PING: Final = b"draining"
@@ -80,7 +77,6 @@ class Receiving:
         """``on_drain_answer`` is told when the peer knows that the connection drains."""
         self._work = work
         self._limits = limits
-        self._max_unsent_bytes = limits.max_unsent_bytes // _UNSENT_SHARE
         self._sending = sending
         self._life = life
         self._on_drain_answer = on_drain_answer
@@ -204,7 +200,7 @@ class Receiving:
             self._charge()
             return
         sending = self._sending
-        if len(self.streams) >= self._limits.max_streams or sending.unsent_bytes > self._max_unsent_bytes:
+        if len(self.streams) >= self._limits.max_streams or sending.has_too_much_unsent():
             self._reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         try:

@@ -204,6 +204,10 @@ class Sending:
         stream.is_over = True
         self._on_over(stream)
 
+    def has_too_much_unsent(self) -> bool:
+        """Whether the connection should begin no more calls."""
+        return self._room.is_exceeded_by(self.unsent_bytes)
+
     def on_window(self) -> None:
         """The peer takes more on the whole connection."""
         if self._waiting and not self._is_paused:
