@@ -121,10 +121,6 @@ class Sending:
             self.send_message(stream, message)
             self._finish(stream, _OK + trailing)
             return
-        self.window -= size
-        self.window_credit += PART_CREDIT
-        self.has_answered = True
-        stream.has_headers = True
         header, stream_id = frames.pack_header, stream.id
         self._out.append(
             b"".join(
@@ -141,6 +137,11 @@ class Sending:
                 )
             )
         )
+        # Not before: where joining fails, the call can still end with an error.
+        self.window -= size
+        self.window_credit += PART_CREDIT
+        self.has_answered = True
+        stream.has_headers = True
         if self._close(stream):
             self._flush_soon()
         else:
