@@ -301,6 +301,14 @@ WRONG = {
     "DATA of no stream": (data(0, b"x"), ErrorCode.PROTOCOL_ERROR),
     "HEADERS of a server's stream": (opening(2), ErrorCode.PROTOCOL_ERROR),
     "HEADERS of no stream": (opening(0), ErrorCode.PROTOCOL_ERROR),
+    "DATA of a server's stream": (opening(3) + data(2, b"x"), ErrorCode.PROTOCOL_ERROR),
+    "a window of a server's stream": (opening(3) + frames.window_update(2, 1), ErrorCode.PROTOCOL_ERROR),
+    "RST_STREAM of a server's stream": (opening(3) + frames.rst_stream(2, CALM), ErrorCode.PROTOCOL_ERROR),
+    "HEADERS of a stream that was passed over": (opening(1) + opening(9) + opening(5), ErrorCode.PROTOCOL_ERROR),
+    "HEADERS of the first stream after others": (opening(3) + opening(1), ErrorCode.PROTOCOL_ERROR),
+    "DATA of a stream that was passed over": (opening(5) + data(3, b"x"), ErrorCode.PROTOCOL_ERROR),
+    "a window of a stream that was passed over": (opening(5) + frames.window_update(3, 1), ErrorCode.PROTOCOL_ERROR),
+    "RST_STREAM of a stream that was passed over": (opening(5) + frames.rst_stream(1, CALM), ErrorCode.PROTOCOL_ERROR),
     "HEADERS in a block": (
         frames.frame(frames.HEADERS, 0, 1, b"\x82") + opening(3),
         ErrorCode.PROTOCOL_ERROR,
@@ -347,6 +355,45 @@ def test_frame_that_no_peer_may_send_ends_the_connection_with_its_code(sent: byt
         await client.exchange()
         assert client.goaways[0][0] == code
         assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+LATE = {
+    "HEADERS": opening(3),
+    "DATA": data(3, b"x"),
+    "WINDOW_UPDATE": frames.window_update(3, 1),
+    "RST_STREAM": frames.rst_stream(3, ErrorCode.CANCEL),
+}
+
+
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_frame_of_a_stream_that_has_ended_ends_no_other(late: bytes) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(opening(1) + data(1, framed(b"x"), is_end=True))
+        wire.feed(opening(3, ECHO) + data(3, framed(b"x"), is_end=True))
+        await wire.turn()
+        wire.feed(late)
+        await wire.turn()
+        assert not wire.transport.is_closing()
+        assert wire.running == 1
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize(
+    "trailer", [(b":path", b"/a/B"), (b"X-Upper", b"x"), (b"connection", b"close"), (b"x-a", b"b\r\nc: d")]
+)
+def test_trailers_that_http2_forbids_reset_their_stream_alone(trailer: tuple[bytes, bytes]) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(opening(1) + data(1, framed(b"x"), is_end=True))
+        wire.feed(opening(3, ECHO) + data(3, framed(b"x")))
+        wire.feed(frames.header_block(3, literal(*trailer), frames.MIN_FRAME_SIZE, is_end=True))
+        came = await wire.turn()
+        assert came == frames.rst_stream(3, ErrorCode.PROTOCOL_ERROR)
+        assert not wire.transport.is_closing()
+        wire.release()
+        assert literal(b"grpc-status", b"0") in await wire.turn()
 
     on_wire(test)
 

@@ -5,6 +5,7 @@ brings nobody an answer. Header blocks and frames are bounded where they are rea
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -15,7 +16,7 @@ from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.deadlines import Deadlines
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
-from ortserve.frontends.grpc.native.header_blocks import HeaderReader
+from ortserve.frontends.grpc.native.header_blocks import HeaderReader, Headers
 from ortserve.frontends.grpc.native.late_calls import LateCalls
 from ortserve.frontends.grpc.native.lifetime import Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
@@ -23,7 +24,7 @@ from ortserve.frontends.grpc.native.messages import RefusedMessageError
 from ortserve.frontends.grpc.native.patience import Patience, Resets, WindowUpdates
 from ortserve.frontends.grpc.native.peer_settings import read_peer_settings
 from ortserve.frontends.grpc.native.ping_strikes import PingStrikes
-from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, read_head
+from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, check_trailers, read_head
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW, Stream
 from ortserve.frontends.grpc.native.windows import ReceiveWindow
@@ -32,6 +33,9 @@ from ortserve.service.gate import Hold
 
 CONNECTION_WINDOW: Final = 16 * 1024 * 1024
 """What a caller may send before it hears of us: more than fits a network's delay, and little enough to be kept."""
+
+_KEPT_GAPS: Final = 64
+"""Of ids between those of two streams that were begun one after the other. Clients leave one at most, at the begin."""
 
 _COSTS: Final = "too many frames that bring nobody an answer"
 
@@ -89,6 +93,7 @@ class Receiving:
         self._window_updates = WindowUpdates(life.heard_ns)
         self._pings = PingStrikes(limits)
         self.last_id = 0
+        self._skipped: Final[deque[tuple[int, int]]] = deque(maxlen=_KEPT_GAPS)
         self.goaway_id = frames.MAX_STREAM_ID
         self._window = ReceiveWindow(CONNECTION_WINDOW)
         self._data_stream: Stream | None = None
@@ -97,8 +102,8 @@ class Receiving:
     # DATA
 
     def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
-        if stream_id == 0 or stream_id > self.last_id:
-            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "DATA of a stream that is not open")
+        if stream_id not in self.streams:
+            self._check_begun(stream_id, "DATA")
         if not self._window.take(length):
             raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "more DATA than there is room for")
         room = self._window.credit()
@@ -190,11 +195,14 @@ class Receiving:
         headers = self._headers.read(block)  # whatever becomes of it: later blocks build on it
         stream = self.streams.get(stream_id)
         if stream is not None:
-            self._on_trailers(stream, is_end=is_end)
+            self._on_trailers(stream, headers, is_end=is_end)
             return
         if stream_id <= self.last_id:
+            self._check_begun(stream_id, "HEADERS")
             self._reset(stream_id, ErrorCode.STREAM_CLOSED)
             return
+        if stream_id > self.last_id + 2:
+            self._skipped.append((self.last_id, stream_id))
         self.last_id = stream_id
         if stream_id > self.goaway_id:
             self._charge()
@@ -230,13 +238,31 @@ class Receiving:
             if is_end:
                 self._half_close(stream)
 
-    def _on_trailers(self, stream: Stream, *, is_end: bool) -> None:
+    def _check_begun(self, stream_id: int, frame: str) -> None:
+        """End the connection for a frame of a stream that the peer never began.
+
+        A stream is idle until its HEADERS, and closed unused once those of a higher one came (RFC 9113, section 5.1.1).
+        """
+        if (
+            stream_id % 2 == 0
+            or stream_id > self.last_id
+            or any(after < stream_id < before for after, before in self._skipped)
+        ):
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"{frame} of a stream that was not begun")
+
+    def _on_trailers(self, stream: Stream, headers: Headers | None, *, is_end: bool) -> None:
         if stream.is_half_closed:
             self._reset(stream.id, ErrorCode.STREAM_CLOSED)
-        elif not is_end:
-            self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
-        else:
+            return
+        try:
+            if headers is not None:
+                check_trailers(headers)
+        except MalformedRequestError:
+            is_end = False
+        if is_end:
             self._half_close(stream)
+        else:
+            self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
 
     def _half_close(self, stream: Stream) -> None:
         stream.is_half_closed = True
@@ -288,8 +314,9 @@ class Receiving:
             _check(sending.window <= frames.MAX_WINDOW, ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
             sending.on_window()
             return
-        _check(stream_id <= self.last_id, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of a stream that is idle")
         stream = self.streams.get(stream_id)
+        if stream is None:
+            self._check_begun(stream_id, "WINDOW_UPDATE")
         if increment == 0:
             self._reset(stream_id, ErrorCode.PROTOCOL_ERROR)
         elif stream is not None:
@@ -344,8 +371,9 @@ class Receiving:
 
     def _on_rst_stream(self, stream_id: int, payload: bytes) -> None:
         _check(len(payload) == 4, ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM of another length than 4")
-        _check(0 < stream_id <= self.last_id, ErrorCode.PROTOCOL_ERROR, "RST_STREAM of a stream that is idle")
         stream = self.streams.get(stream_id)
+        if stream is None:
+            self._check_begun(stream_id, "RST_STREAM")
         if self._resets.is_patience_lost(
             None if stream is None else stream.begun_ns, len(self.streams), self._life.heard_ns
         ):
