@@ -118,6 +118,15 @@ class FakeTransport(asyncio.Transport):
             self._lose()
         return data
 
+    def receive_eof(self) -> None:
+        """Let the peer's FIN arrive."""
+        assert isinstance(self._protocol, asyncio.Protocol | asyncio.BufferedProtocol)
+        if not self._protocol.eof_received():
+            self.close()
+
+    def can_write_eof(self) -> bool:
+        return True
+
     def get_write_buffer_size(self) -> int:
         return len(self._buffer)
 

@@ -30,6 +30,10 @@ _WRITE_BUFFER_BYTES: Final = 1024 * 1024
 _BETWEEN_BYTES: Final = 4 * 1024
 """Read at once between two frames of a large message. What is DATA among it is copied."""
 
+_PROBE_S: Final = 0.05
+"""Between the first two PINGs to a peer that has closed its side. The second one finds the reset that the first one
+met; later ones come with the ticks."""
+
 _LAST_CALLS_S: Final = 1.0
 """For which calls that were on their way when a drain began still count, where the peer does not answer a PING."""
 
@@ -64,7 +68,9 @@ class Connection(asyncio.Protocol):
         self._is_draining = False
         self._is_failed = False
         self._tick: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
         self._drain_end: asyncio.TimerHandle | None = None
+        self._probing: asyncio.TimerHandle | None = None
 
     # The transport's calls
 
@@ -96,12 +102,27 @@ class Connection(asyncio.Protocol):
         if self._reader.data_left >= LARGE_BYTES and self._receiving.placing() is not None:
             self._transport.set_protocol(MessageReceiver(self))
 
-    def eof_received(self) -> None:
-        """A caller who sends nothing more reads nothing either: the transport closes."""
+    def eof_received(self) -> bool:
+        """The peer sends nothing more. Its calls that came whole are answered, then the connection closes.
+
+        A process that is gone sends the same FIN as a caller who still reads. PINGs tell them apart: the system of the
+        one answers with a reset, the other passes them over. Over TLS the transport closes whatever is returned.
+        """
+        if self._is_failed or not self._receiving.streams or not self._transport.can_write_eof():
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = self._is_draining = True
+            self._life.begin_drain(self._clock(), None)
+            self._receiving.goaway_id = self._receiving.last_id
+            self._receiving.end_input()
+            self._close_if_drained()
+            self._probe()
+            self._probing = self._loop.call_later(_PROBE_S, self._probe)
+        return True
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._connections.discard(self)
-        for timer in (self._tick, self._drain_end):
+        for timer in (self._tick, self._drain_end, self._probing):
             if timer is not None:
                 timer.cancel()
         self._receiving.close("disconnected")
@@ -169,12 +190,7 @@ class Connection(asyncio.Protocol):
     def _on_tick(self) -> None:
         self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
         now_ns = self._clock()
-        due = self._life.look(
-            now_ns,
-            has_settings=self._reader.has_settings,
-            has_calls=bool(self._receiving.streams),
-            unfinished_since_ns=self._reader.unfinished_since_ns,
-        )
+        due = self._look(now_ns)
         if due is Due.ABORT:
             self._transport.abort()
             return
@@ -190,6 +206,23 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         else:
             self._receiving.late.end_untaken(untaken)
+
+    def _look(self, now_ns: int) -> Due:
+        if self._is_half_closed:  # nothing is due from the peer any more
+            self._probe()
+            self._receiving.late.end_unsendable()
+            return Due.ABORT if self._life.is_over(now_ns) else Due.NOTHING
+        return self._life.look(
+            now_ns,
+            has_settings=self._reader.has_settings,
+            has_calls=bool(self._receiving.streams),
+            unfinished_since_ns=self._reader.unfinished_since_ns,
+        )
+
+    def _probe(self) -> None:
+        """Write something that a peer which is gone resets; what waits to be written does the same."""
+        if not self._transport.is_closing() and not self._transport.get_write_buffer_size():
+            self._sending.control(frames.frame(frames.PING, 0, 0, bytes(8)))
 
     def _on_over(self, stream: Stream) -> bool:
         has_others = self._receiving.on_over(stream)

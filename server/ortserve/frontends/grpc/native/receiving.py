@@ -383,6 +383,17 @@ class Receiving:
 
     # The end of streams
 
+    def end_input(self) -> None:
+        """The peer has sent all: requests that came whole go on, those that did not end."""
+        for stream in list(self.streams.values()):
+            if stream.is_half_closed:
+                continue
+            if stream.announced_left or not stream.reader.is_between_messages:
+                self._sending.control(frames.rst_stream(stream.id, ErrorCode.CANCEL))
+                self._sending.drop(stream, "disconnected")
+            else:
+                self._half_close(stream)
+
     def close(self, cause: str) -> None:
         """End all streams of a connection that has ended."""
         self._deadlines.close()

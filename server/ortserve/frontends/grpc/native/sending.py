@@ -209,6 +209,10 @@ class Sending:
         """Whether the connection should begin no more calls."""
         return self._room.is_exceeded_by(self.unsent_bytes)
 
+    def waits_for_window(self, stream: Stream) -> bool:
+        """Whether a WINDOW_UPDATE is all that helps a stream on."""
+        return bool(stream.unsent) and (stream.send_window <= 0 or self.window <= 0)
+
     def on_window(self) -> None:
         """The peer takes more on the whole connection."""
         if self._waiting and not self._is_paused:
