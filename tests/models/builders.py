@@ -72,7 +72,7 @@ def counting(path: Path) -> Path:
         helper.make_node("Squeeze", ["x"], ["limit"]),
         helper.make_node("Range", ["start", "limit", "delta"], ["y"]),
     ]
-    weights = [numpy_helper.from_array(np.int32(value), name) for name, value in (("start", 0), ("delta", 1))]
+    weights = [numpy_helper.from_array(np.array(value, np.int32), name) for name, value in (("start", 0), ("delta", 1))]
     x = helper.make_tensor_value_info("x", TensorProto.INT32, [1])
     y = helper.make_tensor_value_info("y", TensorProto.INT32, [None])
     return _write(path, nodes, [x], [y], weights)
