@@ -84,6 +84,8 @@ class Frontend:
                 host=host,
                 port=port,
                 clock=monotonic_ns,
+                on_cut_answer=_count_nothing,
+                on_connection_error=_count_nothing,
                 encoding=ENCODINGS[chosen.grpc_response_compression],
                 tls=TlsEntrance(
                     lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
@@ -95,6 +97,10 @@ class Frontend:
 
     async def start(self) -> None:
         self.address = f"127.0.0.1:{await self.server.start()}"
+
+
+def _count_nothing(_label: str) -> None:
+    pass
 
 
 @dataclass(frozen=True)

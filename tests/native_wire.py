@@ -21,6 +21,7 @@ from ortserve.frontends.grpc.calls import CallHead, Context, Handler, MetadataEn
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.losses import Losses
 from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 from ortserve.service.gate import BodyGate
 
@@ -117,6 +118,15 @@ class FakeTransport(asyncio.Transport):
             self._lose()
         return data
 
+    def receive_eof(self) -> None:
+        """Let the peer's FIN arrive."""
+        assert isinstance(self._protocol, asyncio.Protocol | asyncio.BufferedProtocol)
+        if not self._protocol.eof_received():
+            self.close()
+
+    def can_write_eof(self) -> bool:
+        return True
+
     def get_write_buffer_size(self) -> int:
         return len(self._buffer)
 
@@ -155,6 +165,8 @@ class Wire:
         running: Calls that have begun and not ended.
         cancelled: How many were cancelled.
         timeouts_ns: What each quick call was told of its deadline.
+        cut_answers: The cause of each.
+        connection_errors: The code of each.
     """
 
     def __init__(
@@ -167,6 +179,7 @@ class Wire:
         max_inflight_bytes: int = 10**9,
         encoding: bytes = b"",
         room: UnsentRoom | None = None,
+        losses: Losses | None = None,
     ) -> None:
         limits = limits or Limits()
         self.clock = clock
@@ -174,6 +187,8 @@ class Wire:
         self.running = 0
         self.cancelled = 0
         self.timeouts_ns: list[int | None] = []
+        self.cut_answers: list[str] = []
+        self.connection_errors: list[str] = []
         self.connections: set[Connection] = set()
         self._loop = loop
         self._releases: list[Promise | asyncio.Future[Arrays]] = []
@@ -183,7 +198,8 @@ class Wire:
             self._find, quick, self.gate.hold, max_message_bytes=lambda _: max_message_bytes, encoding=encoding
         )
         self.room = room or UnsentRoom(limits.max_unsent_bytes)
-        self.connection = Connection(self.work, limits, self.connections, self.room, clock, max_age_s)
+        self.losses = losses or Losses(clock, self.cut_answers.append, self.connection_errors.append)
+        self.connection = Connection(self.work, limits, self.connections, self.room, self.losses, clock, max_age_s)
         self.transport = FakeTransport(loop, self.connection)
         self.connection.connection_made(self.transport)
 

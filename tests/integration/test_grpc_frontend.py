@@ -4,6 +4,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import numpy as np
@@ -86,6 +87,56 @@ async def test_unmodified_client_reads_health_and_metadata(address: str) -> None
             assert (model["versions"], model["platform"]) == (["1"], "onnxruntime_onnx")
 
     await asyncio.to_thread(ask)
+
+
+class FailingService(FakeInferenceService):
+    """Fails with what is no ServeError, in the step that is named; once."""
+
+    step = ""
+
+    def _fail(self, step: str) -> None:
+        if self.step == step:
+            self.step = ""
+            raise MemoryError("/secret/path")
+
+    def receive(self, *arguments: Any, **named: Any) -> Any:
+        self._fail("receive")
+        return super().receive(*arguments, **named)
+
+    def hold(self, size: int) -> Any:
+        if size:
+            self._fail("hold")
+        return super().hold(size)
+
+    def begin(self, *arguments: Any) -> Any:
+        self._fail("begin")
+        return super().begin(*arguments)
+
+    def finish(self, *arguments: Any) -> Any:
+        self._fail("finish")
+        answer: Any = super().finish(*arguments)
+        if self.step == "answer":
+            self.step = ""
+            return "an answer that cannot be joined with its headers"
+        return answer
+
+
+@pytest.mark.parametrize("step", ["receive", "hold", "begin", "finish", "answer"])
+async def test_caller_learns_of_any_fault_and_the_connection_goes_on(
+    step: str, models: FakeModelService, grpc_transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if grpc_transport == "grpcio" and step in ("receive", "answer"):
+        pytest.skip("grpc answers for what happens outside of the calls")
+    inference = FailingService()
+    inference.step = step
+    async with frontend(inference, models, grpc_transport) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, "ModelInfer", infer_request(), timeout_s=10)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in str(caught.value.details())
+        assert await call(channel, "ModelInfer", infer_request())
+        assert inference.gate.held_bytes == 0
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
 
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])

@@ -66,6 +66,18 @@ def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int
     )
 
 
+def counting(path: Path) -> Path:
+    """An answer of any size to a small request: x INT32 [1], a count n → y INT32 [n], the numbers 0 to n - 1."""
+    nodes = [
+        helper.make_node("Squeeze", ["x"], ["limit"]),
+        helper.make_node("Range", ["start", "limit", "delta"], ["y"]),
+    ]
+    weights = [numpy_helper.from_array(np.array(value, np.int32), name) for name, value in (("start", 0), ("delta", 1))]
+    x = helper.make_tensor_value_info("x", TensorProto.INT32, [1])
+    y = helper.make_tensor_value_info("y", TensorProto.INT32, [None])
+    return _write(path, nodes, [x], [y], weights)
+
+
 def denoted(path: Path) -> Path:
     """Dimensions that say what they are for: x FP32 [batch, 3, -1] → y FP32 [batch, 3, -1], the input as it came."""
     x = _fp32("x", "batch", 3, None)

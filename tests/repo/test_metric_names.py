@@ -23,6 +23,8 @@ UNITS: Final = (
     "batches",
     "captures",
     "reloads",
+    "answers",
+    "errors",
     "spans",
 )
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
@@ -52,6 +54,8 @@ BOUNDED_LABELS: Final = {
     "owner": "instances that are loaded",
     "purpose": 3,
     "way": 6,
+    "cause": 21,  # four, and the statuses of gRPC
+    "code": 14,
     "result": 3,
     "direction": 2,
     "rows": "powers of two up to the largest batch",

@@ -291,6 +291,8 @@ class _Frontends:
             host=options.host,
             port=options.grpc_port,
             clock=monotonic_ns,
+            on_cut_answer=self.metrics.cut_answer,
+            on_connection_error=self.metrics.connection_error,
             encoding=ENCODINGS[options.grpc_response_compression],
             guards=router.guards,
             tls=self._entrance("grpc", options.grpc_max_connections, alpn="h2"),

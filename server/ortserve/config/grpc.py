@@ -40,8 +40,8 @@ class GrpcOptions(BaseModel):
     sent to it before its connection is closed. On the ``native`` transport: grpcio has no such bound."""
     grpc_unsent_bytes: int = Field(default=1024**3, ge=1, le=2**44)
     """Bytes of answers that callers have not taken, of all gRPC connections, beyond which the one that has most of them
-    loses its oldest calls as ``overloaded``; one that has a quarter begins no more. On the ``native`` transport:
-    grpcio has no such bound."""
+    loses its oldest calls as ``overloaded``; one that has a quarter begins no more while half of them wait. On the
+    ``native`` transport: grpcio has no such bound."""
     grpc_max_connection_calls: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Most calls, streams among them, that one gRPC connection may have under way; more wait at the client. Unset: 1000
     more than ``grpc_max_streams`` on the ``native`` transport, any number on ``grpcio``."""

@@ -222,11 +222,11 @@ class InferenceService:
         arrays = outputs.result()
         if max([array.size for array in arrays], default=0) <= INLINE_ELEMENTS:
             return None
-        request, served = pending.request, pending.served
-        assert request is not None, "it has outputs"
-        assert served is not None
-        response = _response(pending, request, served, served.cut_back(arrays, pending.inputs))
-        if not encoder.is_long(request, response):
+        try:
+            request, response = _answer_to(pending, arrays)
+            if not encoder.is_long(request, response):
+                return None
+        except Exception:  # noqa: BLE001 - ``finish`` meets it once more, and counts it
             return None
         pending.take()
         pending.encoding = self._codecs.run(partial(encoder.encode, request, response))
@@ -250,7 +250,7 @@ class InferenceService:
                 answer = pending.encoding.result()
             else:
                 # The outputs are not named, so that the frame of a failure does not keep their memory leased.
-                answer = self._encode(pending, pending.take(), encoder)
+                answer = encoder.encode(*_answer_to(pending, pending.take()))
         except asyncio.CancelledError:
             self._accounts.left(call, pending.request, pending.served)
             raise
@@ -279,12 +279,6 @@ class InferenceService:
         except Exception:  # noqa: BLE001, S110 - ``finish`` raises it once more, and counts it
             pass
         return self.finish(pending, encoder)
-
-    def _encode(self, pending: Pending, outputs: Arrays, encoder: AnswerEncoder[Answer]) -> Answer:
-        request, served = pending.request, pending.served
-        assert request is not None, "it has outputs"
-        assert served is not None
-        return encoder.encode(request, _response(pending, request, served, served.cut_back(outputs, pending.inputs)))
 
     def _begin_elsewhere(self, call: Call, encoded: EncodedRequest, reading: Reading) -> Pending:
         """``begin``, where reading takes long: all that is missing of the result comes with the outputs.
@@ -423,6 +417,13 @@ async def _classify(
         is_inline = is_short(shown[index], output.classes, is_batched=signature.is_batched)
         classified[output.name] = work() if is_inline else await asyncio.to_thread(work)
     return outputs
+
+
+def _answer_to(pending: Pending, outputs: Arrays) -> tuple[InferRequest, InferResponse]:
+    request, served = pending.request, pending.served
+    assert request is not None, "it has outputs"
+    assert served is not None
+    return request, _response(pending, request, served, served.cut_back(outputs, pending.inputs))
 
 
 def _response(pending: Pending, request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:

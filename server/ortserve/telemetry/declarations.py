@@ -193,6 +193,21 @@ DEVICE_TIMED_COPY_BYTES: Final = Declaration(
 GRPC_STREAMS: Final = Declaration(
     "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
 )
+GRPC_CUT_ANSWERS: Final = Declaration(
+    "ortserve_grpc_cut_answers_total",
+    "counter",
+    ("cause",),
+    "Answers of the native gRPC transport that ended before the caller took all of them, by the cause: disconnected, "
+    "reset_by_caller, connection_error, stream_error, or the status that ended the call. Most were counted as ok in "
+    "ortserve_request_duration_seconds, which ends when an answer is encoded.",
+)
+GRPC_CONNECTION_ERRORS: Final = Declaration(
+    "ortserve_grpc_connection_errors_total",
+    "counter",
+    ("code",),
+    "Connections of the native gRPC transport that the server ended with an HTTP/2 error, by its code. "
+    "enhance_your_calm: the peer exceeded a bound on what brings no answer.",
+)
 CERTIFICATE_EXPIRATION: Final = Declaration(
     "ortserve_tls_certificate_expiration_timestamp_seconds",
     "gauge",
@@ -248,6 +263,8 @@ DECLARATIONS: Final = (
     DEVICE_TIMED_COPY,
     DEVICE_TIMED_COPY_BYTES,
     GRPC_STREAMS,
+    GRPC_CUT_ANSWERS,
+    GRPC_CONNECTION_ERRORS,
     CERTIFICATE_EXPIRATION,
     CERTIFICATE_RELOADS,
     EXPORTED_SPANS,

@@ -37,6 +37,8 @@ from ortserve.telemetry.declarations import (
     DECLARATIONS,
     DROPPED_SPANS,
     EXPORTED_SPANS,
+    GRPC_CONNECTION_ERRORS,
+    GRPC_CUT_ANSWERS,
     GRPC_STREAMS,
     LOAD_DURATION,
     LOADS,
@@ -207,6 +209,8 @@ class Metrics(Collector):
         self._loads: dict[tuple[str, ...], int] = {}
         self._unauthorized: dict[Labels, int] = {}
         self._unauthorized_lock = threading.Lock()
+        self._cut_answers: dict[Labels, int] = {}
+        self._connection_errors: dict[Labels, int] = {}
         self._streams: Callable[[], int] = int
         self._certificate_expires_s: float | None = None
         self._certificate_reloads: dict[Labels, int] = {}
@@ -255,6 +259,14 @@ class Metrics(Collector):
     def certificate_reloaded(self, *, is_ok: bool) -> None:
         """Count new contents of the certificate's files."""
         self._certificate_reloads["ok" if is_ok else "failed",] += 1
+
+    def cut_answer(self, cause: str) -> None:
+        """Count a gRPC answer that ended before its caller took all of it."""
+        self._cut_answers[cause,] = self._cut_answers.get((cause,), 0) + 1
+
+    def connection_error(self, code: str) -> None:
+        """Count a gRPC connection that was ended with an error, by the name of its code."""
+        self._connection_errors[code,] = self._connection_errors.get((code,), 0) + 1
 
     def set_streams_source(self, source: Callable[[], int]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
@@ -347,6 +359,8 @@ class Metrics(Collector):
         runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
         yield from device_families(self._devices(), runs)
         yield Family(GRPC_STREAMS, {(): self._streams()})
+        yield Family(GRPC_CUT_ANSWERS, self._cut_answers.copy())
+        yield Family(GRPC_CONNECTION_ERRORS, self._connection_errors.copy())
         if self._certificate_expires_s is not None:
             yield Family(CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})
             yield Family(CERTIFICATE_RELOADS, dict(self._certificate_reloads))

@@ -172,6 +172,8 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     model.set_saturation_source(lambda: 0.5)
     metrics.rejected("", "overloaded")
     metrics.unauthorized("infer", ErrorKind.FORBIDDEN)
+    metrics.cut_answer("disconnected")
+    metrics.connection_error("enhance_your_calm")
     metrics.loaded("m", is_ok=True)
     metrics.certificate_serves(1.5e9)
     model.load_ns = 1

@@ -100,7 +100,7 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
         try:
             return answer(data).SerializeToString()
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
-            status = status_of(_seen(error))
+            status = status_of(seen(error))
         del data
         return await abort(context, status)
 
@@ -114,15 +114,15 @@ def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHa
         try:
             return (await answer(data)).SerializeToString()
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
-            status = status_of(_seen(error))
+            status = status_of(seen(error))
         del data
         return await abort(context, status)
 
     return unary(call)
 
 
-def _seen(error: Exception) -> ServeError:
-    """What a caller sees of an exception."""
+def seen(error: Exception) -> ServeError:
+    """What a caller sees of an exception; faults of ours are logged."""
     if isinstance(error, ServeError):
         return error
     logger.error("call failed", exc_info=error)
@@ -146,7 +146,7 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
-            status = status_of(_seen(error))
+            status = status_of(seen(error))
         else:
             return
         await abort(context, status)

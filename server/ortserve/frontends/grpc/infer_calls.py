@@ -20,6 +20,7 @@ from ortserve.frontends.grpc.calls import (
     OnAnswer,
     OnFailure,
     abort,
+    seen,
     status_of,
     unary,
 )
@@ -105,9 +106,9 @@ class InferCalls:
             return None
         try:
             pending = self._inference.begin(call, GrpcRequest(data))
-        except ServeError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
             hold.release()
-            on_failure(error)
+            on_failure(seen(error))
             return None
         finish = partial(self._finish, pending, hold, head, on_answer, on_failure)
         pending.outputs.add_done_callback(finish)
@@ -129,15 +130,14 @@ class InferCalls:
         hold.release()
         try:
             answer = self._inference.finish(pending, _ENCODER)
-        except asyncio.CancelledError:
-            on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
-        except ServeError as error:
-            on_failure(error)
-        else:
             report = None
             if self._load_reports is not None:
                 report = load_report(self._load_reports, head.load_format)
             on_answer(answer, pending.call.timing.server_timing(), report)
+        except asyncio.CancelledError:
+            on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
+        except Exception as error:  # noqa: BLE001 - an exception that leaves here is lost, and the caller waits on
+            on_failure(seen(error))
 
     async def _model_infer(self, data: bytes, context: Context) -> bytes:
         trace: Trace | None = None
@@ -147,8 +147,8 @@ class InferCalls:
         try:
             with hold_request(self._inference, call, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
-        except ServeError as error:
-            status = status_of(error)
+        except Exception as error:  # noqa: BLE001 - grpc would send its text
+            status = status_of(seen(error))
         else:
             trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
             if self._load_reports is not None:

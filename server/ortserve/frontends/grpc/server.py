@@ -6,6 +6,7 @@ import grpc
 
 from ortserve.config.grpc import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.aio_server import AioServer
 from ortserve.frontends.grpc.channel import COMPRESSIONS, channel_arguments
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.streams import Streams
@@ -46,7 +47,7 @@ class GrpcServer:
         self._max_body_bytes = max_body_bytes
         self._credentials = credentials
         self._handshake_timeout_s = handshake_timeout_s
-        self._server: grpc.aio.Server | None = None
+        self._server: AioServer | None = None
 
     async def start(self) -> int:
         """Listen and serve.
@@ -57,20 +58,14 @@ class GrpcServer:
         Raises:
             ServeError: conflict, naming the option, when the address cannot be listened on.
         """
-        server = grpc.aio.server(
-            options=channel_arguments(
-                self._options, max_body_bytes=self._max_body_bytes, handshake_timeout_s=self._handshake_timeout_s
-            ),
-            compression=COMPRESSIONS[self._options.grpc_response_compression],
+        arguments = channel_arguments(
+            self._options, max_body_bytes=self._max_body_bytes, handshake_timeout_s=self._handshake_timeout_s
         )
-        server.add_generic_rpc_handlers((self._router,))
+        server = AioServer(self._router, arguments, COMPRESSIONS[self._options.grpc_response_compression])
         host = f"[{self._host}]" if ":" in self._host else self._host
         address = f"{host}:{self._port}"
         try:
-            if self._credentials is None:
-                port = server.add_insecure_port(address)
-            else:
-                port = server.add_secure_port(address, self._credentials)
+            port = server.add_port(address, self._credentials)
         except RuntimeError:
             port = 0
         if port == 0:

@@ -1,7 +1,7 @@
 """What a peer can do at little cost to itself: each is bounded; the connection ends, or goes on as if nothing was."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import grpc
 import hpack
@@ -50,6 +50,7 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
     "goaways": lambda n: frames.goaway(0, ErrorCode.NO_ERROR),
     "frames that nobody knows": lambda n: frames.frame(0xEE, 0, 0, b"?"),
     "resets of a stream that has ended": lambda n: opening(3) * (not n) + frames.rst_stream(3, CALM),
+    "windows of a byte where nothing waits": lambda n: frames.window_update(n % 2, 1),
     "windows of streams that have ended": lambda n: (
         (opening(3) + frames.rst_stream(3, CALM) if not n else b"") + frames.window_update(3, 1)
     ),
@@ -300,6 +301,14 @@ WRONG = {
     "DATA of no stream": (data(0, b"x"), ErrorCode.PROTOCOL_ERROR),
     "HEADERS of a server's stream": (opening(2), ErrorCode.PROTOCOL_ERROR),
     "HEADERS of no stream": (opening(0), ErrorCode.PROTOCOL_ERROR),
+    "DATA of a server's stream": (opening(3) + data(2, b"x"), ErrorCode.PROTOCOL_ERROR),
+    "a window of a server's stream": (opening(3) + frames.window_update(2, 1), ErrorCode.PROTOCOL_ERROR),
+    "RST_STREAM of a server's stream": (opening(3) + frames.rst_stream(2, CALM), ErrorCode.PROTOCOL_ERROR),
+    "HEADERS of a stream that was passed over": (opening(1) + opening(9) + opening(5), ErrorCode.PROTOCOL_ERROR),
+    "HEADERS of the first stream after others": (opening(3) + opening(1), ErrorCode.PROTOCOL_ERROR),
+    "DATA of a stream that was passed over": (opening(5) + data(3, b"x"), ErrorCode.PROTOCOL_ERROR),
+    "a window of a stream that was passed over": (opening(5) + frames.window_update(3, 1), ErrorCode.PROTOCOL_ERROR),
+    "RST_STREAM of a stream that was passed over": (opening(5) + frames.rst_stream(1, CALM), ErrorCode.PROTOCOL_ERROR),
     "HEADERS in a block": (
         frames.frame(frames.HEADERS, 0, 1, b"\x82") + opening(3),
         ErrorCode.PROTOCOL_ERROR,
@@ -346,6 +355,45 @@ def test_frame_that_no_peer_may_send_ends_the_connection_with_its_code(sent: byt
         await client.exchange()
         assert client.goaways[0][0] == code
         assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+LATE = {
+    "HEADERS": opening(3),
+    "DATA": data(3, b"x"),
+    "WINDOW_UPDATE": frames.window_update(3, 1),
+    "RST_STREAM": frames.rst_stream(3, ErrorCode.CANCEL),
+}
+
+
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_frame_of_a_stream_that_has_ended_ends_no_other(late: bytes) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(opening(1) + data(1, framed(b"x"), is_end=True))
+        wire.feed(opening(3, ECHO) + data(3, framed(b"x"), is_end=True))
+        await wire.turn()
+        wire.feed(late)
+        await wire.turn()
+        assert not wire.transport.is_closing()
+        assert wire.running == 1
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize(
+    "trailer", [(b":path", b"/a/B"), (b"X-Upper", b"x"), (b"connection", b"close"), (b"x-a", b"b\r\nc: d")]
+)
+def test_trailers_that_http2_forbids_reset_their_stream_alone(trailer: tuple[bytes, bytes]) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.feed(opening(1) + data(1, framed(b"x"), is_end=True))
+        wire.feed(opening(3, ECHO) + data(3, framed(b"x")))
+        wire.feed(frames.header_block(3, literal(*trailer), frames.MIN_FRAME_SIZE, is_end=True))
+        came = await wire.turn()
+        assert came == frames.rst_stream(3, ErrorCode.PROTOCOL_ERROR)
+        assert not wire.transport.is_closing()
+        wire.release()
+        assert literal(b"grpc-status", b"0") in await wire.turn()
 
     on_wire(test)
 
@@ -408,6 +456,89 @@ def test_peer_that_gives_room_by_single_bytes_is_cut_off() -> None:
             if wire.transport.is_closing():
                 break
         assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+def test_floods_are_logged_once_a_second_and_counted_each(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        loop = asyncio.get_running_loop()
+        for wait_s in (0.4, 0.4, 0.4, 0.4):
+            flooded = Wire(loop, wire.clock, losses=wire.losses)
+            flooded.feed(frames.PREFACE + frames.settings({}) * 3_000)
+            await flooded.turn()
+            assert flooded.transport.is_lost
+            await asyncio.sleep(wait_s)
+        assert wire.connection_errors == ["enhance_your_calm"] * 4
+
+    on_wire(test)
+    assert [record.__dict__["fields"]["unlogged"] for record in caplog.records] == [0, 2]
+
+
+async def given_room(wire: Wire, windows: list[int], *, size: int, calls: int) -> tuple[int, int]:
+    """Make calls whose answers have ``size`` bytes, and give room for them by increments, over and over.
+
+    Returns:
+        Bytes and frames of DATA that came.
+    """
+    total = count = 0
+    message = data(1, framed(bytes(size)), is_end=True)[frames.HEADER_BYTES :]
+    for number in range(calls):
+        stream = 2 * number + 1
+        wire.feed(opening(stream, ECHO) + frames.frame(frames.DATA, frames.END_STREAM, stream, message))
+        came, left, turn = await wire.turn(), size + 5, 0
+        while not wire.transport.is_closing():
+            for kind, length in frames_in(came):
+                if kind == frames.DATA:
+                    total, count, left = total + length, count + 1, left - length
+            if not left:
+                break
+            room = windows[turn % len(windows)]
+            wire.feed(frames.window_update(0, room) + frames.window_update(stream, room))
+            came, turn = await wire.turn(), turn + 1
+    return total, count
+
+
+def frames_in(came: bytes) -> Iterator[tuple[int, int]]:
+    position = 0
+    while position < len(came):
+        length_and_kind, _, _ = frames.read_header(came, position)
+        yield length_and_kind & 0xFF, length_and_kind >> 8
+        position += frames.HEADER_BYTES + (length_and_kind >> 8)
+
+
+def test_uneven_windows_that_let_much_flow_cost_nothing() -> None:
+    """HAProxy gives back what fits into its buffer, then the few bytes that did not."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        total, _ = await given_room(wire, [16_320, 64], size=900_000, calls=60)
+        assert total == 60 * 900_005
+        assert not wire.transport.is_closing()
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("room", [1, 100, 400])
+def test_windows_that_let_little_flow_are_bounded_by_what_flows(room: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        total, count = await given_room(wire, [room], size=900_000, calls=60)
+        assert wire.transport.is_lost
+        assert wire.connection_errors == ["enhance_your_calm"]
+        assert wire.cut_answers == ["connection_error"]
+        # Each turn takes two WINDOW_UPDATEs; one is earned by a KiB, and a burst is borne.
+        assert count <= 1_100 + (total - frames.DEFAULT_WINDOW) / 1024
+
+    on_wire(test)
+
+
+def test_windows_that_come_together_are_used_together() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        stream = client.open(ECHO)
+        await client.send_all(stream, framed(bytes(100_000)))
+        await client.exchange()
+        wire.feed((frames.window_update(stream, 1) + frames.window_update(0, 1)) * 500)
+        assert list(frames_in(await wire.turn())) == [(frames.DATA, 500)]
 
     on_wire(test)
 

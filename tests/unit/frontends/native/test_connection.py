@@ -840,6 +840,19 @@ def test_connection_that_takes_no_answers_begins_no_more_calls_until_it_does() -
         await client.exchange()
         assert (await client.call(ECHO, b"x")).messages == [b"x"]
 
+    on_wire(test, limits=Limits(max_unsent_bytes=2 * 34_000))
+
+
+def test_connection_of_many_callers_may_have_more_than_its_share_while_half_of_the_room_is_free() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        client.reads = False
+        stream = client.open(STREAM)
+        await client.send_all(stream, framed(bytes(100_000)))
+        await client.exchange()
+        echoed = client.open(ECHO)
+        await client.exchange()
+        assert client.answers[echoed].reset is None
+
     on_wire(test, limits=Limits(max_unsent_bytes=4 * 30_000))
 
 
@@ -847,7 +860,9 @@ def test_connection_beyond_the_limit_is_closed_without_settings() -> None:
     """Clients who got SETTINGS would come again at once."""
 
     async def test(wire: Wire, client: Client) -> None:
-        other = Connection(wire.work, Limits(max_connections=1), wire.connections, wire.room, wire.clock, None)
+        other = Connection(
+            wire.work, Limits(max_connections=1), wire.connections, wire.room, wire.losses, wire.clock, None
+        )
         transport = FakeTransport(asyncio.get_running_loop(), other)
         other.connection_made(transport)
         assert transport.take() == b""

@@ -1,10 +1,11 @@
 """The headers of a call."""
 
 import base64
+import sys
 
 import pytest
 
-from ortserve.frontends.grpc.native.request_head import MalformedRequestError, read_head
+from ortserve.frontends.grpc.native.request_head import MalformedRequestError, check_trailers, read_head
 
 PSEUDO = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a/B"), (b":authority", b"x"))
 GRPC = (b"content-type", b"application/grpc")
@@ -64,6 +65,8 @@ def test_encodings_that_the_caller_takes_are_a_set() -> None:
         (*PSEUDO, PSEUDO[0]),
         (*PSEUDO, (b":status", b"200")),
         (PSEUDO[0], GRPC, *PSEUDO[1:]),
+        (*PSEUDO[:2], (b"x", b"y"), *PSEUDO[2:]),
+        (*PSEUDO[:3], (b":authority", b"user:password@x")),
         (*PSEUDO, (b"Te", b"trailers")),
         (*PSEUDO, (b"te", b"gzip")),
         (*PSEUDO, (b"connection", b"close")),
@@ -84,3 +87,49 @@ def test_encodings_that_the_caller_takes_are_a_set() -> None:
 def test_what_http2_forbids_is_malformed(headers: tuple[tuple[bytes, bytes], ...]) -> None:
     with pytest.raises(MalformedRequestError):
         read_head(headers)
+
+
+@pytest.mark.parametrize(
+    "name", [b"authorization", b"cookie", b"x-api-key", b"token-bin", b"grpc-timeout", b"any-name"]
+)
+def test_values_that_may_be_keys_are_not_kept(name: bytes) -> None:
+    value = bytes(bytearray(b"Bearer s3cret"))
+    before = sys.getrefcount(value)
+    assert name.decode() in dict(read_head((*PSEUDO, GRPC, (name, value))).metadata)
+    assert sys.getrefcount(value) == before
+
+
+def test_calls_that_differ_in_values_of_their_own_share_the_rest() -> None:
+    one, other = (
+        read_head(
+            (*PSEUDO, (b"grpc-accept-encoding", b"gzip"), GRPC, (b"grpc-timeout", timeout), (b"traceparent", trace))
+        )
+        for timeout, trace in ((b"1S", b"00-1-1-01"), (b"2S", b"00-2-2-01"))
+    )
+    assert one.path is other.path
+    assert one.accepts is other.accepts
+    assert (one.timeout_ns, other.timeout_ns) == (10**9, 2 * 10**9)
+    assert (dict(one.metadata)["traceparent"], dict(other.metadata)["traceparent"]) == ("00-1-1-01", "00-2-2-01")
+
+
+@pytest.mark.parametrize(
+    "trailer",
+    [
+        (b":path", b"/a/B"),
+        (b":status", b"200"),
+        (b"X-A", b"b"),
+        (b"connection", b"close"),
+        (b"te", b"trailers"),
+        (b"a b", b"c"),
+    ],
+)
+def test_trailers_that_http2_forbids_are_malformed(trailer: tuple[bytes, bytes]) -> None:
+    check_trailers(((b"x-a", b"b"), (b"x-bin", b"AAAA")))
+    with pytest.raises(MalformedRequestError):
+        check_trailers((trailer,))
+
+
+@pytest.mark.parametrize("value", [b"x\r\ny: z", b"\0"])
+def test_values_of_trailers_are_looked_at(value: bytes) -> None:
+    with pytest.raises(MalformedRequestError):
+        check_trailers(((b"x-a", value),))

@@ -34,6 +34,15 @@ async def settle() -> None:
     await asyncio.sleep(0)
 
 
+def test_share_is_a_bound_from_half_of_the_room_on() -> None:
+    room = UnsentRoom(100)
+    room.held_bytes = 50
+    assert not room.is_exceeded_by(50)
+    room.held_bytes = 51
+    assert room.is_exceeded_by(26)
+    assert not room.is_exceeded_by(25)
+
+
 async def test_largest_holder_loses_its_oldest_until_there_is_room() -> None:
     room = UnsentRoom(100)
     small, large = FakeHolder(room, 30), FakeHolder(room, 20, 25, 26)

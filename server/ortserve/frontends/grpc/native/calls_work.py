@@ -9,7 +9,16 @@ from typing import Any, Final
 import grpc
 
 from ortserve.errors import ServeError
-from ortserve.frontends.grpc.calls import Handler, Metadata, MetadataEntry, QuickCall, check, status_of
+from ortserve.frontends.grpc.calls import (
+    INTERNAL_ERROR,
+    Handler,
+    Metadata,
+    MetadataEntry,
+    QuickCall,
+    check,
+    seen,
+    status_of,
+)
 from ortserve.frontends.grpc.native.compression import compressed
 from ortserve.frontends.grpc.native.context import NativeContext
 from ortserve.frontends.grpc.native.header_blocks import literal
@@ -89,7 +98,11 @@ class CallsWork:
             timeout_ns = max(0, stream.deadline_ns - sending.clock())
         on_answer = partial(self._on_answer, stream, sending)
         on_failure = partial(_on_failure, stream, sending)
-        cancel = self._quick[stream.head.path](message, timeout_ns, stream.head, on_answer, on_failure)
+        try:
+            cancel = self._quick[stream.head.path](message, timeout_ns, stream.head, on_answer, on_failure)
+        except Exception as error:  # noqa: BLE001 - it would end the connection, and all of its calls
+            _on_failure(stream, sending, seen(error))
+            return
         if not stream.is_over and stream.trailers is None:
             stream.cancel = cancel
 
@@ -127,7 +140,7 @@ class CallsWork:
 
 def _on_failure(stream: Stream, sending: Sending, error: ServeError) -> None:
     stream.cancel = None
-    sending.end(stream, *status_of(error))
+    sending.end(stream, *status_of(error), is_prompt=True)  # of an answer that failed in its middle, nothing more
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
@@ -155,10 +168,14 @@ async def _run(handler: Handler, stream: Stream, sending: Sending, context: Nati
         raise
     except Exception:
         logger.exception("call failed")
-        sending.end(stream, grpc.StatusCode.INTERNAL, "internal error")
+        sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)
 
 
 async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes, metadata: Metadata) -> None:
-    message, is_compressed = await compressed(answer, stream.encoding)
-    sending.send_message(stream, message, is_compressed=is_compressed)
-    sending.end(stream, grpc.StatusCode.OK, metadata=metadata)
+    try:
+        message, is_compressed = await compressed(answer, stream.encoding)
+        sending.send_message(stream, message, is_compressed=is_compressed)
+        sending.end(stream, grpc.StatusCode.OK, metadata=metadata)
+    except Exception:
+        logger.exception("an answer could not be compressed")
+        sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)

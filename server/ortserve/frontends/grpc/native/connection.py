@@ -15,6 +15,7 @@ from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionErro
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES
 from ortserve.frontends.grpc.native.lifetime import STALL_S, Due, Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.losses import Losses
 from ortserve.frontends.grpc.native.receiving import CONNECTION_WINDOW, DRAIN_PING, Receiving, Work
 from ortserve.frontends.grpc.native.send_waits import SendWaits
 from ortserve.frontends.grpc.native.sending import Sending
@@ -29,6 +30,10 @@ _WRITE_BUFFER_BYTES: Final = 1024 * 1024
 _BETWEEN_BYTES: Final = 4 * 1024
 """Read at once between two frames of a large message. What is DATA among it is copied."""
 
+_PROBE_S: Final = 0.05
+"""Between the first two PINGs to a peer that has closed its side. The second one finds the reset that the first one
+met; later ones come with the ticks."""
+
 _LAST_CALLS_S: Final = 1.0
 """For which calls that were on their way when a drain began still count, where the peer does not answer a PING."""
 
@@ -42,17 +47,19 @@ class Connection(asyncio.Protocol):
         limits: Limits,
         connections: "set[Connection]",
         room: UnsentRoom,
+        losses: Losses,
         clock: Clock,
         max_age_s: float | None,
     ) -> None:
         """``max_age_s`` is this connection's own, so that not all that came together leave together.
 
-        ``room`` is for the answers of all connections.
+        ``room`` is for the answers of all connections, ``losses`` counts what those of the port lose.
         """
         self._work = work
         self._limits = limits
         self._connections = connections
         self._room = room
+        self._losses = losses
         self._waits = SendWaits(limits.send_timeout_s)
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -61,14 +68,16 @@ class Connection(asyncio.Protocol):
         self._is_draining = False
         self._is_failed = False
         self._tick: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
         self._drain_end: asyncio.TimerHandle | None = None
+        self._probing: asyncio.TimerHandle | None = None
 
     # The transport's calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
-        self._sending = Sending(self._loop, self._clock, self._transport, self._on_over, self._room)
+        self._sending = Sending(self._loop, self._clock, self._transport, self._on_over, self._room, self._losses)
         self._receiving = Receiving(self._work, self._limits, self._loop, self._sending, self._life, self._end_drain)
         self._reader = FrameReader(self._receiving)
         if len(self._connections) >= self._limits.max_connections:
@@ -93,15 +102,30 @@ class Connection(asyncio.Protocol):
         if self._reader.data_left >= LARGE_BYTES and self._receiving.placing() is not None:
             self._transport.set_protocol(MessageReceiver(self))
 
-    def eof_received(self) -> None:
-        """A caller who sends nothing more reads nothing either: the transport closes."""
+    def eof_received(self) -> bool:
+        """The peer sends nothing more. Its calls that came whole are answered, then the connection closes.
+
+        A process that is gone sends the same FIN as a caller who still reads. PINGs tell them apart: the system of the
+        one answers with a reset, the other passes them over. Over TLS the transport closes whatever is returned.
+        """
+        if self._is_failed or not self._receiving.streams or not self._transport.can_write_eof():
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = self._is_draining = True
+            self._life.begin_drain(self._clock(), None)
+            self._receiving.goaway_id = self._receiving.last_id
+            self._receiving.end_input()
+            self._close_if_drained()
+            self._probe()
+            self._probing = self._loop.call_later(_PROBE_S, self._probe)
+        return True
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._connections.discard(self)
-        for timer in (self._tick, self._drain_end):
+        for timer in (self._tick, self._drain_end, self._probing):
             if timer is not None:
                 timer.cancel()
-        self._receiving.close()
+        self._receiving.close("disconnected")
         self._room.leave(self._receiving.late)
         if not self.closed.done():
             self.closed.set_result(None)
@@ -166,12 +190,7 @@ class Connection(asyncio.Protocol):
     def _on_tick(self) -> None:
         self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
         now_ns = self._clock()
-        due = self._life.look(
-            now_ns,
-            has_settings=self._reader.has_settings,
-            has_calls=bool(self._receiving.streams),
-            unfinished_since_ns=self._reader.unfinished_since_ns,
-        )
+        due = self._look(now_ns)
         if due is Due.ABORT:
             self._transport.abort()
             return
@@ -187,6 +206,23 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
         else:
             self._receiving.late.end_untaken(untaken)
+
+    def _look(self, now_ns: int) -> Due:
+        if self._is_half_closed:  # nothing is due from the peer any more
+            self._probe()
+            self._receiving.late.end_unsendable()
+            return Due.ABORT if self._life.is_over(now_ns) else Due.NOTHING
+        return self._life.look(
+            now_ns,
+            has_settings=self._reader.has_settings,
+            has_calls=bool(self._receiving.streams),
+            unfinished_since_ns=self._reader.unfinished_since_ns,
+        )
+
+    def _probe(self) -> None:
+        """Write something that a peer which is gone resets; what waits to be written does the same."""
+        if not self._transport.is_closing() and not self._transport.get_write_buffer_size():
+            self._sending.control(frames.frame(frames.PING, 0, 0, bytes(8)))
 
     def _on_over(self, stream: Stream) -> bool:
         has_others = self._receiving.on_over(stream)
@@ -209,7 +245,9 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, error: Http2ConnectionError) -> None:
         self._is_failed = True
-        self._receiving.close()
+        peer = self._transport.get_extra_info("peername")
+        self._losses.connection_error(error, peer, len(self._receiving.streams))
+        self._receiving.close("connection_error")
         self._sending.control(frames.goaway(self._receiving.last_id, error.code, error.text.encode()))
         self._close()
 

@@ -48,6 +48,13 @@ class LateCalls:
             error = ServeError(ErrorKind.TOO_SLOW, text)
             self._sending.end(self._streams[stream_id], *status_of(error), is_prompt=True)
 
+    def end_unsendable(self) -> None:
+        """End calls whose answers do not fit into the windows of a caller who sends nothing more."""
+        text = "the caller has closed its side of the connection, and its window has no room for the rest of the answer"
+        for stream in list(self._streams.values()):
+            if self._sending.waits_for_window(stream):
+                self._sending.end(stream, grpc.StatusCode.UNAVAILABLE, text, is_prompt=True)
+
     @property
     def unsent_bytes(self) -> int:
         return self._sending.unsent_bytes

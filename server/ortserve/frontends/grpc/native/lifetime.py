@@ -58,10 +58,14 @@ class Lifetime:
         by_ns = now_ns + int(in_s * 1e9)
         self.abort_ns = by_ns if self.abort_ns is None else min(self.abort_ns, by_ns)
 
+    def is_over(self, now_ns: int) -> bool:
+        """Whether it is to end in any case."""
+        return self.abort_ns is not None and now_ns >= self.abort_ns
+
     def look(self, now_ns: int, *, has_settings: bool, has_calls: bool, unfinished_since_ns: int | None) -> Due:
         """Say what is due; what was said to be due counts as done."""
         limits = self._limits
-        if self.abort_ns is not None and now_ns >= self.abort_ns:
+        if self.is_over(now_ns):
             return Due.ABORT
         if not has_settings:
             return Due.ABORT if now_ns - self._made_ns > HANDSHAKE_S * 1e9 else Due.NOTHING

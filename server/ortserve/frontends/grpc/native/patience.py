@@ -21,7 +21,7 @@ class Patience:
         self._tokens = float(_BURST)
         self._filled_ns = now_ns
 
-    def is_lost(self, now_ns: int, earned: int = 0) -> bool:
+    def is_lost(self, now_ns: int, earned: float = 0.0) -> bool:
         """Take a token, after as many as were earned were put in; whether there was none."""
         self._tokens = min(_BURST, self._tokens + earned + (now_ns - self._filled_ns) * _PER_S / 1e9)
         self._filled_ns = now_ns
@@ -29,6 +29,34 @@ class Patience:
             return True
         self._tokens -= 1
         return False
+
+
+_WINDOW_UPDATE_BYTES: Final = 1024
+"""What a WINDOW_UPDATE should let flow. Smaller windows cost more frames than the data is worth."""
+
+PART_CREDIT: Final = 2 * _WINDOW_UPDATE_BYTES
+"""Added for each part of a message that is sent whole, whatever its size: some peers answer every DATA frame with two
+WINDOW_UPDATEs, for the stream and for the connection. A frame that the window cuts counts its bytes alone."""
+
+
+class WindowUpdates:
+    """Bounds the WINDOW_UPDATEs of a connection by the bytes of DATA that it takes, not by their number or sizes.
+
+    Uneven windows are common: HAProxy returns 16,320 bytes, then the 64 that did not fit into its buffer.
+    Loop thread only.
+    """
+
+    def __init__(self, now_ns: int) -> None:
+        self._patience = Patience(now_ns)
+
+    def are_too_many(self, credit_bytes: int, now_ns: int) -> bool:
+        """Count a WINDOW_UPDATE. Returns whether the connection exceeds its bound.
+
+        Args:
+            credit_bytes: DATA sent since the last call, and ``PART_CREDIT`` for each whole part.
+            now_ns: When the frame came.
+        """
+        return self._patience.is_lost(now_ns, credit_bytes / _WINDOW_UPDATE_BYTES)
 
 
 class Resets:

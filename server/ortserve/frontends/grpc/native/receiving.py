@@ -5,6 +5,7 @@ brings nobody an answer. Header blocks and frames are bounded where they are rea
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -15,15 +16,15 @@ from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.deadlines import Deadlines
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
-from ortserve.frontends.grpc.native.header_blocks import HeaderReader
+from ortserve.frontends.grpc.native.header_blocks import HeaderReader, Headers
 from ortserve.frontends.grpc.native.late_calls import LateCalls
 from ortserve.frontends.grpc.native.lifetime import Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
-from ortserve.frontends.grpc.native.patience import Patience, Resets
+from ortserve.frontends.grpc.native.patience import Patience, Resets, WindowUpdates
 from ortserve.frontends.grpc.native.peer_settings import read_peer_settings
 from ortserve.frontends.grpc.native.ping_strikes import PingStrikes
-from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, read_head
+from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, check_trailers, read_head
 from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW, Stream
 from ortserve.frontends.grpc.native.windows import ReceiveWindow
@@ -33,8 +34,8 @@ from ortserve.service.gate import Hold
 CONNECTION_WINDOW: Final = 16 * 1024 * 1024
 """What a caller may send before it hears of us: more than fits a network's delay, and little enough to be kept."""
 
-_UNSENT_SHARE: Final = 4
-"""A connection that does not take this part of the answers that may wait for all begins no more calls."""
+_KEPT_GAPS: Final = 64
+"""Of ids between those of two streams that were begun one after the other. Clients leave one at most, at the begin."""
 
 _COSTS: Final = "too many frames that bring nobody an answer"
 
@@ -80,7 +81,6 @@ class Receiving:
         """``on_drain_answer`` is told when the peer knows that the connection drains."""
         self._work = work
         self._limits = limits
-        self._max_unsent_bytes = limits.max_unsent_bytes // _UNSENT_SHARE
         self._sending = sending
         self._life = life
         self._on_drain_answer = on_drain_answer
@@ -90,8 +90,10 @@ class Receiving:
         self._headers = HeaderReader()
         self._patience = Patience(life.heard_ns)
         self._resets = Resets(self._patience)
+        self._window_updates = WindowUpdates(life.heard_ns)
         self._pings = PingStrikes(limits)
         self.last_id = 0
+        self._skipped: Final[deque[tuple[int, int]]] = deque(maxlen=_KEPT_GAPS)
         self.goaway_id = frames.MAX_STREAM_ID
         self._window = ReceiveWindow(CONNECTION_WINDOW)
         self._data_stream: Stream | None = None
@@ -100,8 +102,8 @@ class Receiving:
     # DATA
 
     def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
-        if stream_id == 0 or stream_id > self.last_id:
-            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "DATA of a stream that is not open")
+        if stream_id not in self.streams:
+            self._check_begun(stream_id, "DATA")
         if not self._window.take(length):
             raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "more DATA than there is room for")
         room = self._window.credit()
@@ -193,17 +195,20 @@ class Receiving:
         headers = self._headers.read(block)  # whatever becomes of it: later blocks build on it
         stream = self.streams.get(stream_id)
         if stream is not None:
-            self._on_trailers(stream, is_end=is_end)
+            self._on_trailers(stream, headers, is_end=is_end)
             return
         if stream_id <= self.last_id:
+            self._check_begun(stream_id, "HEADERS")
             self._reset(stream_id, ErrorCode.STREAM_CLOSED)
             return
+        if stream_id > self.last_id + 2:
+            self._skipped.append((self.last_id, stream_id))
         self.last_id = stream_id
         if stream_id > self.goaway_id:
             self._charge()
             return
         sending = self._sending
-        if len(self.streams) >= self._limits.max_streams or sending.unsent_bytes > self._max_unsent_bytes:
+        if len(self.streams) >= self._limits.max_streams or sending.has_too_much_unsent():
             self._reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         try:
@@ -233,13 +238,31 @@ class Receiving:
             if is_end:
                 self._half_close(stream)
 
-    def _on_trailers(self, stream: Stream, *, is_end: bool) -> None:
+    def _check_begun(self, stream_id: int, frame: str) -> None:
+        """End the connection for a frame of a stream that the peer never began.
+
+        A stream is idle until its HEADERS, and closed unused once those of a higher one came (RFC 9113, section 5.1.1).
+        """
+        if (
+            stream_id % 2 == 0
+            or stream_id > self.last_id
+            or any(after < stream_id < before for after, before in self._skipped)
+        ):
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"{frame} of a stream that was not begun")
+
+    def _on_trailers(self, stream: Stream, headers: Headers | None, *, is_end: bool) -> None:
         if stream.is_half_closed:
             self._reset(stream.id, ErrorCode.STREAM_CLOSED)
-        elif not is_end:
-            self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
-        else:
+            return
+        try:
+            if headers is not None:
+                check_trailers(headers)
+        except MalformedRequestError:
+            is_end = False
+        if is_end:
             self._half_close(stream)
+        else:
+            self._reset(stream.id, ErrorCode.PROTOCOL_ERROR)
 
     def _half_close(self, stream: Stream) -> None:
         stream.is_half_closed = True
@@ -280,22 +303,23 @@ class Receiving:
         _check(len(payload) == 4, ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE of another length than 4")
         increment = int.from_bytes(payload, "big") & frames.MAX_WINDOW
         sending = self._sending
-        if sending.short_frames:
-            sending.short_frames -= 1
-            self._charge()
+        credit, sending.window_credit = sending.window_credit, 0
+        if self._window_updates.are_too_many(credit, self._life.heard_ns):
+            raise Http2ConnectionError(
+                ErrorCode.ENHANCE_YOUR_CALM, "too many WINDOW_UPDATEs for the bytes that they let flow"
+            )
         if stream_id == 0:
             _check(increment > 0, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
             sending.window += increment
             _check(sending.window <= frames.MAX_WINDOW, ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
             sending.on_window()
             return
-        _check(stream_id <= self.last_id, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of a stream that is idle")
         stream = self.streams.get(stream_id)
+        if stream is None:
+            self._check_begun(stream_id, "WINDOW_UPDATE")
         if increment == 0:
             self._reset(stream_id, ErrorCode.PROTOCOL_ERROR)
-        elif stream is None:
-            self._charge()
-        else:
+        elif stream is not None:
             stream.send_window += increment
             if stream.send_window > frames.MAX_WINDOW:
                 self._reset(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
@@ -347,22 +371,34 @@ class Receiving:
 
     def _on_rst_stream(self, stream_id: int, payload: bytes) -> None:
         _check(len(payload) == 4, ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM of another length than 4")
-        _check(0 < stream_id <= self.last_id, ErrorCode.PROTOCOL_ERROR, "RST_STREAM of a stream that is idle")
         stream = self.streams.get(stream_id)
+        if stream is None:
+            self._check_begun(stream_id, "RST_STREAM")
         if self._resets.is_patience_lost(
             None if stream is None else stream.begun_ns, len(self.streams), self._life.heard_ns
         ):
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, _COSTS)
         if stream is not None:
-            self._sending.drop(stream)
+            self._sending.drop(stream, "reset_by_caller")
 
     # The end of streams
 
-    def close(self) -> None:
-        """Leave all streams: there is nobody at the other end any more."""
+    def end_input(self) -> None:
+        """The peer has sent all: requests that came whole go on, those that did not end."""
+        for stream in list(self.streams.values()):
+            if stream.is_half_closed:
+                continue
+            if stream.announced_left or not stream.reader.is_between_messages:
+                self._sending.control(frames.rst_stream(stream.id, ErrorCode.CANCEL))
+                self._sending.drop(stream, "disconnected")
+            else:
+                self._half_close(stream)
+
+    def close(self, cause: str) -> None:
+        """End all streams of a connection that has ended."""
         self._deadlines.close()
         for stream in list(self.streams.values()):
-            self._sending.drop(stream)
+            self._sending.drop(stream, cause)
 
     def on_over(self, stream: Stream) -> bool:
         """The last frame of a stream was sent, or none will be: let go of it, and of the work for it.
@@ -385,7 +421,7 @@ class Receiving:
         self._sending.control(frames.rst_stream(stream_id, code))
         stream = self.streams.get(stream_id)
         if stream is not None:
-            self._sending.drop(stream)
+            self._sending.drop(stream, "stream_error")
 
     def _charge(self) -> None:
         if self._patience.is_lost(self._life.heard_ns):

@@ -33,14 +33,32 @@ _MAX_TIMEOUT_DIGITS: Final = 8
 _MAX_LENGTH_DIGITS: Final = 18  # of a number of bytes; int() refuses some thousands, and 64 bits hold 19
 _LOAD_FORMAT: Final = LOAD_FORMAT_HEADER.encode()
 
+_SHARED: Final = _PSEUDO | {
+    b"accept-encoding",
+    b"content-type",
+    b"grpc-accept-encoding",
+    b"grpc-encoding",
+    b"te",
+    b"user-agent",
+    _LOAD_FORMAT,
+}
+"""Headers that many calls have in common, and that hold no credentials. Their values are cached. Of all others only the
+names are: their values may be keys, or differ in each call as those of ``grpc-timeout`` and ``traceparent`` do."""
+
+_TEXT: Final = 0
+_BINARY: Final = 1
+_TIMEOUT: Final = 2
+_LENGTH: Final = 3
+
 
 class MalformedRequestError(Exception):
     """The headers are none of a request; its stream is reset."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, init=False)
 class RequestHead:
-    """A request that HTTP/2 has nothing against.
+    """A request that HTTP/2 has nothing against. Nothing of it changes; it is not frozen, because that costs at each
+    making.
 
     Attributes:
         path: ``/service/method``.
@@ -48,21 +66,43 @@ class RequestHead:
         encoding: ``grpc-encoding``, of messages that are marked as compressed.
         accepts: What ``grpc-accept-encoding`` names.
         content_length: Bytes of DATA that it announces; None where it does not.
-        metadata: The caller's own and gRPC's, in their order; values of ``-bin`` names are bytes.
+        metadata: The caller's own and gRPC's, entries of one name in their order; values of ``-bin`` names are bytes.
         load_format: The value of ``endpoint-load-metrics-format``, empty where it is not there.
         http_status: 200; else the request is none of gRPC, and gets this status and nothing more.
         refusal: Why gRPC refuses it, empty where it does not.
     """
 
     path: str
-    timeout_ns: int | None = None
-    encoding: bytes = b"identity"
-    accepts: frozenset[bytes] = frozenset()
-    content_length: int | None = None
-    metadata: tuple[tuple[str, str | bytes], ...] = field(default=(), repr=False)
-    load_format: str = ""
-    http_status: int = 200
-    refusal: tuple[grpc.StatusCode, str] | None = None
+    timeout_ns: int | None
+    encoding: bytes
+    accepts: frozenset[bytes]
+    content_length: int | None
+    metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
+    load_format: str
+    http_status: int
+    refusal: tuple[grpc.StatusCode, str] | None
+
+    def __init__(
+        self,
+        path: str,
+        timeout_ns: int | None = None,
+        encoding: bytes = b"identity",
+        accepts: frozenset[bytes] = frozenset(),
+        content_length: int | None = None,
+        metadata: tuple[tuple[str, str | bytes], ...] = (),
+        load_format: str = "",
+        http_status: int = 200,
+        refusal: tuple[grpc.StatusCode, str] | None = None,
+    ) -> None:
+        self.path = path
+        self.timeout_ns = timeout_ns
+        self.encoding = encoding
+        self.accepts = accepts
+        self.content_length = content_length
+        self.metadata = metadata
+        self.load_format = load_format
+        self.http_status = http_status
+        self.refusal = refusal
 
 
 TOO_LARGE: Final = RequestHead(
@@ -77,74 +117,155 @@ TOO_LARGE: Final = RequestHead(
 """Of a request whose headers were thrown away."""
 
 
-@lru_cache(maxsize=256)
 def read_head(headers: Headers) -> RequestHead:
-    """Read the headers of a request; remembers what it read, for most calls of a client are alike.
+    """Read the headers of a request. What most calls of a client have in common is cached, and nothing else.
 
     Raises:
         MalformedRequestError: A name, or what is missing or there twice.
     """
-    pseudo: dict[bytes, bytes] = {}
-    metadata: list[tuple[str, str | bytes]] = []
+    shared: list[tuple[bytes, bytes]] = []
+    own: list[tuple[bytes, bytes]] = []
+    first_own = -1
+    for header in headers:
+        if header[0] in _SHARED:
+            shared.append(header)
+        else:
+            if first_own < 0:
+                first_own = len(shared)
+            own.append(header)
+    head, pseudo_count = _read_shared(tuple(shared))
+    if first_own < 0:
+        return head
+    if first_own < pseudo_count:
+        raise MalformedRequestError("a pseudo-header behind a header")
+    metadata = list(head.metadata)
     timeout_ns: int | None = None
-    encoding = content_type = b""
-    accepts: frozenset[bytes] = frozenset()
     content_length: int | None = None
     refusal: tuple[grpc.StatusCode, str] | None = None
-    load_format = ""
-    is_past_pseudo = False
-    for name, value in headers:
+    for name, value in own:
+        key, kind = _key(name)
         if not _IS_VALUE(value):
-            # HTTP/2 forbids space at the ends; gRPC's clients send it, and servers may strip it ("ASCII-Value").
-            value = value.strip(b" \t")
-            if name[:1] == b":" or not _IS_VALUE(value):
-                raise MalformedRequestError(f"the value of {name!r}")
-        if name[:1] == b":":
-            if is_past_pseudo or name in pseudo or name not in _PSEUDO:
-                raise MalformedRequestError(f"pseudo-header {name!r}")
-            pseudo[name] = value
+            value = _stripped(name, value)
+        if kind == _TEXT:
+            metadata.append((key, value.decode("latin-1")))
             continue
-        is_past_pseudo = True
-        if not _IS_NAME(name) or name in _OF_CONNECTIONS or (name == b"te" and value != b"trailers"):
-            raise MalformedRequestError(f"header {name!r}")
-        if name == b"content-type":
-            content_type = value
-        elif name == b"grpc-timeout":
+        metadata.append((key, _binary(value) if kind == _BINARY else value.decode("latin-1")))
+        if kind == _TIMEOUT:
             timeout_ns = _timeout_ns(value)
             if timeout_ns is None:
                 refusal = (
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"grpc-timeout: expected up to 8 digits and a unit, got {value[:80]!r}",
                 )
-        elif name == _LOAD_FORMAT:
-            load_format = value.decode("latin-1")
-        elif name == b"content-length":
+        elif kind == _LENGTH:
             if not (value.isdigit() and len(value) <= _MAX_LENGTH_DIGITS) or content_length not in (None, int(value)):
                 raise MalformedRequestError(f"content-length {value!r}")
             content_length = int(value)
+    return RequestHead(
+        head.path,
+        timeout_ns,
+        head.encoding,
+        head.accepts,
+        content_length,
+        tuple(metadata),
+        head.load_format,
+        head.http_status,
+        refusal,
+    )
+
+
+def check_trailers(headers: Headers) -> None:
+    """Check what ends a request, of which nothing is used.
+
+    Raises:
+        MalformedRequestError: RFC 9113, sections 8.1 and 8.2, forbids one of them.
+    """
+    for name, value in headers:
+        if name == b"te" or not _is_allowed(name):
+            raise MalformedRequestError(f"trailer {name!r}")
+        if not _IS_VALUE(value):
+            _stripped(name, value)
+
+
+@lru_cache(maxsize=256)
+def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
+    """Read the ``_SHARED`` headers of a request, as if it had no others; and how many are pseudo-headers.
+
+    Raises MalformedRequestError.
+    """
+    pseudo: dict[bytes, bytes] = {}
+    metadata: list[tuple[str, str | bytes]] = []
+    encoding = content_type = b""
+    accepts: frozenset[bytes] = frozenset()
+    load_format = ""
+    is_past_pseudo = False
+    for name, value in headers:
+        if not _IS_VALUE(value):
+            value = _stripped(name, value)
+        if name[:1] == b":":
+            if is_past_pseudo or name in pseudo:
+                raise MalformedRequestError(f"pseudo-header {name!r}")
+            pseudo[name] = value
+            continue
+        is_past_pseudo = True
+        if name == b"te" and value != b"trailers":
+            raise MalformedRequestError(f"header {name!r}")
+        if name == b"content-type":
+            content_type = value
+        elif name == _LOAD_FORMAT:
+            load_format = value.decode("latin-1")
         elif name == b"grpc-encoding":
             encoding = value
         elif name == b"grpc-accept-encoding":
             accepts = frozenset(part.strip() for part in value.split(b","))
-        metadata.append(_metadata(name, value))
+        metadata.append((name.decode("latin-1"), value.decode("latin-1")))
     if not pseudo.keys() >= {b":method", b":scheme", b":path"} or not pseudo[b":path"]:
         raise MalformedRequestError("a pseudo-header is missing")
+    if b"@" in pseudo.get(b":authority", b""):  # RFC 9113, section 8.3.1; what stands before it may be a password
+        raise MalformedRequestError("userinfo in :authority")
     http_status = 200
     if pseudo[b":method"] != b"POST":
         http_status = 405
     elif not _IS_GRPC(content_type):
         http_status = 415
-    return RequestHead(
+    head = RequestHead(
         pseudo[b":path"].decode("latin-1"),
-        timeout_ns,
-        encoding or b"identity",
-        accepts,
-        content_length,
-        tuple(metadata),
-        load_format,
-        http_status,
-        refusal,
+        encoding=encoding or b"identity",
+        accepts=accepts,
+        metadata=tuple(metadata),
+        load_format=load_format,
+        http_status=http_status,
     )
+    return head, len(pseudo)
+
+
+@lru_cache(maxsize=1024)
+def _key(name: bytes) -> tuple[str, int]:
+    """The key of a header in the metadata, and how its value is read. Raises MalformedRequestError."""
+    if not _is_allowed(name):
+        raise MalformedRequestError(f"header {name!r}")
+    key = name.decode("latin-1")
+    if name == b"grpc-timeout":
+        return key, _TIMEOUT
+    if name == b"content-length":
+        return key, _LENGTH
+    return key, _BINARY if key.endswith("-bin") else _TEXT
+
+
+def _is_allowed(name: bytes) -> bool:
+    """Whether RFC 9113, section 8.2, allows the name of a header that is no pseudo-header."""
+    return name not in _OF_CONNECTIONS and bool(_IS_NAME(name))
+
+
+def _stripped(name: bytes, value: bytes) -> bytes:
+    """A value that HTTP/2 forbids, as it counts.
+
+    gRPC's clients send spaces at the ends, and servers may strip them ("ASCII-Value"). Raises MalformedRequestError.
+    """
+    value = value.strip(b" \t")
+    if name[:1] == b":" or not _IS_VALUE(value):
+        raise MalformedRequestError(f"the value of {name!r}")
+    return value
 
 
 def _timeout_ns(value: bytes) -> int | None:
@@ -154,11 +275,8 @@ def _timeout_ns(value: bytes) -> int | None:
     return int(number) * unit
 
 
-def _metadata(name: bytes, value: bytes) -> tuple[str, str | bytes]:
-    key = name.decode("latin-1")
-    if not key.endswith("-bin"):
-        return key, value.decode("latin-1")
+def _binary(value: bytes) -> bytes:
     try:
-        return key, base64.b64decode(value + b"=" * (-len(value) % 4), validate=True)
+        return base64.b64decode(value + b"=" * (-len(value) % 4), validate=True)
     except binascii.Error:
-        return key, b""
+        return b""

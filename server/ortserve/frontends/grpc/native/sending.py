@@ -16,6 +16,8 @@ from ortserve.clock import Clock
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.compression import ENCODINGS
 from ortserve.frontends.grpc.native.header_blocks import RESIZED_TO_NOTHING, literal
+from ortserve.frontends.grpc.native.losses import Losses
+from ortserve.frontends.grpc.native.patience import PART_CREDIT
 from ortserve.frontends.grpc.native.stream import Stream
 from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 
@@ -27,9 +29,6 @@ _MAX_PIECES: Final = 256
 
 _MAX_FRAME_BYTES: Final = 64 * 1024
 """Of DATA, where the peer takes larger frames: others shall not wait long for the end of one."""
-
-_SHORT_BYTES: Final = 256
-"""A frame below this that is cut for want of room shows a peer that gives room by crumbs."""
 
 _MAX_PAUSED_BYTES: Final = 256 * 1024
 """Of frames that no window holds back, while the peer reads nothing."""
@@ -58,7 +57,7 @@ class Sending:
         sent_bytes: Of messages that had to wait, of all streams.
         written_bytes: All that the transport got.
         has_answered: Whether anything of a call was sent since somebody last asked.
-        short_frames: DATA that was cut short for want of room, and that nobody has held against the peer yet.
+        window_credit: For ``WindowUpdates``: bytes of DATA sent, and ``PART_CREDIT`` for each whole part.
     """
 
     def __init__(
@@ -68,9 +67,10 @@ class Sending:
         transport: asyncio.Transport,
         on_over: Callable[[Stream], bool],
         room: UnsentRoom,
+        losses: Losses,
     ) -> None:
         """``on_over`` is told when nothing more will be queued of a stream, and says whether others are open; ``room``
-        is that of all connections.
+        and ``losses`` are those of all connections.
         """
         self.clock = clock
         self.window = frames.DEFAULT_WINDOW
@@ -78,7 +78,7 @@ class Sending:
         self.unsent_bytes = 0
         self.sent_bytes = 0
         self.written_bytes = 0
-        self.short_frames = 0
+        self.window_credit = 0
         self.has_answered = False
         self._max_frame_size = frames.MIN_FRAME_SIZE
         self._resize = b""
@@ -93,6 +93,7 @@ class Sending:
         self._is_pump_due = False
         self._on_over = on_over
         self._room = room
+        self._losses = losses
 
     def control(self, frame: bytes) -> None:
         """Send a frame that no window holds back."""
@@ -120,9 +121,6 @@ class Sending:
             self.send_message(stream, message)
             self._finish(stream, _OK + trailing)
             return
-        self.window -= size
-        self.has_answered = True
-        stream.has_headers = True
         header, stream_id = frames.pack_header, stream.id
         self._out.append(
             b"".join(
@@ -139,6 +137,11 @@ class Sending:
                 )
             )
         )
+        # Not before: where joining fails, the call can still end with an error.
+        self.window -= size
+        self.window_credit += PART_CREDIT
+        self.has_answered = True
+        stream.has_headers = True
         if self._close(stream):
             self._flush_soon()
         else:
@@ -179,7 +182,7 @@ class Sending:
         if code is grpc.StatusCode.UNIMPLEMENTED:
             block += _ACCEPTED
         if is_prompt:
-            self._forget_unsent(stream)
+            self._forget_unsent(stream, code.name.lower())
         self._finish(stream, block)
 
     def refuse_http(self, stream: Stream, status: int) -> None:
@@ -196,21 +199,33 @@ class Sending:
                 self.has_answered = True
                 self.control(frames.window_update(stream.id, room))
 
-    def drop(self, stream: Stream) -> None:
-        """Send nothing more of a stream, for it was reset."""
-        self._forget_unsent(stream)
+    def drop(self, stream: Stream, cause: str) -> None:
+        """Send nothing more of a stream: it was reset, or its connection has ended."""
+        self._forget_unsent(stream, cause)
         stream.is_over = True
         self._on_over(stream)
+
+    def has_too_much_unsent(self) -> bool:
+        """Whether the connection should begin no more calls."""
+        return self._room.is_exceeded_by(self.unsent_bytes)
+
+    def waits_for_window(self, stream: Stream) -> bool:
+        """Whether a WINDOW_UPDATE is all that helps a stream on."""
+        return bool(stream.unsent) and (stream.send_window <= 0 or self.window <= 0)
 
     def on_window(self) -> None:
         """The peer takes more on the whole connection."""
         if self._waiting and not self._is_paused:
-            self._pump()
+            self._pump_soon()
 
     def on_stream_window(self, stream: Stream) -> None:
-        """The peer takes more of a stream."""
-        if stream.unsent and stream.id not in self._waiting:
-            self._send_data(stream)
+        """The peer takes more of a stream.
+
+        Frames are cut once all that came together was read: WINDOW_UPDATEs of some bytes each make one frame.
+        """
+        if stream.unsent and stream.send_window > 0:
+            self._waiting[stream.id] = stream
+            self._pump_soon()
 
     def taken(self, streams: Iterable[Stream]) -> dict[int, int]:
         """For ``SendWaits``, what the peer has taken of each stream that has something unsent, and of the transport.
@@ -303,12 +318,12 @@ class Sending:
                 return
             if len(part) <= room:
                 unsent.popleft()
+                self.window_credit += PART_CREDIT
             else:
                 unsent[0] = memoryview(part)[room:]
                 part = memoryview(part)[:room]
-                if room < _SHORT_BYTES:
-                    self.short_frames += 1
             size = len(part)
+            self.window_credit += size
             stream.send_window -= size
             self.window -= size
             self._count_unsent(-size)
@@ -340,7 +355,10 @@ class Sending:
         elif len(self._out) > _MAX_PIECES:
             self.flush()  # so that the transport can say that it has enough
 
-    def _forget_unsent(self, stream: Stream) -> None:
+    def _forget_unsent(self, stream: Stream, cause: str) -> None:
+        if not stream.unsent:
+            return
+        self._losses.cut_answer(cause)
         self._waiting.pop(stream.id, None)
         self._count_unsent(-sum(len(part) for part in stream.unsent))
         stream.unsent.clear()
@@ -361,6 +379,7 @@ class Sending:
                 return
             if self._waiting.pop(stream.id, None) is not None:  # to the back of the line, where something stays again
                 self._send_data(stream)
+        self.flush()
 
 
 def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:

@@ -12,6 +12,7 @@ from ortserve.frontends.grpc.message_limits import max_message_bytes
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.losses import Losses
 from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsEntrance
@@ -37,13 +38,15 @@ class NativeGrpcServer:
         host: str,
         port: int,
         clock: Clock,
+        on_cut_answer: Callable[[str], None],
+        on_connection_error: Callable[[str], None],
         encoding: bytes = b"",
         guards: Mapping[str, Guard] | None = None,
         tls: TlsEntrance | None = None,
     ) -> None:
         """Open nothing yet; calls, ``encoding`` and ``guards`` as in ``CallsWork``, ``port`` 0 for any free one.
 
-        ``tls`` None for plain text.
+        ``on_cut_answer`` and ``on_connection_error`` count, as in ``Losses``. ``tls`` None for plain text.
         """
         self._guards = guards
         self._find = find
@@ -54,6 +57,7 @@ class NativeGrpcServer:
         self._host = host
         self._port = port
         self._clock = clock
+        self._losses = Losses(clock, on_cut_answer, on_connection_error)
         self._connections: set[Connection] = set()
         self._encoding = encoding
         self._tls = tls
@@ -84,7 +88,7 @@ class NativeGrpcServer:
         def connect() -> Connection:
             age_s = self._limits.max_age_s
             own_s = None if age_s is None else draw_age_s(age_s)
-            return Connection(work, self._limits, self._connections, room, self._clock, own_s)
+            return Connection(work, self._limits, self._connections, room, self._losses, self._clock, own_s)
 
         factory = self._tls.before(connect) if self._tls else connect
         listener = open_listener("grpc_port", self._host, self._port)

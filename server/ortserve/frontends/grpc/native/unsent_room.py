@@ -6,7 +6,10 @@ calls, so that callers who take their answers are seldom touched, however many o
 """
 
 import asyncio
-from typing import Protocol
+from typing import Final, Protocol
+
+_SHARES: Final = 4
+"""Of the room; a holder of more than one of them is the first to be refused."""
 
 
 class Holder(Protocol):
@@ -46,6 +49,13 @@ class UnsentRoom:
     def leave(self, holder: Holder) -> None:
         """Once it holds nothing any more."""
         self._holders.discard(holder)
+
+    def is_exceeded_by(self, unsent_bytes: int) -> bool:
+        """Whether a holder of so much holds more than its share, now that half of the room is used.
+
+        While more of it is free a share is no bound: behind a proxy one connection carries the answers of many callers.
+        """
+        return unsent_bytes * _SHARES > self.max_bytes and self.held_bytes * 2 > self.max_bytes
 
     def look(self) -> None:
         """Have room made in the next turn of the loop where too much is held; for who has just counted more."""
