@@ -230,12 +230,12 @@ class BodyReceiver(Receiver):
 
 def _target(url: bytes) -> tuple[str, str] | None:
     """Model and version of the URL of an infer request; None for any other, and for what is better left to uvicorn."""
-    return _known_target(url) if len(url) <= _KEPT_URL_BYTES else None
+    return _known_target(url.partition(b"?")[0]) if len(url) <= _KEPT_URL_BYTES else None
 
 
 @lru_cache(maxsize=1024)
-def _known_target(url: bytes) -> tuple[str, str] | None:
+def _known_target(path: bytes) -> tuple[str, str] | None:
     try:
-        return match_infer_path(url.partition(b"?")[0].decode("ascii"))
+        return match_infer_path(path.decode("ascii"))
     except UnicodeDecodeError:
         return None
