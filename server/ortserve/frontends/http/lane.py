@@ -102,6 +102,7 @@ class LaneConnection(Connection):
             return
         keep_alive = parser.get_http_version() != "1.0" and parser.should_keep_alive()
         self._begin(Head(self.url, *target, self.headers, keep_alive, self.expect_100_continue))
+        self.stage = _BODY
 
     def on_body(self, body: bytes) -> None:
         exchange: object = self.cycle
@@ -143,11 +144,11 @@ class LaneConnection(Connection):
         self.stage = _REQUEST
         exchange.on_end()
 
-    def send_400_response(self, msg: str) -> None:
+    def refuse_in_turn(self, error: ServeError) -> None:
         exchange: object = self.cycle
         if type(exchange) is Exchange and exchange.more_body:
             exchange.abandon()
-        super().send_400_response(msg)
+        super().refuse_in_turn(error)
 
     def end_slow_body(self, error: ServeError) -> None:
         exchange: object = self.cycle
