@@ -38,6 +38,7 @@ COMPILED: Final = (
     "frontends/http/incoming_body.py",
     "frontends/http/lane.py",
     "frontends/http/limits.py",
+    "frontends/http/refusals.py",
     "frontends/large_body.py",
     "frontends/load_reports.py",
     "frontends/tls/transport.py",

@@ -25,6 +25,10 @@ class FakeSocket(asyncio.Transport):
 
     abort = close
 
+    def write_eof(self) -> None:
+        """Stands for a caller that ends its own side when it sees the end of the server's."""
+        self.is_closed = True
+
     def is_closing(self) -> bool:
         return self.is_closed
 

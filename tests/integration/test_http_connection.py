@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from certificates import Secret
-from http_wire import Answers, connect, get, is_read, post, wait_until
+from http_wire import Answers, connect, get, is_read, post, reset, wait_until
 from models import builders
 from servers import (
     LONG_S,
@@ -219,19 +219,18 @@ def test_caller_who_reads_no_answers_is_kept_waiting_and_costs_no_memory(server:
 
 
 def test_caller_who_leaves_while_waiting_leaves_the_queue(server: ServerProcess, connection: socket.socket) -> None:
-    def left() -> float:
-        taken = read_metrics(server).by_labels("ortserve_batching_decisions_total", "model", "decision")
-        return taken.get("slow left", 0.0)
+    def taken(decision: str) -> float:
+        decisions = read_metrics(server).by_labels("ortserve_batching_decisions_total", "model", "decision")
+        return decisions.get(f"slow {decision}", 0.0)
 
-    before = left()
-    connection.sendall(post("slow", body_of(1)) * 2)
+    left, batches = taken("left"), taken("batches")
     with contextlib.closing(connect(server)) as another:
         another.sendall(post("slow", body_of(2)))
-        # Which of them runs first is open; behind it at least one waits, of which no more than one is of each caller.
+        wait_until(lambda: taken("batches") > batches)
+        connection.sendall(post("slow", body_of(1)))
         wait_for_queue(server, "slow", 1)
-    connection.close()
-    while left() == before:
-        pass  # each look is a request of its own
+        reset(connection)
+        wait_until(lambda: taken("left") == left + 1)
 
 
 def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_path: Path, http_way: str) -> None:
@@ -387,7 +386,11 @@ def test_what_follows_such_an_offer_as_its_body_is_no_request(connection: socket
 @pytest.mark.parametrize(
     ("request_line", "header", "status", "text"),
     [
-        ("POST /v2/models/identity/infer HTTP/2.0", "Host: x", 400, "expected HTTP/1.1 or HTTP/1.0, got HTTP/2.0"),
+        ("POST /v2/models/identity/infer HTTP/2.0", "Host: x", 505, "expected HTTP/1.1 or HTTP/1.0, got HTTP/2.0"),
+        ("POST /v2/models/identity/infer HTTP/1.2", "Host: x", 505, "expected HTTP/1.1 or HTTP/1.0, got HTTP/1.2"),
+        ("GET /v2/models/identity HTTP/3.0", "Host: x", 505, "expected HTTP/1.1 or HTTP/1.0, got HTTP/3.0"),
+        ("GET /v2/models/identity", "Host: x", 505, "expected HTTP/1.1 or HTTP/1.0, got HTTP/0.9"),
+        ("PRI * HTTP/2.0", "\r\nSM", 505, "expected HTTP/1.1 or HTTP/1.0, got HTTP/2.0"),
         ("CONNECT /v2/health/live HTTP/1.1", "Host: x", 501, "CONNECT: this server is no proxy"),
         ("CONNECT x:80 HTTP/1.1", "Host: x", 501, "CONNECT: this server is no proxy"),
         (

@@ -264,6 +264,7 @@ def test_regions_that_cannot_be_are_refused(caller: Caller) -> None:
             ("/../etc/passwd", 8, 0, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid"),
             (key, 4097, 0, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid args"),
             (key, 8, 4089, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid args"),
+            (key, 0, 0, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid args"),
             (key, 2**64 - 1, 1, (400, "INVALID_ARGUMENT"), "failed to register shared memory region 'r': invalid args"),
         ):
             came = caller.refusal(register, "r", asked, size, offset)

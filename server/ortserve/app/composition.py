@@ -259,7 +259,7 @@ class _Frontends:
             lane,
             host=options.host,
             port=options.http_port,
-            limits=http_limits(options, idle_timeout_s=options.idle_timeout_s),
+            limits=http_limits(options, idle_timeout_s=options.idle_timeout_s, max_body_bytes=options.max_body_bytes),
             max_connection_age_s=options.http_max_connection_age_s,
             on_refusal=partial(self.metrics.rejected, ""),
             tls=self._entrance("http", options.http_max_connections),

@@ -23,5 +23,9 @@ class HttpOptions(BaseModel):
     ``http_min_body_bytes_per_s``; else 408. Time in which the server does not read does not count."""
     http_min_body_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
     """How fast a body must come that takes longer than ``http_body_timeout_s``, in bytes per second."""
+    http_answer_half_closed: bool = True
+    """Whether requests that came whole before a FIN are answered. Callers that only end their sending side then get
+    their answers, and requests of callers that gave up keep their places in the queue, because ``close()`` sends the
+    same FIN. Off, a FIN cancels the requests of its connection."""
     http_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
     """How long a caller may take nothing of its answer before its connection is closed."""

@@ -32,3 +32,6 @@ STATUSES: Final = {
     ErrorKind.INTERNAL: Status(500, grpc.StatusCode.INTERNAL),
 }
 """499 is for logs and metrics only: there is nobody left to send it to."""
+
+HTTP_VERSION_STATUS: Final = 505
+"""Of ``unsupported`` where that is the HTTP version."""

@@ -250,7 +250,7 @@ class InferenceService:
                 answer = pending.encoding.result()
             else:
                 # The outputs are not named, so that the frame of a failure does not keep their memory leased.
-                answer = encoder.encode(*_answer_to(pending, pending.take()))
+                answer = _encoded(pending, pending.take(), encoder)
         except asyncio.CancelledError:
             self._accounts.left(call, pending.request, pending.served)
             raise
@@ -424,6 +424,11 @@ def _answer_to(pending: Pending, outputs: Arrays) -> tuple[InferRequest, InferRe
     assert request is not None, "it has outputs"
     assert served is not None
     return request, _response(pending, request, served, served.cut_back(outputs, pending.inputs))
+
+
+def _encoded(pending: Pending, outputs: Arrays, encoder: AnswerEncoder[Answer]) -> Answer:
+    request, response = _answer_to(pending, outputs)
+    return encoder.encode(request, response)
 
 
 def _response(pending: Pending, request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:

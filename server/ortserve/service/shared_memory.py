@@ -86,12 +86,14 @@ class SharedMemory:
 
         Raises:
             ServeError: unsupported, where the operator does not allow it; already_exists, for a name that is taken;
-                overloaded; invalid_input, for a name that is empty or too long, a key that names no object and bytes
-                beyond the object's end; internal, when the object cannot be opened.
+                overloaded; invalid_input, for a name that is empty or too long, a key that names no object, a region of
+                0 bytes and bytes beyond the object's end; internal, when the object cannot be opened.
         """
         self._check_name(name)
         if not (0 <= offset <= _MAX_SIZE and 0 <= byte_size <= _MAX_SIZE):
             raise invalid_arguments(name, f"expected offset and byte_size to be sizes, got {offset} and {byte_size}")
+        if byte_size == 0:
+            raise invalid_arguments(name, "expected byte_size to be at least 1, got 0")
         memory = SharedObject(name, key, offset, byte_size)
         self._regions[name] = _Region(RegionStatus(name, key, offset, byte_size), memory)
 
@@ -108,6 +110,8 @@ class SharedMemory:
             ServeError: As ``register``; invalid_input, too, where there are no GPUs and for a handle of nothing.
         """
         self._check_name(name)
+        if byte_size == 0:
+            raise invalid_arguments(name, "expected byte_size to be at least 1, got 0")
         if self._open_on_device is None:
             raise invalid_input(f"failed to register CUDA shared memory region: '{name}', GPUs not supported")
         loop = asyncio.get_running_loop()

@@ -154,8 +154,8 @@ def test_name_has_a_length(regions: SharedMemory, key: str, name: str) -> None:
     assert refusal(regions, name, key).kind is ErrorKind.INVALID_INPUT
 
 
-@pytest.mark.parametrize(("offset", "size"), [(-1, 8), (0, -1), (2**63, 0), (0, 2**64)])
-def test_sizes_that_no_file_has_are_refused(regions: SharedMemory, key: str, offset: int, size: int) -> None:
+@pytest.mark.parametrize(("offset", "size"), [(-1, 8), (0, -1), (2**63, 0), (0, 2**64), (0, 0)])
+def test_sizes_that_no_region_has_are_refused(regions: SharedMemory, key: str, offset: int, size: int) -> None:
     error = refusal(regions, key=key, offset=offset, size=size)
     assert error.kind is ErrorKind.INVALID_INPUT
     assert "invalid args" in error.message
@@ -250,6 +250,14 @@ async def test_regions_on_gpus_are_apart_from_others_but_for_their_names(key: st
     leases.release()
     settle(regions)
     assert [memory.is_open for memory in gpus.opened] == [False]
+
+
+async def test_region_of_no_bytes_on_a_gpu_is_refused_unopened() -> None:
+    gpus = Gpus()
+    regions = SharedMemory(is_allowed=True, open_on_device=gpus.open)
+    with pytest.raises(ServeError, match="invalid args: expected byte_size to be at least 1, got 0"):
+        await regions.register_cuda("gpu", b"handle", 0, 0)
+    assert gpus.asked == []
 
 
 async def test_a_name_that_was_taken_while_memory_was_opened_is_refused_and_the_memory_closed(key: str) -> None:

@@ -17,7 +17,7 @@ _TIMEOUTS: Final = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
 
 _LOAD_FORMAT: Final = LOAD_FORMAT_HEADER.encode()
 
-_READ: Final = frozenset(
+READ: Final = frozenset(
     (
         b"content-length",
         b"inference-header-content-length",
@@ -27,6 +27,7 @@ _READ: Final = frozenset(
         *_TIMEOUTS,
     )
 )
+"""The headers that an announcement is read from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def read_announcement(headers: Iterable[tuple[bytes, bytes]]) -> Announcement:
     accepted: bytes | None = None
     load_format: LoadFormat | None = None
     for name, spaced in headers:
-        if name not in _READ:
+        if name not in READ:
             continue
         value = spaced.strip()
         if name == b"content-length":

@@ -10,7 +10,8 @@ from ortserve.codecs.rest import EncodedResponse
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.http.encodings import NAMES, UnknownEncodingError
-from ortserve.frontends.status import STATUSES
+from ortserve.frontends.http.refusals import HttpVersionError
+from ortserve.frontends.status import HTTP_VERSION_STATUS, STATUSES
 from ortserve.service.access import Guard, RefusedKeyError
 
 Header = tuple[bytes, bytes]
@@ -19,6 +20,9 @@ LINGER_S: Final = 5.0
 """How long the rest of a refused body is read and dropped before its connection is closed (as nginx's
 ``lingering_close``): closing a socket with unread bytes resets the connection, and a caller that is still sending would
 never see the answer."""
+
+LINGER_BYTES: Final = 8 * 2**20
+"""How much of it is dropped at most. A caller that sends more is reset."""
 
 _JSON: Final = (b"content-type", b"application/json")
 _BINARY: Final = (b"content-type", b"application/octet-stream")
@@ -54,7 +58,8 @@ def failure(error: ServeError) -> Answer:
         headers = (_JSON, (b"accept-encoding", NAMES.encode()))
     elif isinstance(error, RefusedKeyError):
         headers = (_JSON, (b"www-authenticate", _challenge(error).encode()))
-    return Answer(STATUSES[error.kind].http, _document(error.message), headers)
+    status = HTTP_VERSION_STATUS if isinstance(error, HttpVersionError) else STATUSES[error.kind].http
+    return Answer(status, _document(error.message), headers)
 
 
 def refusal(guard: Guard | None, authorizations: Sequence[str | bytes]) -> Answer | None:

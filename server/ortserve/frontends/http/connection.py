@@ -1,26 +1,36 @@
-"""What uvicorn's connections lack: word of callers who leave, an age, and limits.
+"""uvicorn's connection with cancellation, half-closure, an age, and limits.
 
-A request handler that waits for something else than its caller learns only when it asks that the caller is gone.
-uvicorn bounds neither headers nor the time that a request takes to come, nor how many connections there are. What came
-of a request that offers another protocol it takes for the next request.
+uvicorn tells a request handler that its caller is gone only when the handler asks, and closes a connection at a FIN. It
+bounds neither headers nor the time that a request takes to come, nor how many connections there are. It takes the rest
+of a request that offers another protocol for the next request.
 """
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import httptools
 from starlette.types import Scope
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.connection_age import draw_age_s
-from ortserve.frontends.http.answers import LINGER_S, failure
+from ortserve.frontends.http.answers import LINGER_BYTES, LINGER_S, body_too_large, failure
 from ortserve.frontends.http.corked_transport import CorkedTransport
 from ortserve.frontends.http.limits import Due, HttpLimits, Stage, Waiting, header_bytes
+from ortserve.frontends.http.refusals import (
+    RefusedHeadError,
+    announced_chunk_bytes,
+    check_head,
+    malformed,
+    too_large_headers,
+    too_many_headers,
+)
 
 _CONNECTION: Final = "ortserve.connection"
 """Key of a request's scope under which its connection is found."""
@@ -31,7 +41,6 @@ _MAX_LINGERING: Final = 64
 _FRAMING_PART: Final = 16
 """By how much a chunked body may be longer than its content; a chunk of one byte takes six."""
 
-_VERSIONS: Final = ("1.1", "1.0")
 _OFFERS: Final = (b"upgrade", b"http2-settings")
 """Headers with which a client offers another protocol; its ``Connection`` names them, too."""
 
@@ -40,17 +49,14 @@ _HEADERS: Final = Stage.HEADERS
 _BODY: Final = Stage.BODY
 
 
-class RefusedHeadError(Exception):
-    """Ends the parsing of a request, whose refusal is known by then."""
-
-
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol on a corked transport, which answers what is no request in its turn.
 
     Attributes:
         corked: The transport.
         answering: The task to cancel when the caller leaves, while there is one.
-        has_left: Whether the caller left.
+        has_left: Whether the connection is lost.
+        has_ended: Whether a FIN came: the caller sends nothing more, and may still read.
         is_old: Whether its next answer is to be its last. An old connection that is idle is not closed: a request could
             be on its way.
         stage: How far the request has come that is read now: REQUEST, HEADERS or BODY.
@@ -60,11 +66,14 @@ class Connection(HttpToolsProtocol):
     corked: CorkedTransport
     answering: "asyncio.Task[Any] | None" = None
     has_left = False
+    has_ended = False
     is_old = False
     stage = _REQUEST
     is_offer = False
     _refusal: ServeError | None = None
-    _is_refused = False
+    _is_lingering = False
+    _dropped_bytes = 0
+    _running: RequestResponseCycle | None = None
     _ageing: asyncio.TimerHandle | None = None
     _tick: asyncio.TimerHandle | None = None
     _chunk_bytes = 0
@@ -72,6 +81,7 @@ class Connection(HttpToolsProtocol):
     _unfinished: tuple[object, Stage] = (None, _REQUEST)
     _unfinished_bytes = 0
     _framed_bytes = 0
+    _chunk_begin = -1
 
     def __init__(
         self,
@@ -107,17 +117,41 @@ class Connection(HttpToolsProtocol):
     @property
     def is_given_up(self) -> bool:
         """Whether what comes is read no more: the caller was told why, or will be in its turn."""
-        return self._is_refused or self._refusal is not None
+        return self._is_lingering or self._refusal is not None
 
     def data_received(self, data: bytes) -> None:
         if self.is_given_up:
-            if self._is_refused:
-                self.transport.close()  # what the caller was told will reach it now: nothing of its own is left unread
+            self._drop(len(data))
             return
         self._chunk_bytes = len(data)
         self._parse(data)
         if self.stage is not _REQUEST:
+            if self._chunk_begin >= 0:
+                self._check_chunk(data)
             self.on_unfinished()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes
+        """Take a FIN for "no more requests": answer those that came whole, in order, then close.
+
+        A caller that gave up and closed its socket sends the same FIN as one that waits for its answers. The two cannot
+        be told apart without sending something, and HTTP/1.1 has nothing to send that all clients ignore: many take an
+        interim response for the answer. So work continues until a write fails or a reset is seen.
+
+        Returns:
+            Whether the transport stays open for answers.
+        """
+        self.has_ended = True
+        cycle = self.cycle
+        if self._is_lingering or not self._limits.answers_half_closed:
+            self.transport.close()
+        elif self._refusal is None and self.stage is not _REQUEST:
+            part = "headers" if self.stage is _HEADERS else "body"
+            self.refuse_in_turn(invalid_input(f"incomplete request: the connection ended within its {part}"))
+        elif self._refusal is None and (cycle is None or cycle.response_complete):
+            self.transport.close()  # behind an answer that is still corked
+        elif self._refusal is None:
+            cycle.keep_alive = False  # the newest: the answers before it go out first
+        return not self.transport.is_closing()
 
     def on_message_begin(self) -> None:
         self.stage = _HEADERS
@@ -132,13 +166,13 @@ class Connection(HttpToolsProtocol):
         self.headers.append((name, value))
         if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
             text = f"Transfer-Encoding: expected chunked, got {value.decode('latin-1'):.100}"
-            self._refusal = ServeError(ErrorKind.UNSUPPORTED, text)
-            raise RefusedHeadError
+            raise RefusedHeadError(ServeError(ErrorKind.UNSUPPORTED, text))
 
     def on_headers_complete(self) -> None:
         self.check_headers()
         if not self.is_offer:
             super().on_headers_complete()
+            self.stage = _BODY
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -149,41 +183,41 @@ class Connection(HttpToolsProtocol):
             self.stage = _REQUEST
             super().on_message_complete()
 
+    def on_chunk_header(self) -> None:
+        self._chunk_begin = self._body_bytes
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_begin = -1
+
     def check_headers(self) -> None:
-        """Refuse a head that is no request's to this server, or over the limits, now that it is whole.
+        """Refuse a head that is not a request to this server, or over the limits, now that it is whole.
 
         Raises:
             RefusedHeadError: It is.
         """
-        self.stage = _BODY
-        parser = self.parser
-        if parser.get_http_version() not in _VERSIONS:
-            self._refusal = invalid_input(f"expected HTTP/1.1 or HTTP/1.0, got HTTP/{parser.get_http_version()}")
-            raise RefusedHeadError
+        parser, limits = self.parser, self._limits
+        check_head(parser.get_http_version(), self.headers, limits)
         self.is_offer = parser.should_upgrade()
         if self.is_offer and parser.get_method() == b"CONNECT":
-            self._refusal = ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy")
-            raise RefusedHeadError
-        limits = self._limits
-        if len(self.headers) > limits.max_headers:
-            self._refusal = _too_many_headers(len(self.headers), limits)
-            raise RefusedHeadError
+            raise RefusedHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy"))
         # What came in one piece is no larger than that.
         if self._chunk_bytes > limits.max_header_bytes or self._unfinished[0] is self.headers:
             size = header_bytes(self.url, self.headers)
             if size > limits.max_header_bytes:
-                self._refusal = _too_large_headers(size, limits)
-                raise RefusedHeadError
+                raise RefusedHeadError(too_large_headers(size, limits))
 
-    def send_400_response(self, msg: str) -> None:
-        """What uvicorn does with what it cannot parse; with what we do not let it parse, too."""
-        error, self._refusal = self._refusal or invalid_input(msg), None
-        if self.pipeline and self.cycle.more_body:
-            self.pipeline.popleft()  # the malformed one itself
-        elif self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+    def refuse_in_turn(self, error: ServeError) -> None:
+        """Answer the request that is read now with an error, after the answers before it, and read no more."""
+        cycle = self.cycle
+        if self.stage is _BODY and cycle.response_started:
+            self._linger()  # it was answered before its body was whole
+        elif self.pipeline and cycle.more_body:
+            self.pipeline.popleft()  # the refused one itself
+            self._refusal = error
+        elif cycle is None or cycle.response_complete or cycle.more_body:
             self._refuse(error)
-            return
-        self._refusal = error  # there are requests before it that are still to be answered
+        else:
+            self._refusal = error
 
     def on_response_complete(self) -> None:
         # As uvicorn's, without a timer for each answer: the tick closes idle connections.
@@ -197,9 +231,18 @@ class Connection(HttpToolsProtocol):
         elif self._refusal is not None:
             self._refuse(self._refusal)
 
+    def shutdown(self) -> None:
+        """Begin to drain; a connection whose refusal is sent is not waited for."""
+        if self._is_lingering:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.has_left = True
+        if self._running is not None:  # uvicorn tells the newest alone
+            _disconnect(self._running)
         for timer in (self._ageing, self._tick):
             if timer is not None:
                 timer.cancel()
@@ -224,11 +267,9 @@ class Connection(HttpToolsProtocol):
             kept -= content
             allowed += _FRAMING_PART * content
         if kept > allowed:
-            self._refusal = _too_large_headers(kept, limits)
-            self.send_400_response("")
+            self.refuse_in_turn(too_large_headers(kept, limits))
         elif len(self.headers) > limits.max_headers:
-            self._refusal = _too_many_headers(len(self.headers), limits)
-            self.send_400_response("")
+            self.refuse_in_turn(too_many_headers(len(self.headers), limits))
 
     def make_parser(self) -> None:
         """Begin to read anew, with whatever comes next."""
@@ -236,11 +277,15 @@ class Connection(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
 
     def end_slow_body(self, error: ServeError) -> None:
-        """Answer a request whose body takes too long; what waits for it learns that its caller left."""
+        """Answer a request whose body takes too long, and end its handler."""
         if self.cycle.response_started:
-            self.transport.close()
+            self._linger()
         else:
             self._refuse(error)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _parse(self, data: bytes) -> None:
         pieces: list[bytes | memoryview] = [data]
@@ -250,9 +295,23 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade as offer:
                 pieces += memoryview(piece)[offer.args[0] :], self._without_offer()
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
+            except httptools.HttpParserError as fault:
+                self.refuse_in_turn(malformed(fault, piece))
                 return
+
+    def _check_chunk(self, data: bytes) -> None:
+        """Refuse a body for the size of its last chunk, which began in ``data``, before the chunk comes."""
+        size = announced_chunk_bytes(data, self._body_bytes - self._chunk_begin)
+        self._chunk_begin = -1
+        if size > self._limits.max_chunk_bytes and not self.is_given_up:
+            self.refuse_in_turn(body_too_large(size, self._limits.max_chunk_bytes))
+
+    def _drop(self, count: int) -> None:
+        """Read on without keeping anything, so that the close does not reset the connection and lose the answer."""
+        if self._is_lingering:
+            self._dropped_bytes += count
+            if self._dropped_bytes > LINGER_BYTES:
+                self.transport.abort()
 
     def _without_offer(self) -> bytes:
         """The head that was read last without its offer of another protocol, which a server may ignore.
@@ -273,8 +332,9 @@ class Connection(HttpToolsProtocol):
         self.is_old = True
 
     def _on_tick(self) -> None:
-        """Look whether the caller keeps us waiting."""
-        if self._is_refused:
+        """Look whether the caller keeps the connection waiting, or has reset it while nothing is read."""
+        if (self.has_ended or self.flow.read_paused) and self._is_reset():
+            self.transport.abort()
             return
         self._tick = self.loop.call_later(self._limits.tick_s, self._on_tick)
         unsent = self.corked.get_write_buffer_size()
@@ -308,31 +368,45 @@ class Connection(HttpToolsProtocol):
             return
         most = self._limits.max_connections
         text = f"http_max_connections: {most} connections are open and no more may be"
-        self._refuse(ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1), closes=False)
+        self._refuse(ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1))
 
-    def _refuse(self, error: ServeError, *, closes: bool = True) -> None:
-        """As uvicorn does, but in the protocol's JSON. Without ``closes`` after what is on its way, or a while."""
+    def _refuse(self, error: ServeError) -> None:
+        """Answer with the protocol's JSON what is no request, and what is no whole one."""
         self._on_refusal(error.kind)
-        self._is_refused = True
+        if self.cycle is not None:
+            _disconnect(self.cycle)  # where it is the refused one, and its handler waits for the rest
         status, body, headers = failure(error)
         head = [STATUS_LINE[status], *(b"%s: %s\r\n" % header for header in headers)]
         head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
         self.transport.write(b"".join(head) + body)
-        if closes:
+        self._linger()
+
+    def _linger(self) -> None:
+        """End the sending side, and drop what still comes until the caller ends its own, or for a while."""
+        self._is_lingering = True
+        if self._tick is not None:
+            self._tick.cancel()
+        if self.has_ended:
             self.transport.close()
         else:
-            self.loop.call_later(LINGER_S, self.transport.close)
-        self.loop.call_later(2 * LINGER_S, self.transport.abort)  # of a caller who takes nothing of it
+            self.transport.write_eof()
+            self.flow.resume_reading()
+        self._tick = self.loop.call_later(LINGER_S, self._end_lingering)
+
+    def _end_lingering(self) -> None:
+        self.transport.close()
+        self._tick = self.loop.call_later(LINGER_S, self.transport.abort)  # of a caller that takes nothing of it
+
+    def _is_reset(self) -> bool:
+        """Whether a reset came. The event loop sees it only while it reads."""
+        connected: socket.socket | None = self.transport.get_extra_info("socket")
+        return connected is not None and connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
 
-def _too_many_headers(count: int, limits: HttpLimits) -> ServeError:
-    text = f"http_max_headers: expected at most {limits.max_headers} headers, got {count} or more"
-    return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
-
-
-def _too_large_headers(size: int, limits: HttpLimits) -> ServeError:
-    text = f"http_max_header_bytes: expected at most {limits.max_header_bytes} bytes of headers, got {size} or more"
-    return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Let nothing more be written for a request, and wake its handler where that waits for the body."""
+    cycle.disconnected = True
+    cycle.message_event.set()
 
 
 def connection_of(scope: Scope) -> Connection:

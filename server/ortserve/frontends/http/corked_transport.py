@@ -16,8 +16,11 @@ class CorkedTransport(asyncio.Transport):
         self._transport = transport
         self._loop = loop
         self._pending: list[bytes | bytearray | memoryview] = []
+        self._has_ended = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._has_ended:
+            return
         if not self._pending:
             self._loop.call_soon(self._flush)
         self._pending.append(data)
@@ -35,6 +38,13 @@ class CorkedTransport(asyncio.Transport):
             self._transport.write(data[0])
         else:
             self._transport.writelines(data)
+
+    def write_eof(self) -> None:
+        """Send a FIN behind what was written. What is written after it is dropped."""
+        self._flush()
+        self._has_ended = True
+        if not self._transport.is_closing():
+            self._transport.write_eof()
 
     def close(self) -> None:
         self._flush()

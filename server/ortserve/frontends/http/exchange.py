@@ -122,6 +122,7 @@ class Exchange:
         "keep_alive",
         "more_body",
         "response_complete",
+        "response_started",
     )
     message_event: Final = _NoEvent()
 
@@ -143,6 +144,7 @@ class Exchange:
         self.keep_alive = head.keep_alive
         self.disconnected = False
         self.response_complete = False
+        self.response_started = False
         self._received_ns = lane.clock()
         self._trace: Trace | None = None
         if lane.traces is not None:
@@ -377,6 +379,7 @@ class Exchange:
 
     def _write(self, answer: Answer) -> None:
         connection = self._connection
+        self.response_started = True
         status, body, headers = answer
         lines = [STATUS_LINE[status], connection.lane.default_lines(connection.server_state.default_headers)]
         for name, value in headers:

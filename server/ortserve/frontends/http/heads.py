@@ -1,14 +1,15 @@
 """Heads of infer requests that were read before: a client's requests seldom differ in more than their bodies.
 
-What came of parsing a head is kept under its bytes, without those that say how long the body is, and without the values
-of headers that a proxy or a client gives each request anew, keys among them: equal bytes mean the same but for those.
+The result of parsing a head is kept under its bytes, without the length of the body and without the values of headers
+that a client or a proxy may change with each request. Any of these may be a credential, so values are kept of a few
+known headers only. Heads with equal bytes mean the same but for what is cut out.
 """
 
 import re
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ortserve.frontends.http.announcement import Announcement, read_announcement
+from ortserve.frontends.http.announcement import READ, Announcement, read_announcement
 from ortserve.frontends.http.answers import Header
 
 MAX_KEPT_BYTES: Final = 1024
@@ -24,32 +25,28 @@ _EMPTY_LINE: Final = b"\r\n\r\n"
 _LENGTHS: Final = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
 """As clients spell it. What is spelled otherwise is parsed each time."""
 
-_VARYING: Final = frozenset(
+_KEPT: Final = READ | frozenset(
     (
-        b"authorization",
-        b"b3",
-        b"traceparent",
-        b"tracestate",
-        b"x-amzn-trace-id",
-        b"x-b3-parentspanid",
-        b"x-b3-spanid",
-        b"x-b3-traceid",
-        b"x-cloud-trace-context",
-        b"x-correlation-id",
-        b"x-forwarded-for",
-        b"x-real-ip",
-        b"x-request-id",
+        b"accept",
+        b"accept-language",
+        b"connection",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"http2-settings",
+        b"transfer-encoding",
+        b"upgrade",
+        b"user-agent",
     )
 )
-"""Headers whose values are nobody's business here, or looked at in each request: they are cut out of what is kept."""
+"""Headers whose values are kept: those that the meaning of a request depends on, and those that clients send unchanged.
+The values of all others are cut out."""
 
 _VARYING_LINE: Final = re.compile(
-    rb"\r\n((?i:%b)): ([!-~]+(?: [!-~]+)*)(?=\r\n)" % b"|".join(map(re.escape, sorted(_VARYING)))
+    rb"\r\n(?!(?i:%b): )([!#$%%&'*+.^_`|~0-9A-Za-z-]+): ([!-~]+(?: [!-~]+)*)(?=\r\n)"
+    % b"|".join(map(re.escape, sorted(_KEPT)))
 )
 """Only as clients spell it, and with values that any parser takes as they stand."""
-
-_SECRETS: Final = frozenset((b"proxy-authorization", b"cookie", b"x-api-key"))
-"""Heads with one of these are not kept, so that no key stays in memory."""
 
 
 @dataclass(slots=True)
@@ -87,8 +84,8 @@ class Head:
 
     def without_values(self) -> "Head":
         """The same for any values of the headers that vary."""
-        varying = tuple(index for index, (name, _) in enumerate(self.headers) if name in _VARYING)
-        headers = [(name, b"" if name in _VARYING else value) for name, value in self.headers]
+        varying = tuple(index for index, (name, _) in enumerate(self.headers) if name not in _KEPT)
+        headers = [(name, value if name in _KEPT else b"") for name, value in self.headers]
         return replace(self, headers=headers, _varying=varying)
 
     def with_values(self, values: list[bytes]) -> "Head":
@@ -115,11 +112,11 @@ class Heads(dict[bytes | tuple[bytes, ...], Head]):
         return head
 
     def keep(self, key: bytes, head: Head) -> None:
-        """Remember what came of a head, unless it is an odd or long one or has a secret in it that is not cut out."""
+        """Remember the result of a head, unless it is odd or long, or may hold a credential that is not cut out."""
         around, values = _cut(key)
-        if values != [value for name, value in head.headers if name in _VARYING]:
+        if values != [value for name, value in head.headers if name not in _KEPT]:
             return
-        if any(name in _SECRETS for name, _ in head.headers) or sum(map(len, around)) > MAX_KEPT_BYTES:
+        if b"?" in head.url or sum(map(len, around)) > MAX_KEPT_BYTES:
             return
         if head.expects_continue:  # whose body comes later, but for callers who do not wait
             return

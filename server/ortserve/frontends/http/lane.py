@@ -102,6 +102,7 @@ class LaneConnection(Connection):
             return
         keep_alive = parser.get_http_version() != "1.0" and parser.should_keep_alive()
         self._begin(Head(self.url, *target, self.headers, keep_alive, self.expect_100_continue))
+        self.stage = _BODY
 
     def on_body(self, body: bytes) -> None:
         exchange: object = self.cycle
@@ -143,11 +144,11 @@ class LaneConnection(Connection):
         self.stage = _REQUEST
         exchange.on_end()
 
-    def send_400_response(self, msg: str) -> None:
+    def refuse_in_turn(self, error: ServeError) -> None:
         exchange: object = self.cycle
         if type(exchange) is Exchange and exchange.more_body:
             exchange.abandon()
-        super().send_400_response(msg)
+        super().refuse_in_turn(error)
 
     def end_slow_body(self, error: ServeError) -> None:
         exchange: object = self.cycle
@@ -230,12 +231,12 @@ class BodyReceiver(Receiver):
 
 def _target(url: bytes) -> tuple[str, str] | None:
     """Model and version of the URL of an infer request; None for any other, and for what is better left to uvicorn."""
-    return _known_target(url) if len(url) <= _KEPT_URL_BYTES else None
+    return _known_target(url.partition(b"?")[0]) if len(url) <= _KEPT_URL_BYTES else None
 
 
 @lru_cache(maxsize=1024)
-def _known_target(url: bytes) -> tuple[str, str] | None:
+def _known_target(path: bytes) -> tuple[str, str] | None:
     try:
-        return match_infer_path(url.partition(b"?")[0].decode("ascii"))
+        return match_infer_path(path.decode("ascii"))
     except UnicodeDecodeError:
         return None

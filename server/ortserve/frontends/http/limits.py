@@ -15,21 +15,25 @@ class HttpLimits:
         max_connections: Of the port.
         max_headers: Of one request, trailers included.
         max_header_bytes: Of its request line and headers, and of what a chunked body brings beside its content.
+        max_chunk_bytes: Of one chunk of a body.
         header_timeout_s: From the first byte of a request to the last of its headers.
         body_timeout_s: A body is whole in so long, or has come at the rate below in each such time.
         min_body_bytes_per_s: That rate.
         send_timeout_s: While its caller takes nothing of an answer.
         idle_timeout_s: Without a request.
+        answers_half_closed: Whether requests that came whole before a FIN are answered.
     """
 
     max_connections: int
     max_headers: int
     max_header_bytes: int
+    max_chunk_bytes: int
     header_timeout_s: float
     body_timeout_s: float
     min_body_bytes_per_s: int
     send_timeout_s: float
     idle_timeout_s: float
+    answers_half_closed: bool = True
 
     @property
     def tick_s(self) -> float:
@@ -40,17 +44,19 @@ class HttpLimits:
         return max(0.01, min(1.0, *(bound / 4 for bound in bounds)))
 
 
-def http_limits(options: HttpOptions, *, idle_timeout_s: float) -> HttpLimits:
+def http_limits(options: HttpOptions, *, idle_timeout_s: float, max_body_bytes: int) -> HttpLimits:
     """The limits that the options ask for."""
     return HttpLimits(
         max_connections=options.http_max_connections,
         max_headers=options.http_max_headers,
         max_header_bytes=options.http_max_header_bytes,
+        max_chunk_bytes=max_body_bytes,
         header_timeout_s=options.http_header_timeout_s,
         body_timeout_s=options.http_body_timeout_s,
         min_body_bytes_per_s=options.http_min_body_bytes_per_s,
         send_timeout_s=options.http_send_timeout_s,
         idle_timeout_s=idle_timeout_s,
+        answers_half_closed=options.http_answer_half_closed,
     )
 
 

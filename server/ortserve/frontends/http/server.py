@@ -23,7 +23,7 @@ from ortserve.frontends.http.limits import HttpLimits
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.listening import open_listener
 from ortserve.service.access import Group, Guard
-from ortserve.telemetry.logs import log_fault
+from ortserve.telemetry.logs import log_event, log_fault
 
 logger: Final = logging.getLogger(__name__)
 
@@ -44,7 +44,14 @@ class RestApp:
         """Whether answers ask their callers to open new connections, elsewhere."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send = self._closing(connection_of(scope), send)
+        connection = connection_of(scope)
+        try:
+            await self._dispatch(scope, receive, self._closing(connection, send))
+        except asyncio.CancelledError:
+            if not connection.has_left:  # else the connection's loss is the reason, and no fault to be logged
+                raise
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         target = match_infer_path(scope["raw_path"].decode("latin-1"))
         path = scope["path"]
         if target is None and path.endswith("/") and len(path) > 1:
@@ -171,15 +178,15 @@ class HttpServer:
         if self._server is None or self._serving is None or self._serving.done():
             return
         self.begin_drain()
-        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # declared int, used as seconds
+        self._server.grace_s = grace_s
         self._server.should_exit = True
         await self._serving
-        for connection in list(self._server.server_state.connections):  # uvicorn cuts off tasks, and the lane has none
-            connection.transport.abort()
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone and says when it listens."""
+    """Leaves signals alone, says when it listens, and cuts off by itself what outlasts ``grace_s``."""
+
+    grace_s = 0.0
 
     def __init__(self, config: uvicorn.Config, tls: TlsEntrance | None) -> None:
         super().__init__(config)
@@ -201,3 +208,20 @@ class _Server(uvicorn.Server):
                 server.close()
             self._tls.close()
         await super().shutdown(sockets)
+
+    async def _wait_tasks_to_complete(self) -> None:
+        # uvicorn's own bound on this logs an error and cancels tasks, of which the lane has none.
+        try:
+            async with asyncio.timeout(self.grace_s):
+                await super()._wait_tasks_to_complete()
+        except TimeoutError:
+            connections, tasks = list(self.server_state.connections), list(self.server_state.tasks)
+            if connections or tasks:
+                told = "drain timed out: connections with unanswered requests are cut off"
+                log_event(
+                    logger, logging.WARNING, told, protocol="http", connections=len(connections), timeout_s=self.grace_s
+                )
+            for connection in connections:
+                connection.transport.abort()
+            for task in tasks:
+                task.cancel()

@@ -102,6 +102,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         self._deadline: asyncio.TimerHandle | None = None
         self._is_closing = False
         self._has_ended = False
+        self._is_dropping = False
         self._is_paused = False
 
     # The socket's calls
@@ -117,7 +118,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         self._deadline = loop.call_later(entrance.handshake_timeout_s, self.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_closing:
+        if self._is_closing or self._is_dropping or self._has_ended:
             return
         parts: list[bytes] = []
         if len(data) <= _SLICE_BYTES:
@@ -133,10 +134,12 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         if len(data) >= _LONG_READ_BYTES:
             self._rest()
 
-    def eof_received(self) -> None:
-        """The socket closes after it; a peer that sends nothing more reads nothing either."""
-        if self._protocol is not None and not self._is_closing:
-            self._protocol.eof_received()
+    def eof_received(self) -> bool | None:
+        """Returns what the protocol says, which is asked once: whether the socket stays open for answers."""
+        if self._protocol is None or self._is_closing or self._has_ended:
+            return self._has_ended and not self._is_closing
+        self._has_ended = True
+        return self._protocol.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
@@ -182,12 +185,19 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             for part in parts:
                 self.write(part)
 
+    def write_eof(self) -> None:
+        """Say farewell behind what was written, and drop all that still comes, unread, until the socket closes."""
+        if not self._is_closing:
+            self._is_dropping = True
+            self._say_farewell()
+            self._socket.write_eof()
+
     def close(self) -> None:
         """Say farewell behind what was written, and close when the socket took it all."""
         if self._is_closing:
             return
         self._is_closing = True
-        if self._protocol is not None:
+        if self._protocol is not None and not self._is_dropping:
             self._say_farewell()
         self._socket.close()
 
@@ -236,7 +246,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         return self._socket.get_write_buffer_limits()
 
     def can_write_eof(self) -> bool:
-        return False
+        return True
 
     # Inside
 
@@ -344,9 +354,8 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._socket.resume_reading()
 
     def _end(self) -> None:
-        """The peer said farewell, which is as if its socket had ended."""
-        if not self._is_closing and self._protocol is not None:
-            self._protocol.eof_received()
+        """The peer said farewell, which is as if its socket had ended: what was asked before may still be answered."""
+        if not self._is_closing and self._protocol is not None and not self._protocol.eof_received():
             self.close()
 
     def _fail(self, error: ssl.SSLError) -> None:

@@ -8,6 +8,7 @@ LIMITS = HttpLimits(
     max_connections=10,
     max_headers=10,
     max_header_bytes=1000,
+    max_chunk_bytes=1000,
     header_timeout_s=2,
     body_timeout_s=4,
     min_body_bytes_per_s=100,
