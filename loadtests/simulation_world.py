@@ -16,7 +16,7 @@ from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
@@ -134,7 +134,7 @@ def set_stage(
         limits=limits,
         shared=shared or SharedThreads(1, loop),
         threads=1,
-        inline=InlineBudget(loop),
+        inline=InlineRuns(InlineBudget(loop)),
         loop=loop,
         clock=clock,
         observe_batch=lambda *_: None,

@@ -13,7 +13,7 @@ from ortserve.batching.arrivals import ArrivalRate
 from ortserve.batching.boarding import Boarding
 from ortserve.batching.exits import Exits
 from ortserve.batching.failing import fail
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineRuns
 from ortserve.batching.instances import Instances
 from ortserve.batching.isolation import Group, halve
 from ortserve.batching.learned import Decisions, Learned, describe
@@ -49,7 +49,7 @@ class Batcher:
         limits: QueueLimits,
         shared: SharedThreads,
         threads: int,
-        inline: InlineBudget | None,
+        inline: InlineRuns | None,
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         observe_batch: ObserveBatch,
@@ -66,7 +66,7 @@ class Batcher:
             limits: What may wait.
             shared: With the other models that run on them.
             threads: Of these, that a run holds.
-            inline: Shared by all models of the loop; None where no run may happen on it.
+            inline: Its runs on the loop; None where it computes on a device, and none ever happens there.
             loop: Of the thread that everything but the runs happens on.
             clock: Monotonic nanoseconds.
             observe_batch: Told of each batch that ran: its rows, when it was chosen, what came of it, when the loop
@@ -79,7 +79,7 @@ class Batcher:
         self._policy = policy
         self._queue = queue
         self._share = shared.share(threads, self._wake)
-        self._budget = inline
+        self._inline = inline
         self._loop = loop
         self._clock = clock
         self._observe_batch = observe_batch
@@ -185,6 +185,7 @@ class Batcher:
             rows_per_s=self._arrivals.per_s(self._clock()),
             saturation=self.saturation(),
             answer_ns=self._answer_time.high_ns,
+            off_loop_because="it computes on a device" if self._inline is None else self._inline.barred_because,
         )
 
     def saturation(self) -> float | None:
@@ -291,22 +292,28 @@ class Batcher:
         self.decisions.padding_rows += bucket - group.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self._budget is not None and self._budget.take(group.shape_class.run_latency.predict_ns(bucket)):
-            self._run_here(group, batch, bucket, now_ns)
+        elif self._inline is not None and self._inline.take(group.shape_class.run_latency.predict_ns(bucket)):
+            self._run_here(self._inline, group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
 
-    def _run_here(self, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
+    def _run_here(self, inline: InlineRuns, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
         latency = group.shape_class.batch_latency
         self.decisions.inline += 1
         self._share.charge(latency.predict_ns(bucket), wants_more=bool(self._boarding))
+        began_cpu_ns = inline.begin()
+        outcome: BatchResult | Exception
         try:
-            result = self._instances.free[-1].run(batch)
+            outcome = self._instances.free[-1].run(batch)
         except Exception as error:  # noqa: BLE001 - whatever the run raised belongs to its callers
-            self._on_failed(group, bucket, now_ns, error)
+            outcome = error
+        elapsed_ns = self._clock() - now_ns
+        self.decisions.inline_overruns += inline.end(began_cpu_ns, elapsed_ns)
+        if isinstance(outcome, Exception):
+            self._on_failed(group, bucket, now_ns, outcome)
         else:
-            latency.observe(bucket, self._clock() - now_ns)
-            self._on_computed(group, bucket, now_ns, result)
+            latency.observe(bucket, elapsed_ns)
+            self._on_computed(group, bucket, now_ns, outcome)
         self._wake_if_needed()
 
     def _run_on_worker(self, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:

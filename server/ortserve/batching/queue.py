@@ -17,6 +17,8 @@ OPEN_DUE_RUNS: Final = 10
 """A request without a deadline counts as due after this many full batches, so that deadlines cannot starve it."""
 
 _PATIENCE_BATCHES: Final = 16
+_MOST_OF_RUN: Final = 1000.0
+"""Runs count nearly as they were seen: of a model that has become slow, the second is not on the loop any more."""
 
 _order = attrgetter("order")
 
@@ -28,7 +30,7 @@ class ShapeClass:
         riders: By priority level, then by when they are due; in order of arrival where none has a deadline.
         rows: Rows of them all.
         batch_latency: Of a batch, from being chosen to its answers being ready on the loop.
-        run_latency: Of the model alone.
+        run_latency: Of the model alone, which decides about runs on the event loop.
         echo: How soon callers come back, and the wait for them.
     """
 
@@ -125,7 +127,7 @@ class RiderQueue:
         known = self._classes.get(key)
         if known is None:
             known = self._classes[key] = ShapeClass(
-                key, LatencyModel(self._known_batches), LatencyModel(self._known_runs)
+                key, LatencyModel(self._known_batches), LatencyModel(self._known_runs, most=_MOST_OF_RUN)
             )
             self._forget_idle(known)
         elif len(self._classes) > 1:

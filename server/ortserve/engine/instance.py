@@ -4,6 +4,7 @@ import threading
 import time
 from contextlib import nullcontext
 from queue import SimpleQueue
+from typing import Final
 
 import onnxruntime as ort
 
@@ -55,7 +56,8 @@ class Instance:
                 not for the event loop, since it may wait there.
         """
         self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
-        self._is_single_threaded = runs_on_its_thread(session, intra_op_threads)
+        self.is_single_threaded: Final = runs_on_its_thread(session, intra_op_threads)
+        """Whether all work of a run happens on the thread that runs it."""
         self._clock = clock
         self._staging = HostStaging(len(signature.inputs), padding)
         self._binding: HostBinding | None = None
@@ -140,7 +142,7 @@ class Instance:
         if self._gate is not None:
             with self._gate.shared():
                 return self.run(batch)
-        if not self._is_single_threaded:
+        if not self.is_single_threaded:
             return self.run(batch)
         # Behind a busy event loop a worker waits for the interpreter lock up to the switch interval after its run. With
         # no other threads at work the thread's CPU time is the run's length without that wait.

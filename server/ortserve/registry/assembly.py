@@ -1,6 +1,7 @@
 """From a loaded model to one that answers: its instances behind a queue and a batcher, its numbers in the metrics."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -8,7 +9,7 @@ from functools import partial
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.alarm import best_alarm
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.learned import Learned
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
@@ -72,7 +73,7 @@ class Assembly:
             # A run on a GPU neither waits for processors nor keeps others from them, and its session is its worker's.
             shared=self._processors if runs_on_host else SharedThreads(len(loaded.instances) * depth, self._loop),
             threads=loaded.run_threads if runs_on_host else 1,
-            inline=self._inline if runs_on_host else None,
+            inline=self._inline_runs(loaded, metrics) if runs_on_host else None,
             loop=self._loop,
             clock=self._clock,
             observe_batch=metrics.observe_batch,
@@ -97,6 +98,17 @@ class Assembly:
             metrics,
             configuration=configuration,
             properties=describe_properties(loaded, batcher.max_rows),
+        )
+
+    def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
+        works_on_its_thread = all(
+            isinstance(runner, Instance) and runner.is_single_threaded for runner in loaded.instances
+        )
+        return InlineRuns(
+            self._inline,
+            f"{metrics.name}/{metrics.version}",
+            barred_because=loaded.unbounded_because,
+            cpu_clock=time.thread_time_ns if works_on_its_thread else None,
         )
 
 

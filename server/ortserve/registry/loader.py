@@ -11,6 +11,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
@@ -251,8 +252,19 @@ class _Load:
             raise
         choice, operators, threads = warm.choice, warm.contents.operators, warm.threads
         run_threads = threads + self._branches - 1
+        unbounded_because = why_unbounded(self._path, interface.model)
         return LoadedModel(
-            (instance,), interface, found, choice, operators, threads, run_threads, padding, self._labels, on_device
+            (instance,),
+            interface,
+            found,
+            choice,
+            operators,
+            threads,
+            run_threads,
+            padding,
+            self._labels,
+            on_device,
+            unbounded_because=unbounded_because,
         )
 
     def _timed_on(

@@ -64,7 +64,8 @@ BATCHING_DECISIONS: Final = Declaration(
     "counter",
     ("model", "version", "decision"),
     "What the batcher decided, in numbers of batches, requests or rows: batches, inline and retries (batches that ran, "
-    "on the event loop, or again in part); refused_full, refused_late, dropped_late and left (requests); delayed "
+    "on the event loop, or again in part); inline_overruns (1 once a run on the event loop took over 2 ms, after which "
+    "all others run on workers); refused_full, refused_late, dropped_late and left (requests); delayed "
     "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody); out_of_memory (batches after "
     "which the most rows of a batch were halved).",
 )

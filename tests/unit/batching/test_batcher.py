@@ -13,7 +13,7 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
@@ -112,7 +112,7 @@ def play(
             limits=QueueLimits(max_queue_rows, max_queue_bytes),
             shared=shared,
             threads=threads,
-            inline=InlineBudget(loop),
+            inline=InlineRuns(InlineBudget(loop)),
             loop=loop,
             clock=clock,
             observe_batch=lambda rows, *_: observed.append(rows),
@@ -924,6 +924,35 @@ def test_full_queue_counts_bytes_too() -> None:
         await asyncio.gather(running, waiting)
 
     play(main, max_queue_bytes=40)
+
+
+def test_a_run_over_the_limit_is_the_last_on_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        for value in range(20):
+            await stage.submit(rows_of(value))
+        assert [run.is_inline for run in stage.runner.runs] == [True] + 19 * [False]
+        assert (stage.batcher.decisions.inline, stage.batcher.decisions.inline_overruns) == (1, 1)
+        assert "took 2700.0 ms" in stage.batcher.learned().off_loop_because
+
+    play(main, run_ns=2_700 * MS, known_ns=20 * US)
+
+
+def test_a_failed_run_over_the_limit_is_the_last_on_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        for value in (POISON, 1, 2):
+            await asyncio.gather(stage.submit(rows_of(value)), return_exceptions=True)
+        assert [run.is_inline for run in stage.runner.runs] == [True, False, False]
+
+    play(main, run_ns=3 * MS, known_ns=20 * US)
+
+
+def test_a_model_that_has_become_slow_runs_on_its_worker_after_two_runs() -> None:
+    async def main(stage: Stage) -> None:
+        for value in range(20):
+            await stage.submit(rows_of(value))
+        assert stage.batcher.decisions.inline <= 2
+
+    play(main, run_ns=MS, known_ns=20 * US)
 
 
 def test_runs_on_the_loop_hold_no_threads_of_the_device() -> None:
