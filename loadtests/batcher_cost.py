@@ -52,6 +52,14 @@ class InstantRunner:
         now_ns = monotonic_ns()
         return BatchResult((self._outputs[: batch.rows],), now_ns, now_ns, 1_000)
 
+    is_running = False
+
+    def terminate(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
+    def abandon(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
     def start(self, batch: Batch, done: BatchDone) -> None:
         done(self.run(batch))
 

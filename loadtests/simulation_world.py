@@ -86,6 +86,14 @@ class SimulatedRunner:
     def run(self, batch: Batch) -> BatchResult:
         raise AssertionError("no simulated batch is short enough to run on the loop")
 
+    is_running = False
+
+    def terminate(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
+    def abandon(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
     def start(self, batch: Batch, done: BatchDone) -> None:
         took_ns = self._machine.latency_ns(batch.bucket)
         if self._machine.noise:

@@ -21,6 +21,7 @@ from ortserve.batching.pieces import run_in_pieces
 from ortserve.batching.planner import BatchPolicy, lower_cap
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider, make_batch, settle_all
+from ortserve.batching.run_watch import RunEvents, RunLimits, RunWatch
 from ortserve.batching.saturation import saturation
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
@@ -56,6 +57,9 @@ class Batcher:
         make_alarm: MakeAlarm | None = None,
         depth: int = 1,
         on_lost: Callable[[str], object] | None = None,
+        name: str = "",
+        run_limits: RunLimits | None = None,
+        run_events: RunEvents | None = None,
     ) -> None:
         """Open for requests.
 
@@ -74,6 +78,9 @@ class Batcher:
             make_alarm: What to be woken by; None for the loop's own timers.
             depth: How many batches an instance takes at a time.
             on_lost: Told why, once no instance is left whose device is not lost; everybody was refused by then.
+            name: Of the model, for errors and the log.
+            run_limits: Of runs on workers; None for those that are derived.
+            run_events: What is told of runs over their limits.
         """
         self._instances = Instances(runners, depth)
         self._policy = policy
@@ -87,6 +94,7 @@ class Batcher:
         self._alarm = make_alarm(self._wake) if make_alarm else LoopAlarm(loop, self._wake)
         self._closed_because = ""
         self._on_lost = on_lost
+        self._name = name
         self._idle: asyncio.Event | None = None
         self._divided = 0  # requests that run in pieces, of which some may still be to come
         self._arrivals = ArrivalRate()
@@ -94,11 +102,29 @@ class Batcher:
         self.decisions: Final = Decisions()
         self._exits = Exits(queue, self.decisions, loop, clock)
         self._boarding = Boarding(queue, self._exits, self.decisions)
+        self._watch = RunWatch(
+            name,
+            run_limits or RunLimits(),
+            self._instances,
+            self._share,
+            self._boarding,
+            self.decisions,
+            run_events,
+            self._on_given_up_last,
+            self._wake_if_needed,
+            loop,
+            clock,
+        )
         self._admission = Admission(lambda: self._policy, queue, limits, self.decisions, instances=len(runners))
 
     @property
     def queued_rows(self) -> int:
         return self._queue.rows
+
+    @property
+    def has_instances(self) -> bool:
+        """Whether any instance is left that can run something."""
+        return self._instances.count > 0
 
     @property
     def max_rows(self) -> int:
@@ -175,6 +201,7 @@ class Batcher:
             await self._idle.wait()
         self._alarm.close()
         self._exits.close()
+        self._watch.close()
 
     def learned(self) -> Learned:
         """What was learned and decided so far. Only reads, so that a scrape may ask from its own thread."""
@@ -318,8 +345,10 @@ class Batcher:
 
     def _run_on_worker(self, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
         predicted_ns = group.shape_class.batch_latency.predict_ns(bucket)
+        begins_ns = self._instances.begins_ns(self._instances.free[-1], now_ns)
         runner = self._instances.lend(predicted_ns, now_ns)
         self._share.begin(predicted_ns)
+        self._watch.begin(runner, group, predicted_ns, begins_ns, now_ns)
         runner.start(batch, partial(self._come_back, runner, group, bucket, now_ns))
         if self._instances.free or self._instances.lends_ahead:
             self._wake_if_needed()
@@ -346,10 +375,15 @@ class Batcher:
     def _on_done(
         self, runner: Runner, group: Group, bucket: int, taken_ns: int, outcome: BatchResult | Exception
     ) -> None:
+        run = self._watch.end(group, runner)
+        if run is None:
+            return  # it was given up, and all that follows was done then
         now_ns = self._clock()
         began_ns = self._instances.give_back(runner, taken_ns, now_ns)
         self._share.end()
-        if isinstance(outcome, DeviceLostError):
+        if run.is_overdue and not isinstance(outcome, DeviceLostError):
+            group.shape_class.batch_latency.observe(bucket, now_ns - began_ns)
+        elif isinstance(outcome, DeviceLostError):
             fail(group, taken_ns, outcome)
             self._on_device_lost(runner, outcome)
         elif isinstance(outcome, Exception):
@@ -392,6 +426,11 @@ class Batcher:
                 self._boarding.run_again(halves)
                 return
         fail(group, taken_ns, error)
+
+    def _on_given_up_last(self, reason: str) -> None:
+        """Refuse all who wait and all who will come, as no instance is left."""
+        self._closed_because = self._closed_because or f"Model '{self._name}' has no instance left: {reason}"
+        self._boarding.refuse_all(ServeError(ErrorKind.NOT_READY, self._closed_because, retry_after_s=1))
 
     def _on_device_lost(self, runner: Runner, error: DeviceLostError) -> None:
         """Run nothing there again; where there is nothing else, refuse all who wait and all who will come."""

@@ -34,6 +34,10 @@ class Decisions:
     """Times that a batch waited for callers to come back."""
     padding_rows: int = 0
     """Rows computed for nobody, to fill a bucket."""
+    run_timeouts: int = 0
+    """Batches that were told to end, because they were over their time limit."""
+    abandoned: int = 0
+    """Of these, batches that did not end, whose instances were given up."""
     out_of_memory: int = 0
     """Batches that found too little memory, after each of which batches are smaller."""
 

@@ -13,6 +13,7 @@ from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.learned import Learned
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
@@ -46,6 +47,7 @@ class Assembly:
         configuration: Configuration,
         metrics: ModelMetrics,
         on_lost: Callable[[str], object] | None = None,
+        run_events: RunEvents | None = None,
     ) -> ServedModel:
         """Open a loaded model for requests.
 
@@ -54,6 +56,7 @@ class Assembly:
             configuration: It was loaded with.
             metrics: The series of its version, which name it.
             on_lost: Told why, once the devices of all its instances are lost, so that it answers nobody any more.
+            run_events: Told of runs over their limits.
         """
         found = loaded.warm_up
         options = configuration.options
@@ -80,6 +83,9 @@ class Assembly:
             make_alarm=partial(best_alarm, self._loop),
             depth=depth,
             on_lost=on_lost,
+            name=metrics.name,
+            run_limits=_run_limits(options),
+            run_events=run_events,
         )
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue))
         metrics.set_saturation_source(batcher.saturation)
@@ -122,6 +128,11 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
         tuple(sorted(set(options.buckets))) or loaded.on_device.sizes,
         options.echo_wait,
     )
+
+
+def _run_limits(options: ModelOptions) -> RunLimits:
+    timeout_s = options.run_timeout_s
+    return RunLimits(None if timeout_s is None else round(timeout_s * 1e9), round(options.run_grace_s * 1e9))
 
 
 def _numbers(learned: Learned, queue: RiderQueue) -> BatchingNumbers:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,7 +23,7 @@ def ints(name: str, *values: int) -> onnx.TensorProto:
 
 
 def spec(
-    name: str = "x", datatype: DataType = DataType.FP32, shape: Sequence[int] = (-1, 4), **more: bool
+    name: str = "x", datatype: DataType = DataType.FP32, shape: Sequence[int] = (-1, 4), **more: Any
 ) -> TensorSpec:
     return TensorSpec(name, datatype, tuple(shape), **more)
 
@@ -49,7 +50,7 @@ def write(
     return path
 
 
-def node(operator: str, inputs: Sequence[str] = ("x",), outputs: Sequence[str] = ("y",), **attributes: object) -> Node:
+def node(operator: str, inputs: Sequence[str] = ("x",), outputs: Sequence[str] = ("y",), **attributes: Any) -> Node:
     return helper.make_node(operator, inputs, outputs, name=f"the {operator}", **attributes)
 
 
@@ -146,7 +147,7 @@ def test_an_initializer_that_requests_may_replace_is_not_fixed(tmp_path: Path) -
     [
         [node("Cast", to=TensorProto.STRING)],
         [node("Constant", [], value_string="a")],
-        [node("Constant", [], value=helper.make_tensor("v", TensorProto.STRING, [1], [b"a"]))],
+        [node("Constant", [], value=numpy_helper.from_array(np.array(["a"], object), "v"))],
     ],
 )
 def test_nodes_that_make_strings_are_named(tmp_path: Path, nodes: list[Node]) -> None:
@@ -155,7 +156,7 @@ def test_nodes_that_make_strings_are_named(tmp_path: Path, nodes: list[Node]) ->
 
 
 def test_strings_among_the_initializers_are_named(tmp_path: Path) -> None:
-    texts = helper.make_tensor("words", TensorProto.STRING, [1], [b"a"])
+    texts = numpy_helper.from_array(np.array(["a"], object), "words")
     assert "holds strings" in why(tmp_path, node("Identity"), weights=[texts])
 
 
