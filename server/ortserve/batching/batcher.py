@@ -24,6 +24,7 @@ from ortserve.batching.riders import Rider, make_batch, settle_all
 from ortserve.batching.run_watch import RunEvents, RunLimits, RunWatch
 from ortserve.batching.saturation import saturation
 from ortserve.batching.shared_threads import SharedThreads
+from ortserve.batching.text_weight import most_rows, text_units
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.promise import Promise
@@ -57,6 +58,7 @@ class Batcher:
         make_alarm: MakeAlarm | None = None,
         depth: int = 1,
         on_lost: Callable[[str], object] | None = None,
+        has_texts: bool = False,
         name: str = "",
         run_limits: RunLimits | None = None,
         run_events: RunEvents | None = None,
@@ -78,6 +80,7 @@ class Batcher:
             make_alarm: What to be woken by; None for the loop's own timers.
             depth: How many batches an instance takes at a time.
             on_lost: Told why, once no instance is left whose device is not lost; everybody was refused by then.
+            has_texts: Whether inputs hold texts, of which a run takes no more than ``text_weight`` says.
             name: Of the model, for errors and the log.
             run_limits: Of runs on workers; None for those that are derived.
             run_events: What is told of runs over their limits.
@@ -94,6 +97,7 @@ class Batcher:
         self._alarm = make_alarm(self._wake) if make_alarm else LoopAlarm(loop, self._wake)
         self._closed_because = ""
         self._on_lost = on_lost
+        self._has_texts = has_texts
         self._name = name
         self._idle: asyncio.Event | None = None
         self._divided = 0  # requests that run in pieces, of which some may still be to come
@@ -130,10 +134,15 @@ class Batcher:
     def max_rows(self) -> int:
         return self._policy.max_rows
 
+    def most_rows(self, inputs: Arrays, rows: int) -> int:
+        """The most rows of such a request that run together: ``max_rows``, or fewer where they have much text."""
+        max_rows = self._policy.max_rows
+        return most_rows(text_units(inputs), rows, max_rows) if self._has_texts else max_rows
+
     def submit(
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms = NO_TERMS
     ) -> Rider:
-        """Queue a request of at most ``max_rows`` rows.
+        """Queue a request of at most ``most_rows`` rows.
 
         Args:
             inputs: In the signature's order; they must stay unchanged until the rider's promise is settled.
@@ -160,7 +169,7 @@ class Batcher:
     async def submit_in_pieces(
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms = NO_TERMS
     ) -> Arrays:
-        """Run a request of more than ``max_rows`` rows as several, some at a time, and put the answers together.
+        """Run a request of more than ``most_rows`` rows as several, some at a time, and put the answers together.
 
         ``timing`` then tells of the piece that was answered last.
 
@@ -178,7 +187,7 @@ class Batcher:
         self._divided += 1
         try:
             # The most rows may be less by the time that the pieces are answered.
-            return await run_in_pieces(inputs, rows, self._policy.max_rows, enqueue, self.leave)
+            return await run_in_pieces(inputs, rows, self.most_rows(inputs, rows), enqueue, self.leave)
         finally:
             self._divided -= 1
             self._note_idle()
@@ -272,6 +281,7 @@ class Batcher:
             terms.start_by_ns,
             nbytes,
             shape_class.key,
+            text_units(inputs) if self._has_texts else 0,
         )
         if terms.finish_by_ns is not None or terms.start_by_ns is not None:
             self._exits.expect(rider, now_ns)

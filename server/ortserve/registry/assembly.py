@@ -17,6 +17,7 @@ from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
+from ortserve.core.dtypes import DataType
 from ortserve.core.padding import StagedElements
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.readings import read_runs
@@ -83,6 +84,7 @@ class Assembly:
             make_alarm=partial(best_alarm, self._loop),
             depth=depth,
             on_lost=on_lost,
+            has_texts=any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs),
             name=metrics.name,
             run_limits=_run_limits(options),
             run_events=run_events,
