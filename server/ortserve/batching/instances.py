@@ -96,7 +96,7 @@ class Instances:
 
     def begins_ns(self, runner: Runner, now_ns: int) -> float:
         """When a run begins that one is lent for now: once those before it are predicted to be over."""
-        return max(now_ns, self._busy_until_ns.get(runner, 0)) if self.lends_ahead else now_ns
+        return float(max(now_ns, self._busy_until_ns.get(runner, 0)) if self.lends_ahead else now_ns)
 
     def busy_ns(self, now_ns: int) -> float:
         """Until the first is idle, as predicted; 0 only where one is.

@@ -52,14 +52,14 @@ class RunLimits:
     def limit_ns(self, predicted_ns: float | None) -> float:
         """How long a run that is predicted to take so long may last."""
         if self.timeout_ns is not None:
-            return self.timeout_ns
+            return float(self.timeout_ns)
         predicted = known_ns(predicted_ns)
-        return max(LEAST_LIMIT_NS, _MULTIPLE * predicted) if predicted else UNKNOWN_LIMIT_NS
+        return max(LEAST_LIMIT_NS, _MULTIPLE * predicted) if predicted else float(UNKNOWN_LIMIT_NS)
 
 
 def latest_deadline_ns(group: Group) -> float:
     """When the last deadline of a group passes; infinite where a rider has none."""
-    return max(math.inf if rider.finish_by_ns is None else rider.finish_by_ns for rider in group.riders)
+    return max([math.inf if rider.finish_by_ns is None else float(rider.finish_by_ns) for rider in group.riders])
 
 
 class Run:
@@ -171,7 +171,7 @@ class RunWatch:
                 self._give_up(run, now_ns)
             else:
                 run.is_overdue = True
-                run.due_ns = now_ns + self._limits.grace_ns
+                run.due_ns = float(now_ns + self._limits.grace_ns)
                 self._end(run, now_ns)
         if self._runs:
             self._set(min([run.due_ns for run in self._runs.values()]), now_ns)
