@@ -27,7 +27,7 @@ from harness import circumstances, running, spread, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
-from ortserve.batching.inline import InlineBudget  # noqa: E402
+from ortserve.batching.inline import InlineBudget, InlineRuns  # noqa: E402
 from ortserve.batching.planner import BatchPolicy  # noqa: E402
 from ortserve.batching.queue import RiderQueue  # noqa: E402
 from ortserve.batching.shared_threads import SharedThreads  # noqa: E402
@@ -52,6 +52,14 @@ class InstantRunner:
         now_ns = monotonic_ns()
         return BatchResult((self._outputs[: batch.rows],), now_ns, now_ns, 1_000)
 
+    is_running = False
+
+    def terminate(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
+    def abandon(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
     def start(self, batch: Batch, done: BatchDone) -> None:
         done(self.run(batch))
 
@@ -69,7 +77,7 @@ async def batcher_us() -> float:
         limits=QueueLimits(4096, 2**30),
         shared=SharedThreads(1, loop),
         threads=1,
-        inline=InlineBudget(loop),
+        inline=InlineRuns(InlineBudget(loop)),
         loop=loop,
         clock=monotonic_ns,
         observe_batch=lambda *_: None,

@@ -16,7 +16,7 @@ from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
@@ -86,6 +86,14 @@ class SimulatedRunner:
     def run(self, batch: Batch) -> BatchResult:
         raise AssertionError("no simulated batch is short enough to run on the loop")
 
+    is_running = False
+
+    def terminate(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
+    def abandon(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
     def start(self, batch: Batch, done: BatchDone) -> None:
         took_ns = self._machine.latency_ns(batch.bucket)
         if self._machine.noise:
@@ -134,7 +142,7 @@ def set_stage(
         limits=limits,
         shared=shared or SharedThreads(1, loop),
         threads=1,
-        inline=InlineBudget(loop),
+        inline=InlineRuns(InlineBudget(loop)),
         loop=loop,
         clock=clock,
         observe_batch=lambda *_: None,

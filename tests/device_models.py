@@ -167,7 +167,7 @@ def on_device(
         lane,
         name="m/1",
         clock=time.monotonic_ns,
-        run_options=run_options(SessionSettings(), captures=captures),
+        run_options=run_options(SessionSettings()),
         captures=captures and not one_each,
         open_for_graph=partial(open_one, captures=True) if one_each else None,
         shrink_arenas=shrink_arenas,

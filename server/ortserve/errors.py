@@ -93,6 +93,13 @@ class OutOfMemoryError(ServeError):
         super().__init__(ErrorKind.INTERNAL, message)
 
 
+class RunTimeoutError(ServeError):
+    """A run was over its time limit, and was told to end."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorKind.DEADLINE, message)
+
+
 class DeviceLostError(ServeError):
     """A device will run nothing more for this process; running again cannot help."""
 

@@ -42,6 +42,18 @@ class FakeRun:
         return [len(part) for part in self.parts]
 
 
+class NeverOverdue:
+    """The part of a runner by which runs are ended, for one whose runs always end by themselves."""
+
+    is_running = False
+
+    def terminate(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
+    def abandon(self) -> None:
+        raise AssertionError("its runs end by themselves")
+
+
 class FakeRunner:
     """Runs batches of one INT64 input of two axes, in a time that is a function of the rows they are padded to.
 
@@ -61,18 +73,22 @@ class FakeRunner:
     ) -> None:
         self._loop = loop
         self._clock = clock
-        self._latency_ns = latency_ns
+        self.latency_ns = latency_ns
         self._compute = compute
         self._depth = depth
         self._in_flight = 0
         self._free_at_ns = 0
         self.runs: list[FakeRun] = []
         self.violations: list[str] = []
+        self.terminated = 0
+        self.is_endless = False
+        self.is_abandoned = False
+        self._pending: tuple[asyncio.TimerHandle, BatchDone] | None = None
 
     def run(self, batch: Batch) -> BatchResult:
         """Take the time at once."""
         began_ns = self._begin(batch)
-        self._clock.advance(self._latency_ns(batch.bucket))
+        self._clock.advance(self.latency_ns(batch.bucket))
         outcome = self._end(batch, began_ns, is_inline=True)
         if isinstance(outcome, Exception):
             raise outcome
@@ -82,9 +98,30 @@ class FakeRunner:
         """Call ``done`` when the time is over."""
         began_ns = self._begin(batch)
         computes_ns = max(began_ns, self._free_at_ns)
-        self._free_at_ns = computes_ns + self._latency_ns(batch.bucket)
+        self._free_at_ns = computes_ns + self.latency_ns(batch.bucket)
         seconds = (self._free_at_ns - began_ns) / 1e9
-        self._loop.call_later(seconds, lambda: done(self._end(batch, computes_ns, is_inline=False)))
+        self._pending = (
+            self._loop.call_later(seconds, lambda: done(self._end(batch, computes_ns, is_inline=False))),
+            done,
+        )
+
+    def terminate(self) -> None:
+        """End the run at once, with an error, unless runs do not end."""
+        self.terminated += 1
+        if self._pending is not None and not self.is_endless:
+            timer, done = self._pending
+            timer.cancel()
+            self._in_flight -= 1
+            self._free_at_ns = self._clock()
+            self._pending = None
+            done(ServeError(ErrorKind.INTERNAL, "terminate flag"))
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+    @property
+    def is_running(self) -> bool:
+        return self._in_flight > 0
 
     def _begin(self, batch: Batch) -> int:
         if self._in_flight == self._depth:

@@ -214,6 +214,56 @@ def slow(path: Path, steps: int = 30_000) -> Path:
     return _write(path, nodes, [_fp32("x", "batch", 4)], [_fp32("y", "batch", 4)], weights)
 
 
+def repeats(path: Path, steps: int | None = None) -> Path:
+    """A loop of as many steps as the request says: x INT64 [1] → y INT64 [], the number of steps.
+
+    With ``steps`` each request runs so many, whatever it brings.
+    """
+    body = helper.make_graph(
+        [
+            helper.make_node("Add", ["h", "one"], ["h_next"]),
+            helper.make_node("Identity", ["go_on"], ["go_on_next"]),
+        ],
+        "step",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            _int64("h"),
+        ],
+        [helper.make_tensor_value_info("go_on_next", TensorProto.BOOL, []), _int64("h_next")],
+    )
+    nodes = [
+        helper.make_node("Squeeze", ["x"], ["steps_of_x"]),
+        helper.make_node("Loop", ["steps_of_x" if steps is None else "steps", "", "zero"], ["y"], body=body),
+    ]
+    numbers = {"one": 1, "zero": 0} | ({} if steps is None else {"steps": steps})
+    weights = [numpy_helper.from_array(np.array(value, np.int64), name) for name, value in numbers.items()]
+    return _write(path, nodes, [_int64("x", 1)], [_int64("y")], weights)
+
+
+def multiplies(path: Path, least: int = 0) -> Path:
+    """One long operator, inside which no run can be ended: x INT64 [1] → y FP32 [1].
+
+    The product of two matrices of x × x ones: y is x. With 2048 some 1 s on one thread of a virtual AMD EPYC core, and
+    eight times as long or more for twice the size. Each request counts as ``least`` at
+    least.
+    """
+    nodes = [
+        helper.make_node("Max", ["x", "least"], ["n"]),
+        helper.make_node("Concat", ["n", "n"], ["size"], axis=0),
+        helper.make_node("Expand", ["one", "size"], ["a"]),
+        helper.make_node("MatMul", ["a", "a"], ["product"]),
+        helper.make_node("ReduceMax", ["product"], ["most"], keepdims=0),
+        helper.make_node("Unsqueeze", ["most", "axes"], ["y"]),
+    ]
+    weights = [
+        numpy_helper.from_array(np.ones((1, 1), np.float32), "one"),
+        numpy_helper.from_array(np.array([0], np.int64), "axes"),
+        numpy_helper.from_array(np.array([least], np.int64), "least"),
+    ]
+    return _write(path, nodes, [_int64("x", 1)], [_fp32("y", 1)], weights)
+
+
 def refuses_synthetic(path: Path) -> Path:
     """Runs on proper inputs, not on invented ones: x INT64 [batch, 4] → y FP32 [batch, 4], y = (x - 2) / 2.
 

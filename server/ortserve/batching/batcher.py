@@ -13,7 +13,7 @@ from ortserve.batching.arrivals import ArrivalRate
 from ortserve.batching.boarding import Boarding
 from ortserve.batching.exits import Exits
 from ortserve.batching.failing import fail
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineRuns
 from ortserve.batching.instances import Instances
 from ortserve.batching.isolation import Group, halve
 from ortserve.batching.learned import Decisions, Learned, describe
@@ -21,8 +21,10 @@ from ortserve.batching.pieces import run_in_pieces
 from ortserve.batching.planner import BatchPolicy, lower_cap
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider, make_batch, settle_all
+from ortserve.batching.run_watch import RunEvents, RunLimits, RunWatch
 from ortserve.batching.saturation import saturation
 from ortserve.batching.shared_threads import SharedThreads
+from ortserve.batching.text_weight import most_rows, text_units
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.promise import Promise
@@ -49,13 +51,17 @@ class Batcher:
         limits: QueueLimits,
         shared: SharedThreads,
         threads: int,
-        inline: InlineBudget | None,
+        inline: InlineRuns | None,
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         observe_batch: ObserveBatch,
         make_alarm: MakeAlarm | None = None,
         depth: int = 1,
         on_lost: Callable[[str], object] | None = None,
+        has_texts: bool = False,
+        name: str = "",
+        run_limits: RunLimits | None = None,
+        run_events: RunEvents | None = None,
     ) -> None:
         """Open for requests.
 
@@ -66,7 +72,7 @@ class Batcher:
             limits: What may wait.
             shared: With the other models that run on them.
             threads: Of these, that a run holds.
-            inline: Shared by all models of the loop; None where no run may happen on it.
+            inline: Its runs on the loop; None where it computes on a device, and none ever happens there.
             loop: Of the thread that everything but the runs happens on.
             clock: Monotonic nanoseconds.
             observe_batch: Told of each batch that ran: its rows, when it was chosen, what came of it, when the loop
@@ -74,12 +80,16 @@ class Batcher:
             make_alarm: What to be woken by; None for the loop's own timers.
             depth: How many batches an instance takes at a time.
             on_lost: Told why, once no instance is left whose device is not lost; everybody was refused by then.
+            has_texts: Whether inputs hold texts, of which a run takes no more than ``text_weight`` says.
+            name: Of the model, for errors and the log.
+            run_limits: Of runs on workers; None for those that are derived.
+            run_events: What is told of runs over their limits.
         """
         self._instances = Instances(runners, depth)
         self._policy = policy
         self._queue = queue
         self._share = shared.share(threads, self._wake)
-        self._budget = inline
+        self._inline = inline
         self._loop = loop
         self._clock = clock
         self._observe_batch = observe_batch
@@ -87,6 +97,8 @@ class Batcher:
         self._alarm = make_alarm(self._wake) if make_alarm else LoopAlarm(loop, self._wake)
         self._closed_because = ""
         self._on_lost = on_lost
+        self._has_texts = has_texts
+        self._name = name
         self._idle: asyncio.Event | None = None
         self._divided = 0  # requests that run in pieces, of which some may still be to come
         self._arrivals = ArrivalRate()
@@ -94,6 +106,19 @@ class Batcher:
         self.decisions: Final = Decisions()
         self._exits = Exits(queue, self.decisions, loop, clock)
         self._boarding = Boarding(queue, self._exits, self.decisions)
+        self._watch = RunWatch(
+            name,
+            run_limits or RunLimits(),
+            self._instances,
+            self._share,
+            self._boarding,
+            self.decisions,
+            run_events,
+            self._on_given_up_last,
+            self._wake_if_needed,
+            loop,
+            clock,
+        )
         self._admission = Admission(lambda: self._policy, queue, limits, self.decisions, instances=len(runners))
 
     @property
@@ -101,13 +126,23 @@ class Batcher:
         return self._queue.rows
 
     @property
+    def has_instances(self) -> bool:
+        """Whether any instance is left that can run something."""
+        return self._instances.count > 0
+
+    @property
     def max_rows(self) -> int:
         return self._policy.max_rows
+
+    def most_rows(self, inputs: Arrays, rows: int) -> int:
+        """The most rows of such a request that run together: ``max_rows``, or fewer where they have much text."""
+        max_rows = self._policy.max_rows
+        return most_rows(text_units(inputs), rows, max_rows) if self._has_texts else max_rows
 
     def submit(
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms = NO_TERMS
     ) -> Rider:
-        """Queue a request of at most ``max_rows`` rows.
+        """Queue a request of at most ``most_rows`` rows.
 
         Args:
             inputs: In the signature's order; they must stay unchanged until the rider's promise is settled.
@@ -134,7 +169,7 @@ class Batcher:
     async def submit_in_pieces(
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms = NO_TERMS
     ) -> Arrays:
-        """Run a request of more than ``max_rows`` rows as several, some at a time, and put the answers together.
+        """Run a request of more than ``most_rows`` rows as several, some at a time, and put the answers together.
 
         ``timing`` then tells of the piece that was answered last.
 
@@ -152,7 +187,7 @@ class Batcher:
         self._divided += 1
         try:
             # The most rows may be less by the time that the pieces are answered.
-            return await run_in_pieces(inputs, rows, self._policy.max_rows, enqueue, self.leave)
+            return await run_in_pieces(inputs, rows, self.most_rows(inputs, rows), enqueue, self.leave)
         finally:
             self._divided -= 1
             self._note_idle()
@@ -175,6 +210,7 @@ class Batcher:
             await self._idle.wait()
         self._alarm.close()
         self._exits.close()
+        self._watch.close()
 
     def learned(self) -> Learned:
         """What was learned and decided so far. Only reads, so that a scrape may ask from its own thread."""
@@ -185,6 +221,7 @@ class Batcher:
             rows_per_s=self._arrivals.per_s(self._clock()),
             saturation=self.saturation(),
             answer_ns=self._answer_time.high_ns,
+            off_loop_because="it computes on a device" if self._inline is None else self._inline.barred_because,
         )
 
     def saturation(self) -> float | None:
@@ -244,6 +281,7 @@ class Batcher:
             terms.start_by_ns,
             nbytes,
             shape_class.key,
+            text_units(inputs) if self._has_texts else 0,
         )
         if terms.finish_by_ns is not None or terms.start_by_ns is not None:
             self._exits.expect(rider, now_ns)
@@ -291,28 +329,36 @@ class Batcher:
         self.decisions.padding_rows += bucket - group.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self._budget is not None and self._budget.take(group.shape_class.run_latency.predict_ns(bucket)):
-            self._run_here(group, batch, bucket, now_ns)
+        elif self._inline is not None and self._inline.take(group.shape_class.run_latency.predict_ns(bucket)):
+            self._run_here(self._inline, group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
 
-    def _run_here(self, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
+    def _run_here(self, inline: InlineRuns, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
         latency = group.shape_class.batch_latency
         self.decisions.inline += 1
         self._share.charge(latency.predict_ns(bucket), wants_more=bool(self._boarding))
+        began_cpu_ns = inline.begin()
+        outcome: BatchResult | Exception
         try:
-            result = self._instances.free[-1].run(batch)
+            outcome = self._instances.free[-1].run(batch)
         except Exception as error:  # noqa: BLE001 - whatever the run raised belongs to its callers
-            self._on_failed(group, bucket, now_ns, error)
+            outcome = error
+        elapsed_ns = self._clock() - now_ns
+        self.decisions.inline_overruns += inline.end(began_cpu_ns, elapsed_ns)
+        if isinstance(outcome, Exception):
+            self._on_failed(group, bucket, now_ns, outcome)
         else:
-            latency.observe(bucket, self._clock() - now_ns)
-            self._on_computed(group, bucket, now_ns, result)
+            latency.observe(bucket, elapsed_ns)
+            self._on_computed(group, bucket, now_ns, outcome)
         self._wake_if_needed()
 
     def _run_on_worker(self, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
         predicted_ns = group.shape_class.batch_latency.predict_ns(bucket)
+        begins_ns = self._instances.begins_ns(self._instances.free[-1], now_ns)
         runner = self._instances.lend(predicted_ns, now_ns)
         self._share.begin(predicted_ns)
+        self._watch.begin(runner, group, predicted_ns, begins_ns, now_ns)
         runner.start(batch, partial(self._come_back, runner, group, bucket, now_ns))
         if self._instances.free or self._instances.lends_ahead:
             self._wake_if_needed()
@@ -339,10 +385,15 @@ class Batcher:
     def _on_done(
         self, runner: Runner, group: Group, bucket: int, taken_ns: int, outcome: BatchResult | Exception
     ) -> None:
+        run = self._watch.end(group, runner)
+        if run is None:
+            return  # it was given up, and all that follows was done then
         now_ns = self._clock()
         began_ns = self._instances.give_back(runner, taken_ns, now_ns)
         self._share.end()
-        if isinstance(outcome, DeviceLostError):
+        if run.is_overdue and not isinstance(outcome, DeviceLostError):
+            group.shape_class.batch_latency.observe(bucket, now_ns - began_ns)
+        elif isinstance(outcome, DeviceLostError):
             fail(group, taken_ns, outcome)
             self._on_device_lost(runner, outcome)
         elif isinstance(outcome, Exception):
@@ -385,6 +436,11 @@ class Batcher:
                 self._boarding.run_again(halves)
                 return
         fail(group, taken_ns, error)
+
+    def _on_given_up_last(self, reason: str) -> None:
+        """Refuse all who wait and all who will come, as no instance is left."""
+        self._closed_because = self._closed_because or f"Model '{self._name}' has no instance left: {reason}"
+        self._boarding.refuse_all(ServeError(ErrorKind.NOT_READY, self._closed_because, retry_after_s=1))
 
     def _on_device_lost(self, runner: Runner, error: DeviceLostError) -> None:
         """Run nothing there again; where there is nothing else, refuse all who wait and all who will come."""

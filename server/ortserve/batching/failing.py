@@ -5,7 +5,7 @@ from typing import Final
 
 from ortserve.batching.isolation import Group
 from ortserve.batching.riders import settle
-from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, RunTimeoutError, ServeError
 
 logger: Final = logging.getLogger(__name__)
 
@@ -26,6 +26,6 @@ def _told(error: Exception, *, is_lone: bool) -> ServeError:
     if not isinstance(error, ServeError):
         logger.error("a run failed unexpectedly", exc_info=error)
         error = ServeError(ErrorKind.INTERNAL, "the run failed")
-    if is_lone or isinstance(error, OutOfMemoryError | DeviceLostError):  # these are about the device
+    if is_lone or isinstance(error, OutOfMemoryError | DeviceLostError | RunTimeoutError):  # these quote no request
         return error
     return ServeError(ErrorKind.INTERNAL, _NOT_TOLD_APART)  # its own text may quote any of them

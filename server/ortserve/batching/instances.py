@@ -88,6 +88,16 @@ class Instances:
         if runner in self.free:
             self.free.remove(runner)
 
+    def give_up(self, runner: Runner) -> None:
+        """Never lend one again, nor wait for it, whose run does not end."""
+        self.retire(runner)
+        self._busy_until_ns.pop(runner, None)
+        self._in_flight.pop(runner, None)
+
+    def begins_ns(self, runner: Runner, now_ns: int) -> float:
+        """When a run begins that one is lent for now: once those before it are predicted to be over."""
+        return float(max(now_ns, self._busy_until_ns.get(runner, 0)) if self.lends_ahead else now_ns)
+
     def busy_ns(self, now_ns: int) -> float:
         """Until the first is idle, as predicted; 0 only where one is.
 
@@ -95,7 +105,7 @@ class Instances:
         """
         if self.free and (not self.lends_ahead or any(not self._in_flight.get(runner) for runner in self.free)):
             return 0.0
-        return max(1.0, min(self._busy_until_ns.values()) - now_ns)
+        return max(1.0, min(self._busy_until_ns.values(), default=now_ns) - now_ns)
 
     def _waiting_ahead(self) -> list[Runner]:
         return [

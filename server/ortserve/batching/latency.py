@@ -11,7 +11,7 @@ MIN_OBSERVATIONS: Final = 8
 
 _GAIN: Final = 0.1
 _MOST: Final = 2.0
-"""What was seen counts as no more than twice and no less than half of what was predicted: a batch that was interrupted
+"""An observation counts as no more than twice and no less than half of the prediction: a batch that was interrupted
 for milliseconds must not send the next hundred the wrong way."""
 _QUANTILE: Final = 0.95
 _QUANTILE_GAIN: Final = 0.1
@@ -38,8 +38,14 @@ class LatencyModel:
     minus what was predicted.
     """
 
-    def __init__(self, known: Iterable[tuple[int, float]] = ()) -> None:
-        """``known`` holds rows and nanoseconds as measured before, such as in warm-up; no positive number: ignored."""
+    def __init__(self, known: Iterable[tuple[int, float]] = (), *, most: float = _MOST) -> None:
+        """Begin with what is known.
+
+        Args:
+            known: Rows and nanoseconds as measured before, such as in warm-up; no positive number: ignored.
+            most: An observation counts as no more than this multiple of its prediction, and no less than the inverse.
+        """
+        self._most = most
         self._sizes: list[int] = []
         self._knots: dict[int, float] = {}
         self.observations = 0
@@ -61,7 +67,7 @@ class LatencyModel:
             self._set_knot(size, ns if not predicted or at_size is None else ns * at_size / predicted)
             return
         self._learn_residual(ns - predicted, predicted)
-        ratio = min(max(ns / predicted, 1 / _MOST), _MOST) - 1
+        ratio = min(max(ns / predicted, 1 / self._most), self._most) - 1
         index = bisect_left(self._sizes, rows)
         above = self._sizes[index]
         if index == 0 or above == rows:

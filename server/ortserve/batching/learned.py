@@ -14,6 +14,8 @@ class Decisions:
     """Batches run, those of searches for an offender included."""
     inline: int = 0
     """Of these, run on the event loop."""
+    inline_overruns: int = 0
+    """Of these, the one that took longer than any may, after which no other runs there."""
     retries: int = 0
     """Of these, run again in part, because the whole failed."""
     refused_full: int = 0
@@ -32,6 +34,10 @@ class Decisions:
     """Times that a batch waited for callers to come back."""
     padding_rows: int = 0
     """Rows computed for nobody, to fill a bucket."""
+    run_timeouts: int = 0
+    """Batches that were told to end, because they were over their time limit."""
+    abandoned: int = 0
+    """Of these, batches that did not end, whose instances were given up."""
     out_of_memory: int = 0
     """Batches that found too little memory, after each of which batches are smaller."""
 
@@ -55,7 +61,8 @@ class Learned:
 
     ``arrival_rows_per_s`` is a mean over the last seconds, of refused rows too; ``saturation`` is that by what can be
     computed in a second, None where nothing was learned of it. ``answer_ms`` is taken off every deadline: the time in
-    which all but one batch of twenty are encoded and written, once their outputs are there.
+    which all but one batch of twenty are encoded and written, once their outputs are there. ``off_loop_because`` says
+    why no run happens on the event loop, empty where short ones do.
     """
 
     max_rows: int
@@ -63,6 +70,7 @@ class Learned:
     arrival_rows_per_s: float
     saturation: float | None
     answer_ms: float
+    off_loop_because: str
     decisions: Decisions
     classes: tuple[LearnedClass, ...] = ()
     """Used last first."""
@@ -76,6 +84,7 @@ def describe(
     rows_per_s: float,
     saturation: float | None,
     answer_ns: float,
+    off_loop_because: str = "",
 ) -> Learned:
     """What is known of a batcher whose batches have at most ``max_rows`` rows. Only reads: from any thread."""
     return Learned(
@@ -84,6 +93,7 @@ def describe(
         rows_per_s,
         saturation,
         answer_ns / 1e6,
+        off_loop_because,
         decisions,
         tuple(_describe_class(shape_class, max_rows) for shape_class in reversed(queue.classes())),
     )

@@ -9,6 +9,7 @@ from typing import Final
 
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
 from ortserve.batching.riders import Rider
+from ortserve.batching.text_weight import MAX_TEXT_UNITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +81,16 @@ def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyMo
 
     Args:
         waiting: Riders of one shape class in the order of going, at least one. Those with more rows than ``max_rows``,
-            who came before that was lowered, ride alone.
+            who came before that was lowered, or more text than a run may take, ride alone.
         policy: See there.
         latency: Of batches of this class.
         now_ns: Monotonic time.
     """
-    count = rows = 0
+    count = rows = texts = 0
     is_full = has_deadline = False
     for rider in waiting:
-        if count and rows + rider.rows > policy.max_rows:
+        texts += rider.text_units
+        if count and (rows + rider.rows > policy.max_rows or texts > MAX_TEXT_UNITS):
             is_full = True
             break
         count += 1
@@ -186,10 +188,11 @@ def _without_tightest(waiting: Sequence[Rider], small: Take, forecast: _Forecast
 
 def _fill(riders: Sequence[Rider], max_rows: int) -> Sequence[Rider]:
     """The first of them, as many as fit into a batch."""
-    rows = 0
+    rows = texts = 0
     for count, rider in enumerate(riders):
         rows += rider.rows
-        if rows > max_rows:
+        texts += rider.text_units
+        if rows > max_rows or (count and texts > MAX_TEXT_UNITS):
             return riders[:count]
     return riders
 

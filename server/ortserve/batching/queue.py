@@ -17,6 +17,8 @@ OPEN_DUE_RUNS: Final = 10
 """A request without a deadline counts as due after this many full batches, so that deadlines cannot starve it."""
 
 _PATIENCE_BATCHES: Final = 16
+_MOST_OF_RUN: Final = 1000.0
+"""Runs count nearly as they were seen: of a model that has become slow, the second is not on the loop any more."""
 
 _order = attrgetter("order")
 
@@ -28,7 +30,7 @@ class ShapeClass:
         riders: By priority level, then by when they are due; in order of arrival where none has a deadline.
         rows: Rows of them all.
         batch_latency: Of a batch, from being chosen to its answers being ready on the loop.
-        run_latency: Of the model alone.
+        run_latency: Of the model alone, which decides about runs on the event loop.
         echo: How soon callers come back, and the wait for them.
     """
 
@@ -112,6 +114,7 @@ class RiderQueue:
         self._known_runs = tuple(known_runs)
         self._classes: OrderedDict[Hashable, ShapeClass] = OrderedDict()
         self._waiting: dict[Hashable, ShapeClass] = {}
+        self._requests: dict[int, int] = {}
         self.rows = 0
         """Rows that wait."""
         self.nbytes = 0
@@ -125,7 +128,7 @@ class RiderQueue:
         known = self._classes.get(key)
         if known is None:
             known = self._classes[key] = ShapeClass(
-                key, LatencyModel(self._known_batches), LatencyModel(self._known_runs)
+                key, LatencyModel(self._known_batches), LatencyModel(self._known_runs, most=_MOST_OF_RUN)
             )
             self._forget_idle(known)
         elif len(self._classes) > 1:
@@ -144,6 +147,7 @@ class RiderQueue:
         self._waiting[shape_class.key] = shape_class
         self.rows += rider.rows
         self.nbytes += rider.nbytes
+        self._requests[rider.level] = self._requests.get(rider.level, 0) + 1
 
     def waiting(self) -> list[ShapeClass]:
         """The classes that somebody waits in, the one whose head goes first first."""
@@ -156,8 +160,8 @@ class RiderQueue:
         return list(self._classes.values())
 
     def requests(self, level: int) -> int:
-        """How many wait on a priority level; looks at everybody who waits."""
-        return sum(rider.level == level for waiting in self._waiting.values() for rider in waiting.riders)
+        """How many wait on a priority level, in constant time."""
+        return self._requests.get(level, 0)
 
     def strangers(self, shape_class: ShapeClass) -> Iterable[ShapeClass]:
         """The other classes that somebody waits in, in no order that means anything."""
@@ -200,6 +204,7 @@ class RiderQueue:
             rows += rider.rows
             nbytes += rider.nbytes
             without_deadline += rider.finish_by_ns is None
+            self._requests[rider.level] -= 1
         self.rows -= rows
         self.nbytes -= nbytes
         shape_class.count_out(rows, without_deadline)

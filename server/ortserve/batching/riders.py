@@ -15,7 +15,7 @@ class Rider:
 
     ``level`` is its priority, 1 first, and ``due_ns`` when it should be answered, its deadline or, without one, a time
     that keeps it from starving; both order the queue. The bounds are those of ``core.terms.Terms``. ``key`` is that of
-    the shape class it waits in.
+    the shape class it waits in; ``text_units`` are those of ``text_weight``, 0 for a model without texts.
     """
 
     inputs: Arrays
@@ -28,6 +28,7 @@ class Rider:
     start_by_ns: int | None
     nbytes: int
     key: Hashable
+    text_units: int
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Rider:
         start_by_ns: int | None = None,
         nbytes: int = 0,
         key: Hashable = None,
+        text_units: int = 0,
     ) -> None:
         self.inputs = inputs
         self.rows = rows
@@ -52,6 +54,7 @@ class Rider:
         self.start_by_ns = start_by_ns
         self.nbytes = nbytes
         self.key = key
+        self.text_units = text_units
 
     @property
     def order(self) -> tuple[int, float]:

@@ -71,3 +71,19 @@ class Runner(Protocol):
     def start(self, batch: Batch, done: BatchDone) -> None:
         """Run on the runner's own worker thread and call ``done`` there, exactly once. Returns at once."""
         ...
+
+    def terminate(self) -> None:
+        """Have the run on the worker fail as soon as its present node is computed. From any thread; returns at once.
+
+        Only while a run is on its way whose ``done`` was not called, or has not reached the caller.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Leave the worker to its run, which does not end: ``done`` is not called, and ``close`` does not wait."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is still a worker. From any thread."""
+        ...

@@ -4,13 +4,12 @@ ONNX Runtime's Python API shows such a tensor as one without axes, and takes any
 apart: it is one protobuf message, of which no more than the graph's interface is looked at here.
 """
 
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
-T = TypeVar("T")
+from ortserve.engine.model_file import fields, messages, read_model, text, varint
 
 # Field numbers of onnx.proto (github.com/onnx/onnx).
 _MODEL_GRAPH: Final = 7
@@ -30,12 +29,6 @@ _SHAPE_DIM: Final = 1
 _DIM_LENGTH: Final = 1
 _DIM_NAME: Final = 2
 _DIM_DENOTATION: Final = 3
-
-# Wire types (protobuf.dev/programming-guides/encoding).
-_VARINT: Final = 0
-_FIXED64: Final = 1
-_LENGTH_DELIMITED: Final = 2
-_FIXED32: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +53,29 @@ def names_without_shape(path: Path) -> frozenset[str]:
 
     Blocks on the file; weights in it are skipped, not read. Empty for a file in another format.
     """
-    return frozenset(_found(path, _names))
+    return frozenset(read_model(path, _names))
 
 
 def input_dimensions(path: Path) -> list[Dimension]:
     """Those of all graph inputs that have a shape. Blocks on the file. Empty for a file in another format."""
-    return _found(path, _dimensions)
+    return read_model(path, _dimensions)
 
 
 def external_files(path: Path) -> frozenset[str]:
     """Files that initializers of the graph lie in, by their paths from its folder. Blocks on the file."""
-    return frozenset(_found(path, _locations))
-
-
-def _found(path: Path, find: Callable[[memoryview], Iterator[T]]) -> list[T]:
-    """All that ``find`` yields of a file's content; nothing where it is no model."""
-    if not path.is_file():  # a pipe is read but once, and not by us
-        return []
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            view = memoryview(content)
-            try:
-                return list(find(view))
-            finally:
-                view.release()
-    except (OSError, ValueError, IndexError):  # unreadable, empty, or no protobuf message
-        return []
+    return frozenset(read_model(path, _locations))
 
 
 def _dimensions(model: memoryview) -> Iterator[Dimension]:
     spans = [(0, len(model))]
     for number in (_MODEL_GRAPH, _GRAPH_INPUT, _VALUE_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE):
-        spans = [inner for span in spans for inner in _messages(model, *span, number)]
+        spans = [inner for span in spans for inner in messages(model, *span, number)]
     for span in spans:
-        for axis, dimension in enumerate(_messages(model, *span, _SHAPE_DIM)):
+        for axis, dimension in enumerate(messages(model, *span, _SHAPE_DIM)):
             lengths = [
-                _varint(model, span[0])[0] for number, _, span in _fields(model, *dimension) if number == _DIM_LENGTH
+                varint(model, span[0])[0] for number, _, span in fields(model, *dimension) if number == _DIM_LENGTH
             ]
-            name, denotation = (_text(model, *dimension, number) for number in (_DIM_NAME, _DIM_DENOTATION))
+            name, denotation = (text(model, *dimension, number) for number in (_DIM_NAME, _DIM_DENOTATION))
             # Some exporters say -1 for free, which has all of its 64 bits set.
             yield Dimension(axis, not any(length < 2**63 for length in lengths), name, denotation)
 
@@ -105,80 +83,26 @@ def _dimensions(model: memoryview) -> Iterator[Dimension]:
 def _locations(model: memoryview) -> Iterator[str]:
     spans = [(0, len(model))]
     for number in (_MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_EXTERNAL):
-        spans = [inner for span in spans for inner in _messages(model, *span, number)]
+        spans = [inner for span in spans for inner in messages(model, *span, number)]
     for span in spans:
-        if _text(model, *span, _ENTRY_KEY) == "location":
-            yield _text(model, *span, _ENTRY_VALUE)
-
-
-def _text(data: memoryview, start: int, end: int, number: int) -> str:
-    return "".join(bytes(data[slice(*span)]).decode() for span in _messages(data, start, end, number))
+        if text(model, *span, _ENTRY_KEY) == "location":
+            yield text(model, *span, _ENTRY_VALUE)
 
 
 def _names(model: memoryview) -> Iterator[str]:
-    for start, end in _messages(model, 0, len(model), _MODEL_GRAPH):
+    for start, end in messages(model, 0, len(model), _MODEL_GRAPH):
         for field in (_GRAPH_INPUT, _GRAPH_OUTPUT):
-            for value in _messages(model, start, end, field):
+            for value in messages(model, start, end, field):
                 if _has_no_shape(model, *value):
-                    for name in _messages(model, *value, _VALUE_NAME):
+                    for name in messages(model, *value, _VALUE_NAME):
                         yield bytes(model[slice(*name)]).decode()
 
 
 def _has_no_shape(data: memoryview, start: int, end: int) -> bool:
-    for kind in _messages(data, start, end, _VALUE_TYPE):
-        tensors = list(_messages(data, *kind, _TYPE_TENSOR))
-        for optional in _messages(data, *kind, _TYPE_OPTIONAL):
-            for element in _messages(data, *optional, _OPTIONAL_ELEMENT):
-                tensors += _messages(data, *element, _TYPE_TENSOR)
-        return any(not list(_messages(data, *tensor, _TENSOR_SHAPE)) for tensor in tensors)
+    for kind in messages(data, start, end, _VALUE_TYPE):
+        tensors = list(messages(data, *kind, _TYPE_TENSOR))
+        for optional in messages(data, *kind, _TYPE_OPTIONAL):
+            for element in messages(data, *optional, _OPTIONAL_ELEMENT):
+                tensors += messages(data, *element, _TYPE_TENSOR)
+        return any(not list(messages(data, *tensor, _TENSOR_SHAPE)) for tensor in tensors)
     return False
-
-
-def _messages(data: memoryview, start: int, end: int, number: int) -> Iterator[tuple[int, int]]:
-    """Where the length-delimited fields of a number begin and end, in the message from ``start`` to ``end``.
-
-    Raises:
-        ValueError: It is no such message.
-        IndexError: Likewise.
-    """
-    for found, wire_type, span in _fields(data, start, end):
-        if found == number and wire_type == _LENGTH_DELIMITED:
-            yield span
-
-
-def _fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """Number and wire type of each field of a message, and where its value begins and ends.
-
-    Raises:
-        ValueError: It is no message.
-        IndexError: Likewise.
-    """
-    while start < end:
-        tag, start = _varint(data, start)
-        wire_type = tag & 7
-        if wire_type == _LENGTH_DELIMITED:
-            size, start = _varint(data, start)
-            after = start + size
-        elif wire_type == _VARINT:
-            _, after = _varint(data, start)
-        elif wire_type in (_FIXED64, _FIXED32):
-            after = start + (8 if wire_type == _FIXED64 else 4)
-        else:
-            raise ValueError("no protobuf message")
-        yield tag >> 3, wire_type, (start, after)
-        start = after
-    if start != end:
-        raise ValueError("no protobuf message")
-
-
-def _varint(data: memoryview, start: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[start]
-        start += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, start
-        shift += 7
-        if shift > 63:
-            raise ValueError("no protobuf message")

@@ -4,6 +4,7 @@ import threading
 import time
 from contextlib import nullcontext
 from queue import SimpleQueue
+from typing import Final
 
 import onnxruntime as ort
 
@@ -18,6 +19,7 @@ from ortserve.engine.ort_errors import ORT_ERRORS, run_error
 from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.provider_options import CPU
+from ortserve.engine.run_options import NEITHER, Termination, graph_options
 from ortserve.engine.staging import HostStaging
 from ortserve.errors import ServeError
 
@@ -50,12 +52,16 @@ class Instance:
             intra_op_threads: Of the session.
             clock: Monotonic nanoseconds.
             padding: None where no batch is ever padded.
-            run_options: Told to every run.
+            run_options: Told to every run, and to those of no other instance; None for none but what ends a run.
             gate: That all work on GPUs goes through; None for a session that does none. Where there is one, ``run`` is
                 not for the event loop, since it may wait there.
         """
+        run_options = run_options or graph_options(NEITHER)
+        self._termination = Termination(run_options)
+        self._is_abandoned = False
         self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
-        self._is_single_threaded = runs_on_its_thread(session, intra_op_threads)
+        self.is_single_threaded: Final = runs_on_its_thread(session, intra_op_threads)
+        """Whether all work of a run happens on the thread that runs it."""
         self._clock = clock
         self._staging = HostStaging(len(signature.inputs), padding)
         self._binding: HostBinding | None = None
@@ -78,25 +84,35 @@ class Instance:
         Raises:
             ServeError: internal, with ONNX Runtime's reason.
         """
-        binding = self._binding
-        if binding is None:
-            return self._run_plainly(batch)
-        result = binding.run(batch)
-        if result is None:
-            return self._run_plainly(batch)
-        if self._counts_padding:
-            elements = binding.row_elements
-            self._staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
-        return result
+        self._termination.allow_runs()
+        return self._run(batch)
 
     def start(self, batch: Batch, done: BatchDone) -> None:
         """Run on the worker thread, which calls ``done`` with the result or a ``ServeError``."""
+        self._termination.allow_runs()  # not on the worker, where it would undo what came before the run began
         self._work.put((batch, done))
 
+    def terminate(self) -> None:
+        """Have the run on the worker fail before its next node. From any thread, while one is on its way."""
+        self._termination.end_run()
+
+    def abandon(self) -> None:
+        """Leave the worker to its run, which does not end: nothing is told of it.
+
+        If it ever does, and ``close`` was called, the worker ends and frees the session.
+        """
+        self._is_abandoned = True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the worker has not ended."""
+        return self._worker.is_alive()
+
     def close(self) -> None:
-        """Finish what was started, then free the session on the thread that used it. Blocks."""
+        """Finish what was started, then free the session on the thread that used it. Blocks, unless it is abandoned."""
         self._work.put(None)
-        self._worker.join()
+        if not self._is_abandoned:
+            self._worker.join()
 
     @property
     def depth(self) -> int:
@@ -116,11 +132,24 @@ class Instance:
                 outcome = self._run_timed(batch)
             except Exception as error:  # noqa: BLE001 - it belongs to the batch's callers, the worker goes on
                 outcome = error
-            done(outcome)
+            if not self._is_abandoned:  # else the loop that would be told may be gone
+                done(outcome)
             del item, batch, done, outcome  # the next wait may be long: hold nobody's arrays meanwhile
         with nullcontext() if self._gate is None else self._gate.shared():
             self._binding = None
             self._plain_run = None
+
+    def _run(self, batch: Batch) -> BatchResult:
+        binding = self._binding
+        if binding is None:
+            return self._run_plainly(batch)
+        result = binding.run(batch)
+        if result is None:
+            return self._run_plainly(batch)
+        if self._counts_padding:
+            elements = binding.row_elements
+            self._staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
+        return result
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
         """Run on arrays, with outputs that ONNX Runtime allocates."""
@@ -139,13 +168,13 @@ class Instance:
     def _run_timed(self, batch: Batch) -> BatchResult:
         if self._gate is not None:
             with self._gate.shared():
-                return self.run(batch)
-        if not self._is_single_threaded:
-            return self.run(batch)
+                return self._run(batch)
+        if not self.is_single_threaded:
+            return self._run(batch)
         # Behind a busy event loop a worker waits for the interpreter lock up to the switch interval after its run. With
         # no other threads at work the thread's CPU time is the run's length without that wait.
         began_ns = time.thread_time_ns()
-        result = self.run(batch)
+        result = self._run(batch)
         cpu_ns = time.thread_time_ns() - began_ns
         return BatchResult(result.outputs, result.staged_ns, result.computed_ns, min(cpu_ns, result.run_ns))
 

@@ -30,16 +30,31 @@ def arenas_of(settings: SessionSettings, device_id: int = 0, gpus: Sequence[int]
     return [arena for arena in settings.shrink_arenas if arena not in others]
 
 
-def run_options(
-    settings: SessionSettings, *, captures: bool = False, device_id: int = 0, gpus: Sequence[int] = ()
-) -> ort.RunOptions | None:
-    """What each plain run is told; None for nothing.
+def run_options(settings: SessionSettings, *, device_id: int = 0, gpus: Sequence[int] = ()) -> ort.RunOptions:
+    """Options of each plain run of one instance, which alone may use them: by them its run is ended.
 
     Args:
         settings: Of the session.
-        captures: Whether it may capture CUDA graphs.
         device_id: That it computes on.
         gpus: That instances of the model are on.
     """
-    arenas = arenas_of(settings, device_id, gpus)
-    return graph_options(NEITHER, arenas) if arenas or captures else None
+    return graph_options(NEITHER, arenas_of(settings, device_id, gpus))
+
+
+class Termination:
+    """Ends the runs of one instance by their options. ONNX Runtime looks at them before each node, in loops, too."""
+
+    def __init__(self, options: ort.RunOptions) -> None:
+        self._options = options
+        self._is_set = False
+
+    def end_run(self) -> None:
+        """Have the present run fail before its next node. From any thread, while one is on its way."""
+        self._is_set = True
+        self._options.terminate = True
+
+    def allow_runs(self) -> None:
+        """To be called before each run, and not after ``end_run`` was called for it."""
+        if self._is_set:
+            self._options.terminate = False
+            self._is_set = False

@@ -1,6 +1,7 @@
 """From a loaded model to one that answers: its instances behind a queue and a batcher, its numbers in the metrics."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -8,13 +9,15 @@ from functools import partial
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.alarm import best_alarm
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.learned import Learned
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
+from ortserve.core.dtypes import DataType
 from ortserve.core.padding import StagedElements
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.readings import read_runs
@@ -45,6 +48,7 @@ class Assembly:
         configuration: Configuration,
         metrics: ModelMetrics,
         on_lost: Callable[[str], object] | None = None,
+        run_events: RunEvents | None = None,
     ) -> ServedModel:
         """Open a loaded model for requests.
 
@@ -53,6 +57,7 @@ class Assembly:
             configuration: It was loaded with.
             metrics: The series of its version, which name it.
             on_lost: Told why, once the devices of all its instances are lost, so that it answers nobody any more.
+            run_events: Told of runs over their limits.
         """
         found = loaded.warm_up
         options = configuration.options
@@ -72,13 +77,17 @@ class Assembly:
             # A run on a GPU neither waits for processors nor keeps others from them, and its session is its worker's.
             shared=self._processors if runs_on_host else SharedThreads(len(loaded.instances) * depth, self._loop),
             threads=loaded.run_threads if runs_on_host else 1,
-            inline=self._inline if runs_on_host else None,
+            inline=self._inline_runs(loaded, metrics) if runs_on_host else None,
             loop=self._loop,
             clock=self._clock,
             observe_batch=metrics.observe_batch,
             make_alarm=partial(best_alarm, self._loop),
             depth=depth,
             on_lost=on_lost,
+            has_texts=any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs),
+            name=metrics.name,
+            run_limits=_run_limits(options),
+            run_events=run_events,
         )
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue))
         metrics.set_saturation_source(batcher.saturation)
@@ -99,6 +108,17 @@ class Assembly:
             properties=describe_properties(loaded, batcher.max_rows),
         )
 
+    def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
+        works_on_its_thread = all(
+            isinstance(runner, Instance) and runner.is_single_threaded for runner in loaded.instances
+        )
+        return InlineRuns(
+            self._inline,
+            f"{metrics.name}/{metrics.version}",
+            barred_because=loaded.unbounded_because,
+            cpu_clock=time.thread_time_ns if works_on_its_thread else None,
+        )
+
 
 def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
     if not loaded.signature.is_batched:
@@ -110,6 +130,11 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
         tuple(sorted(set(options.buckets))) or loaded.on_device.sizes,
         options.echo_wait,
     )
+
+
+def _run_limits(options: ModelOptions) -> RunLimits:
+    timeout_s = options.run_timeout_s
+    return RunLimits(None if timeout_s is None else round(timeout_s * 1e9), round(options.run_grace_s * 1e9))
 
 
 def _numbers(learned: Learned, queue: RiderQueue) -> BatchingNumbers:

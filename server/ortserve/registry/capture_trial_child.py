@@ -71,7 +71,7 @@ def try_capture(order: TrialOrder, tell: Callable[[str], None], uses: Mapping[st
         lane,
         name=order.name,
         clock=monotonic_ns,
-        run_options=run_options(settings, captures=True),
+        run_options=run_options(settings),
         captures=not one_each,
         open_for_graph=partial(open_one, captures=True) if one_each else None,
     )

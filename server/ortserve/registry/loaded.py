@@ -24,6 +24,7 @@ class LoadedModel:
         intra_op_threads: Threads of a run inside an operator.
         run_threads: Threads that a run may keep busy in all.
         on_device: What runs on buffers of a device.
+        unbounded_because: Why the number of rows does not bound the time of a run; empty where it does.
         placed: On which device each instance was placed; empty where all are on the execution provider's.
     """
 
@@ -38,6 +39,7 @@ class LoadedModel:
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     on_device: OnDevice = field(default_factory=OnDevice)
     placed: tuple[int, ...] = ()
+    unbounded_because: str = ""
 
     @property
     def nodes(self) -> Mapping[str, int]:

@@ -11,6 +11,7 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.engine.bounded_time import why_unbounded
 from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
@@ -25,6 +26,7 @@ from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.interface import Interface, resolve_interface
 from ortserve.registry.loaded import LoadedModel
+from ortserve.registry.make_up import RunBounds
 from ortserve.registry.model_folder import operator_libraries, read_labels
 from ortserve.registry.on_device import OnDevice, prepare
 from ortserve.registry.opening import OpenedSession, Opening
@@ -120,6 +122,7 @@ class _Load:
         self._labels = read_labels(options, folder)
         self._libraries = tuple(operator_libraries(options, folder))
         self._opening = Opening(path, name, options, runtime, trials, self._libraries, clock, progress)
+        self._bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
         self._branches = options.session.inter_op_threads if options.session.execution_mode == "parallel" else 1
         limits = [limit for limit in (options.max_rows, max(options.buckets, default=None)) if limit is not None]
         self._most_rows = min(limits, default=None)  # a batch over the largest bucket could not be padded to any
@@ -205,9 +208,10 @@ class _Load:
                 padding=padding,
                 progress=self._progress,
                 is_coarse=choice.name in GPU_PROVIDERS,
+                bounds=self._bounds,
             )
             if found.refused and not found.has_run and choice.name != CPU:
-                rows = refused_rows(instance, signature, padding, self._progress)
+                rows = refused_rows(instance, signature, padding, self._progress, self._bounds)
                 if rows and self._cpu_takes_any(rows, contents):
                     raise invalid_input(
                         f"execution_providers: {choice.name} opens the model, but fails at inputs that "
@@ -222,8 +226,8 @@ class _Load:
         """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them."""
         self._progress.begin(f"trying on {CPU} what was refused")
         has_global_threads, threads = self._runtime.has_global_threads, self._usual_threads(ProviderChoice(CPU))
-        settings = self._options.session
-        trial = CpuTrial(self._path, self._name, settings, self._libraries, has_global_threads, threads, self._clock)
+        settings, clock, bounds = self._options.session, self._clock, self._bounds
+        trial = CpuTrial(self._path, self._name, settings, self._libraries, has_global_threads, threads, clock, bounds)
         return trial.takes_any(rows, contents.interface.model, contents.padding)
 
     def _prepare_first(self, warm: _Warm) -> LoadedModel:
@@ -245,14 +249,25 @@ class _Load:
             if isinstance(instance, DeviceInstance):
                 on_device = prepare(instance, opened, options, interface.model, found, padding, self._progress)
                 found = self._timed_on(instance, interface.model, on_device, found, padding)
-            run_samples(instance, warm.contents.samples, self._progress)
+            run_samples(instance, warm.contents.samples, self._progress, self._bounds)
         except BaseException:
             instance.close()
             raise
         choice, operators, threads = warm.choice, warm.contents.operators, warm.threads
         run_threads = threads + self._branches - 1
+        unbounded_because = why_unbounded(self._path, interface.model)
         return LoadedModel(
-            (instance,), interface, found, choice, operators, threads, run_threads, padding, self._labels, on_device
+            (instance,),
+            interface,
+            found,
+            choice,
+            operators,
+            threads,
+            run_threads,
+            padding,
+            self._labels,
+            on_device,
+            unbounded_because=unbounded_because,
         )
 
     def _timed_on(
@@ -274,6 +289,7 @@ class _Load:
             clock=self._clock,
             progress=self._progress,
             padding=padding,
+            bounds=self._bounds,
         )
         return replace(found, latencies=sizes)
 
@@ -313,10 +329,11 @@ class _Load:
                 progress=progress,
                 brings_optional=found.brings_optional,
                 free_dim=found.free_dim,
+                bounds=self._bounds,
             )
         if isinstance(instance, DeviceInstance):
             prepare(instance, opened, self._options, loaded.signature, found, loaded.padding, progress)
-        run_samples(instance, samples, progress)
+        run_samples(instance, samples, progress, self._bounds)
 
     def _warn(self, loaded: LoadedModel) -> None:
         """Say what of the model is not as who configured it may believe."""

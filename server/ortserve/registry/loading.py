@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
+from ortserve.batching.run_watch import RunEvents
 from ortserve.clock import Clock
+from ortserve.core.batch import Runner
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
@@ -40,11 +42,13 @@ class VersionLoader:
         clock: Clock,
         runtime: Runtime | None = None,
         on_lost: Callable[[VersionRecord, str], object] | None = None,
+        on_given_up: Callable[[VersionRecord, Runner, str, bool], object] | None = None,
         *,
         told_every_s: float = TOLD_EVERY_S,
     ) -> None:
         """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more. Likewise of
-        one that loses a device while it loads, before it is FAILED.
+        one that loses a device while it loads, before it is FAILED. ``on_given_up`` is told of an instance whose run
+        does not end, why, and whether it was the version's last.
 
         What a load is doing is logged every ``told_every_s`` for as long as it lasts.
         """
@@ -55,6 +59,7 @@ class VersionLoader:
         self._assembly = Assembly(loop, clock, processors=cpu_budget())
         self._trials = CaptureTrials()
         self._on_lost = on_lost
+        self._on_given_up = on_given_up
         self._told_every_s = told_every_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
 
@@ -89,7 +94,8 @@ class VersionLoader:
         telling = self._loop.create_task(self._tell(record, progress, began_ns))
         try:
             loaded = await self._loop.run_in_executor(self._thread, load)
-            record.served = self._assembly.serve(loaded, source.configuration, record.metrics, on_lost)
+            events = self._run_events(record)
+            record.served = self._assembly.serve(loaded, source.configuration, record.metrics, on_lost, events)
         except Exception as error:
             if loaded is not None:  # else its sessions and workers would stay for as long as the process
                 record.metrics.release_sources()
@@ -117,6 +123,16 @@ class VersionLoader:
             **record.served.properties,
         )
         return ""
+
+    def _run_events(self, record: VersionRecord) -> RunEvents:
+        """Count runs of a version that are over their limits, and tell of instances that are given up."""
+
+        def on_given_up(runner: Runner, reason: str, is_last: bool) -> None:
+            self._metrics.batch_overdue(record.model, is_abandoned=True)
+            if self._on_given_up is not None:
+                self._on_given_up(record, runner, reason, is_last)
+
+        return RunEvents(lambda: self._metrics.batch_overdue(record.model), on_given_up)
 
     async def _tell(self, record: VersionRecord, progress: Progress, began_ns: int) -> None:
         # On the loop: ONNX Runtime gives back the interpreter's lock while it opens a session and while it computes.

@@ -8,6 +8,7 @@ from typing import Final
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.errors import RunTimeoutError
 from ortserve.registry.synthetic import FREE_DIM, LARGER_FREE_DIMS, MOST_ELEMENTS, synthetic_inputs
 
 _MOST_BATCH_ELEMENTS: Final = 2**24
@@ -57,16 +58,34 @@ class MakeUp:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RunBounds:
+    """How long one run in warm-up may take, and how long it may go on once it was told to end, in seconds."""
+
+    timeout_s: float = 600.0
+    grace_s: float = 5.0
+
+
+USUAL_BOUNDS: Final = RunBounds()
+
+
 class WorkerRuns:
     """Has an instance's own worker run batches, and waits for each."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, bounds: RunBounds) -> None:
+        """``runner`` is abandoned where a run of it does not end."""
         self._runner = runner
+        self._bounds = bounds
         self.has_run = False
         """Whether any of them ran."""
 
     def run(self, batch: Batch) -> BatchResult:
-        """Raises Exception: What the run did."""
+        """Run one batch.
+
+        Raises:
+            RunTimeoutError: It took too long.
+            Exception: What the run raised.
+        """
         finished = threading.Event()
         outcomes: list[BatchResult | Exception] = []
 
@@ -75,7 +94,15 @@ class WorkerRuns:
             finished.set()
 
         self._runner.start(batch, done)
-        finished.wait()
+        bounds = self._bounds
+        if not finished.wait(bounds.timeout_s):
+            self._runner.terminate()
+            if not finished.wait(bounds.grace_s):
+                self._runner.abandon()
+            raise RunTimeoutError(
+                f"a run in warm-up was ended after warmup_run_timeout_s {bounds.timeout_s:g} s, "
+                f"with a batch of {batch.rows} rows"
+            )
         outcome = outcomes.pop()
         if isinstance(outcome, Exception):
             try:

@@ -233,7 +233,7 @@ class Opening:
     ) -> Instance | DeviceInstance:
         """What runs the session, and frees it: the caller must keep no other reference to it."""
         settings, device_id, gpus = self._options.session, choice.device_id, self._options.gpus
-        told = run_options(settings, captures=opened.captures, device_id=device_id, gpus=gpus)
+        told = run_options(settings, device_id=device_id, gpus=gpus)
         if opened.lane is not None:
             return DeviceInstance(
                 opened.session,

@@ -27,12 +27,20 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
         "intra_op_threads": str(loaded.intra_op_threads),
         "batching": batching,
         "warm_up": warm_up,
+        "event_loop": _describe_loop(loaded),
     }
     if elsewhere := describe_elsewhere(loaded.execution_provider, loaded.operators):
         properties["nodes_elsewhere"] = elsewhere
     if loaded.providers.passed_over:
         properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
     return properties | loaded.on_device.properties() | _interface(loaded.signature)
+
+
+def _describe_loop(loaded: LoadedModel) -> str:
+    """Whether runs may happen on the event loop, as the model was loaded."""
+    if not all(instance.runs_on_host for instance in loaded.instances):
+        return "no runs: the model computes on a device"
+    return f"no runs: {loaded.unbounded_because}" if loaded.unbounded_because else "short runs"
 
 
 def _interface(signature: ModelSignature) -> dict[str, str]:

@@ -13,13 +13,17 @@ from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
-from ortserve.registry.make_up import MakeUp, WorkerRuns, as_batch
+from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError
+from ortserve.registry.make_up import USUAL_BOUNDS, MakeUp, RunBounds, WorkerRuns, as_batch
 from ortserve.registry.progress import Progress
 
 
 def refused_rows(
-    runner: Runner, signature: ModelSignature, padding: Padding | None, progress: Progress
+    runner: Runner,
+    signature: ModelSignature,
+    padding: Padding | None,
+    progress: Progress,
+    bounds: RunBounds = USUAL_BOUNDS,
 ) -> tuple[Arrays, ...]:
     """Rows that an instance refuses, one made up in each way; none at all where it takes any of them.
 
@@ -27,15 +31,16 @@ def refused_rows(
 
     Raises:
         DeviceLostError: As ``warm_up``.
+        RunTimeoutError: Likewise.
     """
     progress.begin("warming up: looking for a row that the model takes")
-    worker = WorkerRuns(runner)
+    worker = WorkerRuns(runner, bounds)
     refused: list[Arrays] = []
     for way in MakeUp(signature, padding).ways():
         row = way(1, 0)
         try:
             worker.run(as_batch(row, 1))
-        except DeviceLostError:
+        except (DeviceLostError, RunTimeoutError):
             raise
         except OutOfMemoryError:
             continue
@@ -46,17 +51,18 @@ def refused_rows(
     return tuple(refused)
 
 
-def takes_any(runner: Runner, rows: Sequence[Arrays]) -> bool:
+def takes_any(runner: Runner, rows: Sequence[Arrays], bounds: RunBounds = USUAL_BOUNDS) -> bool:
     """Whether an instance runs one of the rows that another one has refused.
 
     Raises:
         DeviceLostError: As ``warm_up``.
+        RunTimeoutError: Likewise.
     """
-    worker = WorkerRuns(runner)
+    worker = WorkerRuns(runner, bounds)
     for row in rows:
         try:
             worker.run(as_batch(row, 1))
-        except DeviceLostError:
+        except (DeviceLostError, RunTimeoutError):
             raise
         except ServeError:
             continue
@@ -76,6 +82,7 @@ class CpuTrial:
         has_global_threads: Whether runs use the threads of the process.
         threads: Inside an operator.
         clock: Monotonic nanoseconds.
+        bounds: Of its runs.
     """
 
     path: Path
@@ -85,6 +92,7 @@ class CpuTrial:
     has_global_threads: bool
     threads: int
     clock: Clock
+    bounds: RunBounds
 
     def takes_any(self, rows: Sequence[Arrays], signature: ModelSignature, padding: Padding | None) -> bool:
         """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them.
@@ -109,6 +117,6 @@ class CpuTrial:
         )
         del session
         try:
-            return takes_any(instance, rows)
+            return takes_any(instance, rows, self.bounds)
         finally:
             instance.close()

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
+from ortserve.core.batch import Runner
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog
@@ -26,6 +27,8 @@ from ortserve.telemetry.metrics import Metrics
 
 logger: Final = logging.getLogger(__name__)
 
+MOST_ABANDONED: Final = 3
+"""Instances of a model that may be left to runs that do not end, and still be replaced."""
 _NOT_POLLED: Final = "failed to poll from model repository"
 
 
@@ -50,13 +53,15 @@ class Registry:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
-        self._loader = VersionLoader(self._loop, metrics, clock, runtime, self._on_lost)
+        self._loader = VersionLoader(self._loop, metrics, clock, runtime, self._on_lost, self._on_given_up)
         self.lost = ""
         """Which device is lost, and why; empty while none is. Only a new process can use it again."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}
         """What each model was last loaded from, or should have been."""
         self._retries = Retries()
+        self._abandoned: dict[str, list[Runner]] = {}
+        """Instances that were given up, by model; those whose runs have ended since are dropped when one is added."""
         self._changes: set[asyncio.Task[Any]] = set()
         self._drains: dict[asyncio.Task[None], str] = {}
         """What still drains or is freed, with its model: of a version that was loaded anew there is no other trace."""
@@ -151,10 +156,13 @@ class Registry:
         self._loader.close()
 
     async def _finish(self, change: Coroutine[Any, Any, None]) -> None:
+        await asyncio.shield(self._begin_change(change))
+
+    def _begin_change(self, change: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._on_changed)
-        await asyncio.shield(task)
+        return task
 
     def _on_changed(self, task: asyncio.Task[None]) -> None:
         self._changes.discard(task)
@@ -333,6 +341,48 @@ class Registry:
         record.advance(State.FAILED, reason)
         self._catalog.route(record.model)
         self._begin_end(record, self._free(record))
+
+    def _on_given_up(self, record: VersionRecord, runner: Runner, reason: str, is_last: bool) -> None:
+        """Load a version anew of which an instance is left to a run that does not end; until then without it.
+
+        A version without instances is FAILED. It stays so where too many of the model's runs have not ended: each keeps
+        a processor busy, and memory, for as long as the process lasts.
+        """
+        abandoned = [before for before in self._abandoned.get(record.model, ()) if before.is_running]
+        self._abandoned[record.model] = [*abandoned, runner]
+        if record.state is not State.READY:  # it is on its way out
+            return
+        may_replace = len(abandoned) < MOST_ABANDONED
+        if not may_replace:
+            reason = f"{reason}; {len(abandoned) + 1} runs of the model did not end: the server is to be restarted"
+        _log_failure("instance is given up", record, reason)
+        if is_last:
+            record.advance(State.FAILED, reason)
+            self._catalog.route(record.model)
+            self._begin_end(record, self._free(record))
+        else:
+            record.reason = reason
+        if may_replace:
+            self._begin_change(self._replace(record))
+
+    async def _replace(self, record: VersionRecord) -> None:
+        """Load a version anew, unless that has happened, or it was to go, in the meantime."""
+        async with self._lock(record.model):
+            if self._catalog.of(record.model).get(record.version) is not record or record.source is None:
+                return
+            if record.state not in (State.READY, State.FAILED):
+                return
+            anew = VersionRecord(
+                record.model,
+                record.version,
+                self._tell_change,
+                is_required=record.is_required,
+                source=record.source,
+            )
+            if record.state is not State.READY:
+                self._show(anew)
+            if await self._load_version(anew, record.source):
+                self._retries.note(record.model, self._clock())
 
     def _begin_end(self, record: VersionRecord, end: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(end)

@@ -162,7 +162,7 @@ class ServedModel:
             )
         if terms.yields_when_late:
             task = asyncio.create_task(self._run_yielding(inputs, rows, shape_class, timing, terms))
-        elif rows <= batcher.max_rows:
+        elif rows <= batcher.most_rows(inputs, rows):
             rider = batcher.submit(inputs, rows, shape_class, timing, terms)
             return Submission(rider.promise, partial(batcher.leave, rider))
         else:
@@ -206,7 +206,7 @@ class ServedModel:
 
     async def _run(self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms) -> Arrays:
         batcher = self._batcher
-        if rows > batcher.max_rows:
+        if rows > batcher.most_rows(inputs, rows):
             return await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
         rider = batcher.submit(inputs, rows, shape_class, timing, terms)
         try:

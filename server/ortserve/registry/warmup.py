@@ -10,9 +10,9 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
-from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError, invalid_input
+from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError, invalid_input
 from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
-from ortserve.registry.make_up import MakeUp, WorkerRuns, as_batch
+from ortserve.registry.make_up import USUAL_BOUNDS, MakeUp, RunBounds, WorkerRuns, as_batch
 from ortserve.registry.progress import Progress
 from ortserve.registry.samples import Sample
 from ortserve.registry.synthetic import FREE_DIM
@@ -85,6 +85,7 @@ def warm_up(
     padding: Padding | None = None,
     progress: Progress | None = None,
     is_coarse: bool = False,
+    bounds: RunBounds = USUAL_BOUNDS,
 ) -> WarmUp:
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
 
@@ -100,6 +101,7 @@ def warm_up(
 
     Raises:
         DeviceLostError: Whatever the model takes, it cannot be run.
+        RunTimeoutError: A run took longer than ``bounds`` say.
         OutOfMemoryError: Not even one row finds memory, or none of the buckets does.
     """
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
@@ -107,11 +109,11 @@ def warm_up(
         return unknown
     stop_ns = clock() + int(budget_s * 1e9)
     progress = progress or Progress(clock)
-    worker = WorkerRuns(runner)
+    worker = WorkerRuns(runner, bounds)
     try:
         make_up = _choose(worker, MakeUp(signature, padding), progress)
         return _measure(worker, make_up, max_rows, buckets, stop_ns, clock, progress, is_coarse=is_coarse)
-    except (DeviceLostError, OutOfMemoryError):
+    except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
         raise
     except ServeError as error:
         return replace(unknown, refused=error.message, has_run=worker.has_run)
@@ -125,7 +127,7 @@ def _choose(worker: WorkerRuns, make_up: MakeUp, progress: Progress) -> MakeUp:
         progress.begin("warming up: looking for inputs that the model takes")
         try:
             outputs = worker.run(as_batch(way(1, 0), 1)).outputs
-        except DeviceLostError:
+        except (DeviceLostError, RunTimeoutError):
             raise
         except ServeError:
             continue
@@ -224,6 +226,7 @@ def time_sizes(
     clock: Clock,
     progress: Progress,
     padding: Padding | None = None,
+    bounds: RunBounds = USUAL_BOUNDS,
 ) -> tuple[SizeLatency, ...]:
     """Time batches of these sizes, once an instance runs them in another way than when it was warmed up.
 
@@ -231,7 +234,7 @@ def time_sizes(
         ServeError: internal, when a run fails.
     """
     stop_ns = clock() + int(budget_s * 1e9)
-    worker, make_up = WorkerRuns(runner), MakeUp(signature, padding)
+    worker, make_up = WorkerRuns(runner, bounds), MakeUp(signature, padding)
     return tuple(_time_runs(worker, make_up, rows, stop_ns, clock, progress) for rows in sorted(sizes))
 
 
@@ -244,6 +247,7 @@ def run_once(
     progress: Progress,
     brings_optional: bool = False,
     free_dim: int = FREE_DIM,
+    bounds: RunBounds = USUAL_BOUNDS,
 ) -> None:
     """Have an instance allocate what a batch of ``rows`` rows takes; for those beside the one that was measured.
 
@@ -251,23 +255,26 @@ def run_once(
         ServeError: internal, when the model refuses made-up inputs.
     """
     progress.begin(_batches(rows))
-    WorkerRuns(runner).run(as_batch(MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
+    WorkerRuns(runner, bounds).run(as_batch(MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
 
 
-def run_samples(runner: Runner, samples: Sequence[Sample], progress: Progress) -> None:
+def run_samples(
+    runner: Runner, samples: Sequence[Sample], progress: Progress, bounds: RunBounds = USUAL_BOUNDS
+) -> None:
     """Run what the model's configuration asks for, on the instance's own worker.
 
     Raises:
         ServeError: invalid_input, naming the sample that failed, and why; not_ready, where the device is lost.
+        RunTimeoutError: A run took longer than ``bounds`` say.
     """
-    worker = WorkerRuns(runner)
+    worker = WorkerRuns(runner, bounds)
     for sample in samples:
         progress.begin(f"warming up: sample '{sample.name}'")
         batch = as_batch(sample.inputs, sample.rows)
         try:
             for _ in range(sample.count):
                 worker.run(batch)
-        except DeviceLostError:
+        except (DeviceLostError, RunTimeoutError):
             raise
         except ServeError as error:
             raise invalid_input(f"warm-up sample '{sample.name}': {error.message}") from None
@@ -316,7 +323,7 @@ def _try_together(worker: WorkerRuns, make_up: MakeUp, rows: int, *, is_coarse: 
         try:
             zeros = worker.run(as_batch(make_up(rows, None), rows)).outputs
             problem = why_no_rows(make_up.signature, zeros, rows)
-        except (DeviceLostError, OutOfMemoryError):
+        except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
             raise
         except ServeError:  # some models take no zeros
             pass
@@ -325,7 +332,7 @@ def _try_together(worker: WorkerRuns, make_up: MakeUp, rows: int, *, is_coarse: 
         try:
             problem, with_optional = _compare_rows(worker, with_them, rows, is_coarse=is_coarse)
             drift = max(drift, with_optional)
-        except (DeviceLostError, OutOfMemoryError):
+        except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
             raise
         except ServeError as error:
             problem = (

@@ -64,8 +64,10 @@ BATCHING_DECISIONS: Final = Declaration(
     "counter",
     ("model", "version", "decision"),
     "What the batcher decided, in numbers of batches, requests or rows: batches, inline and retries (batches that ran, "
-    "on the event loop, or again in part); refused_full, refused_late, dropped_late and left (requests); delayed "
-    "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody); out_of_memory (batches after "
+    "on the event loop, or again in part); inline_overruns (1 once a run on the event loop took over 2 ms, after which "
+    "all others run on workers); refused_full, refused_late, dropped_late and left (requests); delayed "
+    "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody); run_timeouts and abandoned "
+    "(batches told to end, and those that did not); out_of_memory (batches after "
     "which the most rows of a batch were halved).",
 )
 BATCH_LATENCY: Final = Declaration(
@@ -111,6 +113,14 @@ LOADS: Final = Declaration(
     "counter",
     ("model", "outcome"),
     "Loads of a model's versions, reloads included, by how they ended: ok or failed.",
+)
+OVERDUE_BATCHES: Final = Declaration(
+    "ortserve_overdue_batches_total",
+    "counter",
+    ("model", "outcome"),
+    "Batches of a model's versions whose runs were over their time limit: terminated, which were told to end, and "
+    "abandoned, those of them that did not within run_grace_s, so that their instance was given up and the version is "
+    "loaded anew.",
 )
 LOAD_DURATION: Final = Declaration(
     "ortserve_model_load_seconds",
@@ -251,6 +261,7 @@ DECLARATIONS: Final = (
     REJECTED,
     UNAUTHORIZED,
     LOADS,
+    OVERDUE_BATCHES,
     LOAD_DURATION,
     MODEL_STATE,
     DEVICE_MEMORY,

@@ -44,6 +44,7 @@ from ortserve.telemetry.declarations import (
     LOADS,
     MODEL_STATE,
     MODEL_STATES,
+    OVERDUE_BATCHES,
     PADDED_ELEMENTS,
     PHASE_DURATION,
     QUEUE_ROWS,
@@ -65,6 +66,7 @@ _PHASE_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in PHASE_DURA
 _FAULTS: Final = frozenset((ErrorKind.OVERLOADED, ErrorKind.NOT_READY, ErrorKind.DEADLINE, ErrorKind.INTERNAL))
 """Of which another server might have made an answer."""
 
+_OVERDUE_OUTCOMES: Final = ("terminated", "abandoned")
 _ROW_BOUNDS: Final = tuple(round(bound) for bound in BATCH_ROWS.buckets)
 
 
@@ -207,6 +209,7 @@ class Metrics(Collector):
         self._unknown: dict[tuple[str, ErrorKind], HistogramSeries] = {}
         self._rejected: dict[str, dict[str, int]] = {"": {}}
         self._loads: dict[tuple[str, ...], int] = {}
+        self._overdue_batches: dict[Labels, int] = {}
         self._unauthorized: dict[Labels, int] = {}
         self._unauthorized_lock = threading.Lock()
         self._cut_answers: dict[Labels, int] = {}
@@ -244,11 +247,19 @@ class Metrics(Collector):
             self._rejected.pop(name, None)
             for outcome in ("ok", "failed"):
                 self._loads.pop((name, outcome), None)
+            for outcome in _OVERDUE_OUTCOMES:
+                self._overdue_batches.pop((name, outcome), None)
 
     def loaded(self, model: str, *, is_ok: bool) -> None:
         """Count a load of a version that has ended. ``model`` is one that the registry knows."""
         labels = (model, "ok" if is_ok else "failed")
         self._loads[labels] = self._loads.get(labels, 0) + 1
+
+    def batch_overdue(self, model: str, *, is_abandoned: bool = False) -> None:
+        """Count a run over its limit that was told to end, or one of these that did not."""
+        for outcome in _OVERDUE_OUTCOMES:
+            self._overdue_batches.setdefault((model, outcome), 0)
+        self._overdue_batches[model, _OVERDUE_OUTCOMES[is_abandoned]] += 1
 
     def certificate_serves(self, expires_s: float) -> None:
         """Say when the certificate that is shown from now on expires, in seconds since 1970."""
@@ -345,6 +356,7 @@ class Metrics(Collector):
         yield Family(REJECTED, rejected)
         yield Family(UNAUTHORIZED, self._unauthorized.copy())
         yield Family(LOADS, self._loads.copy())
+        yield Family(OVERDUE_BATCHES, self._overdue_batches.copy())
         loading: dict[Labels, float] = {
             (model.name, model.version): model.load_ns / _NS_PER_S for model in models if model.load_ns
         }

@@ -13,11 +13,12 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.promise import Outputs, Promise
@@ -32,7 +33,9 @@ RUN_NS = 2 * MS
 
 @dataclass
 class Stage:
-    """A batcher with its fakes. ``observed`` are the batches that were reported."""
+    """A batcher with its fakes. ``observed`` are the batches that were reported, ``given_up`` says of each
+    instance that was given up whether it was the last.
+    """
 
     loop: VirtualTimeLoop
     clock: FakeClock
@@ -42,6 +45,7 @@ class Stage:
     batcher: Batcher
     observed: list[int]
     began_ns: int
+    given_up: list[bool]
 
     @property
     def runner(self) -> FakeRunner:
@@ -96,6 +100,7 @@ def play(
     known_ns: int | None = None,
     compute: Callable[[np.ndarray], Arrays] = answer,
     waits_for_echo: bool = False,
+    run_limits: RunLimits | None = None,
 ) -> None:
     """Run ``main`` on a stage where each run takes ``run_ns``; ``known_ns`` is what the batcher believes."""
 
@@ -105,6 +110,7 @@ def play(
         queue = RiderQueue(known, known)
         shared = SharedThreads(device_threads, loop)
         observed: list[int] = []
+        given_up: list[bool] = []
         batcher = Batcher(
             runners,
             BatchPolicy(max_rows, queue_delay_ns, buckets=buckets, waits_for_echo=waits_for_echo),
@@ -112,12 +118,15 @@ def play(
             limits=QueueLimits(max_queue_rows, max_queue_bytes),
             shared=shared,
             threads=threads,
-            inline=InlineBudget(loop),
+            inline=InlineRuns(InlineBudget(loop)),
             loop=loop,
             clock=clock,
             observe_batch=lambda rows, *_: observed.append(rows),
+            name="slow",
+            run_limits=run_limits,
+            run_events=RunEvents(lambda: None, lambda runner, reason, is_last: given_up.append(is_last)),
         )
-        await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock()))
+        await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock(), given_up))
         await batcher.close()
         assert not [violation for runner in runners for violation in runner.violations]
         assert (queue.rows, queue.nbytes) == (0, 0)
@@ -926,6 +935,35 @@ def test_full_queue_counts_bytes_too() -> None:
     play(main, max_queue_bytes=40)
 
 
+def test_a_run_over_the_limit_is_the_last_on_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        for value in range(20):
+            await stage.submit(rows_of(value))
+        assert [run.is_inline for run in stage.runner.runs] == [True] + 19 * [False]
+        assert (stage.batcher.decisions.inline, stage.batcher.decisions.inline_overruns) == (1, 1)
+        assert "took 2700.0 ms" in stage.batcher.learned().off_loop_because
+
+    play(main, run_ns=2_700 * MS, known_ns=20 * US)
+
+
+def test_a_failed_run_over_the_limit_is_the_last_on_the_loop() -> None:
+    async def main(stage: Stage) -> None:
+        for value in (POISON, 1, 2):
+            await asyncio.gather(stage.submit(rows_of(value)), return_exceptions=True)
+        assert [run.is_inline for run in stage.runner.runs] == [True, False, False]
+
+    play(main, run_ns=3 * MS, known_ns=20 * US)
+
+
+def test_a_model_that_has_become_slow_runs_on_its_worker_after_two_runs() -> None:
+    async def main(stage: Stage) -> None:
+        for value in range(20):
+            await stage.submit(rows_of(value))
+        assert stage.batcher.decisions.inline <= 2
+
+    play(main, run_ns=MS, known_ns=20 * US)
+
+
 def test_runs_on_the_loop_hold_no_threads_of_the_device() -> None:
     async def main(stage: Stage) -> None:
         woken: list[str] = []
@@ -963,3 +1001,92 @@ def test_what_was_learned_is_told_in_plain_numbers() -> None:
         assert learned.answer_ms == 0
 
     play(main)
+
+
+LIMITS = RunLimits(timeout_ns=2_000 * MS, grace_ns=500 * MS)
+
+
+def test_a_run_over_its_limit_is_ended_and_its_instance_runs_others() -> None:
+    async def main(stage: Stage) -> None:
+        stage.runner.latency_ns = lambda rows: 3600_000 * MS
+        told = [stage.submit(rows_of(1)), stage.submit(rows_of(2))]
+        for outcome in await asyncio.gather(*told, return_exceptions=True):
+            assert isinstance(outcome, ServeError)
+            assert outcome.kind is ErrorKind.DEADLINE
+            assert outcome.message == "a run of model 'slow' was ended after 2.0 s: its limit is 2 s"
+        assert stage.now_ns == pytest.approx(2_000 * MS, abs=2 * MS)
+        assert stage.runner.terminated == 1
+        stage.runner.latency_ns = lambda rows: RUN_NS
+        assert_answered(await stage.submit(rows_of(3)), rows_of(3))
+        assert (stage.batcher.decisions.run_timeouts, stage.batcher.decisions.retries) == (1, 0)
+        assert not stage.given_up
+
+    play(main, run_limits=LIMITS)
+
+
+def test_an_instance_whose_run_does_not_end_is_given_up_and_all_who_wait_are_refused() -> None:
+    async def main(stage: Stage) -> None:
+        stage.runner.latency_ns = lambda rows: 3600_000 * MS
+        stage.runner.is_endless = True
+        first = stage.submit(rows_of(1))
+        await asyncio.sleep(0.1)
+        second = stage.submit(rows_of(2))
+        first_outcome, second_outcome = await asyncio.gather(first, second, return_exceptions=True)
+        assert isinstance(first_outcome, ServeError)
+        assert isinstance(second_outcome, ServeError)
+        assert (first_outcome.kind, second_outcome.kind) == (ErrorKind.DEADLINE, ErrorKind.NOT_READY)
+        assert second_outcome.retry_after_s == 1
+        assert stage.now_ns == pytest.approx(2_500 * MS, abs=3 * MS)
+        assert stage.runner.is_abandoned
+        assert stage.given_up == [True]
+        with pytest.raises(ServeError, match=r"has no instance left: a run has not ended for 2\.5 s"):
+            stage.submit(rows_of(3))
+        await asyncio.sleep(3601)  # it ends after all
+        assert stage.runner.runs
+        assert (stage.batcher.decisions.run_timeouts, stage.batcher.decisions.abandoned) == (1, 1)
+
+    play(main, run_limits=LIMITS)
+
+
+def test_other_instances_go_on_when_one_is_given_up() -> None:
+    async def main(stage: Stage) -> None:
+        stuck, healthy = stage.runners[1], stage.runners[0]  # the last is lent first
+        stuck.latency_ns = lambda rows: 3600_000 * MS
+        stuck.is_endless = True
+        lost = stage.submit(rows_of(1))
+        await asyncio.sleep(3)
+        assert lost.done()
+        for value in range(3):
+            assert_answered(await stage.submit(rows_of(value)), rows_of(value))
+        assert (len(healthy.runs), stage.given_up) == (3, [False])
+
+    play(main, run_limits=LIMITS, instances=2)
+
+
+def test_a_run_of_which_all_deadlines_have_passed_is_ended() -> None:
+    async def main(stage: Stage) -> None:
+        late = stage.submit(rows_of(1), terms=stage.within(1_500 * MS))
+        await asyncio.gather(late, return_exceptions=True)
+        assert stage.now_ns == pytest.approx(1_500 * MS, abs=3 * MS)
+        with pytest.raises(ServeError, match="all its callers are past their deadlines"):
+            await late
+
+    play(main, run_ns=10_000 * MS)
+
+
+def test_a_run_with_a_caller_who_has_no_deadline_goes_on() -> None:
+    async def main(stage: Stage) -> None:
+        hasty = stage.submit(rows_of(2), terms=stage.within(1_500 * MS))
+        patient = stage.submit(rows_of(3))
+        assert_answered(await patient, rows_of(3))
+        assert_answered(await hasty, rows_of(2))
+        assert len(stage.runner.runs) == 1
+
+    play(main, run_ns=10_000 * MS)
+
+
+def test_a_run_under_a_second_is_not_ended_for_its_deadlines() -> None:
+    async def main(stage: Stage) -> None:
+        assert_answered(await stage.submit(rows_of(1), terms=stage.within(100 * MS)), rows_of(1))
+
+    play(main, run_ns=900 * MS)

@@ -22,7 +22,7 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRun, FakeRunner, answer
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
@@ -291,7 +291,7 @@ class Theatre:
             limits=model.limits,
             shared=self.shared,
             threads=model.threads,
-            inline=self.inline if model.depth == 1 else None,
+            inline=InlineRuns(self.inline) if model.depth == 1 else None,
             loop=self.loop,
             clock=self.clock,
             observe_batch=lambda rows, *_: self.observed[index].append(rows),

@@ -4,13 +4,14 @@ import math
 
 import pytest
 
+from fakes.runner import NeverOverdue
 from ortserve.batching.instances import Instances
 from ortserve.core.batch import Batch, BatchDone, BatchResult
 
 NOW = 1000
 
 
-class Idler:
+class Idler(NeverOverdue):
     """Never asked to run anything here."""
 
     def run(self, batch: Batch) -> BatchResult:

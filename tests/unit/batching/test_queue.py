@@ -261,3 +261,43 @@ def test_no_more_idle_classes_stay_than_may_when_a_rush_of_shapes_is_over() -> N
     for shape_class in busy:
         queue.take(shape_class, 1)
     assert keys(queue.classes()) == [*range(2 * MAX_CLASSES, 3 * MAX_CLASSES)]
+
+
+class WatchedLevel(int):
+    """A priority level that counts how often it is compared."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        WatchedLevel.comparisons += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+@interpreted_only
+def test_counting_the_requests_of_a_level_looks_at_none_of_them() -> None:
+    queue = known_queue()
+    for key in "ab":
+        push(queue, key, *[rider(level=WatchedLevel(1)) for _ in range(1000)])
+    WatchedLevel.comparisons = 0
+    assert queue.requests(1) == 2000
+    assert WatchedLevel.comparisons <= 1
+
+
+def test_requests_of_a_level_are_counted_however_they_come_and_go() -> None:
+    queue, rng = known_queue(), random.Random(0)
+    for _ in range(300):
+        key = rng.choice("ab")
+        riders = queue.shape_class(key).riders
+        match rng.choice(["push", "push", "take", "leave", "remove"]) if riders else "push":
+            case "push":
+                push(queue, key, rider(level=rng.randint(1, 3), finish_by_ns=rng.randint(1, 9)))
+            case "take":
+                queue.take(queue.shape_class(key), rng.randint(1, 2))
+            case "leave":
+                assert queue.leave(rng.choice(riders))
+            case "remove":
+                queue.remove(queue.shape_class(key), riders[:2])
+        waiting = [one.level for shape_class in queue.classes() for one in shape_class.riders]
+        assert [queue.requests(level) for level in (1, 2, 3, 4)] == [waiting.count(level) for level in (1, 2, 3, 4)]

@@ -12,7 +12,7 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget
+from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.batching.shared_threads import Share, SharedThreads
@@ -303,7 +303,7 @@ class Backlogged:
             limits=QueueLimits(10**6, 10**9),
             shared=self.shared,
             threads=threads,
-            inline=self.inline,
+            inline=InlineRuns(self.inline),
             loop=self.loop,
             clock=self.clock,
             observe_batch=lambda *_: None,

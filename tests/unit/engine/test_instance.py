@@ -298,3 +298,38 @@ def test_a_run_on_a_gpu_without_buffers_tells_a_lost_one_too(tmp_path: Path) -> 
             pass  # the run has left it
     finally:
         instance.close()
+
+
+ENDLESS = 2**62
+
+
+def test_a_loop_without_end_is_ended_and_the_instance_runs_on(open_instance: Open, tmp_path: Path) -> None:
+    instance = open_instance(builders.repeats(tmp_path / "m.onnx"))
+    outcomes: queue.SimpleQueue[BatchResult | Exception] = queue.SimpleQueue()
+    for _ in range(2):
+        instance.start(batch_of(np.array([ENDLESS])), outcomes.put)
+        with pytest.raises(queue.Empty):
+            outcomes.get(timeout=0.05)  # it is inside the loop then, or about to be
+        instance.terminate()
+        outcome = outcomes.get(timeout=30)
+        assert isinstance(outcome, ServeError)
+        assert "terminate" in outcome.message
+        result, _ = run_on_worker(instance, batch_of(np.array([3])))
+        assert isinstance(result, BatchResult)
+        assert result.outputs[0] == 3
+    # What comes too late for a run ends none of those that follow.
+    instance.terminate()
+    assert instance.run(batch_of(np.array([4]))).outputs[0] == 4
+
+
+def test_an_abandoned_instance_is_not_waited_for(open_instance: Open, tmp_path: Path) -> None:
+    instance = open_instance(builders.repeats(tmp_path / "m.onnx"))
+    outcomes: queue.SimpleQueue[BatchResult | Exception] = queue.SimpleQueue()
+    instance.start(batch_of(np.array([ENDLESS])), outcomes.put)
+    instance.abandon()
+    instance.close()
+    assert instance.is_running
+    instance.terminate()
+    while instance.is_running:
+        time.sleep(0.001)
+    assert outcomes.empty(), "the loop that would be told may be gone"

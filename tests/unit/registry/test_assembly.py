@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from models import builders
 from ortserve.config.model import ModelOptions
+from ortserve.core.dtypes import DataType
 from ortserve.core.promise import Outputs
 from ortserve.core.terms import NO_TERMS
 from ortserve.core.timing import Timing
@@ -97,3 +98,27 @@ async def test_replay_that_was_asked_for_is_counted_though_the_model_has_no_buff
     # A model on the CPU has no graphs and no buffers that anybody could miss.
     assert counted("host", "captures", result="no_buffers") is None
     assert counted("host", "batches", way="plain_unbound") is None
+
+
+async def test_a_run_takes_no_more_text_than_the_loop_can_wait_for(tmp_path: Path) -> None:
+    builders.identity(tmp_path / "texts.onnx", DataType.BYTES, ("batch", 1))
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    metrics = Metrics(CollectorRegistry())
+    served = serve(assembly, tmp_path / "texts.onnx", None, metrics, max_rows=64)
+    try:
+        long = np.full((64, 1), "a" * 256 * 1024, object)  # 16 MiB
+        timings = [Timing(time.monotonic_ns()) for _ in range(2)]
+        (one,), (other,) = await asyncio.gather(
+            *[served.submit((long,), 64, timing, NO_TERMS).outputs for timing in timings]
+        )
+        assert (one == long).all()
+        assert (other == long).all()
+        batches = dict(metrics.model("texts", "1").batches)
+        assert max(batches) <= 2, "rows of 256 KiB, of which a run takes 512 KiB"
+        assert sum(rows * series.count for rows, series in batches.items()) == 128
+        short = np.full((64, 1), "a", object)
+        (answer,) = await served.submit((short,), 64, timings[0], NO_TERMS).outputs
+        assert (answer == short).all()
+        assert metrics.model("texts", "1").batches[64].count == 1
+    finally:
+        await served.close()

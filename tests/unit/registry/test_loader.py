@@ -703,3 +703,21 @@ def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_
         "operators": "1 Relu, 1 Softmax",
     }
     assert load_and_warn("cpu") == []
+
+
+def test_a_warm_up_that_never_ends_fails_the_load(tmp_path: Path) -> None:
+    options = ModelOptions(warmup_run_timeout_s=0.2, warmup_s=0.1)
+    with pytest.raises(ServeError, match=r"a run in warm-up was ended after warmup_run_timeout_s 0.2 s") as caught:
+        load(builders.repeats(tmp_path / "m.onnx", steps=2**62), options)
+    assert caught.value.kind is ErrorKind.DEADLINE
+    assert not workers()
+
+
+def test_a_load_does_not_wait_for_a_run_that_cannot_be_ended(tmp_path: Path) -> None:
+    options = ModelOptions(warmup_run_timeout_s=0.1, run_grace_s=0.1, warmup_s=0.1, intra_op_threads=1)
+    path = builders.multiplies(tmp_path / "m.onnx", least=2048)
+    with pytest.raises(ServeError, match="a run in warm-up was ended"):
+        load(path, options)
+    (worker,) = workers()  # it is inside the operator yet
+    worker.join(60)
+    assert not workers()

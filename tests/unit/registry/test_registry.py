@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,13 @@ from prometheus_client import CollectorRegistry
 from interpreted import interpreted_only
 from models import builders
 from ortserve.config.model import LoadOptions
+from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry import retries
 from ortserve.registry.lifecycle import State, VersionRecord
-from ortserve.registry.registry import Registry
+from ortserve.registry.registry import MOST_ABANDONED, Registry
 from ortserve.telemetry.metrics import Metrics
 
 Load = Callable[..., Awaitable[Registry]]
@@ -602,3 +603,115 @@ async def test_counts_of_a_version_outlive_it(tmp_path: Path, load: Load, promet
     assert prometheus.get_sample_value("ortserve_model_state", labels | {"state": "gone"}) == 1
     assert prometheus.get_sample_value("ortserve_staged_elements_total", labels) == staged
     assert prometheus.get_sample_value("ortserve_saturation", labels) is None
+
+
+@pytest.fixture
+def stuck_runs_end() -> Iterator[None]:
+    """Waits after the test for the threads that were left to their runs: the interpreter would end in the midst."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("run long"):
+            thread.join(60)
+
+
+LONG_OPERATOR = "intra_op_threads: 1\nrun_timeout_s: 0.3\nrun_grace_s: 0.2\n"
+
+
+async def multiply(registry: Registry, size: int) -> float:
+    submission = registry.find("long", "").submit((np.array([size]),), 1, Timing(time.monotonic_ns()), NO_TERMS)
+    (output,) = await submission.outputs
+    return float(output[0])
+
+
+async def ready_again(registry: Registry, name: str, *, instead_of: object) -> None:
+    """Wait until another load of a model answers."""
+    for _ in range(600):
+        if registry.ready_versions(name) and registry.find(name, "") is not instead_of:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{name} did not become ready again: {state_of(registry, name)}")
+
+
+@pytest.mark.usefixtures("stuck_runs_end")
+async def test_a_version_whose_only_instance_is_stuck_is_not_ready_until_it_is_loaded_anew(
+    load: Load, tmp_path: Path, prometheus: CollectorRegistry
+) -> None:
+    put(tmp_path, builders.multiplies, "long", options=LONG_OPERATOR)
+    registry = await load()
+    stuck = registry.find("long", "")
+    is_gone = asyncio.Event()
+    registry.on_change = lambda: None if registry.ready_versions("long") else is_gone.set()
+    with pytest.raises(ServeError, match=r"was ended after 0\.\d s: its limit is 0\.3 s") as caught:
+        await multiply(registry, 2800)
+    assert caught.value.kind is ErrorKind.DEADLINE
+    await asyncio.wait_for(is_gone.wait(), 30)
+    assert refusal(registry, "long").kind is ErrorKind.NOT_READY
+    assert refusal(registry, "long").retry_after_s == 1
+    await ready_again(registry, "long", instead_of=stuck)
+    assert await multiply(registry, 4) == 4
+    for outcome in ("terminated", "abandoned"):
+        labels = {"model": "long", "outcome": outcome}
+        assert prometheus.get_sample_value("ortserve_overdue_batches_total", labels) == 1
+
+
+@pytest.mark.usefixtures("stuck_runs_end")
+async def test_a_version_with_an_instance_left_serves_until_it_is_loaded_anew(load: Load, tmp_path: Path) -> None:
+    put(tmp_path, builders.multiplies, "long", options=f"{LONG_OPERATOR}instances: 2\n")
+    registry = await load()
+    stuck = registry.find("long", "")
+    states: list[bool] = []
+    registry.on_change = lambda: states.append(bool(registry.ready_versions("long")))
+    with pytest.raises(ServeError, match="was ended"):
+        await multiply(registry, 2800)
+    assert await multiply(registry, 3) == 3
+    await ready_again(registry, "long", instead_of=stuck)
+    assert await multiply(registry, 4) == 4
+    assert all(states)
+
+
+@pytest.mark.usefixtures("stuck_runs_end")
+async def test_a_version_that_cannot_be_loaded_anew_says_why(load: Load, tmp_path: Path) -> None:
+    put(tmp_path, builders.multiplies, "long", options=LONG_OPERATOR)
+    registry = await load()
+    builders.not_onnx(tmp_path / "long" / "1" / "model.onnx")
+    with pytest.raises(ServeError, match="was ended"):
+        await multiply(registry, 2800)
+    for _ in range(600):
+        (state, reason) = state_of(registry, "long")[1]
+        if "cannot load the model" in reason:
+            break
+        await asyncio.sleep(0.05)
+    assert state is State.FAILED
+    assert "cannot load the model" in reason
+    assert "cannot load the model" in refusal(registry, "long").message
+
+
+async def test_a_version_is_not_replaced_for_ever(load: Load, tmp_path: Path) -> None:
+    put(tmp_path, builders.identity, "long", options="warmup_s: 0\nbatched: true\n")
+    registry = await load()
+    for given_up in range(1, MOST_ABANDONED + 2):
+        (record,) = registry.records()
+        registry._on_given_up(record, _Stuck(), f"run {given_up} did not end", True)
+        if given_up <= MOST_ABANDONED:
+            await ready_again(registry, "long", instead_of=record.served)
+    await asyncio.sleep(0)
+    assert state_of(registry, "long")[1][0] is State.FAILED
+    assert "4 runs of the model did not end: the server is to be restarted" in refusal(registry, "long").message
+
+
+class _Stuck:
+    """A runner with a run that does not end."""
+
+    is_running = True
+
+    def run(self, batch: Batch) -> BatchResult:
+        raise AssertionError
+
+    def start(self, batch: Batch, done: BatchDone) -> None:
+        raise AssertionError
+
+    def terminate(self) -> None:
+        raise AssertionError
+
+    def abandon(self) -> None:
+        raise AssertionError

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
+from fakes.runner import NeverOverdue
 from models import builders, interfaces
 from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
@@ -37,7 +38,7 @@ BATCHED = ModelSignature((X,), (Y,))
 ONE_ROW = ModelSignature((TensorSpec("x", DataType.FP32, (1, 4)),), (Y,), "reason")
 
 
-class TimedRunner:
+class TimedRunner(NeverOverdue):
     """Doubles its rows, in a time that is a function of how many there are."""
 
     def __init__(self, clock: FakeClock, latency_ns: Callable[[int], int], error: ServeError | None = None) -> None:
@@ -61,7 +62,7 @@ class TimedRunner:
         done(BatchResult((np.concatenate(parts) * 2,), began_ns, self.clock(), self.clock() - began_ns))
 
 
-class ComputingRunner:
+class ComputingRunner(NeverOverdue):
     """Answers with what a function makes of a batch, at once."""
 
     def __init__(self, compute: Callable[[Batch], Arrays]) -> None:

@@ -176,6 +176,7 @@ def test_output_is_the_text_format_with_every_declared_metric(metrics: Metrics, 
     metrics.connection_error("enhance_your_calm")
     metrics.loaded("m", is_ok=True)
     metrics.certificate_serves(1.5e9)
+    metrics.batch_overdue(model.name)
     model.load_ns = 1
     by_direction = {"in": 1, "out": 2}
     model.set_device_source(lambda: DeviceRuns({"bound": 1}, {"failed": 1}, by_direction, by_direction, by_direction))

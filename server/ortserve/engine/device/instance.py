@@ -27,6 +27,7 @@ from ortserve.engine.ort_errors import without_paths
 from ortserve.engine.plain_batch import run_plainly
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.row_layout import RowLayout, input_layouts
+from ortserve.engine.run_options import NEITHER, Termination, graph_options
 from ortserve.engine.staging import HostStaging
 from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
 
@@ -85,6 +86,9 @@ class DeviceInstance:
         self._padding = padding
         self._is_whole = is_whole
         self._shrink_arenas = shrink_arenas
+        run_options = run_options or graph_options(NEITHER)
+        self._termination = Termination(run_options)
+        self._is_abandoned = False
         self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
         self._staging = HostStaging(len(signature.inputs), padding)
         self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
@@ -176,10 +180,27 @@ class DeviceInstance:
         """Run on the worker; ``done`` is called with the result or a ``ServeError``, on one of the two threads."""
         self._work.put((batch, done))
 
+    def terminate(self) -> None:
+        """Have a plain run on the worker fail before its next node; one on buffers goes on. From any thread."""
+        self._termination.end_run()
+
+    def abandon(self) -> None:
+        """Leave the threads to a run that does not end. They free session and memory if it ever does."""
+        self._is_abandoned = True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the worker has not ended."""
+        return self._worker.is_alive()
+
     def close(self) -> None:
-        """Finish what was started, then free session and memory on the thread that used them. Blocks."""
+        """Finish what was started, then free session and memory on the thread that used them.
+
+        Blocks, unless it is abandoned.
+        """
         self._work.put(None)
-        self._worker.join()
+        if not self._is_abandoned:
+            self._worker.join()
 
     def _serve(self) -> None:
         with self._gate.shared(), suppress(*DEVICE_ERRORS):  # of a lost device, as the first batch will be told
@@ -206,7 +227,8 @@ class DeviceInstance:
             self._flights.put((outcome, done))
             return
         self._gate.leave()
-        done(outcome)
+        if not self._is_abandoned:  # else the loop that would be told may be gone
+            done(outcome)
         del batch, done, outcome  # an error knows this frame, and would be kept by it
 
     def _begin(self, batch: Batch) -> Flight | BatchResult:
@@ -246,11 +268,13 @@ class DeviceInstance:
                 outcome = self._failure(error)
             self._free_sets.put(flight.buffers)
             self._gate.leave()
-            done(outcome)
+            if not self._is_abandoned:
+                done(outcome)
             del item, flight, done, outcome
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
         assert self._plain_run is not None, "the instance was closed"
+        self._termination.allow_runs()
         return run_plainly(self._plain_run, self._staging, batch, self._clock)[0]
 
     def _prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> Prepared:

@@ -99,5 +99,6 @@ class BatchingDocument(BaseModel):
     arrival_rows_per_s: float = Field(description="Mean over the last seconds, of refused rows too")
     saturation: float | None = Field(description="That by what full batches of the shape used last compute a second")
     answer_ms: float = Field(description="Taken off every deadline, for encoding and writing the answers of a batch")
+    off_loop_because: str = Field(description="Why no run happens on the event loop; empty where short ones do")
     decisions: dict[str, int]
     classes: list[LearnedClassDocument] = Field(description="Shape classes, used last first")
