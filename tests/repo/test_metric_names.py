@@ -24,6 +24,7 @@ UNITS: Final = (
     "captures",
     "reloads",
     "spans",
+    "stalls",
 )
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
 UNITLESS: Final = {

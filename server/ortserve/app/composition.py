@@ -1,5 +1,6 @@
 """The composition root: options become objects here, each once, and are given to those who use them."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ import onnxruntime
 from prometheus_client import CollectorRegistry
 
 from ortserve import __version__
+from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
+from ortserve.core.activity import LoopActivity
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.device_region import are_regions_possible, open_region
 from ortserve.engine.device.readings import devices_reader
@@ -84,6 +87,7 @@ class Parts:
         certificate: None for plain text.
         tracing: None where nobody collects traces.
         has_lane: Whether infer requests are answered inside the HTTP server's protocol.
+        watchdog: Of the event loop.
     """
 
     prometheus: CollectorRegistry
@@ -98,6 +102,7 @@ class Parts:
     http: HttpServer
     has_lane: bool
     grpc: GrpcServer | NativeGrpcServer
+    watchdog: Watchdog
 
 
 def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
@@ -117,7 +122,10 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     repositories = [*options.repositories, *([repository_path()] if options.example else [])]
     runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
     metrics.set_devices_source(devices_reader(runtime.devices))
-    registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
+    activity = LoopActivity()
+    watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
+    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity)
+    metrics.set_stalls_source(watchdog.reading)
     shared_memory = SharedMemory(
         is_allowed=options.allow_client_shm, open_on_device=partial(open_region, runtime.devices)
     )
@@ -141,6 +149,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         monotonic_ns,
         max_inflight_bytes=options.max_inflight_bytes,
         shared_memory=shared_memory,
+        activity=activity,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
     management = Management(repository, StatisticsService(registry, monotonic_ns), LogSettings(switches), traces)
@@ -171,6 +180,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         frontends.http(lane),
         lane is not None,
         frontends.grpc(),
+        watchdog,
     )
 
 

@@ -24,6 +24,7 @@ from ortserve.batching.riders import Rider, make_batch, settle_all
 from ortserve.batching.saturation import saturation
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
+from ortserve.core.activity import NOTHING, RUN, LoopActivity
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.promise import Promise
 from ortserve.core.terms import NO_TERMS, Terms
@@ -56,6 +57,7 @@ class Batcher:
         make_alarm: MakeAlarm | None = None,
         depth: int = 1,
         on_lost: Callable[[str], object] | None = None,
+        name: str = "",
     ) -> None:
         """Open for requests.
 
@@ -73,6 +75,7 @@ class Batcher:
                 had that.
             make_alarm: What to be woken by; None for the loop's own timers.
             depth: How many batches an instance takes at a time.
+            name: Of the model, for the watchdog of the loop.
             on_lost: Told why, once no instance is left whose device is not lost; everybody was refused by then.
         """
         self._instances = Instances(runners, depth)
@@ -80,6 +83,7 @@ class Batcher:
         self._queue = queue
         self._share = shared.share(threads, self._wake)
         self._budget = inline
+        self._name = name
         self._loop = loop
         self._clock = clock
         self._observe_batch = observe_batch
@@ -292,17 +296,21 @@ class Batcher:
         if group.search is not None:
             self.decisions.retries += 1
         elif self._budget is not None and self._budget.take(group.shape_class.run_latency.predict_ns(bucket)):
-            self._run_here(group, batch, bucket, now_ns)
+            self._run_here(self._budget.activity, group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
 
-    def _run_here(self, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
+    def _run_here(self, activity: LoopActivity, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
         latency = group.shape_class.batch_latency
         self.decisions.inline += 1
         self._share.charge(latency.predict_ns(bucket), wants_more=bool(self._boarding))
+        activity.model = self._name
+        activity.step = RUN
         try:
             result = self._instances.free[-1].run(batch)
+            activity.step = NOTHING
         except Exception as error:  # noqa: BLE001 - whatever the run raised belongs to its callers
+            activity.step = NOTHING
             self._on_failed(group, bucket, now_ns, error)
         else:
             latency.observe(bucket, self._clock() - now_ns)

@@ -7,6 +7,8 @@ batch without it. The price is that the loop stands still meanwhile, so both a r
 import asyncio
 from typing import Final
 
+from ortserve.core.activity import LoopActivity
+
 MAX_RUN_NS: Final = 200_000
 MAX_TURN_NS: Final = 500_000.0
 
@@ -14,8 +16,10 @@ MAX_TURN_NS: Final = 500_000.0
 class InlineBudget:
     """Time that runs may take of one loop turn, shared by all models of the loop. Loop thread only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, activity: LoopActivity | None = None) -> None:
+        """``activity`` is where runs on the loop show themselves; None where nothing watches the loop."""
         self._loop = loop
+        self.activity: Final = activity or LoopActivity()
         self._left_ns = MAX_TURN_NS
 
     def take(self, predicted_ns: float | None) -> bool:

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
+from ortserve.core.activity import LoopActivity
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog
@@ -42,15 +43,25 @@ class Registry:
         metrics: Metrics,
         clock: Clock,
         runtime: Runtime | None = None,
+        activity: LoopActivity | None = None,
     ) -> None:
-        """``defaults`` hold for what a model's own options leave open; ``runtime`` is None for a plain one."""
+        """Load nothing yet.
+
+        Args:
+            repositories: Folders of models.
+            defaults: Hold for what a model's own options leave open.
+            metrics: Of the server.
+            clock: Monotonic nanoseconds.
+            runtime: None for a plain one.
+            activity: Where runs on the event loop show themselves; None where nothing watches the loop.
+        """
         self._repositories = repositories
         self._defaults = defaults
         self._metrics = metrics
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
-        self._loader = VersionLoader(self._loop, metrics, clock, runtime, self._on_lost)
+        self._loader = VersionLoader(self._loop, metrics, clock, runtime, self._on_lost, activity=activity)
         self.lost = ""
         """Which device is lost, and why; empty while none is. Only a new process can use it again."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from ortserve.clock import Clock
+from ortserve.core.activity import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.core.batch import Arrays
 from ortserve.core.promise import Outputs
 from ortserve.core.region import RegionUse
@@ -107,8 +108,19 @@ class InferenceService:
         *,
         max_inflight_bytes: int,
         shared_memory: SharedMemory | None = None,
+        activity: LoopActivity | None = None,
     ) -> None:
-        """Take over nothing; without ``shared_memory`` requests that use it are refused."""
+        """Take over nothing.
+
+        Args:
+            registry: Where models are found.
+            accounts: Of the calls.
+            clock: Monotonic nanoseconds.
+            max_inflight_bytes: The option.
+            shared_memory: None refuses requests that use it.
+            activity: Shows when the loop decodes and encodes; None where nothing watches the loop.
+        """
+        self._activity = activity or LoopActivity()
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self._gate = BodyGate(max_inflight_bytes)
@@ -153,8 +165,12 @@ class InferenceService:
         """
         request: InferRequest | None = None
         served: ServedModel | None = None
+        activity = self._activity
         try:
+            activity.protocol = call.protocol
+            activity.step = DECODE
             request = decode()
+            activity.step = NOTHING
             served = self._registry.find(request.model_name, request.model_version)
             if request.regions is not None:
                 return self._begin_in_regions(call, request, served, request.regions)
@@ -186,15 +202,22 @@ class InferenceService:
             asyncio.CancelledError: The caller left.
         """
         call, request, served = pending.call, pending.request, pending.served
+        activity = self._activity
+        activity.protocol = call.protocol
+        activity.model = served.name
+        activity.request_id = request.id
+        activity.step = ENCODE
         try:
             # The outputs are not named, so that the frame of a failure does not keep their memory leased.
             answer = encode(request, _response(pending, served.cut_back(pending.take(), pending.inputs)))
         except asyncio.CancelledError:
             self._accounts.left(call, request, served)
+            self._activity.step = NOTHING
             raise
         except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
             # Without its frames, which hold the outputs where encoding failed.
             raise self._failed(call, request, served, error) from error.with_traceback(None)
+        activity.step = NOTHING
         self._accounts.answered(call, request, served, pending.rows)
         return answer
 
@@ -260,6 +283,7 @@ class InferenceService:
         self, call: Call, request: InferRequest | None, served: ServedModel | None, error: Exception
     ) -> ServeError:
         """Count a call that failed, and say it to its caller."""
+        self._activity.step = NOTHING
         if not isinstance(error, ServeError):
             log_fault(logger, "a request failed unexpectedly", error, **named(call, request, served))
             error = ServeError(ErrorKind.INTERNAL, "internal error")

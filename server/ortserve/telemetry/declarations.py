@@ -190,6 +190,19 @@ DEVICE_TIMED_COPY_BYTES: Final = Declaration(
     ("model", "version", "direction"),
     "Bytes of the copies that were timed.",
 )
+LOOP_STALLS: Final = Declaration(
+    "ortserve_event_loop_stalls_total",
+    "counter",
+    (),
+    "Times that the event loop, which serves all connections, stood still for a second or nearly. The log says what it "
+    "was doing.",
+)
+LOOP_STALL_SECONDS: Final = Declaration(
+    "ortserve_event_loop_stall_seconds_total",
+    "counter",
+    (),
+    "Time in such stalls; it rises while one lasts.",
+)
 GRPC_STREAMS: Final = Declaration(
     "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
 )
@@ -247,6 +260,8 @@ DECLARATIONS: Final = (
     DEVICE_COPIED,
     DEVICE_TIMED_COPY,
     DEVICE_TIMED_COPY_BYTES,
+    LOOP_STALLS,
+    LOOP_STALL_SECONDS,
     GRPC_STREAMS,
     CERTIFICATE_EXPIRATION,
     CERTIFICATE_RELOADS,

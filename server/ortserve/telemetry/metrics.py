@@ -54,6 +54,7 @@ from ortserve.telemetry.declarations import (
 from ortserve.telemetry.devices import DeviceReading, DeviceRuns, device_families
 from ortserve.telemetry.families import Family, Labels
 from ortserve.telemetry.histogram import HistogramSeries
+from ortserve.telemetry.loop import StallReading, loop_families
 from ortserve.telemetry.tracing import Tracing
 
 _NS_PER_S: Final = 1_000_000_000
@@ -212,6 +213,7 @@ class Metrics(Collector):
         self._certificate_reloads: dict[Labels, int] = {}
         self._tracing: Tracing | None = None
         self._devices: Callable[[], Sequence[DeviceReading]] = tuple
+        self._stalls: Callable[[], StallReading] = StallReading
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -267,6 +269,10 @@ class Metrics(Collector):
     def set_devices_source(self, source: Callable[[], Sequence[DeviceReading]]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread."""
         self._devices = source
+
+    def set_stalls_source(self, source: Callable[[], StallReading]) -> None:
+        """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
+        self._stalls = source
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before a model was found for it."""
@@ -346,6 +352,7 @@ class Metrics(Collector):
         yield Family(MODEL_STATE, states)
         runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
         yield from device_families(self._devices(), runs)
+        yield from loop_families(self._stalls())
         yield Family(GRPC_STREAMS, {(): self._streams()})
         if self._certificate_expires_s is not None:
             yield Family(CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})
