@@ -25,6 +25,7 @@ UNITS: Final = (
     "reloads",
     "spans",
     "stalls",
+    "polls",
 )
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
 UNITLESS: Final = {

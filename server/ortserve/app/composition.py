@@ -13,6 +13,7 @@ import onnxruntime
 from prometheus_client import CollectorRegistry
 
 from ortserve import __version__
+from ortserve.app.busy_polling import make_busy_polling
 from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
@@ -65,6 +66,7 @@ from ortserve.service.trace_settings import TRACE, TraceSettings
 from ortserve.service.trace_writing import TraceWriter
 from ortserve.telemetry.access_log import AccessLog
 from ortserve.telemetry.logs import LogSwitches, log_event
+from ortserve.telemetry.loop import PollReading
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.proc import CpuReader
 from ortserve.telemetry.trace_files import TraceFiles
@@ -125,7 +127,8 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     activity = LoopActivity()
     watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
     registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity)
-    metrics.set_stalls_source(watchdog.reading)
+    polling = make_busy_polling(options, registry)
+    metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(
         is_allowed=options.allow_client_shm, open_on_device=partial(open_region, runtime.devices)
     )
@@ -150,6 +153,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         max_inflight_bytes=options.max_inflight_bytes,
         shared_memory=shared_memory,
         activity=activity,
+        polling=polling,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
     management = Management(repository, StatisticsService(registry, monotonic_ns), LogSettings(switches), traces)

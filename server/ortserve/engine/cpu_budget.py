@@ -5,13 +5,27 @@ ONNX Runtime's own default is the host's physical cores, whatever mask or quota 
 
 import math
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path("/sys/fs/cgroup")
+SELF: Final = Path("/proc/self/cgroup")
 
 
-def cpu_budget(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A limit of processor time: ``processors`` of them, and the folder of the cgroup that has it."""
+
+    processors: float
+    folder: Path
+
+
+def cpu_budget(cgroup_root: Path = ROOT, self_cgroup: Path = SELF) -> int:
     """Threads, at least 1: the processors in the affinity mask, or the smallest quota on the way up, rounded up."""
     processors = len(os.sched_getaffinity(0))
-    quotas = [math.ceil(quota) for quota in _quotas(cgroup_root, self_cgroup)]
+    quotas = [math.ceil(quota.processors) for quota in cpu_quotas(cgroup_root, self_cgroup)]
     return max(1, min([processors, *quotas]))
 
 
@@ -24,12 +38,16 @@ def intra_op_threads(budget: int, *, on_gpu: bool, inter_op_threads: int) -> int
     return 1 if on_gpu else max(1, budget - (inter_op_threads - 1))
 
 
-def _quotas(root: Path, self_cgroup: Path) -> list[float]:
+def cpu_quotas(root: Path = ROOT, self_cgroup: Path = SELF) -> list[Quota]:
+    """All quotas that hold for this process, on the way from its cgroup up."""
+    return list(_quotas(root, self_cgroup))
+
+
+def _quotas(root: Path, self_cgroup: Path) -> Iterator[Quota]:
     try:
         lines = self_cgroup.read_text().splitlines()
     except OSError:
-        return []
-    quotas: list[float] = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -41,26 +59,26 @@ def _quotas(root: Path, self_cgroup: Path) -> list[float]:
         # In a container the path may be the host's, which is not visible here; the root then is the container's own.
         folder = base / path.lstrip("/")
         while True:
-            quotas.extend(read(folder))
+            if (processors := read(folder)) is not None:
+                yield Quota(processors, folder)
             if folder == base or base not in folder.parents:
                 break
             folder = folder.parent
-    return quotas
 
 
-def _quota_v2(folder: Path) -> list[float]:
+def _quota_v2(folder: Path) -> float | None:
     """``cpu.max`` holds quota and period in microseconds; the quota may be ``max``."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
-        return [] if quota == "max" else [int(quota) / int(period)]
+        return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
-        return []
+        return None
 
 
-def _quota_v1(folder: Path) -> list[float]:
+def _quota_v1(folder: Path) -> float | None:
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())
-        return [quota / period] if quota > 0 else []
+        return quota / period if quota > 0 else None
     except (OSError, ValueError, ZeroDivisionError):
-        return []
+        return None

@@ -82,6 +82,11 @@ class Registry:
         """Whether initial loading is over, however it ended."""
         return self._catalog.is_whole
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether models are being loaded or freed, or looked for in the repositories."""
+        return not self._catalog.is_whole or bool(self._changes or self._drains)
+
     def ready_versions(self, name: str) -> list[int]:
         """The versions of a model that serve now, ascending."""
         return [record.version for record in self._catalog.ready(name)]

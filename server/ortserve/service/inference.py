@@ -20,6 +20,7 @@ from ortserve.errors import ContentsError, ErrorKind, ServeError, of_request
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.accounts import Accounts, named
+from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import Call
 from ortserve.service.classification import classify, is_short
 from ortserve.service.gate import BodyGate, Hold
@@ -109,6 +110,7 @@ class InferenceService:
         max_inflight_bytes: int,
         shared_memory: SharedMemory | None = None,
         activity: LoopActivity | None = None,
+        polling: BusyPolling | None = None,
     ) -> None:
         """Take over nothing.
 
@@ -119,8 +121,10 @@ class InferenceService:
             max_inflight_bytes: The option.
             shared_memory: None refuses requests that use it.
             activity: Shows when the loop decodes and encodes; None where nothing watches the loop.
+            polling: Is told when requests are in flight; None where the loop never polls.
         """
         self._activity = activity or LoopActivity()
+        self._polling = polling
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self._gate = BodyGate(max_inflight_bytes)
@@ -179,12 +183,14 @@ class InferenceService:
             outputs, leave = submission.outputs, submission.leave
             to_classify = [output for output in request.outputs if output.classes]
             if not to_classify:
-                return Pending(call, request, served, inputs, rows, outputs, leave)
+                return self._queued(Pending(call, request, served, inputs, rows, outputs, leave))
             classified: dict[str, Tensor] = {}
             classifying = asyncio.create_task(_classify(to_classify, served, inputs, outputs, classified))
             # A task that is cancelled before its first step cancels nothing of what it would have waited for.
             classifying.add_done_callback(lambda _: leave())
-            return Pending(call, request, served, inputs, rows, classifying, classifying.cancel, classified)
+            return self._queued(
+                Pending(call, request, served, inputs, rows, classifying, classifying.cancel, classified)
+            )
         except ContentsError as error:
             raise self._unread(call, error) from error
         except Exception as error:
@@ -212,13 +218,16 @@ class InferenceService:
             answer = encode(request, _response(pending, served.cut_back(pending.take(), pending.inputs)))
         except asyncio.CancelledError:
             self._accounts.left(call, request, served)
-            self._activity.step = NOTHING
+            self._ended()
             raise
         except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
+            self._ended()
             # Without its frames, which hold the outputs where encoding failed.
             raise self._failed(call, request, served, error) from error.with_traceback(None)
         activity.step = NOTHING
         self._accounts.answered(call, request, served, pending.rows)
+        if self._polling is not None:
+            self._polling.on_end(call.timing.done_ns)
         return answer
 
     async def serve(
@@ -234,17 +243,30 @@ class InferenceService:
         except asyncio.CancelledError:
             pending.leave()
             self._accounts.left(call, pending.request, pending.served)
+            self._ended()
             raise
         except Exception as error:  # noqa: BLE001 - as in ``finish``
+            self._ended()
             raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
         return self.finish(pending, encode)
+
+    def _queued(self, pending: Pending) -> Pending:
+        if self._polling is not None:
+            self._polling.on_request(pending.call.timing.received_ns)
+        return pending
+
+    def _ended(self) -> None:
+        """A call that was queued ended without an answer."""
+        self._activity.step = NOTHING
+        if self._polling is not None:
+            self._polling.on_end(self._clock())
 
     def _begin_in_regions(self, call: Call, request: InferRequest, served: ServedModel, use: RegionUse) -> Pending:
         """``begin``, where tensors lie in shared memory: all that is missing of the result comes with the outputs."""
         pending = Pending(call, request, served, (), 1, _TAKEN, _TAKEN)
         task = asyncio.create_task(self._run_in_regions(pending, use))
         pending.outputs, pending.leave_queue = task, task.cancel
-        return pending
+        return self._queued(pending)
 
     async def _run_in_regions(self, pending: Pending, use: RegionUse) -> Arrays:
         call, request = pending.call, pending.request

@@ -203,6 +203,20 @@ LOOP_STALL_SECONDS: Final = Declaration(
     (),
     "Time in such stalls; it rises while one lasts.",
 )
+BUSY_POLL_SECONDS: Final = Declaration(
+    "ortserve_busy_poll_seconds_total",
+    "counter",
+    (),
+    "Time in which the event loop polled for the next request instead of sleeping: processor time that busy_poll_us "
+    "allows.",
+)
+BUSY_POLLS: Final = Declaration(
+    "ortserve_busy_polls_total",
+    "counter",
+    ("result",),
+    "Times that the event loop polled for the next request: hit, it came meanwhile and was spared the waking of the "
+    "process; miss, it did not come in time.",
+)
 GRPC_STREAMS: Final = Declaration(
     "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
 )
@@ -262,6 +276,8 @@ DECLARATIONS: Final = (
     DEVICE_TIMED_COPY_BYTES,
     LOOP_STALLS,
     LOOP_STALL_SECONDS,
+    BUSY_POLL_SECONDS,
+    BUSY_POLLS,
     GRPC_STREAMS,
     CERTIFICATE_EXPIRATION,
     CERTIFICATE_RELOADS,

@@ -54,7 +54,7 @@ from ortserve.telemetry.declarations import (
 from ortserve.telemetry.devices import DeviceReading, DeviceRuns, device_families
 from ortserve.telemetry.families import Family, Labels
 from ortserve.telemetry.histogram import HistogramSeries
-from ortserve.telemetry.loop import StallReading, loop_families
+from ortserve.telemetry.loop import PollReading, StallReading, loop_families
 from ortserve.telemetry.tracing import Tracing
 
 _NS_PER_S: Final = 1_000_000_000
@@ -214,6 +214,7 @@ class Metrics(Collector):
         self._tracing: Tracing | None = None
         self._devices: Callable[[], Sequence[DeviceReading]] = tuple
         self._stalls: Callable[[], StallReading] = StallReading
+        self._polls: Callable[[], PollReading] = PollReading
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -270,9 +271,9 @@ class Metrics(Collector):
         """Have ``source`` asked at each scrape, on the scraping thread."""
         self._devices = source
 
-    def set_stalls_source(self, source: Callable[[], StallReading]) -> None:
-        """Have ``source`` asked at each scrape, on the scraping thread: it must only read."""
-        self._stalls = source
+    def set_loop_sources(self, stalls: Callable[[], StallReading], polls: Callable[[], PollReading]) -> None:
+        """Have both asked at each scrape, on the scraping thread: they must only read."""
+        self._stalls, self._polls = stalls, polls
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before a model was found for it."""
@@ -352,7 +353,7 @@ class Metrics(Collector):
         yield Family(MODEL_STATE, states)
         runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
         yield from device_families(self._devices(), runs)
-        yield from loop_families(self._stalls())
+        yield from loop_families(self._stalls(), self._polls())
         yield Family(GRPC_STREAMS, {(): self._streams()})
         if self._certificate_expires_s is not None:
             yield Family(CERTIFICATE_EXPIRATION, {(): self._certificate_expires_s})
