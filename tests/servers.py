@@ -95,6 +95,15 @@ class ServerProcess:
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    def wait_until_delivered(self, number: signal.Signals) -> None:
+        """Wait until a signal that was sent no longer waits for a thread of the server (proc_pid_status(5))."""
+        for _ in range(100_000):
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            pending = re.search(r"ShdPnd:\s+(\w+)", status)
+            if pending is None or not int(pending[1], 16) >> (number - 1) & 1:
+                return
+        raise AssertionError(f"{number!r} was not delivered")
+
     def wait(self) -> int:
         """Return the exit status; the whole output is in ``lines`` then."""
         status = self._process.wait(LONG_S)
@@ -171,6 +180,13 @@ def serving(
         assert ready.status_code == 200, ready.text
         yield server
         server.stop()
+
+
+def freezing(way: str, seconds: float | None = None) -> dict[str, str]:
+    """Environment of a server whose event loop freezes at SIGUSR1 (``freezing/sitecustomize.py``)."""
+    folder = str(Path(__file__).parent / "freezing")
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "FREEZE_WAY": way} | ({} if seconds is None else {"FREEZE_S": str(seconds)})
 
 
 def add_model(repository: Path, name: str, build: Callable[..., Path], *, version: int = 1, **traits: Any) -> Path:

@@ -26,6 +26,7 @@ from servers import (
     LONG_S,
     SHORT_WARMUP,
     add_model,
+    freezing,
     json_input,
     rest_url,
     serving,
@@ -211,6 +212,20 @@ def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path:
         # Who cannot wait sends a second signal, which has its usual effect.
         server.send(signal.SIGTERM)
         assert server.wait() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("way", ["python", "call", "lock"])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_a_server_whose_loop_is_frozen(tmp_path: Path, way: str, second: signal.Signals) -> None:
+    with starting(tmp_path, env=freezing(way)) as server:
+        server.wait_for_line("no models were found")
+        server.send(signal.SIGUSR1)
+        server.wait_for_line("freezing")
+        server.send(second)
+        # Pending signals of one number are one: the first must have been delivered before the second is sent.
+        server.wait_until_delivered(second)
+        server.send(second)
+        assert server.wait() == -second
 
 
 def test_server_ends_with_status_0_when_the_drain_delay_is_over() -> None:

@@ -26,6 +26,8 @@ UNITS: Final = (
     "answers",
     "errors",
     "spans",
+    "stalls",
+    "polls",
 )
 """What is counted or measured, in base units and in the plural; before ``_total`` in a counter's name."""
 UNITLESS: Final = {

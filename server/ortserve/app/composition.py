@@ -1,5 +1,6 @@
 """The composition root: options become objects here, each once, and are given to those who use them."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -12,8 +13,11 @@ import onnxruntime
 from prometheus_client import CollectorRegistry
 
 from ortserve import __version__
+from ortserve.app.busy_polling import make_busy_polling
+from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
+from ortserve.core.activity import LoopActivity
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.device_region import are_regions_possible, open_region
 from ortserve.engine.device.readings import devices_reader
@@ -64,6 +68,7 @@ from ortserve.service.trace_settings import TRACE, TraceSettings
 from ortserve.service.trace_writing import TraceWriter
 from ortserve.telemetry.access_log import AccessLog
 from ortserve.telemetry.logs import LogSwitches, log_event
+from ortserve.telemetry.loop import PollReading
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.proc import CpuReader
 from ortserve.telemetry.trace_files import TraceFiles
@@ -92,6 +97,7 @@ class Parts:
         certificate: None for plain text.
         tracing: None where nobody collects traces.
         has_lane: Whether infer requests are answered inside the HTTP server's protocol.
+        watchdog: Of the event loop.
     """
 
     prometheus: CollectorRegistry
@@ -106,6 +112,7 @@ class Parts:
     http: HttpServer
     has_lane: bool
     grpc: GrpcServer | NativeGrpcServer
+    watchdog: Watchdog
 
 
 def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
@@ -125,7 +132,11 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     repositories = [*options.repositories, *([repository_path()] if options.example else [])]
     runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
     metrics.set_devices_source(devices_reader(runtime.devices))
-    registry = Registry(repositories, options, metrics, monotonic_ns, runtime)
+    activity = LoopActivity()
+    watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
+    registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity)
+    polling = make_busy_polling(options, registry)
+    metrics.set_loop_sources(watchdog.reading, polling.reading if polling else PollReading)
     shared_memory = SharedMemory(
         is_allowed=options.allow_client_shm, open_on_device=partial(open_region, runtime.devices)
     )
@@ -152,6 +163,8 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         max_json_bytes=options.max_json_bytes,
         codec_threads=codec_threads,
         shared_memory=shared_memory,
+        activity=activity,
+        polling=polling,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
     management = Management(repository, StatisticsService(registry, monotonic_ns), LogSettings(switches), traces)
@@ -183,6 +196,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         frontends.http(lane),
         lane is not None,
         frontends.grpc(),
+        watchdog,
     )
 
 

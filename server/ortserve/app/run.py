@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import os
-import signal
 import sys
 from typing import Final, NoReturn
 
 import uvloop
 
 from ortserve.app.server import Server
+from ortserve.app.stop_signals import catch_stop_signals
 from ortserve.config.options import ServerOptions
 from ortserve.errors import ServeError
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
@@ -23,7 +23,7 @@ _SWITCH_INTERVAL_S: Final = 0.00005
 
 
 def run(options: ServerOptions) -> int:
-    """Serve until SIGTERM or SIGINT, and end the process: 0 after a complete drain. A second signal ends it at once.
+    """Serve until SIGTERM or SIGINT, then drain and end the process with status 0. A second signal ends it at once.
 
     Returns:
         The exit status: 1 when the server could not start.
@@ -40,7 +40,7 @@ def run(options: ServerOptions) -> int:
 
 async def _serve(options: ServerOptions, switches: LogSwitches) -> NoReturn:
     server = Server(options, switches)
-    asked_to_stop = _catch_signals()
+    asked_to_stop = catch_stop_signals(asyncio.get_running_loop())
     try:
         await server.start()
         loading = asyncio.create_task(server.load(), name="load")
@@ -59,19 +59,3 @@ async def _serve(options: ServerOptions, switches: LogSwitches) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0 if is_whole else 1)
-
-
-def _catch_signals() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; the next one has its default effect again."""
-    loop = asyncio.get_running_loop()
-    caught = asyncio.Event()
-    signals = (signal.SIGTERM, signal.SIGINT)
-
-    def on_signal() -> None:
-        caught.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-    for number in signals:
-        loop.add_signal_handler(number, on_signal)
-    return caught

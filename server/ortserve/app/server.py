@@ -44,6 +44,7 @@ class Server:
             ServeError: conflict, naming the option of an address that cannot be listened on.
         """
         parts, options = self._parts, self._options
+        parts.watchdog.start()
         certificate = parts.certificate
         self._metrics = MetricsServer(
             parts.prometheus,
@@ -137,6 +138,7 @@ class Server:
         """Close what is still open; after ``drain`` that is the metrics port, which shows the drain to its end."""
         await asyncio.gather(self._parts.http.stop(0), self._parts.grpc.stop(0))
         self._parts.traces.close()
+        self._parts.watchdog.stop()
         for following in self._following:
             following.cancel()
         if self._metrics is not None:

@@ -10,6 +10,7 @@ import logging
 from typing import Final
 
 from ortserve.clock import Clock
+from ortserve.core.activity import NOTHING, RUN, LoopActivity
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -23,8 +24,10 @@ MAX_OVERRUN_NS: Final = 2_000_000
 class InlineBudget:
     """Time that runs may take of one loop turn, shared by all models of the loop. Loop thread only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, activity: LoopActivity | None = None) -> None:
+        """``activity`` is where runs on the loop show themselves; None where nothing watches the loop."""
         self._loop = loop
+        self.activity: Final = activity or LoopActivity()
         self._left_ns = MAX_TURN_NS
 
     def take(self, predicted_ns: float | None) -> bool:
@@ -66,11 +69,15 @@ class InlineRuns:
         return not self.barred_because and self._budget.take(predicted_ns)
 
     def begin(self) -> int:
-        """The CPU time before a run, for ``end``."""
+        """A run begins. Returns the CPU time before it, for ``end``."""
+        activity = self._budget.activity
+        activity.model = self._name
+        activity.step = RUN
         return 0 if self._cpu_clock is None else self._cpu_clock()
 
     def end(self, began_cpu_ns: int, elapsed_ns: int) -> bool:
         """Note a run that took so long on the loop. Returns whether it bars all others of the model."""
+        self._budget.activity.step = NOTHING
         if elapsed_ns <= MAX_OVERRUN_NS:
             return False
         taken_ns = elapsed_ns

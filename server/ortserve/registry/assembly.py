@@ -17,6 +17,7 @@ from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
+from ortserve.core.activity import LoopActivity
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import StagedElements
 from ortserve.engine.device.instance import DeviceInstance
@@ -35,11 +36,13 @@ from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
 class Assembly:
     """Makes served models that share the loop's time and the host's processors. Loop thread only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, *, processors: int) -> None:
-        """``processors`` is how many threads all models may keep busy."""
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, clock: Clock, *, processors: int, activity: LoopActivity | None = None
+    ) -> None:
+        """``processors`` is how many threads all models may keep busy; ``activity`` as in ``InlineBudget``."""
         self._loop = loop
         self._clock = clock
-        self._inline = InlineBudget(loop)
+        self._inline = InlineBudget(loop, activity)
         self._processors = SharedThreads(processors, loop)
 
     def serve(

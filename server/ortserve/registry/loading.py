@@ -9,6 +9,7 @@ from typing import Final
 
 from ortserve.batching.run_watch import RunEvents
 from ortserve.clock import Clock
+from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.runtime import Runtime
@@ -45,18 +46,20 @@ class VersionLoader:
         on_given_up: Callable[[VersionRecord, Runner, str, bool], object] | None = None,
         *,
         told_every_s: float = TOLD_EVERY_S,
+        activity: LoopActivity | None = None,
     ) -> None:
         """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more. Likewise of
         one that loses a device while it loads, before it is FAILED. ``on_given_up`` is told of an instance whose run
         does not end, why, and whether it was the version's last.
 
-        What a load is doing is logged every ``told_every_s`` for as long as it lasts.
+        What a load is doing is logged every ``told_every_s`` for as long as it lasts. ``activity`` as in
+        ``InlineBudget``.
         """
         self._loop = loop
         self._runtime = runtime or Runtime()
         self._metrics = metrics
         self._clock = clock
-        self._assembly = Assembly(loop, clock, processors=cpu_budget())
+        self._assembly = Assembly(loop, clock, processors=cpu_budget(), activity=activity)
         self._trials = CaptureTrials()
         self._on_lost = on_lost
         self._on_given_up = on_given_up

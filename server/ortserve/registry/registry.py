@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
+from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ErrorKind, ServeError
@@ -45,15 +46,27 @@ class Registry:
         metrics: Metrics,
         clock: Clock,
         runtime: Runtime | None = None,
+        activity: LoopActivity | None = None,
     ) -> None:
-        """``defaults`` hold for what a model's own options leave open; ``runtime`` is None for a plain one."""
+        """Load nothing yet.
+
+        Args:
+            repositories: Folders of models.
+            defaults: Hold for what a model's own options leave open.
+            metrics: Of the server.
+            clock: Monotonic nanoseconds.
+            runtime: None for a plain one.
+            activity: Where runs on the event loop show themselves; None where nothing watches the loop.
+        """
         self._repositories = repositories
         self._defaults = defaults
         self._metrics = metrics
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
-        self._loader = VersionLoader(self._loop, metrics, clock, runtime, self._on_lost, self._on_given_up)
+        self._loader = VersionLoader(
+            self._loop, metrics, clock, runtime, self._on_lost, self._on_given_up, activity=activity
+        )
         self.lost = ""
         """Which device is lost, and why; empty while none is. Only a new process can use it again."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -75,6 +88,11 @@ class Registry:
     def is_loaded(self) -> bool:
         """Whether initial loading is over, however it ended."""
         return self._catalog.is_whole
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether models are being loaded or freed, or looked for in the repositories."""
+        return not self._catalog.is_whole or bool(self._changes or self._drains)
 
     def ready_versions(self, name: str) -> list[int]:
         """The versions of a model that serve now, ascending."""

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar, cast
 
 from ortserve.clock import Clock
 from ortserve.codecs.bounds import INLINE_ELEMENTS, JSON_GROWTH, TEXT_BYTES
+from ortserve.core.activity import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
@@ -21,6 +22,7 @@ from ortserve.errors import ContentsError, ErrorKind, ServeError, of_request
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.accounts import Accounts, named
+from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.call import Call
 from ortserve.service.classification import classify, is_short
 from ortserve.service.codec_threads import CodecThreads
@@ -120,6 +122,8 @@ class InferenceService:
         max_json_bytes: int | None = None,
         codec_threads: CodecThreads | None = None,
         shared_memory: SharedMemory | None = None,
+        activity: LoopActivity | None = None,
+        polling: BusyPolling | None = None,
     ) -> None:
         """Take over nothing.
 
@@ -131,7 +135,11 @@ class InferenceService:
             max_json_bytes: Of one body; None for 32 MiB, or as many as ``max_inflight_bytes`` has room to read.
             codec_threads: For long reading and writing; None for two threads.
             shared_memory: None to reject requests that use it.
+            activity: Shows when the loop decodes and encodes; None where nothing watches the loop.
+            polling: Learns when requests are in flight; None where the loop never polls.
         """
+        self._activity = activity or LoopActivity()
+        self._polling = polling
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
         self._gate = BodyGate(max_inflight_bytes)
@@ -180,26 +188,32 @@ class InferenceService:
         """
         request: InferRequest | None = None
         served: ServedModel | None = None
+        activity = self._activity
         try:
             reading = encoded.reading()
             if reading is not Reading.INLINE:
-                return self._begin_elsewhere(call, encoded, reading)
+                return self._queued(self._begin_elsewhere(call, encoded, reading))
+            activity.protocol = call.protocol
+            activity.step = DECODE
             request = encoded.read()
+            activity.step = NOTHING
             served = self._registry.find(request.model_name, request.model_version)
             if request.regions is not None or is_long_text(request.raw_input, served.signature):
                 pending = Pending(call, request, served, (), 1, _TAKEN, _TAKEN)
-                return _as_task(pending, self._run_in_steps(pending, request))
+                return self._queued(_as_task(pending, self._run_in_steps(pending, request)))
             inputs, rows = check_request(request, served.signature, served.name)
             submission = served.submit(inputs, rows, call.timing, _terms(call, request, served))
             outputs, leave = submission.outputs, submission.leave
             to_classify = [output for output in request.outputs if output.classes]
             if not to_classify:
-                return Pending(call, request, served, inputs, rows, outputs, leave)
+                return self._queued(Pending(call, request, served, inputs, rows, outputs, leave))
             classified: dict[str, Tensor] = {}
             classifying = asyncio.create_task(_classify(to_classify, served, inputs, outputs, classified))
             # A task that is cancelled before its first step cancels nothing of what it would have waited for.
             classifying.add_done_callback(lambda _: leave())
-            return Pending(call, request, served, inputs, rows, classifying, classifying.cancel, classified)
+            return self._queued(
+                Pending(call, request, served, inputs, rows, classifying, classifying.cancel, classified)
+            )
         except ContentsError as error:
             raise self._unread(call, error) from error
         except Exception as error:
@@ -244,6 +258,12 @@ class InferenceService:
             asyncio.CancelledError: The caller left.
         """
         call = pending.call
+        activity = self._activity
+        activity.protocol = call.protocol
+        if pending.request is not None:
+            activity.model = pending.request.model_name
+            activity.request_id = pending.request.id
+        activity.step = ENCODE
         try:
             answer: Answer
             if pending.encoding is not None:
@@ -253,15 +273,21 @@ class InferenceService:
                 answer = _encoded(pending, pending.take(), encoder)
         except asyncio.CancelledError:
             self._accounts.left(call, pending.request, pending.served)
+            self._ended()
             raise
         except ContentsError as error:
+            self._ended()
             raise self._unread(call, error) from error.with_traceback(None)
         except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
+            self._ended()
             # Without its frames, which hold the outputs where encoding failed.
             raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
         assert pending.request is not None
         assert pending.served is not None
+        activity.step = NOTHING
         self._accounts.answered(call, pending.request, pending.served, pending.rows)
+        if self._polling is not None:
+            self._polling.on_end(call.timing.done_ns)
         return answer
 
     async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[Answer]) -> Answer:
@@ -275,10 +301,22 @@ class InferenceService:
         except asyncio.CancelledError:
             pending.leave()
             self._accounts.left(call, pending.request, pending.served)
+            self._ended()
             raise
         except Exception:  # noqa: BLE001, S110 - ``finish`` raises it once more, and counts it
             pass
         return self.finish(pending, encoder)
+
+    def _queued(self, pending: Pending) -> Pending:
+        if self._polling is not None:
+            self._polling.on_request(pending.call.timing.received_ns)
+        return pending
+
+    def _ended(self) -> None:
+        """A call that was queued ended without an answer."""
+        self._activity.step = NOTHING
+        if self._polling is not None:
+            self._polling.on_end(self._clock())
 
     def _begin_elsewhere(self, call: Call, encoded: EncodedRequest, reading: Reading) -> Pending:
         """``begin``, where reading takes long: all that is missing of the result comes with the outputs.
@@ -293,26 +331,20 @@ class InferenceService:
                 "binary tensors may be larger",
             )
         hold = self._gate.hold(encoded.growth_bytes)
-        pending = Pending(call, None, None, (), 1, _TAKEN, _TAKEN)
-        return _as_task(pending, self._read_and_run(pending, encoded, reading, hold))
-
-    async def _read_and_run(self, pending: Pending, encoded: EncodedRequest, reading: Reading, hold: Hold) -> Arrays:
-        codecs = self._codecs
         is_json = reading is Reading.PROCESS
-        read = codecs.read_json(cast("JsonRequest", encoded)) if is_json else codecs.read(encoded)
-        try:
-            request = await asyncio.shield(read)
-        except asyncio.CancelledError:
-            read.add_done_callback(lambda _: hold.release())  # a thread goes on, whatever becomes of its caller
-            raise
-        except Exception:
-            hold.release()
-            raise
-        with hold:
-            hold.count(sum([_memory_bytes(tensor) for tensor in request.inputs]))
-            pending.request = request
-            pending.served = self._registry.find(request.model_name, request.model_version)
-            return await self._run_in_steps(pending, request)
+        read = self._codecs.read_json(cast("JsonRequest", encoded)) if is_json else self._codecs.read(encoded)
+        pending = Pending(call, None, None, (), 1, _TAKEN, _TAKEN)
+        pending = _as_task(pending, self._read_and_run(pending, read, hold))
+        pending.outputs.add_done_callback(partial(_release_when_read, read, hold))
+        return pending
+
+    async def _read_and_run(self, pending: Pending, read: "asyncio.Future[InferRequest]", hold: Hold) -> Arrays:
+        """Run a request that is being read; ``hold`` has the memory that reading takes, then that of the tensors."""
+        request = await asyncio.shield(read)
+        hold.count(sum([_memory_bytes(tensor) for tensor in request.inputs]))
+        pending.request = request
+        pending.served = self._registry.find(request.model_name, request.model_version)
+        return await self._run_in_steps(pending, request)
 
     async def _run_in_steps(self, pending: Pending, request: InferRequest) -> Arrays:
         """Run a request whose tensors may lie in shared memory, or are still to be made of its bytes."""
@@ -364,6 +396,8 @@ class InferenceService:
         self, call: Call, request: InferRequest | None, served: ServedModel | None, error: Exception
     ) -> ServeError:
         """Count a call that failed, and say it to its caller."""
+        self._activity.step = NOTHING
+        self._activity.step = NOTHING
         if not isinstance(error, ServeError):
             log_fault(logger, "a request failed unexpectedly", error, **named(call, request, served))
             error = ServeError(ErrorKind.INTERNAL, "internal error")
@@ -376,6 +410,16 @@ def _as_task(pending: Pending, work: Coroutine[Any, Any, Arrays]) -> Pending:
     task = asyncio.create_task(work)
     pending.outputs, pending.leave_queue = task, task.cancel
     return pending
+
+
+def _release_when_read(read: "asyncio.Future[InferRequest]", hold: Hold, _: object) -> None:
+    """Release memory once no thread uses it: one that reads goes on, whatever becomes of its caller."""
+    if not read.done():
+        read.add_done_callback(partial(_release_when_read, read, hold))
+        return
+    hold.release()
+    if not read.cancelled():
+        read.exception()  # nothing else asks for it where the caller has left
 
 
 def _memory_bytes(tensor: Tensor) -> int:

@@ -200,6 +200,33 @@ DEVICE_TIMED_COPY_BYTES: Final = Declaration(
     ("model", "version", "direction"),
     "Bytes of the copies that were timed.",
 )
+LOOP_STALLS: Final = Declaration(
+    "ortserve_event_loop_stalls_total",
+    "counter",
+    (),
+    "Times that the event loop, which serves all connections, stood still for a second or nearly. The log says what it "
+    "was doing.",
+)
+LOOP_STALL_SECONDS: Final = Declaration(
+    "ortserve_event_loop_stall_seconds_total",
+    "counter",
+    (),
+    "Time in such stalls; it rises while one lasts.",
+)
+BUSY_POLL_SECONDS: Final = Declaration(
+    "ortserve_busy_poll_seconds_total",
+    "counter",
+    (),
+    "Time in which the event loop polled for the next request instead of sleeping: processor time that busy_poll_us "
+    "allows.",
+)
+BUSY_POLLS: Final = Declaration(
+    "ortserve_busy_polls_total",
+    "counter",
+    ("result",),
+    "Times that the event loop polled for the next request: hit, it came meanwhile and was spared the waking of the "
+    "process; miss, it did not come in time.",
+)
 GRPC_STREAMS: Final = Declaration(
     "ortserve_grpc_streams", "gauge", (), "gRPC streams that are open: of inference, of health and of reflection."
 )
@@ -273,6 +300,10 @@ DECLARATIONS: Final = (
     DEVICE_COPIED,
     DEVICE_TIMED_COPY,
     DEVICE_TIMED_COPY_BYTES,
+    LOOP_STALLS,
+    LOOP_STALL_SECONDS,
+    BUSY_POLL_SECONDS,
+    BUSY_POLLS,
     GRPC_STREAMS,
     GRPC_CUT_ANSWERS,
     GRPC_CONNECTION_ERRORS,

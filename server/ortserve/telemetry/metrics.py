@@ -57,6 +57,7 @@ from ortserve.telemetry.declarations import (
 from ortserve.telemetry.devices import DeviceReading, DeviceRuns, device_families
 from ortserve.telemetry.families import Family, Labels
 from ortserve.telemetry.histogram import HistogramSeries
+from ortserve.telemetry.loop import PollReading, StallReading, loop_families
 from ortserve.telemetry.tracing import Tracing
 
 _NS_PER_S: Final = 1_000_000_000
@@ -219,6 +220,8 @@ class Metrics(Collector):
         self._certificate_reloads: dict[Labels, int] = {}
         self._tracing: Tracing | None = None
         self._devices: Callable[[], Sequence[DeviceReading]] = tuple
+        self._stalls: Callable[[], StallReading] = StallReading
+        self._polls: Callable[[], PollReading] = PollReading
         registry.register(self)
         ProcessCollector(registry=registry)
 
@@ -290,6 +293,10 @@ class Metrics(Collector):
     def set_devices_source(self, source: Callable[[], Sequence[DeviceReading]]) -> None:
         """Have ``source`` asked at each scrape, on the scraping thread."""
         self._devices = source
+
+    def set_loop_sources(self, stalls: Callable[[], StallReading], polls: Callable[[], PollReading]) -> None:
+        """Have both asked at each scrape, on the scraping thread: they must only read."""
+        self._stalls, self._polls = stalls, polls
 
     def observe_unknown(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
         """Count a request that failed before a model was found for it."""
@@ -370,6 +377,7 @@ class Metrics(Collector):
         yield Family(MODEL_STATE, states)
         runs = (((model.name, model.version), model.device_runs()) for model in models if model.device_runs)
         yield from device_families(self._devices(), runs)
+        yield from loop_families(self._stalls(), self._polls())
         yield Family(GRPC_STREAMS, {(): self._streams()})
         yield Family(GRPC_CUT_ANSWERS, self._cut_answers.copy())
         yield Family(GRPC_CONNECTION_ERRORS, self._connection_errors.copy())

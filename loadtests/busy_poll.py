@@ -1,0 +1,246 @@
+"""What does a loop that polls for the next request save a lone client, and what does it cost otherwise?
+
+Level: server. Expected, of the default against ``--busy-poll-us 0``: at one client in a closed loop at most 0.45 of the
+median time over REST JSON and gRPC; idle the same CPU; at 200 requests a second, evenly spread or as a Poisson process,
+at most 1.1 of the CPU; at 32 clients no fewer requests a second.
+
+    python loadtests/busy_poll.py [--rounds 3] [--seconds 2]
+
+Both servers run all the time, one is asked at a time, in turns. The one client, and that of the open loop while it
+waits for an answer, never sleeps (``spinning_client``), for its own waking is no part of the question; 32 clients are
+wrk and h2load. One client of wrk, which sleeps, is there to compare with. Every answer of the one client is checked, of
+the 32 samples. CPU is that of the server's threads by the scheduler's own account. Writes
+``loadtests/results/busy_poll.md``.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+
+from harness import checking, circumstances, serving, spread, table, wrk  # noqa: E402
+from models.builders import mlp  # noqa: E402
+from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
+from spinning_client import Caller, GrpcCaller, RestCaller  # noqa: E402
+
+ARMS = {"sleeping": ("--busy-poll-us=0",), "polling": ()}
+PORTS = {"sleeping": 18400, "polling": 18410}
+OPEN_RATE = 200
+CALLERS: dict[str, Callable[[int, str, np.ndarray, np.ndarray], Caller]] = {"REST": RestCaller, "gRPC": GrpcCaller}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A server of the tiny MLP, and what it is asked."""
+
+    pid: int
+    port: int
+    row: np.ndarray
+    expected: np.ndarray
+    folder: Path
+
+    def caller(self, protocol: str) -> Caller:
+        port = self.port + (protocol == "gRPC")
+        return CALLERS[protocol](port, "mlp", self.row, self.expected)
+
+    def check(self) -> None:
+        for protocol in CALLERS:
+            with closing(self.caller(protocol)):
+                pass
+
+
+def cpu_ns(pid: int) -> int:
+    """Time that the threads of a process have run, to the nanosecond (/proc/PID/task/TID/schedstat)."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def closed_loop(arm: Arm, protocol: str, seconds: float) -> dict[str, float]:
+    """One client: median and 99th percentile in µs, requests a second, CPU µs a request."""
+    times_ns: list[int] = []
+    with closing(arm.caller(protocol)) as caller:
+        until_ns = time.perf_counter_ns() + int(0.2e9)  # learned, and warm
+        while time.perf_counter_ns() < until_ns:
+            caller.call()
+        before_ns, began_ns = cpu_ns(arm.pid), time.perf_counter_ns()
+        now_ns, until_ns = began_ns, began_ns + int(seconds * 1e9)
+        while now_ns < until_ns:
+            caller.call()
+            after_ns = time.perf_counter_ns()
+            times_ns.append(after_ns - now_ns)
+            now_ns = after_ns
+        used_ns = cpu_ns(arm.pid) - before_ns
+    p50, p99 = np.percentile(times_ns, (50, 99)) / 1e3
+    rate = len(times_ns) / (now_ns - began_ns) * 1e9
+    return {"p50 µs": p50, "p99 µs": p99, "requests/s": rate, "CPU µs/request": used_ns / len(times_ns) / 1e3}
+
+
+def open_loop(arm: Arm, gaps_s: Iterator[float], seconds: float) -> dict[str, float]:
+    """A request at each due time, over REST: milliseconds of CPU a second."""
+    with closing(arm.caller("REST")) as caller:
+        before_ns, began_s = cpu_ns(arm.pid), time.perf_counter()
+        due_s = began_s
+        while (due_s := due_s + next(gaps_s)) < began_s + seconds:
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            caller.call()
+        time.sleep(max(0.0, began_s + seconds - time.perf_counter()))
+        return {"CPU ms/s": (cpu_ns(arm.pid) - before_ns) / seconds / 1e6}
+
+
+def even() -> Iterator[float]:
+    while True:
+        yield 1 / OPEN_RATE
+
+
+def poisson(seed: int) -> Iterator[float]:
+    """The same for both servers of a round."""
+    draw = random.Random(seed)
+    while True:
+        yield draw.expovariate(OPEN_RATE)
+
+
+def idle(arm: Arm, seconds: float) -> dict[str, float]:
+    before_ns = cpu_ns(arm.pid)
+    time.sleep(seconds)
+    return {"CPU ms/s": (cpu_ns(arm.pid) - before_ns) / seconds / 1e6}
+
+
+def by_wrk(arm: Arm, seconds: float, connections: int) -> dict[str, float]:
+    body = {"inputs": [{"name": "x", "shape": [1, 64], "datatype": "FP32", "data": arm.row.ravel().tolist()}]}
+    url = f"http://127.0.0.1:{arm.port}/v2/models/mlp/infer"
+    data = json.dumps(body).encode()
+    with checking(arm.check) if connections > 1 else nullcontext():  # the checker would be a second client
+        found = wrk(url, data, arm.folder, pid=arm.pid, connections=connections, seconds=max(1, round(seconds)))
+    arm.check()
+    return {"requests/s": found.requests_per_s, "CPU µs/request": found.cpu_us, "p50 µs": found.p50_ms * 1e3}
+
+
+def many_grpc(arm: Arm, seconds: float) -> dict[str, float]:
+    request = pb.ModelInferRequest(model_name="mlp")
+    request.inputs.add(name="x", datatype="FP32", shape=arm.row.shape)
+    request.raw_input_contents.append(arm.row.tobytes())
+    message = request.SerializeToString()
+    (arm.folder / "request").write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
+    command = ["h2load", "-c32", "-m1", f"-D{max(1, round(seconds))}", "-d", str(arm.folder / "request")]
+    command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
+    command += [f"http://127.0.0.1:{arm.port + 1}/inference.GRPCInferenceService/ModelInfer"]
+    before_ns = cpu_ns(arm.pid)
+    with checking(arm.check):
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 30).stdout
+    used_ns = cpu_ns(arm.pid) - before_ns
+    found = re.search(r"(\d+) done, (\d+) succeeded, (\d+) failed", printed)
+    if found is None or found[3] != "0":
+        raise RuntimeError(printed)
+    calls = int(found[2])
+    return {"requests/s": calls / max(1, round(seconds)), "CPU µs/request": used_ns / calls / 1e3}
+
+
+Measure = Callable[[Arm, int], dict[str, float]]
+
+
+def measures(seconds: float) -> dict[str, Measure]:
+    """What is measured in each round of each server; the round's number seeds what is random."""
+    return {
+        "REST, one client": lambda arm, _: closed_loop(arm, "REST", seconds),
+        "gRPC, one client": lambda arm, _: closed_loop(arm, "gRPC", seconds),
+        "REST, one of wrk": lambda arm, _: by_wrk(arm, seconds, 1),
+        "idle": lambda arm, _: idle(arm, seconds),
+        f"{OPEN_RATE}/s, even": lambda arm, _: open_loop(arm, even(), seconds),
+        f"{OPEN_RATE}/s, Poisson": lambda arm, number: open_loop(arm, poisson(number), seconds),
+        "REST, 32 clients": lambda arm, _: by_wrk(arm, seconds, 32),
+        "gRPC, 32 clients": lambda arm, _: many_grpc(arm, seconds),
+    }
+
+
+AIMS = {
+    ("REST, one client", "p50 µs"): 0.45,
+    ("gRPC, one client", "p50 µs"): 0.45,
+    ("REST, one of wrk", "p50 µs"): 0.45,
+    (f"{OPEN_RATE}/s, even", "CPU ms/s"): 1.1,
+    (f"{OPEN_RATE}/s, Poisson", "CPU ms/s"): 1.1,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2)
+    parser.add_argument("--only", default="", help="measure only what has this in its name")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
+    measured: dict[tuple[str, str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
+        folder = Path(temporary)
+        (folder / "models" / "mlp" / "1").mkdir(parents=True)
+        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
+        expected = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, {"x": row})[0]
+        arms = {
+            name: Arm(
+                servers.enter_context(serving(folder / "models", PORTS[name], *flags)),
+                PORTS[name],
+                row,
+                expected,
+                folder,
+            )
+            for name, flags in ARMS.items()
+        }
+        chosen = {name: measure for name, measure in measures(options.seconds).items() if options.only in name}
+        for number in range(options.rounds):
+            for what, measure in chosen.items():
+                for name in ARMS if number % 2 else reversed(ARMS):
+                    found = measure(arms[name], number)
+                    for unit, value in found.items():
+                        measured.setdefault((what, unit, name), []).append(value)
+                    told = ", ".join(f"{value:.1f} {unit}" for unit, value in found.items())
+                    print(f"round {number + 1}  {what:18} {name:9} {told}", flush=True)
+    report(measured, options)
+
+
+def report(measured: dict[tuple[str, str, str], list[float]], options: argparse.Namespace) -> None:
+    def ratio(what: str, unit: str) -> Sequence[float]:
+        pairs = zip(measured[what, unit, "polling"], measured[what, unit, "sleeping"], strict=True)
+        return [polling / sleeping for polling, sleeping in pairs]
+
+    rows = []
+    for what, unit in dict.fromkeys((what, unit) for what, unit, _ in measured):
+        aim = AIMS.get((what, unit))
+        rows.append(
+            [
+                what,
+                unit,
+                spread(measured[what, unit, "sleeping"]),
+                spread(measured[what, unit, "polling"]),
+                spread(ratio(what, unit)),
+                "" if aim is None else f"{aim} {'met' if statistics.median(ratio(what, unit)) <= aim else 'MISSED'}",
+            ]
+        )
+    told = (
+        f"Tiny MLP, one row a request. Medians (lowest to highest) of {options.rounds} rounds of {options.seconds:g} s "
+        "in which the servers took turns. Sleeping is `--busy-poll-us 0`, polling the default. The client shares the "
+        "processors."
+    )
+    header = ["load", "figure", "sleeping", "polling", "polling / sleeping", "at most, as asked"]
+    text = "\n\n".join(["# Polling for a lone client", circumstances(), told, table(header, rows)])
+    options.results.mkdir(exist_ok=True)
+    (options.results / "busy_poll.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""One caller over REST or gRPC that never sleeps: it asks its socket again and again until the answer is there.
+
+A client that sleeps is woken as slowly as a server that sleeps, and would be in every figure. The first answer of each
+connection is checked against expected outputs, all others against the bytes of the first.
+"""
+
+import json
+import socket
+import struct
+from typing import Final, Protocol
+
+import hpack
+import numpy as np
+
+from ortserve._pb import grpc_service_pb2 as pb
+
+_DATA: Final = 0
+_HEADERS: Final = 1
+_SETTINGS: Final = 4
+_PING: Final = 6
+_WINDOW_UPDATE: Final = 8
+_END_STREAM: Final = 0x1
+_ACK: Final = 0x1
+_END_HEADERS: Final = 0x4
+
+
+class Caller(Protocol):
+    """A connection to a server."""
+
+    def call(self) -> None:
+        """Send the request and take the answer. Raises AssertionError where it is wrong."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RestCaller:
+    """Infers over REST with JSON."""
+
+    def __init__(self, port: int, model: str, row: np.ndarray, expected: np.ndarray) -> None:
+        tensor = {"name": "x", "shape": row.shape, "datatype": "FP32", "data": row.ravel().tolist()}
+        body = json.dumps({"inputs": [tensor]}).encode()
+        head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        self._request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        self._socket = _connect(port)
+        self._answer = b""
+        first = self._exchange()
+        found = np.array(json.loads(first)["outputs"][0]["data"], np.float32)
+        np.testing.assert_allclose(found, expected.ravel(), rtol=1e-4, atol=1e-6)
+        self._answer = first
+
+    def call(self) -> None:
+        assert self._exchange() == self._answer
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _exchange(self) -> bytes:
+        self._socket.sendall(self._request)
+        received = b""
+        while True:
+            received += _spin(self._socket)
+            head, end, body = received.partition(b"\r\n\r\n")
+            if end:
+                assert head.startswith(b"HTTP/1.1 200 "), received
+                size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+                if len(body) >= size:
+                    assert len(body) == size
+                    return body
+
+
+class GrpcCaller:
+    """Infers over gRPC with raw contents, by frames of HTTP/2 that are made beforehand."""
+
+    def __init__(self, port: int, model: str, row: np.ndarray, expected: np.ndarray) -> None:
+        request = pb.ModelInferRequest(model_name=model)
+        request.inputs.add(name="x", datatype="FP32", shape=row.shape)
+        request.raw_input_contents.append(row.tobytes())
+        message = request.SerializeToString()
+        headers = {":method": "POST", ":scheme": "http", ":path": "/inference.GRPCInferenceService/ModelInfer"}
+        headers |= {":authority": f"127.0.0.1:{port}", "te": "trailers", "content-type": "application/grpc"}
+        encoder = hpack.Encoder()
+        # Never indexed: the block is the same for each stream.
+        self._block = encoder.encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers.items()])
+        self._data = b"\0" + len(message).to_bytes(4, "big") + message
+        self._socket = _connect(port)
+        credit = struct.pack(">I", 2**31 - 1 - 65535)
+        opening = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0) + _frame(_WINDOW_UPDATE, 0, 0, credit)
+        self._socket.sendall(opening)
+        self._stream = -1
+        self._received = b""
+        self._answer = b""
+        first = self._exchange()
+        outputs = pb.ModelInferResponse.FromString(first[5:]).raw_output_contents
+        np.testing.assert_allclose(np.frombuffer(outputs[0], np.float32), expected.ravel(), rtol=1e-4, atol=1e-6)
+        self._answer = first
+
+    def call(self) -> None:
+        assert self._exchange() == self._answer
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _exchange(self) -> bytes:
+        self._stream += 2
+        self._socket.sendall(
+            _frame(_HEADERS, _END_HEADERS, self._stream, self._block)
+            + _frame(_DATA, _END_STREAM, self._stream, self._data)
+        )
+        answer = b""
+        while True:
+            while len(self._received) >= 9 and len(self._received) >= 9 + (
+                size := int.from_bytes(self._received[:3], "big")
+            ):
+                kind, flags, stream = struct.unpack(">BBI", self._received[3:9])
+                payload, self._received = self._received[9 : 9 + size], self._received[9 + size :]
+                if kind == _DATA:
+                    answer += payload
+                elif kind == _HEADERS and flags & _END_STREAM:
+                    assert stream == self._stream
+                    return answer
+                elif kind in (_SETTINGS, _PING) and not flags & _ACK:
+                    self._socket.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
+                else:
+                    assert kind in (_HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE), kind
+            self._received += _spin(self._socket)
+
+
+def _connect(port: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), 30)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setblocking(False)
+    return connection
+
+
+def _spin(connection: socket.socket) -> bytes:
+    while True:
+        try:
+            data = connection.recv(65536)
+        except BlockingIOError:
+            continue
+        assert data, "the server closed the connection"
+        return data
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload

@@ -1,0 +1,30 @@
+"""Whether this process may poll at all, and when: the option, the processors it has and what else needs them."""
+
+import asyncio
+import os
+
+from ortserve.clock import monotonic_ns
+from ortserve.config.options import ServerOptions
+from ortserve.engine.cpu_budget import cpu_quotas
+from ortserve.engine.throttling import Throttling
+from ortserve.registry.registry import Registry
+from ortserve.service.busy_polling import BusyPolling
+from ortserve.service.poll_policy import AUTO_MAX_NS, PollPolicy
+
+
+def make_busy_polling(options: ServerOptions, registry: Registry) -> BusyPolling | None:
+    """None where the loop always sleeps between requests."""
+    max_ns = AUTO_MAX_NS if options.busy_poll_us is None else options.busy_poll_us * 1000
+    quotas = cpu_quotas()
+    if options.busy_poll_us is None:
+        processors = min([len(os.sched_getaffinity(0)), *(quota.processors for quota in quotas)])
+        # The client may be on this machine, and workers run on what the loop leaves.
+        max_ns = max_ns if processors >= 2 else 0
+    if max_ns == 0 or options.grpc_transport == "grpcio":
+        return None
+    throttling = Throttling([quota.folder / "cpu.stat" for quota in quotas], monotonic_ns())
+
+    def may_poll(now_ns: int) -> bool:
+        return not registry.is_changing and not throttling.is_recent(now_ns)
+
+    return BusyPolling(asyncio.get_running_loop(), monotonic_ns, PollPolicy(max_ns), may_poll)

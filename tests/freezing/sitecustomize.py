@@ -1,0 +1,27 @@
+"""Imported by Python at its start where this folder is on the path: SIGUSR1 then freezes the server's event loop.
+
+``FREEZE_WAY`` says how: ``python``, by bytecode without end; ``call``, by a C call that has released the interpreter
+lock; ``lock``, by a C call that keeps it. With ``FREEZE_S`` a C call ends after so long.
+"""
+
+import ctypes
+import os
+import signal
+from types import FrameType
+
+
+def _freeze(_number: int, _frame: FrameType | None) -> None:
+    print("freezing", flush=True)
+    if os.environ["FREEZE_WAY"] == "python":
+        while True:
+            pass
+    libc = (ctypes.PyDLL if os.environ["FREEZE_WAY"] == "lock" else ctypes.CDLL)(None)
+    if seconds := os.environ.get("FREEZE_S"):
+        libc.usleep(int(float(seconds) * 1e6))
+        return
+    mutex = (ctypes.c_char * 64)()
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # waits for itself
+
+
+signal.signal(signal.SIGUSR1, _freeze)

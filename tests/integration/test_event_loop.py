@@ -1,0 +1,119 @@
+"""A loop that stands still is reported; a loop that waits for the one client there is polls for it."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+
+from models import builders
+from servers import (
+    LONG_S,
+    SHORT_WARMUP,
+    ServerProcess,
+    add_model,
+    freezing,
+    read_metrics,
+    serving,
+    starting,
+    wait_for_sample,
+)
+
+ROW = np.array([[1, 2, 3, 4]], np.float32)
+
+
+@pytest.mark.parametrize(("way", "step"), [("call", "stands still"), ("lock", "goes on after a stall")])
+def test_stall_is_logged_and_counted(tmp_path: Path, way: str, step: str) -> None:
+    """While a call keeps the interpreter lock nothing else can log: then it is seen afterwards."""
+    with serving(tmp_path, env=freezing(way, seconds=1.5)) as server:
+        server.send(signal.SIGUSR1)
+        line = server.wait_for_line("the event loop", step)
+        assert way == "lock" or "stack=" in line
+        assert way == "lock" or "sitecustomize._freeze:" in line
+        assert " seconds=" in server.wait_for_line("the event loop goes on after a stall")
+        samples = read_metrics(server)
+        assert samples.value("ortserve_event_loop_stalls_total") >= 1
+        assert samples.value("ortserve_event_loop_stall_seconds_total") > 1
+
+
+def test_stall_is_told_while_it_lasts(tmp_path: Path) -> None:
+    with starting(tmp_path, env=freezing("call")) as server:
+        server.wait_until_loaded()
+        # The loop answers once it is past its last line: one that is frozen in the middle of a line keeps the log.
+        assert httpx.get(f"{server.url}/v2/health/live", timeout=LONG_S).status_code == 200
+        server.send(signal.SIGUSR1)
+        server.wait_for_line("the event loop stands still")
+        # The metrics port has its own thread.
+        seconds = wait_for_sample(server, "ortserve_event_loop_stall_seconds_total", lambda value: value > 0)
+        wait_for_sample(server, "ortserve_event_loop_stall_seconds_total", lambda value: value > seconds)
+        server.send(signal.SIGTERM)
+        server.wait_until_delivered(signal.SIGTERM)
+        server.send(signal.SIGTERM)
+        assert server.wait() == -signal.SIGTERM
+
+
+@pytest.fixture(scope="module")
+def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Polls for up to 10 ms, in which even a test's client comes back."""
+    repository = tmp_path_factory.mktemp("polling")
+    add_model(repository, "identity", builders.identity)
+    with serving(repository, *SHORT_WARMUP, "--busy-poll-us", "10000") as server:
+        yield server
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_loop_polls_for_a_client_that_comes_back_at_once(polling_server: ServerProcess, protocol: str) -> None:
+    before = polls(polling_server)["hit"]
+    with kept(polling_server, protocol) as infer:
+        for _ in range(200):
+            for _ in range(20):
+                infer()
+            if polls(polling_server)["hit"] > before:
+                break
+        else:
+            raise AssertionError("no request was polled for")
+    assert read_metrics(polling_server).value("ortserve_busy_poll_seconds_total") > 0
+
+
+def test_loop_sleeps_once_no_client_comes(polling_server: ServerProcess) -> None:
+    with kept(polling_server, "http") as infer:
+        for _ in range(20):
+            infer()
+    # It polls for 10 ms at most, which one of these requests to another thread takes at least a third of.
+    seconds = [read_metrics(polling_server).value("ortserve_busy_poll_seconds_total") for _ in range(30)]
+    assert seconds[-1] == seconds[-10]
+
+
+def test_loop_that_is_not_to_poll_never_does(tmp_path: Path) -> None:
+    add_model(tmp_path, "identity", builders.identity)
+    with serving(tmp_path, *SHORT_WARMUP, "--busy-poll-us", "0") as server:
+        with kept(server, "http") as infer:
+            for _ in range(50):
+                infer()
+        assert polls(server) == {"hit": 0, "miss": 0}
+
+
+@contextmanager
+def kept(server: ServerProcess, protocol: str) -> Iterator[Callable[[], None]]:
+    """Makes a request on a connection that is kept, and checks its answer."""
+    module: Any = triton_http if protocol == "http" else triton_grpc
+    address = server.http if protocol == "http" else server.grpc
+    inputs = [module.InferInput("x", list(ROW.shape), "FP32")]
+    inputs[0].set_data_from_numpy(ROW)
+    with module.InferenceServerClient(address) as client:
+
+        def infer() -> None:
+            np.testing.assert_array_equal(client.infer("identity", inputs).as_numpy("y"), ROW)
+
+        yield infer
+
+
+def polls(server: ServerProcess) -> dict[str, float]:
+    samples = read_metrics(server)
+    return {result: samples.value("ortserve_busy_polls_total", result=result) for result in ("hit", "miss")}
