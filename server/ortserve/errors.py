@@ -94,7 +94,7 @@ class OutOfMemoryError(ServeError):
 
 
 class RunTimeoutError(ServeError):
-    """A run was over its time limit, and was told to end."""
+    """A run was over its time limit, and was asked to end."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.DEADLINE, message)

@@ -83,7 +83,7 @@ class Batcher:
             has_texts: Whether inputs hold texts, of which a run takes no more than ``text_weight`` says.
             name: Of the model, for errors and the log.
             run_limits: Of runs on workers; None for those that are derived.
-            run_events: What is told of runs over their limits.
+            run_events: Called for runs over their limits; None for nothing.
         """
         self._instances = Instances(runners, depth)
         self._policy = policy

@@ -35,7 +35,7 @@ class Decisions:
     padding_rows: int = 0
     """Rows computed for nobody, to fill a bucket."""
     run_timeouts: int = 0
-    """Batches that were told to end, because they were over their time limit."""
+    """Batches that were asked to end, because they were over their time limit."""
     abandoned: int = 0
     """Of these, batches that did not end, whose instances were given up."""
     out_of_memory: int = 0

@@ -1,6 +1,6 @@
 """How long runs on workers may last, and what is overdue: by one timer for all runs of a batcher.
 
-A run that never ends would hold its instance, its threads and its callers for ever. It is told to end once it is over
+A run that never ends would hold its instance, its threads and its callers for ever. It is asked to end once it is over
 its limit; an instance on which it has not ended a grace time later is given up.
 """
 
@@ -43,7 +43,7 @@ class RunLimits:
 
     Attributes:
         timeout_ns: As configured; None to derive it from the predicted time.
-        grace_ns: In which a run that is told to end does so, or its instance is given up.
+        grace_ns: In which a run that is asked to end does so, or its instance is given up.
     """
 
     timeout_ns: int | None = None
@@ -81,7 +81,7 @@ class RunEvents:
     """What is called for runs over their limits, on the loop.
 
     Attributes:
-        on_timeout: For each run that is told to end.
+        on_timeout: For each run that is asked to end.
         on_given_up: For each instance that is given up, as its run does not end, with the reason, and whether it is the
             last of the model, after which nothing is run any more.
     """
@@ -120,7 +120,7 @@ class RunWatch:
             boarding: See there.
             decisions: See there.
             events: See there; None for none.
-            refuse_all: Told why, once no instance is left.
+            refuse_all: Called with the reason, once no instance is left.
             wake: Called once there may be something to run elsewhere.
             loop: Of the calling thread.
             clock: Monotonic nanoseconds.
@@ -191,7 +191,7 @@ class RunWatch:
 
     def _give_up(self, run: Run, now_ns: int) -> None:
         """Use an instance no more whose run does not end. What it was to run next is run elsewhere."""
-        reason = f"a run has not ended for {(now_ns - run.taken_ns) / 1e9:.1f} s, although it was told to"
+        reason = f"a run has not ended for {(now_ns - run.taken_ns) / 1e9:.1f} s, although it was asked to"
         runner = run.runner
         runner.abandon()
         self._instances.give_up(runner)

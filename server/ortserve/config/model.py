@@ -74,11 +74,11 @@ class LoadOptions(BaseModel):
     """Deadline of requests that bring none of their own: what cannot be answered within it is refused at once. Unset:
     such requests wait as long as it takes."""
     run_timeout_s: float | None = Field(default=None, gt=0, le=86400)
-    """Longest time of one run on a worker: its requests are then answered with an error, and the run is told to end.
+    """Longest time of one run on a worker: its requests are then answered with an error, and the run is asked to end.
     Unset: 60 seconds or 20 times the learned time, whichever is longer, and 600 seconds where nothing was learned yet.
-    However long that is, a run over 1 second is told to end once the deadlines of all its requests have passed."""
+    However long that is, a run over 1 second is asked to end once the deadlines of all its requests have passed."""
     run_grace_s: float = Field(default=5.0, gt=0, le=3600)
-    """How long a run that was told to end may go on, which it does while it is inside one operator. Then its instance
+    """How long a run that was asked to end may go on, which it does while it is inside one operator. Then its instance
     is given up, and the version is loaded anew; while no instance is left, it is not ready."""
     warmup_run_timeout_s: float = Field(default=600.0, gt=0, le=86400)
     """Longest time of one run in warm-up, after which the load fails. A run may build TensorRT's engines, too."""

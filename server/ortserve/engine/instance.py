@@ -97,7 +97,7 @@ class Instance:
         self._termination.end_run()
 
     def abandon(self) -> None:
-        """Leave the worker to its run, which does not end: nothing is told of it.
+        """Leave the worker to its run, which does not end: nothing reports it.
 
         If it ever does, and ``close`` was called, the worker ends and frees the session.
         """
@@ -132,7 +132,7 @@ class Instance:
                 outcome = self._run_timed(batch)
             except Exception as error:  # noqa: BLE001 - it belongs to the batch's callers, the worker goes on
                 outcome = error
-            if not self._is_abandoned:  # else the loop that would be told may be gone
+            if not self._is_abandoned:  # else the loop may be gone
                 done(outcome)
             del item, batch, done, outcome  # the next wait may be long: hold nobody's arrays meanwhile
         with nullcontext() if self._gate is None else self._gate.shared():

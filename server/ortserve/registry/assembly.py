@@ -60,7 +60,7 @@ class Assembly:
             configuration: It was loaded with.
             metrics: The series of its version, which name it.
             on_lost: Told why, once the devices of all its instances are lost, so that it answers nobody any more.
-            run_events: Told of runs over their limits.
+            run_events: Called for runs over their limits.
         """
         found = loaded.warm_up
         options = configuration.options

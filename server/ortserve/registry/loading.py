@@ -49,7 +49,7 @@ class VersionLoader:
         activity: LoopActivity | None = None,
     ) -> None:
         """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more. Likewise of
-        one that loses a device while it loads, before it is FAILED. ``on_given_up`` is told of an instance whose run
+        one that loses a device while it loads, before it is FAILED. ``on_given_up`` is called for an instance whose run
         does not end, why, and whether it was the version's last.
 
         What a load is doing is logged every ``told_every_s`` for as long as it lasts. ``activity`` as in

@@ -60,7 +60,7 @@ class MakeUp:
 
 @dataclass(frozen=True, slots=True)
 class RunBounds:
-    """How long one run in warm-up may take, and how long it may go on once it was told to end, in seconds."""
+    """How long one run in warm-up may take, and how long it may go on once it was asked to end, in seconds."""
 
     timeout_s: float = 600.0
     grace_s: float = 5.0

@@ -17,7 +17,7 @@ _ASK_EVERY_NS: Final = 5_000_000
 
 
 class BusyPolling:
-    """Told of each request that was queued and of its end. Loop thread only."""
+    """Learns of each request that was queued and of its end. Loop thread only."""
 
     def __init__(
         self,

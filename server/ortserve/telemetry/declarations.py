@@ -66,8 +66,8 @@ BATCHING_DECISIONS: Final = Declaration(
     "What the batcher decided, in numbers of batches, requests or rows: batches, inline and retries (batches that ran, "
     "on the event loop, or again in part); inline_overruns (1 once a run on the event loop took over 2 ms, after which "
     "all others run on workers); refused_full, refused_late, dropped_late and left (requests); delayed "
-    "(waits for a set delay); wasted_rows and padding_rows (rows computed for nobody); run_timeouts and abandoned "
-    "(batches told to end, and those that did not); out_of_memory (batches after "
+    "(waits for a set delay); wasted_rows and padding_rows (rows computed for no request); run_timeouts and abandoned "
+    "(batches asked to end, and those that did not); out_of_memory (batches after "
     "which the most rows of a batch were halved).",
 )
 BATCH_LATENCY: Final = Declaration(
@@ -118,7 +118,7 @@ OVERDUE_BATCHES: Final = Declaration(
     "ortserve_overdue_batches_total",
     "counter",
     ("model", "outcome"),
-    "Batches of a model's versions whose runs were over their time limit: terminated, which were told to end, and "
+    "Batches of a model's versions whose runs were over their time limit: terminated, which were asked to end, and "
     "abandoned, those of them that did not within run_grace_s, so that their instance was given up and the version is "
     "loaded anew.",
 )

@@ -259,7 +259,7 @@ class Metrics(Collector):
         self._loads[labels] = self._loads.get(labels, 0) + 1
 
     def batch_overdue(self, model: str, *, is_abandoned: bool = False) -> None:
-        """Count a run over its limit that was told to end, or one of these that did not."""
+        """Count a run over its limit that was asked to end, or one of these that did not."""
         for outcome in _OVERDUE_OUTCOMES:
             self._overdue_batches.setdefault((model, outcome), 0)
         self._overdue_batches[model, _OVERDUE_OUTCOMES[is_abandoned]] += 1

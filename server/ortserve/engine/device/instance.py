@@ -227,7 +227,7 @@ class DeviceInstance:
             self._flights.put((outcome, done))
             return
         self._gate.leave()
-        if not self._is_abandoned:  # else the loop that would be told may be gone
+        if not self._is_abandoned:  # else the loop may be gone
             done(outcome)
         del batch, done, outcome  # an error knows this frame, and would be kept by it
 

@@ -99,7 +99,7 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
     async def call(data: bytes, context: Context) -> bytes:
         try:
             return answer(data).SerializeToString()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
             status = status_of(seen(error))
         del data
         return await abort(context, status)
@@ -113,7 +113,7 @@ def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHa
     async def call(data: bytes, context: Context) -> bytes:
         try:
             return (await answer(data)).SerializeToString()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
             status = status_of(seen(error))
         del data
         return await abort(context, status)
@@ -145,7 +145,7 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
             await call(context)
         except grpc.aio.AbortError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
             status = status_of(seen(error))
         else:
             return

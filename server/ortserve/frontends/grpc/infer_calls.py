@@ -106,7 +106,7 @@ class InferCalls:
             return None
         try:
             pending = self._inference.begin(call, GrpcRequest(data))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
             hold.release()
             on_failure(seen(error))
             return None
