@@ -26,9 +26,9 @@ from raw_grpc import end_of_call
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, rest_url, serving, starting
 
 MIB: Final = 2**20
-MOST_WAIT_S: Final = 0.05
+MOST_WAIT_S: Final = 0.15
 """For liveness, beside any message."""
-MOST_CPU_S: Final = 0.3
+MOST_CPU_S: Final = 0.5
 """Of the server, to refuse a message; the inflating of 60 MB takes a third of it."""
 MOST_JSON_CPU_S: Final = 6.0
 """Of the process that reads large JSON at a low priority: what is wrong with a document is known when it is parsed."""

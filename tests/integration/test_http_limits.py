@@ -242,7 +242,10 @@ def test_caller_who_takes_nothing_of_its_answer_is_left(server: ServerProcess) -
     request = INFER.replace(b"identity", b"wide") + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
     count = 4  # answers of 4 MB each, more than the system takes for them
     fds = "process_open_fds"
-    before = read_metrics(server).value(fds)
+    with connected(server) as connection:  # from then on the process that reads large JSON is there
+        connection.sendall(request)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    before = wait_for_sample(server, fds, lambda now: now > 0)
     with connected(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         with contextlib.suppress(ConnectionError):  # the last of it may be on its way when the server leaves
