@@ -89,7 +89,7 @@ class Batcher:
         self._policy = policy
         self._queue = queue
         self._share = shared.share(threads, self._wake)
-        self._inline = inline
+        self._inline_runs = inline
         self._loop = loop
         self._clock = clock
         self._observe_batch = observe_batch
@@ -221,7 +221,7 @@ class Batcher:
             rows_per_s=self._arrivals.per_s(self._clock()),
             saturation=self.saturation(),
             answer_ns=self._answer_time.high_ns,
-            off_loop_because="it computes on a device" if self._inline is None else self._inline.barred_because,
+            off_loop_because="it computes on a device" if self._inline_runs is None else self._inline_runs.barred_because,
         )
 
     def saturation(self) -> float | None:
@@ -329,8 +329,8 @@ class Batcher:
         self.decisions.padding_rows += bucket - group.rows
         if group.search is not None:
             self.decisions.retries += 1
-        elif self._inline is not None and self._inline.take(group.shape_class.run_latency.predict_ns(bucket)):
-            self._run_here(self._inline, group, batch, bucket, now_ns)
+        elif self._inline_runs is not None and self._inline_runs.take(group.shape_class.run_latency.predict_ns(bucket)):
+            self._run_here(self._inline_runs, group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
 
