@@ -64,6 +64,11 @@ def invalid_input(message: str) -> ServeError:
     return ServeError(ErrorKind.INVALID_INPUT, message)
 
 
+def out_of_memory(doing: str) -> ServeError:
+    """There was too little memory for ``doing`` something; a later try may succeed."""
+    return ServeError(ErrorKind.OVERLOADED, f"the server has too little memory for {doing}", retry_after_s=1)
+
+
 def of_request(error: ServeError, request_id: str, version: str) -> ServeError:
     """A copy whose text begins with the id of the request that it is about; ``version`` is that of its model."""
     message = f"[request id: {request_id or '<id_unknown>'}] {error.message}"

@@ -221,7 +221,9 @@ class Batcher:
             rows_per_s=self._arrivals.per_s(self._clock()),
             saturation=self.saturation(),
             answer_ns=self._answer_time.high_ns,
-            off_loop_because="it computes on a device" if self._inline_runs is None else self._inline_runs.barred_because,
+            off_loop_because="it computes on a device"
+            if self._inline_runs is None
+            else self._inline_runs.barred_because,
         )
 
     def saturation(self) -> float | None:

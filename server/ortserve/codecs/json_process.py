@@ -27,7 +27,7 @@ from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, RequestedOutput
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
-from ortserve.errors import ContentsError, ErrorKind, ServeError
+from ortserve.errors import ContentsError, ErrorKind, ServeError, out_of_memory
 
 _COUNT: Final = struct.Struct("<I")
 _NICENESS: Final = 5
@@ -177,7 +177,7 @@ def _answer(parts: Sequence[memoryview]) -> list[bytes | memoryview]:
     except ServeError as error:
         return pack_error(error)
     except MemoryError:
-        return pack_error(ServeError(ErrorKind.OVERLOADED, "there is too little memory to read the JSON of the body"))
+        return pack_error(out_of_memory("reading the JSON of a request"))
 
 
 def main() -> None:

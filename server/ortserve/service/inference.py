@@ -18,7 +18,7 @@ from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ContentsError, ErrorKind, ServeError, of_request
+from ortserve.errors import ContentsError, ErrorKind, ServeError, of_request, out_of_memory
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.accounts import Accounts, named
@@ -398,7 +398,9 @@ class InferenceService:
         """Count a call that failed, and say it to its caller."""
         self._activity.step = NOTHING
         self._activity.step = NOTHING
-        if not isinstance(error, ServeError):
+        if isinstance(error, MemoryError):
+            error = out_of_memory("a request")
+        elif not isinstance(error, ServeError):
             log_fault(logger, "a request failed unexpectedly", error, **named(call, request, served))
             error = ServeError(ErrorKind.INTERNAL, "internal error")
         self._accounts.failed(call, request, served, error.kind)
