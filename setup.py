@@ -26,6 +26,7 @@ COMPILED: Final = (
     "engine/output_buffers.py",
     "engine/plain_batch.py",
     "engine/row_layout.py",
+    "engine/run_options.py",
     "engine/staging.py",
     "frontends/grpc/infer_calls.py",
     "frontends/grpc/native/*.py",

@@ -191,7 +191,3 @@ def main() -> None:
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             send_parts(connection, _answer(receive_parts(connection)))
-
-
-if __name__ == "__main__":
-    main()

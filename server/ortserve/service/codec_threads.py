@@ -14,7 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from ortserve.codecs.control_json import LoadParameter
+from ortserve.codecs.bounds import INLINE_BYTES
+from ortserve.codecs.control_json import LoadParameter, decode_load_body
 from ortserve.codecs.json_process import receive_parts, send_parts, unpack_load, unpack_request
 from ortserve.core.encoded import EncodedRequest, JsonRequest
 from ortserve.core.request import InferRequest
@@ -46,9 +47,15 @@ class CodecThreads:
         reader, body, arguments = request.for_process()
         return self.run(lambda: unpack_request(self._process().read(reader, body, arguments)))
 
-    def read_load(self, body: bytes) -> asyncio.Future[dict[str, LoadParameter]]:
-        """Have another process read the body of a load. The future raises ServeError: invalid_input, overloaded."""
-        return self.run(lambda: unpack_load(self._process().read("load", body, ())))
+    async def read_load(self, body: bytes) -> dict[str, LoadParameter]:
+        """Read the body of a load, a long one in another process.
+
+        Raises:
+            ServeError: invalid_input; overloaded, where the process ended meanwhile.
+        """
+        if len(body) <= INLINE_BYTES:
+            return decode_load_body(body)
+        return await self.run(lambda: unpack_load(self._process().read("load", body, ())))
 
     def read(self, request: EncodedRequest) -> asyncio.Future[InferRequest]:
         """Have a thread read a request. The future raises ServeError as ``request.read`` does."""
@@ -69,7 +76,9 @@ class JsonProcess:
         ours, theirs = socket.socketpair()
         ours.settimeout(_TIMEOUT_S)
         self._connection = ours
-        command = [sys.executable, "-m", "ortserve.codecs.json_process", str(theirs.fileno())]
+        # Not by ``-m``, which a compiled module does not know.
+        start = "from ortserve.codecs.json_process import main; main()"
+        command = [sys.executable, "-c", start, str(theirs.fileno())]
         # numpy's threads would reserve address space, and have nothing to do there.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         try:

@@ -198,7 +198,8 @@ class InferenceService:
             request = encoded.read()
             activity.step = NOTHING
             served = self._registry.find(request.model_name, request.model_version)
-            if request.regions is not None or is_long_text(request.raw_input, served.signature):
+            raw = request.raw_input
+            if request.regions is not None or (raw is not None and is_long_text(raw, served.signature)):
                 pending = Pending(call, request, served, (), 1, _TAKEN, _TAKEN)
                 return self._queued(_as_task(pending, self._run_in_steps(pending, request)))
             inputs, rows = check_request(request, served.signature, served.name)
@@ -359,8 +360,7 @@ class InferenceService:
         call = pending.call
         # Again: meanwhile another version may have taken over from the one that was found first.
         served = pending.served = self._registry.find(request.model_name, request.model_version)
-        if is_long_text(request.raw_input, served.signature):
-            assert request.raw_input is not None
+        if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
             request = replace(request, inputs=[tensor], raw_input=None)
         pending.inputs, pending.rows = check_request(request, served.signature, served.name)

@@ -47,11 +47,9 @@ def read_raw_input(data: bytes | memoryview, signature: ModelSignature, model: s
     return Tensor(spec.name, spec.datatype, decode_binary_tensor(data, spec.datatype, shape, spec.name, model))
 
 
-def is_long_text(data: bytes | memoryview | None, signature: ModelSignature) -> bool:
+def is_long_text(data: bytes | memoryview, signature: ModelSignature) -> bool:
     """Whether ``data`` is one string for the model, and so long that ``read_raw_input`` is to be called on a thread."""
-    if data is None or len(data) <= INLINE_BYTES:
-        return False
-    return any(spec.datatype is DataType.BYTES for spec in signature.inputs)
+    return len(data) > INLINE_BYTES and any(spec.datatype is DataType.BYTES for spec in signature.inputs)
 
 
 def _with_free_dimension(shape: tuple[int, ...], size: int, spec: TensorSpec, model: str) -> tuple[int, ...]:
