@@ -1,7 +1,6 @@
 """Whether this process may poll at all, and when: the option, the processors it has and what else needs them."""
 
 import asyncio
-import os
 
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
@@ -9,19 +8,15 @@ from ortserve.engine.cpu_budget import cpu_quotas
 from ortserve.engine.throttling import Throttling
 from ortserve.registry.registry import Registry
 from ortserve.service.busy_polling import BusyPolling
-from ortserve.service.poll_policy import AUTO_MAX_NS, PollPolicy
+from ortserve.service.poll_policy import PollPolicy
 
 
 def make_busy_polling(options: ServerOptions, registry: Registry) -> BusyPolling | None:
     """None where the loop always sleeps between requests."""
-    max_ns = AUTO_MAX_NS if options.busy_poll_us is None else options.busy_poll_us * 1000
-    quotas = cpu_quotas()
-    if options.busy_poll_us is None:
-        processors = min([len(os.sched_getaffinity(0)), *(quota.processors for quota in quotas)])
-        # The client may be on this machine, and workers run on what the loop leaves.
-        max_ns = max_ns if processors >= 2 else 0
+    max_ns = options.busy_poll_us * 1000
     if max_ns == 0 or options.grpc_transport == "grpcio":
         return None
+    quotas = cpu_quotas()
     throttling = Throttling([quota.folder / "cpu.stat" for quota in quotas], monotonic_ns())
 
     def may_poll(now_ns: int) -> bool:

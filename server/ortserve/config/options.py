@@ -76,12 +76,13 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     their own; ``intra_op_threads`` and ``inter_op_threads`` do not count then. For very many models on few processors.
     Off, because idle threads of that pool cannot be told not to spin."""
 
-    busy_poll_us: int | None = Field(default=None, ge=0, le=10_000)
+    busy_poll_us: int = Field(default=0, ge=0, le=10_000)
     """How many microseconds the event loop may poll for the next request after an answer, instead of sleeping: a single
-    client that sends one request after the other is served in a fraction of the time. It polls only while nearly all
-    of the last requests came within that time, nothing is in flight or being loaded and no CPU quota is exhausted; at
-    most 5 % of a processor is spent on polling in vain. 0 never polls. Unset: 200, and 0 where the affinity mask or the
-    quota leaves less than two processors. Never with ``grpc_transport: grpcio``, whose threads need the interpreter."""
+    client that sends one request after the other may be served sooner. It polls only while nearly all of the last
+    requests came within that time, nothing is in flight or being loaded and no CPU quota is exhausted; at most 5 % of
+    a processor is spent on polling in vain. 0 never polls; 200 is worth trying. Measure it on your machine with
+    ``loadtests/busy_poll.py``: polling takes time from a client on the same core. Never with ``grpc_transport:
+    grpcio``, whose threads need the interpreter."""
 
     host: str = Field(default="127.0.0.1", min_length=1, json_schema_extra={"expects": "IP address or host name"})
     """Address that all ports listen on; ``0.0.0.0`` for every network interface."""

@@ -207,7 +207,9 @@ class InferenceService:
             outputs, leave = submission.outputs, submission.leave
             to_classify = [output for output in request.outputs if output.classes]
             if not to_classify:
-                return self._queued(Pending(call, request, served, inputs, rows, outputs, leave))
+                if self._polling is not None:
+                    self._polling.on_request(call.timing.received_ns)
+                return Pending(call, request, served, inputs, rows, outputs, leave)
             classified: dict[str, Tensor] = {}
             classifying = asyncio.create_task(_classify(to_classify, served, inputs, outputs, classified))
             # A task that is cancelled before its first step cancels nothing of what it would have waited for.
@@ -232,13 +234,22 @@ class InferenceService:
             request without outputs.
         """
         outputs = pending.outputs
-        if outputs is _TAKEN or outputs.cancelled() or outputs.exception() is not None:
-            return None
-        arrays = outputs.result()
-        if max([array.size for array in arrays], default=0) <= INLINE_ELEMENTS:
+        if outputs is _TAKEN:
             return None
         try:
-            request, response = _answer_to(pending, arrays)
+            arrays = outputs.result()
+        except BaseException:  # noqa: BLE001 - ``finish`` meets it once more, and counts it
+            return None
+        for array in arrays:
+            if array.size > INLINE_ELEMENTS:
+                break
+        else:
+            return None
+        try:
+            request, served = pending.request, pending.served
+            assert request is not None, "it has outputs"
+            assert served is not None
+            response = _response(pending, request, served, served.cut_back(arrays, pending.inputs))
             if not encoder.is_long(request, response):
                 return None
         except Exception:  # noqa: BLE001 - ``finish`` meets it once more, and counts it
@@ -465,16 +476,11 @@ async def _classify(
     return outputs
 
 
-def _answer_to(pending: Pending, outputs: Arrays) -> tuple[InferRequest, InferResponse]:
+def _encoded(pending: Pending, outputs: Arrays, encoder: AnswerEncoder[Answer]) -> Answer:
     request, served = pending.request, pending.served
     assert request is not None, "it has outputs"
     assert served is not None
-    return request, _response(pending, request, served, served.cut_back(outputs, pending.inputs))
-
-
-def _encoded(pending: Pending, outputs: Arrays, encoder: AnswerEncoder[Answer]) -> Answer:
-    request, response = _answer_to(pending, outputs)
-    return encoder.encode(request, response)
+    return encoder.encode(request, _response(pending, request, served, served.cut_back(outputs, pending.inputs)))
 
 
 def _response(pending: Pending, request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:

@@ -7,7 +7,7 @@ request comes soon, as that of a client which sends one request after the other,
 
 from typing import Final
 
-AUTO_MAX_NS: Final = 200_000
+DEFAULT_MAX_NS: Final = 200_000
 """Longest gap worth polling for. At evenly spread 5,000 requests a second a process is busy for a third of its time
 anyway; the gaps of slower loads are longer."""
 
@@ -28,7 +28,7 @@ _MAX_CREDIT_NS: Final = 2_000_000
 class PollPolicy:
     """Learns the gaps between the last answer and the next request, over all callers. Times are monotonic ns."""
 
-    def __init__(self, max_ns: int = AUTO_MAX_NS) -> None:
+    def __init__(self, max_ns: int = DEFAULT_MAX_NS) -> None:
         """``max_ns`` is the longest time to poll for one request; 0 for never."""
         self._max_ns = max_ns
         self._short = 0  # a bit for each of the last gaps, the newest lowest
