@@ -18,6 +18,7 @@ class Given:
     place: Reading = Reading.INLINE
     json_bytes: int = 0
     growth_bytes: int = 0
+    is_short: bool = False
 
     def reading(self) -> Reading:
         return self.place

@@ -81,10 +81,11 @@ class GenerateRequest:
         self._model_version = model_version
         self._inputs = inputs
         self._is_stream = is_stream
+        self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
         """JSON beyond a bound is read by another process."""
-        return Reading.PROCESS if len(self._body) > INLINE_BYTES else Reading.INLINE
+        return Reading.INLINE if self.is_short else Reading.PROCESS
 
     @property
     def json_bytes(self) -> int:

@@ -99,15 +99,14 @@ def decode_request(data: bytes | memoryview) -> InferRequest:
 class GrpcRequest:
     """An ``EncodedRequest``: a serialized ``ModelInferRequest``."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("_data", "is_short")
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = data
+        self.is_short = len(data) <= INLINE_BYTES
 
     def reading(self) -> Reading:
         """Large messages are read on a thread, unless their tensors are views on them."""
-        if len(self._data) <= INLINE_BYTES:
-            return Reading.INLINE
         head, _, _, contents = split_request(self._data)
         return Reading.THREAD if contents or b"BYTES" in head else Reading.INLINE
 

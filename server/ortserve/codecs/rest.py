@@ -85,31 +85,32 @@ def decode_rest_request(
 class RestRequest:
     """An ``EncodedRequest``: a body, with what its path and headers say of it."""
 
-    __slots__ = ("_body", "_json_bytes", "_json_size", "_model_name", "_model_version")
+    __slots__ = ("_body", "_json_size", "_model_name", "_model_version", "is_short")
 
     def __init__(self, body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str) -> None:
         """The arguments are those of ``decode_rest_request``."""
         self._body = body
         self._json_size = json_size
-        self._json_bytes = len(body) if json_size is None else min(json_size, len(body))
         self._model_name = model_name
         self._model_version = model_version
+        self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
         """JSON beyond a bound is read by another process; many bytes that may be texts are read on a thread."""
-        if self._json_bytes > INLINE_BYTES:
+        json_bytes = self.json_bytes
+        if json_bytes > INLINE_BYTES:
             return Reading.PROCESS
-        if len(self._body) - self._json_bytes <= INLINE_BYTES or b"BYTES" not in bytes(self._body[: self._json_bytes]):
+        if len(self._body) - json_bytes <= INLINE_BYTES or b"BYTES" not in bytes(self._body[:json_bytes]):
             return Reading.INLINE
         return Reading.THREAD
 
     @property
     def growth_bytes(self) -> int:
-        return JSON_GROWTH * self._json_bytes + len(self._body)
+        return JSON_GROWTH * self.json_bytes + len(self._body)
 
     @property
     def json_bytes(self) -> int:
-        return self._json_bytes
+        return len(self._body) if self._json_size is None else min(self._json_size, len(self._body))
 
     def read(self) -> InferRequest:
         """As ``decode_rest_request``."""
@@ -171,6 +172,7 @@ class RestEncoder:
 
 
 _NO_BYTES = memoryview(b"")
+_NO_PARAMETERS: Final[Mapping[str, Parameter]] = {}
 
 
 def _parse_error(key: str, expected: str, got: object) -> ServeError:
@@ -229,7 +231,8 @@ def _inputs(
                 f"Unable to parse 'datatype' of input '{name}': unknown datatype '{datatype_name}': expected one of "
                 f"{', '.join(DATATYPES)}"
             )
-        parameters = read_parameters(entry.get("parameters"), "parameters")
+        given = entry.get("parameters")
+        parameters = _NO_PARAMETERS if given is None else read_parameters(given, "parameters")
         size = parameters.get("binary_data_size") if parameters else None
         if parameters and REGION in parameters:
             if "data" in entry or size is not None:
@@ -279,7 +282,8 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
         if name in names:
             raise invalid_input(f"output '{name}' already exists in request")
         names.add(name)
-        parameters = read_parameters(entry.get("parameters"), "parameters")
+        given = entry.get("parameters")
+        parameters = _NO_PARAMETERS if given is None else read_parameters(given, "parameters")
         classes = _classes(parameters, name) if "classification" in parameters else 0
         binary = parameters.get("binary_data", binary_output)
         if type(binary) is not bool:

@@ -22,6 +22,9 @@ class Reading(Enum):
 class EncodedRequest(Protocol):
     """What a frontend hands over: the bytes of one request and how to read them."""
 
+    is_short: bool
+    """Whether ``reading`` is INLINE for its few bytes alone."""
+
     def reading(self) -> Reading:
         """Where ``read`` is to be called. Raises ServeError: invalid_input, for what is no request."""
         ...

@@ -241,20 +241,7 @@ class Exchange:
         except Exception:  # noqa: BLE001 - an exception that leaves here is lost in the parser, and the caller waits on
             self._give_up()
 
-    def _on_outputs(self, _: Outputs) -> None:
-        try:
-            pending = self._pending
-            encoding = None if pending is None else self._connection.lane.service.encode_long(pending, _ENCODER)
-            if encoding is None:
-                self._finish()
-            else:
-                encoding.add_done_callback(self._on_encoded)
-        except asyncio.CancelledError:
-            pass  # the caller left
-        except Exception:  # noqa: BLE001 - as above, in the loop
-            self._give_up()
-
-    def _on_encoded(self, _: "asyncio.Future[EncodedResponse]") -> None:
+    def _on_outputs(self, _: "Outputs | asyncio.Future[EncodedResponse]") -> None:
         try:
             self._finish()
         except asyncio.CancelledError:
@@ -321,7 +308,13 @@ class Exchange:
         assert self._call is not None
         pending, self._pending = self._pending, None
         try:
-            answer = success(self._connection.lane.service.finish(pending, _ENCODER), self._call.timing)
+            encoded = self._connection.lane.service.finish(pending, _ENCODER)
+            if encoded is None:
+                self._pending = pending
+                assert pending.encoding is not None
+                pending.encoding.add_done_callback(self._on_outputs)
+                return
+            answer = success(encoded, self._call.timing)
         except ServeError as error:
             answer = failure(error)
         else:
