@@ -9,13 +9,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH, MAX_PARAMETERS, MAX_TENSORS, too_many
+from ortserve.codecs.bounds import (
+    INLINE_BINARY_BYTES,
+    INLINE_BYTES,
+    INLINE_ELEMENTS,
+    JSON_GROWTH,
+    MAX_PARAMETERS,
+    MAX_TENSORS,
+    too_many,
+)
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.region_span import REGION, read_span
 from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -26,10 +35,10 @@ from ortserve.errors import ContentsError, ServeError, invalid_input
 class EncodedResponse:
     """A response body. ``json_size`` is the length of its JSON part in bytes where binary tensors follow, else None."""
 
-    body: Final[bytes]
+    body: Final[bytes | memoryview]
     json_size: Final[int | None]
 
-    def __init__(self, body: bytes, json_size: int | None) -> None:
+    def __init__(self, body: bytes | memoryview, json_size: int | None) -> None:
         self.body = body
         self.json_size = json_size
 
@@ -120,8 +129,10 @@ class RestRequest:
         return "infer", self._body, (self._json_size, self._model_name, self._model_version)
 
 
-def encode_rest_response(request: InferRequest, response: InferResponse) -> EncodedResponse:
-    """Spell the answer, each output in JSON or binary as the request asked."""
+def encode_rest_response(
+    request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+) -> EncodedResponse:
+    """Spell the answer, each output in JSON or binary as the request asked; in ``memory`` where there is some."""
     if request.outputs:
         binary = [output.binary for output in request.outputs]
     else:
@@ -154,7 +165,8 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
     head = write_json(document, response.outputs)
     if not any(map(len, tail)):  # all binary outputs empty: plain JSON, as Triton answers
         return EncodedResponse(head, None)
-    return EncodedResponse(b"".join((head, *tail)), len(head))
+    parts = [head, *tail]
+    return EncodedResponse(b"".join(parts) if memory is None else memory.join(parts), len(head))
 
 
 class RestEncoder:
@@ -165,10 +177,12 @@ class RestEncoder:
             is_binary = request.outputs[index].binary if request.outputs else request.binary_output
             if tensor.array.size > INLINE_ELEMENTS and (tensor.datatype is DataType.BYTES or not is_binary):
                 return True
-        return False
+        return sum([tensor.array.nbytes for tensor in response.outputs]) > INLINE_BINARY_BYTES
 
-    def encode(self, request: InferRequest, response: InferResponse) -> EncodedResponse:
-        return encode_rest_response(request, response)
+    def encode(
+        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+    ) -> EncodedResponse:
+        return encode_rest_response(request, response, memory)
 
 
 _NO_BYTES = memoryview(b"")

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
@@ -13,6 +13,7 @@ from ortserve.core.activity import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.promise import Outputs
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -124,6 +125,7 @@ class InferenceService:
         shared_memory: SharedMemory | None = None,
         activity: LoopActivity | None = None,
         polling: BusyPolling | None = None,
+        memory: LargeMemory | None = None,
     ) -> None:
         """Take over nothing.
 
@@ -137,13 +139,15 @@ class InferenceService:
             shared_memory: None to reject requests that use it.
             activity: Shows when the loop decodes and encodes; None where nothing watches the loop.
             polling: Learns when requests are in flight; None where the loop never polls.
+            memory: For large bodies; None for some of its own.
         """
         self._activity = activity or LoopActivity()
         self._polling = polling
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
-        self._gate = BodyGate(max_inflight_bytes)
-        self._max_json_bytes = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
+        self._gate = BodyGate(max_inflight_bytes, memory)
+        self.max_json_bytes: Final = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
+        """Of one request."""
         self._codecs = codec_threads or CodecThreads(2)
         self._accounts = accounts
         self._clock = clock
@@ -274,22 +278,32 @@ class InferenceService:
     async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[Answer]) -> Answer:
         """``begin``, wait and ``finish``, for frontends that have a task for each request."""
         pending = self.begin(call, encoded)
-        waiting: Awaitable[object] = pending.outputs
-        while True:
-            try:
-                await waiting
-            except asyncio.CancelledError:
-                pending.leave()
-                self._accounts.left(call, pending.request, pending.served)
-                self._ended()
-                raise
-            except Exception:  # noqa: BLE001, S110 - ``finish`` raises it once more, and counts it
-                pass
+        await self._until_done(pending)
+        answer = self.finish(pending, encoder)
+        if answer is None:
+            await self._until_done(pending)
             answer = self.finish(pending, encoder)
-            if answer is not None:
-                return answer
-            assert pending.encoding is not None
-            waiting = asyncio.wait((pending.encoding,))
+            assert answer is not None
+        return answer
+
+    async def _until_done(self, pending: Pending) -> None:
+        """Wait until ``finish`` may be called.
+
+        Raises:
+            asyncio.CancelledError: The caller left; the call is counted.
+        """
+        try:
+            if pending.encoding is None:
+                await pending.outputs
+            else:
+                await asyncio.wait((pending.encoding,))
+        except asyncio.CancelledError:
+            pending.leave()
+            self._accounts.left(pending.call, pending.request, pending.served)
+            self._ended()
+            raise
+        except Exception:  # noqa: BLE001, S110 - ``finish`` raises it once more, and counts it
+            pass
 
     def _encode(self, pending: Pending, encoder: AnswerEncoder[Answer]) -> Answer | None:
         """The answer; None where a thread begins to encode it."""
@@ -305,7 +319,7 @@ class InferenceService:
         for array in outputs:
             if array.size > INLINE_ELEMENTS:
                 if encoder.is_long(request, response):
-                    pending.encoding = self._codecs.run(partial(encoder.encode, request, response))
+                    pending.encoding = self._codecs.run(partial(encoder.encode, request, response, self._gate.memory))
                     return None
                 break
         return encoder.encode(request, response)
@@ -327,10 +341,10 @@ class InferenceService:
         Raises:
             ServeError: too_large, for too much JSON; overloaded, where there is no memory to read it.
         """
-        if encoded.json_bytes > self._max_json_bytes:
+        if encoded.json_bytes > self.max_json_bytes:
             raise ServeError(
                 ErrorKind.TOO_LARGE,
-                f"max_json_bytes: expected at most {self._max_json_bytes} bytes of JSON, got {encoded.json_bytes}; "
+                f"max_json_bytes: expected at most {self.max_json_bytes} bytes of JSON, got {encoded.json_bytes}; "
                 "binary tensors may be larger",
             )
         hold = self._gate.hold(encoded.growth_bytes)

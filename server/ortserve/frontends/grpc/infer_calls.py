@@ -137,7 +137,7 @@ class InferCalls:
             hold.release()
             on_failure(seen(error))
 
-    async def _model_infer(self, data: bytes, context: Context) -> bytes:
+    async def _model_infer(self, data: bytes | memoryview, context: Context) -> bytes | memoryview:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, context.invocation_metadata())

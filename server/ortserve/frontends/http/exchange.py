@@ -15,7 +15,7 @@ from ortserve.clock import Clock
 from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import EncodedResponse, RestEncoder, RestRequest
 from ortserve.core.promise import Outputs
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, out_of_memory
 from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
@@ -257,7 +257,13 @@ class Exchange:
 
     def _begin(self) -> None:
         lane = self._connection.lane
-        body = self._take_body()
+        try:
+            body = self._take_body()
+        except MemoryError:
+            error = out_of_memory("receiving a request")
+            lane.service.count_refused_body("http", error.kind, self._received_ns, self._trace)
+            self._answer(failure(error))
+            return
         self._call = lane.service.receive("http", self._announced.timeout_ns, self._trace, self._received_ns)
         if self._announced.encoding is None:
             self._submit(body)
@@ -277,7 +283,8 @@ class Exchange:
         assert hold is not None
         kind = ErrorKind.CANCELLED
         try:
-            inflated = await inflate(body, encoding, hold, max_bytes=lane.max_body_bytes)
+            max_json_bytes = lane.service.max_json_bytes if self._announced.json_size is None else None
+            inflated = await inflate(body, encoding, hold, max_bytes=lane.max_body_bytes, max_json_bytes=max_json_bytes)
             if not connection.has_left:
                 self._submit(inflated)
                 return
@@ -374,7 +381,10 @@ class Exchange:
         connection = self._connection
         self.response_started = True
         status, body, headers = answer
-        lines = [STATUS_LINE[status], connection.lane.default_lines(connection.server_state.default_headers)]
+        lines: list[bytes | memoryview] = [
+            STATUS_LINE[status],
+            connection.lane.default_lines(connection.server_state.default_headers),
+        ]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         lines.append(
