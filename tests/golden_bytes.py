@@ -28,8 +28,8 @@ def answers(response: InferResponse) -> dict[str, wire.Body]:
     for form in ("json", "binary"):
         request = InferRequest("m", "3", "7", [], [RequestedOutput("y", binary=form == "binary")], {})
         encoded = encode_rest_response(request, response)
-        made[f"rest_{form}"] = wire.Body(encoded.body, encoded.json_size)
-    return made | {"grpc": wire.Body(encode_response(response))}
+        made[f"rest_{form}"] = wire.Body(bytes(encoded.body), encoded.json_size)
+    return made | {"grpc": wire.Body(bytes(encode_response(response)))}
 
 
 def spell(body: wire.Body) -> dict[str, Any]:

@@ -289,16 +289,16 @@ class Wire:
             while (message := await read(context)) is not None:
                 await write(context, bytes(message))
 
-    async def _slow(self, data: bytes, _context: Context) -> bytes:
+    async def _slow(self, data: bytes | memoryview, _context: Context) -> bytes:
         with _Counted(self):
             self._releases.append(self._loop.create_future())
             await self._releases[-1]
-            return data
+            return bytes(data)
 
-    async def _echo_slowly(self, data: bytes, _context: Context) -> bytes:
-        return data
+    async def _echo_slowly(self, data: bytes | memoryview, _context: Context) -> bytes:
+        return bytes(data)
 
-    async def _boom(self, _data: bytes, _context: Context) -> bytes:
+    async def _boom(self, _data: bytes | memoryview, _context: Context) -> bytes:
         raise RuntimeError("/secret/path")
 
 

@@ -175,10 +175,12 @@ def _map_entries(count: int) -> bytes:
 
 
 REST: Final[dict[str, Case]] = {
-    "empty lists as inputs": Case("largest", _gzip(lambda: crafted.empty_inputs_json(MANY)), "inputs|values|JSON"),
-    "empty objects as outputs": Case("largest", _gzip(lambda: crafted.empty_outputs_json(MANY)), "outputs|values|JSON"),
+    "empty lists as inputs": Case("largest", _gzip(lambda: crafted.empty_inputs_json(MANY)), "inputs|values|JSON|json"),
+    "empty objects as outputs": Case(
+        "largest", _gzip(lambda: crafted.empty_outputs_json(MANY)), "outputs|values|JSON|json"
+    ),
     "empty objects in a parameter": Case(
-        "largest", _gzip(lambda: crafted.empty_parameters_json(MANY)), "parameter|values|JSON"
+        "largest", _gzip(lambda: crafted.empty_parameters_json(MANY)), "parameter|values|JSON|json"
     ),
     "lists within lists": Case("largest", _plain(lambda: _json_beside("a", _nested(100_000))), "nest|deep|depth|JSON"),
     "lists within lists as data": Case(

@@ -53,7 +53,7 @@ def test_answer_is_the_same_in_every_encoding(name: str) -> None:
     for is_binary in (False, True):
         request = InferRequest("m", "", "7", [], [RequestedOutput("y", is_binary)], {})
         encoded = encode_rest_response(request, response)
-        came, document = wire.read_rest_answer(wire.Body(encoded.body, encoded.json_size))
+        came, document = wire.read_rest_answer(wire.Body(bytes(encoded.body), encoded.json_size))
         assert (document["model_name"], document["model_version"], document["id"]) == ("m", "3", "7")
         assert document["outputs"][0]["shape"] == list(array.shape)
         if datatype not in (DataType.FP16, DataType.BF16) or encoded.json_size is not None:
@@ -61,7 +61,7 @@ def test_answer_is_the_same_in_every_encoding(name: str) -> None:
         else:  # tritonclient takes half precision from binary data only
             numbers = np.array(document["outputs"][0]["data"], expected.dtype).reshape(array.shape)
             expect_same(numbers, expected)
-    came, message = wire.read_grpc_answer(encode_response(response))
+    came, message = wire.read_grpc_answer(bytes(encode_response(response)))
     assert (message.model_name, message.model_version, message.id) == ("m", "3", "7")
     assert len(message.raw_output_contents) == len(message.outputs) == 1
     assert not message.outputs[0].HasField("contents")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ortserve.core.encoded import Reading
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
 
 T = TypeVar("T")
@@ -18,6 +19,7 @@ class Given:
     place: Reading = Reading.INLINE
     json_bytes: int = 0
     growth_bytes: int = 0
+    is_short: bool = False
 
     def reading(self) -> Reading:
         return self.place
@@ -36,7 +38,7 @@ class EncodedBy(Generic[T]):
     def is_long(self, _request: InferRequest, _response: InferResponse) -> bool:
         return self.takes_long
 
-    def encode(self, request: InferRequest, response: InferResponse) -> T:
+    def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> T:
         return self.spell(request, response)
 
 

@@ -82,9 +82,6 @@ class FakeInferenceService:
             outputs.add_done_callback(lambda _: releasing.cancel())
         return Pending(call, request, cast("ServedModel", None), (), 1, outputs, outputs.cancel)
 
-    def encode_long(self, pending: Pending, encoder: AnswerEncoder[T]) -> asyncio.Future[T] | None:
-        return None
-
     def finish(self, pending: Pending, encoder: AnswerEncoder[T]) -> T:
         pending.take()
         call, request = pending.call, pending.request

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import onnxruntime
@@ -138,6 +139,15 @@ def check(kept: list[tuple[np.ndarray, object]]) -> None:
         np.testing.assert_allclose(np.array(seen).view(np.float32).reshape(right.shape), right, rtol=1e-4, atol=1e-6)
 
 
+ENCODERS: Final[list[Callable[[InferRequest, InferResponse], object]]] = [
+    keep_bytes,
+    keep_bytes,
+    encode_rest_response,
+    as_grpc,
+    refuse,
+]
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_what_encoders_keep_is_theirs_whatever_becomes_of_the_others(stage: Stage, seed: int) -> None:
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
@@ -145,7 +155,7 @@ async def test_what_encoders_keep_is_theirs_whatever_becomes_of_the_others(stage
 
     async def call() -> None:
         rows = numbers.standard_normal((draw.randint(1, 4), 64), np.float32)
-        encode = draw.choice([keep_bytes, keep_bytes, encode_rest_response, as_grpc, refuse])
+        encode = draw.choice(ENCODERS)
         asked = asyncio.ensure_future(stage.ask(rows, encode))
         if draw.random() < 0.2:
             for _ in range(draw.randint(0, 4)):

@@ -18,6 +18,7 @@ from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.core.activity import LoopActivity
+from ortserve.core.large_memory import MAX_KEPT_BYTES, LargeMemory
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.device_region import are_regions_possible, open_region
 from ortserve.engine.device.readings import devices_reader
@@ -82,6 +83,9 @@ logger: Final = logging.getLogger(__name__)
 
 _BODIES_SHARE: Final = 4
 """The part of memory that request bodies may take; models, their runs and answers need the rest."""
+
+_KEPT_SHARE: Final = 4
+"""The part of that memory which stays with the process for the next large bodies."""
 
 _MAX_CODEC_THREADS: Final = 4
 """Each may have a process that reads JSON, which takes some 40 MB."""
@@ -154,17 +158,20 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         trace_writer=TraceWriter(traces, monotonic_ns) if files else None,
         access_log=AccessLog(switches, options.log_format) if options.access_log else None,
     )
-    codec_threads = CodecThreads(min(_MAX_CODEC_THREADS, max(2, cpu_budget())))
+    max_inflight_bytes = options.max_inflight_bytes or memory_limit() // _BODIES_SHARE
+    memory = LargeMemory(min(MAX_KEPT_BYTES, max_inflight_bytes // _KEPT_SHARE))
+    codec_threads = CodecThreads(min(_MAX_CODEC_THREADS, max(2, cpu_budget())), memory)
     inference = InferenceService(
         registry,
         accounts,
         monotonic_ns,
-        max_inflight_bytes=options.max_inflight_bytes or memory_limit() // _BODIES_SHARE,
+        max_inflight_bytes=max_inflight_bytes,
         max_json_bytes=options.max_json_bytes,
         codec_threads=codec_threads,
         shared_memory=shared_memory,
         activity=activity,
         polling=polling,
+        memory=memory,
     )
     repository = RepositoryService(registry, mode=options.model_control_mode, load_models=options.load_model)
     management = Management(repository, StatisticsService(registry, monotonic_ns), LogSettings(switches), traces)

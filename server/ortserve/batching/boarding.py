@@ -71,7 +71,7 @@ class Boarding:
     def _wait_for_echo(self, shape_class: ShapeClass, plan: Take, policy: BatchPolicy, now_ns: int) -> Take | WaitUntil:
         """Put a batch off for a moment, where its class's callers usually come back that soon."""
         latency, echo, max_rows = shape_class.batch_latency, shape_class.echo, policy.max_rows
-        if not echo.is_heard:
+        if not echo.is_pending(now_ns):
             return plan
         line = latency.line(max_rows)
         if line is None:

@@ -48,10 +48,14 @@ class EchoProfile:
         self._waits = 0
         self._gain_ns = 0.0
 
-    @property
-    def is_heard(self) -> bool:
-        """Whether an answer was noted, which others may follow; those of runs on the event loop are not."""
-        return self._answered_ns is not None
+    def is_pending(self, now_ns: int) -> bool:
+        """Whether rows may still follow the last answer, or a wait for them has not ended.
+
+        Answers of runs on the event loop are not noted, so nothing follows them.
+        """
+        if self._answered_ns is None:
+            return False
+        return self._wait is not None or (self.is_on and now_ns - self._answered_ns < self._window_ns)
 
     def on_answer(self, now_ns: int, solo_ns: float) -> None:
         """A batch was answered; a batch of one row takes ``solo_ns``."""

@@ -55,19 +55,28 @@ class LatencyModel:
                 self._set_knot(rows, ns)
 
     def observe(self, rows: int, ns: float) -> None:
-        """Learn from a batch. What is no positive number is ignored."""
-        if not _is_time(ns):
+        """Learn from a batch. A value that is not a positive number is ignored."""
+        if not 0.0 < ns < math.inf:
             return
         self.observations += 1
         size = 1 << (rows - 1).bit_length()
-        predicted = self.predict_ns(rows)
+        predicted = self._knots.get(rows)
+        if predicted is None:
+            predicted = self.predict_ns(rows)
         if predicted is None or size not in self._knots:
             # A new knot, scaled up where the batch filled its size in part.
             at_size = self.predict_ns(size)
             self._set_knot(size, ns if not predicted or at_size is None else ns * at_size / predicted)
             return
-        self._learn_residual(ns - predicted, predicted)
+        residual_ns, step = ns - predicted, _QUANTILE_GAIN * predicted
+        if residual_ns > self.residual_ns:
+            self.residual_ns += step * _QUANTILE
+        else:
+            self.residual_ns = max(0.0, self.residual_ns - step * (1 - _QUANTILE))
         ratio = min(max(ns / predicted, 1 / self._most), self._most) - 1
+        if size == rows:
+            self._knots[rows] *= 1 + _GAIN * ratio
+            return
         index = bisect_left(self._sizes, rows)
         above = self._sizes[index]
         if index == 0 or above == rows:
@@ -121,13 +130,6 @@ class LatencyModel:
         self._knots[rows] = ns  # before its size shows: a scrape may read both meanwhile
         if is_new:
             insort(self._sizes, rows)
-
-    def _learn_residual(self, residual_ns: float, predicted_ns: float) -> None:
-        step = _QUANTILE_GAIN * predicted_ns
-        if residual_ns > self.residual_ns:
-            self.residual_ns += step * _QUANTILE
-        else:
-            self.residual_ns = max(0.0, self.residual_ns - step * (1 - _QUANTILE))
 
 
 def _is_time(ns: float) -> bool:

@@ -25,6 +25,9 @@ INLINE_BYTES: Final = 64 * 1024
 INLINE_ELEMENTS: Final = 16 * 1024
 """Elements of an answer that are written on the event loop, as JSON or as texts: in about 1 ms."""
 
+INLINE_BINARY_BYTES: Final = 1024 * 1024
+"""Bytes of binary outputs that are put together on the event loop: in 0.1 to 1 ms."""
+
 JSON_GROWTH: Final = 32
 """Bytes of memory that reading one byte of JSON may take: orjson reserves 12, and ``[],`` becomes 64."""
 

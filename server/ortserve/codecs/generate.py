@@ -15,6 +15,7 @@ from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.encoded import Reading
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse, Parameter
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
@@ -68,7 +69,7 @@ class GenerateRequest:
 
     def __init__(
         self,
-        body: bytes,
+        body: bytes | memoryview,
         model_name: str,
         model_version: str,
         inputs: Callable[[], Sequence[TensorSpec]],
@@ -81,10 +82,11 @@ class GenerateRequest:
         self._model_version = model_version
         self._inputs = inputs
         self._is_stream = is_stream
+        self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
         """JSON beyond a bound is read by another process."""
-        return Reading.PROCESS if len(self._body) > INLINE_BYTES else Reading.INLINE
+        return Reading.INLINE if self.is_short else Reading.PROCESS
 
     @property
     def json_bytes(self) -> int:
@@ -125,7 +127,7 @@ class GenerateEncoder:
     def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
         return any(tensor.array.size > INLINE_ELEMENTS for tensor in response.outputs)
 
-    def encode(self, _request: InferRequest, response: InferResponse) -> bytes:
+    def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> bytes:
         return encode_generate_event(response) if self._is_stream else encode_generate_response(response)
 
 

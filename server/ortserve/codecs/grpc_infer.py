@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ortserve._pb.grpc_service_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS
+from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_BYTES, INLINE_ELEMENTS
 from ortserve.codecs.grpc_contents import decode_contents
 from ortserve.codecs.grpc_wire import (
     USUAL_HEAD_BYTES,
@@ -25,11 +25,13 @@ from ortserve.codecs.grpc_wire import (
     malformed,
     raw_output,
     split_request,
+    usual_head,
 )
 from ortserve.codecs.region_span import BYTE_SIZE, OFFSET, REGION, read_span
 from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
@@ -99,17 +101,16 @@ def decode_request(data: bytes | memoryview) -> InferRequest:
 class GrpcRequest:
     """An ``EncodedRequest``: a serialized ``ModelInferRequest``."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("_data", "is_short")
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = data
+        self.is_short = len(data) <= INLINE_BYTES
 
     def reading(self) -> Reading:
         """Large messages are read on a thread, unless their tensors are views on them."""
-        if len(self._data) <= INLINE_BYTES:
-            return Reading.INLINE
-        head, _, _, contents = split_request(self._data)
-        return Reading.THREAD if contents or b"BYTES" in head else Reading.INLINE
+        head = usual_head(self._data)
+        return Reading.THREAD if head is None or b"BYTES" in head else Reading.INLINE
 
     @property
     def json_bytes(self) -> int:
@@ -139,8 +140,10 @@ def read_names(data: bytes | memoryview) -> ModelInferRequest:
     return message
 
 
-def encode_response(response: InferResponse) -> bytes:
+def encode_response(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
     """Serialize a ``ModelInferResponse``: one entry of raw contents for each output, typed contents never.
+
+    The message is in ``memory`` where there is some.
 
     Raises:
         ServeError: invalid_input, when the answer is larger than a message may be.
@@ -160,7 +163,7 @@ def encode_response(response: InferResponse) -> bytes:
     size = sum(map(len, pieces))
     if size > MAX_MESSAGE_BYTES:
         raise invalid_input(f"Response has byte size {size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.")
-    return b"".join(pieces)
+    return b"".join(pieces) if memory is None else memory.join(pieces)
 
 
 class GrpcEncoder:
@@ -170,10 +173,12 @@ class GrpcEncoder:
         for tensor in response.outputs:
             if tensor.datatype is DataType.BYTES and tensor.array.size > INLINE_ELEMENTS:
                 return True
-        return False
+        return sum([tensor.array.nbytes for tensor in response.outputs]) > INLINE_BINARY_BYTES
 
-    def encode(self, _request: InferRequest, response: InferResponse) -> bytes:
-        return encode_response(response)
+    def encode(
+        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+    ) -> bytes | memoryview:
+        return encode_response(response, memory)
 
 
 @lru_cache(maxsize=_KEPT)

@@ -9,6 +9,7 @@ from typing import Final
 from ortserve._pb.grpc_service_pb2 import ModelInferResponse, ModelStreamInferResponse
 from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES, GrpcEncoder, encode_response, read_names
 from ortserve.codecs.grpc_wire import varint
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.errors import invalid_input
 
@@ -26,13 +27,13 @@ _ANSWER_TAG: Final = bytes([ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
 _FINAL_PARAMETER: Final = _final_parameter()
 
 
-def encode_stream_answer(response: InferResponse) -> bytes:
+def encode_stream_answer(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
     """Serialize the answer of one request.
 
     Raises:
         ServeError: invalid_input, when it is larger than a message may be.
     """
-    answer = encode_response(response)
+    answer = encode_response(response, memory)
     # Fields of a message may come in any order, so that the parameter can follow the tensors.
     size = len(answer) + len(_FINAL_PARAMETER)
     head = _ANSWER_TAG + varint(size)
@@ -40,14 +41,17 @@ def encode_stream_answer(response: InferResponse) -> bytes:
         raise invalid_input(
             f"Response has byte size {len(head) + size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}."
         )
-    return b"".join((head, answer, _FINAL_PARAMETER))
+    parts = [head, answer, _FINAL_PARAMETER]
+    return b"".join(parts) if memory is None else memory.join(parts)
 
 
 class StreamEncoder(GrpcEncoder):
     """An ``AnswerEncoder`` for streams."""
 
-    def encode(self, _request: InferRequest, response: InferResponse) -> bytes:
-        return encode_stream_answer(response)
+    def encode(
+        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+    ) -> bytes | memoryview:
+        return encode_stream_answer(response, memory)
 
 
 def encode_stream_error(request: bytes | memoryview, text: str, version: str = "") -> bytes:

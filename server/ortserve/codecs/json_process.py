@@ -18,11 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.bytes_elements import decode_bytes_elements, encode_bytes_elements
 from ortserve.codecs.control_json import LoadParameter, decode_load_body
 from ortserve.codecs.generate import decode_generate_request
 from ortserve.codecs.rest import decode_rest_request
 from ortserve.core.dtypes import DATATYPES, DataType
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, RequestedOutput
 from ortserve.core.signature import TensorSpec
@@ -58,15 +60,19 @@ def send_parts(connection: socket.socket, parts: Sequence[bytes | memoryview]) -
         connection.sendall(part)
 
 
-def receive_parts(connection: socket.socket) -> list[memoryview]:
-    """Receive what ``send_parts`` sent. Blocks. Raises EOFError: The other end is closed."""
+def receive_parts(connection: socket.socket, memory: LargeMemory | None = None) -> list[memoryview]:
+    """Receive what ``send_parts`` sent, into ``memory`` where it is large. Blocks.
+
+    Raises:
+        EOFError: The other end is closed.
+    """
     (count,) = _COUNT.unpack(_receive(connection, _COUNT.size))
     sizes = struct.unpack(f"<{count}Q", _receive(connection, 8 * count))
-    return [_receive(connection, size) for size in sizes]
+    return [_receive(connection, size, memory if size > INLINE_BYTES else None) for size in sizes]
 
 
-def _receive(connection: socket.socket, size: int) -> memoryview:
-    room = np.empty(size, np.uint8).data
+def _receive(connection: socket.socket, size: int, memory: LargeMemory | None = None) -> memoryview:
+    room = np.empty(size, np.uint8).data if memory is None else memory.take(size)
     came = 0
     while came < size:
         count = connection.recv_into(room[came:])
@@ -188,6 +194,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_bytes(_OOM_SCORE)
     connection = socket.socket(fileno=int(sys.argv[1]))
+    memory = LargeMemory()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            send_parts(connection, _answer(receive_parts(connection)))
+            send_parts(connection, _answer(receive_parts(connection, memory)))

@@ -9,13 +9,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
-from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH, MAX_PARAMETERS, MAX_TENSORS, too_many
+from ortserve.codecs.bounds import (
+    INLINE_BINARY_BYTES,
+    INLINE_BYTES,
+    INLINE_ELEMENTS,
+    JSON_GROWTH,
+    MAX_PARAMETERS,
+    MAX_TENSORS,
+    too_many,
+)
 from ortserve.codecs.json_data import decode_json_data, encode_json_data
 from ortserve.codecs.json_text import parse_json, write_json
 from ortserve.codecs.region_span import REGION, read_span
 from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
 from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -26,10 +35,10 @@ from ortserve.errors import ContentsError, ServeError, invalid_input
 class EncodedResponse:
     """A response body. ``json_size`` is the length of its JSON part in bytes where binary tensors follow, else None."""
 
-    body: Final[bytes]
+    body: Final[bytes | memoryview]
     json_size: Final[int | None]
 
-    def __init__(self, body: bytes, json_size: int | None) -> None:
+    def __init__(self, body: bytes | memoryview, json_size: int | None) -> None:
         self.body = body
         self.json_size = json_size
 
@@ -85,31 +94,32 @@ def decode_rest_request(
 class RestRequest:
     """An ``EncodedRequest``: a body, with what its path and headers say of it."""
 
-    __slots__ = ("_body", "_json_bytes", "_json_size", "_model_name", "_model_version")
+    __slots__ = ("_body", "_json_size", "_model_name", "_model_version", "is_short")
 
     def __init__(self, body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str) -> None:
         """The arguments are those of ``decode_rest_request``."""
         self._body = body
         self._json_size = json_size
-        self._json_bytes = len(body) if json_size is None else min(json_size, len(body))
         self._model_name = model_name
         self._model_version = model_version
+        self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
         """JSON beyond a bound is read by another process; many bytes that may be texts are read on a thread."""
-        if self._json_bytes > INLINE_BYTES:
+        json_bytes = self.json_bytes
+        if json_bytes > INLINE_BYTES:
             return Reading.PROCESS
-        if len(self._body) - self._json_bytes <= INLINE_BYTES or b"BYTES" not in bytes(self._body[: self._json_bytes]):
+        if len(self._body) - json_bytes <= INLINE_BYTES or b"BYTES" not in bytes(self._body[:json_bytes]):
             return Reading.INLINE
         return Reading.THREAD
 
     @property
     def growth_bytes(self) -> int:
-        return JSON_GROWTH * self._json_bytes + len(self._body)
+        return JSON_GROWTH * self.json_bytes + len(self._body)
 
     @property
     def json_bytes(self) -> int:
-        return self._json_bytes
+        return len(self._body) if self._json_size is None else min(self._json_size, len(self._body))
 
     def read(self) -> InferRequest:
         """As ``decode_rest_request``."""
@@ -119,8 +129,10 @@ class RestRequest:
         return "infer", self._body, (self._json_size, self._model_name, self._model_version)
 
 
-def encode_rest_response(request: InferRequest, response: InferResponse) -> EncodedResponse:
-    """Spell the answer, each output in JSON or binary as the request asked."""
+def encode_rest_response(
+    request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+) -> EncodedResponse:
+    """Spell the answer, each output in JSON or binary as the request asked; in ``memory`` where there is some."""
     if request.outputs:
         binary = [output.binary for output in request.outputs]
     else:
@@ -153,7 +165,8 @@ def encode_rest_response(request: InferRequest, response: InferResponse) -> Enco
     head = write_json(document, response.outputs)
     if not any(map(len, tail)):  # all binary outputs empty: plain JSON, as Triton answers
         return EncodedResponse(head, None)
-    return EncodedResponse(b"".join((head, *tail)), len(head))
+    parts = [head, *tail]
+    return EncodedResponse(b"".join(parts) if memory is None else memory.join(parts), len(head))
 
 
 class RestEncoder:
@@ -164,13 +177,16 @@ class RestEncoder:
             is_binary = request.outputs[index].binary if request.outputs else request.binary_output
             if tensor.array.size > INLINE_ELEMENTS and (tensor.datatype is DataType.BYTES or not is_binary):
                 return True
-        return False
+        return sum([tensor.array.nbytes for tensor in response.outputs]) > INLINE_BINARY_BYTES
 
-    def encode(self, request: InferRequest, response: InferResponse) -> EncodedResponse:
-        return encode_rest_response(request, response)
+    def encode(
+        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+    ) -> EncodedResponse:
+        return encode_rest_response(request, response, memory)
 
 
 _NO_BYTES = memoryview(b"")
+_NO_PARAMETERS: Final[Mapping[str, Parameter]] = {}
 
 
 def _parse_error(key: str, expected: str, got: object) -> ServeError:
@@ -229,7 +245,8 @@ def _inputs(
                 f"Unable to parse 'datatype' of input '{name}': unknown datatype '{datatype_name}': expected one of "
                 f"{', '.join(DATATYPES)}"
             )
-        parameters = read_parameters(entry.get("parameters"), "parameters")
+        given = entry.get("parameters")
+        parameters = _NO_PARAMETERS if given is None else read_parameters(given, "parameters")
         size = parameters.get("binary_data_size") if parameters else None
         if parameters and REGION in parameters:
             if "data" in entry or size is not None:
@@ -279,7 +296,8 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
         if name in names:
             raise invalid_input(f"output '{name}' already exists in request")
         names.add(name)
-        parameters = read_parameters(entry.get("parameters"), "parameters")
+        given = entry.get("parameters")
+        parameters = _NO_PARAMETERS if given is None else read_parameters(given, "parameters")
         classes = _classes(parameters, name) if "classification" in parameters else 0
         binary = parameters.get("binary_data", binary_output)
         if type(binary) is not bool:

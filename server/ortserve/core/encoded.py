@@ -3,6 +3,7 @@
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
 
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
 
 Answer_co = TypeVar("Answer_co", covariant=True)
@@ -21,6 +22,9 @@ class Reading(Enum):
 
 class EncodedRequest(Protocol):
     """What a frontend hands over: the bytes of one request and how to read them."""
+
+    is_short: bool
+    """Whether ``reading`` is INLINE for its few bytes alone."""
 
     def reading(self) -> Reading:
         """Where ``read`` is to be called. Raises ServeError: invalid_input, for what is no request."""
@@ -56,6 +60,10 @@ class AnswerEncoder(Protocol[Answer_co]):
         """Whether ``encode`` takes too long for the event loop. It then gives way to others on a thread."""
         ...
 
-    def encode(self, request: InferRequest, response: InferResponse) -> Answer_co:
-        """Spell the answer to a request. Raises ServeError: invalid_input, for one that the protocol cannot carry."""
+    def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> Answer_co:
+        """Spell the answer to a request; a long one on a thread, and in ``memory``.
+
+        Raises:
+            ServeError: invalid_input, for an answer that the protocol cannot carry.
+        """
         ...

@@ -18,6 +18,7 @@ from ortserve.codecs.bounds import INLINE_BYTES
 from ortserve.codecs.control_json import LoadParameter, decode_load_body
 from ortserve.codecs.json_process import receive_parts, send_parts, unpack_load, unpack_request
 from ortserve.core.encoded import EncodedRequest, JsonRequest
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest
 from ortserve.errors import ErrorKind, ServeError
 
@@ -30,8 +31,14 @@ _TIMEOUT_S: Final = 60.0
 class CodecThreads:
     """A pool of threads. Loop thread only."""
 
-    def __init__(self, threads: int) -> None:
-        """``threads`` is how many bodies are read or written at one time; the others wait."""
+    def __init__(self, threads: int, memory: LargeMemory | None = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            threads: How many bodies are read or written at one time; the others wait.
+            memory: For the tensors of large JSON; None for some of its own.
+        """
+        self._memory = memory or LargeMemory()
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="codec")
         self._own = threading.local()
 
@@ -47,7 +54,7 @@ class CodecThreads:
         reader, body, arguments = request.for_process()
         return self.run(lambda: unpack_request(self._process().read(reader, body, arguments)))
 
-    async def read_load(self, body: bytes) -> dict[str, LoadParameter]:
+    async def read_load(self, body: bytes | memoryview) -> dict[str, LoadParameter]:
         """Read the body of a load, a long one in another process.
 
         Raises:
@@ -64,18 +71,23 @@ class CodecThreads:
     def _process(self) -> "JsonProcess":
         process: JsonProcess | None = getattr(self._own, "process", None)
         if process is None or not process.is_running:
-            process = self._own.process = JsonProcess()
+            process = self._own.process = JsonProcess(self._memory)
         return process
 
 
 class JsonProcess:
     """A process that reads JSON. Used by one thread at a time."""
 
-    def __init__(self) -> None:
-        """Start it. Raises ServeError: overloaded, when there is no memory, or no process, to be had."""
+    def __init__(self, memory: LargeMemory) -> None:
+        """Start it; tensors come to ``memory``.
+
+        Raises:
+            ServeError: overloaded, when there is no memory, or no process, to be had.
+        """
         ours, theirs = socket.socketpair()
         ours.settimeout(_TIMEOUT_S)
         self._connection = ours
+        self._memory = memory
         # Not by ``-m``, which a compiled module does not know.
         start = "from ortserve.codecs.json_process import main; main()"
         command = [sys.executable, "-c", start, str(theirs.fileno())]
@@ -107,7 +119,7 @@ class JsonProcess:
         """
         try:
             send_parts(self._connection, [pickle.dumps((reader, arguments)), body])
-            return receive_parts(self._connection)
+            return receive_parts(self._connection, self._memory)
         except (EOFError, OSError, MemoryError) as error:
             self._process.kill()
             status = self._process.wait()

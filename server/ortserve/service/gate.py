@@ -1,16 +1,22 @@
-"""How many bytes of request bodies the server holds at one time."""
+"""How many bytes of request bodies the server holds at one time, and the memory for large ones."""
 
 from types import TracebackType
 
+from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
 
 
 class BodyGate:
-    """Counts bodies in and out, and refuses what would be too much before it is read. Loop thread only."""
+    """Counts bodies in and out, and refuses what would be too much before it is read. Loop thread only.
 
-    def __init__(self, max_bytes: int) -> None:
+    Attributes:
+        memory: For large bodies.
+    """
+
+    def __init__(self, max_bytes: int, memory: LargeMemory | None = None) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
+        self.memory = memory or LargeMemory()
 
     def hold(self, size: int) -> "Hold":
         """Let a body of ``size`` bytes in, for as long as a ``with`` block lasts, or until its release.
@@ -36,6 +42,11 @@ class Hold:
     def size(self) -> int:
         """Bytes that are held."""
         return self._size
+
+    @property
+    def memory(self) -> LargeMemory:
+        """For the body, if it is large."""
+        return self._gate.memory
 
     def grow(self, size: int) -> None:
         """Let ``size`` bytes more in, of a body whose length was not announced.

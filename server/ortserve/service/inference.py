@@ -13,6 +13,7 @@ from ortserve.core.activity import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.promise import Outputs
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
@@ -57,7 +58,7 @@ class Pending:
         outputs: Done when there is something to ``finish``, ``classified`` included.
         leave_queue: From the submission.
         classified: By name, what is answered in the place of the outputs that the caller wants classified, if any.
-        encoding: The answer, where a thread encodes it; else None.
+        encoding: Of the answer, while a thread encodes it and after that; else None.
     """
 
     call: Call
@@ -124,6 +125,7 @@ class InferenceService:
         shared_memory: SharedMemory | None = None,
         activity: LoopActivity | None = None,
         polling: BusyPolling | None = None,
+        memory: LargeMemory | None = None,
     ) -> None:
         """Take over nothing.
 
@@ -137,13 +139,15 @@ class InferenceService:
             shared_memory: None to reject requests that use it.
             activity: Shows when the loop decodes and encodes; None where nothing watches the loop.
             polling: Learns when requests are in flight; None where the loop never polls.
+            memory: For large bodies; None for some of its own.
         """
         self._activity = activity or LoopActivity()
         self._polling = polling
         self._registry = registry
         self._shared_memory = shared_memory or SharedMemory(is_allowed=False)
-        self._gate = BodyGate(max_inflight_bytes)
-        self._max_json_bytes = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
+        self._gate = BodyGate(max_inflight_bytes, memory)
+        self.max_json_bytes: Final = max_json_bytes or min(_MAX_JSON_BYTES, max_inflight_bytes // (JSON_GROWTH + 2))
+        """Of one request."""
         self._codecs = codec_threads or CodecThreads(2)
         self._accounts = accounts
         self._clock = clock
@@ -190,9 +194,10 @@ class InferenceService:
         served: ServedModel | None = None
         activity = self._activity
         try:
-            reading = encoded.reading()
-            if reading is not Reading.INLINE:
-                return self._queued(self._begin_elsewhere(call, encoded, reading))
+            if not encoded.is_short:
+                reading = encoded.reading()
+                if reading is not Reading.INLINE:
+                    return self._queued(self._begin_elsewhere(call, encoded, reading))
             activity.protocol = call.protocol
             activity.step = DECODE
             request = encoded.read()
@@ -222,69 +227,37 @@ class InferenceService:
         except Exception as error:
             raise self._failed(call, request, served, error) from error
 
-    def encode_long(self, pending: Pending, encoder: AnswerEncoder[Any]) -> "asyncio.Future[Any] | None":
-        """Have a thread encode an answer that would take the event loop long. To be called before ``finish``.
-
-        Args:
-            pending: From ``begin``; its ``outputs`` are done.
-            encoder: As for ``finish``.
-
-        Returns:
-            What to wait for before ``finish`` is called; None for an answer that ``finish`` encodes at once, and for a
-            request without outputs.
-        """
-        outputs = pending.outputs
-        if outputs is _TAKEN:
-            return None
-        try:
-            arrays = outputs.result()
-        except BaseException:  # noqa: BLE001 - ``finish`` meets it once more, and counts it
-            return None
-        for array in arrays:
-            if array.size > INLINE_ELEMENTS:
-                break
-        else:
-            return None
-        try:
-            request, served = pending.request, pending.served
-            assert request is not None, "it has outputs"
-            assert served is not None
-            response = _response(pending, request, served, served.cut_back(arrays, pending.inputs))
-            if not encoder.is_long(request, response):
-                return None
-        except Exception:  # noqa: BLE001 - ``finish`` meets it once more, and counts it
-            return None
-        pending.take()
-        pending.encoding = self._codecs.run(partial(encoder.encode, request, response))
-        return pending.encoding
-
-    def finish(self, pending: Pending, encoder: AnswerEncoder[Answer]) -> Answer:
-        """Encode what a model gave, and count the call. To be called once, when ``pending.outputs`` is done.
+    def finish(self, pending: Pending, encoder: AnswerEncoder[Answer]) -> Answer | None:
+        """Encode the outputs of a model and count the call. Called when ``pending.outputs`` is done.
 
         Args:
             pending: From ``begin``.
-            encoder: Makes the answer's bytes, unless something failed or ``encode_long`` did.
+            encoder: Makes the answer's bytes, unless something failed.
+
+        Returns:
+            None where a thread encodes the answer, which would take the event loop long. ``finish`` is to be called
+            once more, when ``pending.encoding`` is done.
 
         Raises:
             ServeError: Whatever went wrong, with its kind and a text for the caller.
             asyncio.CancelledError: The caller left.
         """
         call = pending.call
+        request = pending.request
         activity = self._activity
         activity.protocol = call.protocol
-        if pending.request is not None:
-            activity.model = pending.request.model_name
-            activity.request_id = pending.request.id
+        if request is not None:
+            activity.model = request.model_name
+            activity.request_id = request.id
         activity.step = ENCODE
         try:
-            answer: Answer
-            if pending.encoding is not None:
-                answer = pending.encoding.result()
-            else:
-                # The outputs are not named, so that the frame of a failure does not keep their memory leased.
-                answer = _encoded(pending, pending.take(), encoder)
+            # The outputs are not named here, so that the frame of a failure does not keep their memory leased.
+            answer: Answer | None = self._encode(pending, encoder)
+            if answer is None:
+                activity.step = NOTHING
+                return None
         except asyncio.CancelledError:
-            self._accounts.left(call, pending.request, pending.served)
+            self._accounts.left(call, request, pending.served)
             self._ended()
             raise
         except ContentsError as error:
@@ -293,11 +266,11 @@ class InferenceService:
         except Exception as error:  # noqa: BLE001 - it is said to the caller, and logged where it is a fault of ours
             self._ended()
             # Without its frames, which hold the outputs where encoding failed.
-            raise self._failed(call, pending.request, pending.served, error) from error.with_traceback(None)
-        assert pending.request is not None
+            raise self._failed(call, request, pending.served, error) from error.with_traceback(None)
+        assert request is not None
         assert pending.served is not None
         activity.step = NOTHING
-        self._accounts.answered(call, pending.request, pending.served, pending.rows)
+        self._accounts.answered(call, request, pending.served, pending.rows)
         if self._polling is not None:
             self._polling.on_end(call.timing.done_ns)
         return answer
@@ -305,19 +278,51 @@ class InferenceService:
     async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[Answer]) -> Answer:
         """``begin``, wait and ``finish``, for frontends that have a task for each request."""
         pending = self.begin(call, encoded)
+        await self._until_done(pending)
+        answer = self.finish(pending, encoder)
+        if answer is None:
+            await self._until_done(pending)
+            answer = self.finish(pending, encoder)
+            assert answer is not None
+        return answer
+
+    async def _until_done(self, pending: Pending) -> None:
+        """Wait until ``finish`` may be called.
+
+        Raises:
+            asyncio.CancelledError: The caller left; the call is counted.
+        """
         try:
-            await pending.outputs
-            encoding = self.encode_long(pending, encoder)
-            if encoding is not None:
-                await asyncio.wait((encoding,))
+            if pending.encoding is None:
+                await pending.outputs
+            else:
+                await asyncio.wait((pending.encoding,))
         except asyncio.CancelledError:
             pending.leave()
-            self._accounts.left(call, pending.request, pending.served)
+            self._accounts.left(pending.call, pending.request, pending.served)
             self._ended()
             raise
         except Exception:  # noqa: BLE001, S110 - ``finish`` raises it once more, and counts it
             pass
-        return self.finish(pending, encoder)
+
+    def _encode(self, pending: Pending, encoder: AnswerEncoder[Answer]) -> Answer | None:
+        """The answer; None where a thread begins to encode it."""
+        request, served = pending.request, pending.served
+        if pending.encoding is not None:
+            answer: Answer = pending.encoding.result()
+            return answer
+        outputs = pending.take()
+        assert request is not None, "it has outputs"
+        assert served is not None
+        outputs = served.cut_back(outputs, pending.inputs)
+        response = _response(pending, request, served, outputs)
+        for array in outputs:
+            if array.size > INLINE_ELEMENTS:
+                if encoder.is_long(request, response):
+                    pending.encoding = self._codecs.run(partial(encoder.encode, request, response, self._gate.memory))
+                    return None
+                break
+        return encoder.encode(request, response)
 
     def _queued(self, pending: Pending) -> Pending:
         if self._polling is not None:
@@ -336,10 +341,10 @@ class InferenceService:
         Raises:
             ServeError: too_large, for too much JSON; overloaded, where there is no memory to read it.
         """
-        if encoded.json_bytes > self._max_json_bytes:
+        if encoded.json_bytes > self.max_json_bytes:
             raise ServeError(
                 ErrorKind.TOO_LARGE,
-                f"max_json_bytes: expected at most {self._max_json_bytes} bytes of JSON, got {encoded.json_bytes}; "
+                f"max_json_bytes: expected at most {self.max_json_bytes} bytes of JSON, got {encoded.json_bytes}; "
                 "binary tensors may be larger",
             )
         hold = self._gate.hold(encoded.growth_bytes)
@@ -408,7 +413,6 @@ class InferenceService:
     ) -> ServeError:
         """Count a call that failed, and say it to its caller."""
         self._activity.step = NOTHING
-        self._activity.step = NOTHING
         if isinstance(error, MemoryError):
             error = out_of_memory("a request")
         elif not isinstance(error, ServeError):
@@ -474,13 +478,6 @@ async def _classify(
         is_inline = is_short(shown[index], output.classes, is_batched=signature.is_batched)
         classified[output.name] = work() if is_inline else await asyncio.to_thread(work)
     return outputs
-
-
-def _encoded(pending: Pending, outputs: Arrays, encoder: AnswerEncoder[Answer]) -> Answer:
-    request, served = pending.request, pending.served
-    assert request is not None, "it has outputs"
-    assert served is not None
-    return encoder.encode(request, _response(pending, request, served, served.cut_back(outputs, pending.inputs)))
 
 
 def _response(pending: Pending, request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:

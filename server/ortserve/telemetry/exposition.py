@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from ortserve.listening import open_listener
 from ortserve.telemetry.text_format import CONTENT_TYPE, TextFormat
 
-Refusal: TypeAlias = tuple[int, bytes, Sequence[tuple[bytes, bytes]]]
+Refusal: TypeAlias = tuple[int, bytes | memoryview, Sequence[tuple[bytes, bytes]]]
 """Status, body and headers of an answer without metrics."""
 
 _MAX_S: Final = 30.0
@@ -198,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815 - as its base looks for it
 
-    def _answer(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def _answer(self, status: int, body: bytes | memoryview, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.send_response(status)
         for name, value in headers:
             self.send_header(name.decode(), value.decode())

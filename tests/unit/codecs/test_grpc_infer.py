@@ -83,7 +83,11 @@ def test_raw_tensor_of_every_datatype_arrives_as_it_was_sent(datatype: DataType)
 def test_answer_of_every_datatype_is_raw_contents_that_protobuf_reads(datatype: DataType) -> None:
     array = sample(datatype)
     message = ModelInferResponse.FromString(
-        encode_response(InferResponse("m", "3", "id", [Tensor("y", datatype, array), Tensor("z", datatype, array[:0])]))
+        bytes(
+            encode_response(
+                InferResponse("m", "3", "id", [Tensor("y", datatype, array), Tensor("z", datatype, array[:0])])
+            )
+        )
     )
     raw = encode_bytes_elements(array) if datatype is DataType.BYTES else array.tobytes()
     assert (message.model_name, message.model_version, message.id) == ("m", "3", "id")
@@ -110,7 +114,7 @@ def test_length_of_raw_contents_is_read_and_written_as_protobuf_does(size: int) 
 def test_answer_holds_rows_in_order_when_the_array_is_not_contiguous() -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4).T
     message = ModelInferResponse.FromString(
-        encode_response(InferResponse("m", "1", "", [Tensor("y", DataType.FP32, array)]))
+        bytes(encode_response(InferResponse("m", "1", "", [Tensor("y", DataType.FP32, array)])))
     )
     assert message.raw_output_contents[0] == array.tobytes()
 
@@ -331,7 +335,7 @@ def test_heads_are_known_whatever_ids_and_contents_come_with_them() -> None:
 def test_answers_of_one_shape_name_their_own_request(request_id: str) -> None:
     for shape in ((2,), (3,)):
         response = InferResponse("m", "1", request_id, [Tensor("y", DataType.UINT8, np.zeros(shape, np.uint8))])
-        message = ModelInferResponse.FromString(encode_response(response))
+        message = ModelInferResponse.FromString(bytes(encode_response(response)))
         assert (message.id, list(message.outputs[0].shape)) == (request_id, list(shape))
         assert message.SerializeToString() == encode_response(response)
 
@@ -628,7 +632,7 @@ def test_region_parameters_have_the_types_of_the_protocol() -> None:
 
 def test_placed_output_has_an_empty_entry_among_the_raw_contents() -> None:
     tensors = [Tensor(name, DataType.UINT8, np.zeros(3, np.uint8)) for name in ("a", "b")]
-    message = ModelInferResponse.FromString(encode_response(InferResponse("m", "1", "", tensors, {"a"})))
+    message = ModelInferResponse.FromString(bytes(encode_response(InferResponse("m", "1", "", tensors, {"a"}))))
     assert [(o.name, list(o.shape), dict(o.parameters)) for o in message.outputs] == [("a", [3], {}), ("b", [3], {})]
     assert list(message.raw_output_contents) == [b"", bytes(3)]
 

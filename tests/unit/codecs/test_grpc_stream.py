@@ -20,7 +20,7 @@ def read(data: bytes) -> service_pb2.ModelStreamInferResponse:
 @pytest.mark.parametrize("size", [0, 1, 100_000])
 def test_answer_is_the_unary_one_with_the_mark_of_the_last(size: int) -> None:
     array = np.arange(size, dtype=np.float32)
-    message = read(encode_stream_answer(InferResponse("m", "3", "id", [Tensor("y", DataType.FP32, array)])))
+    message = read(bytes(encode_stream_answer(InferResponse("m", "3", "id", [Tensor("y", DataType.FP32, array)]))))
     answer = message.infer_response
     assert message.error_message == ""
     assert (answer.model_name, answer.model_version, answer.id) == ("m", "3", "id")

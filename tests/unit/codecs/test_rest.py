@@ -496,7 +496,7 @@ def test_placed_output_has_neither_data_nor_parameters() -> None:
     answer = InferResponse("m", "7", "", [FP32, TEXT], {"y"})
     encoded = encode_rest_response(request(binary_output=True), answer)
     assert encoded.json_size is not None
-    first, second = orjson.loads(encoded.body[: encoded.json_size])["outputs"]
+    first, second = orjson.loads(bytes(encoded.body)[: encoded.json_size])["outputs"]
     assert first == {"name": "y", "datatype": "FP32", "shape": [2, 2]}
     assert second["parameters"] == {"binary_data_size": 12}
     assert encoded.body[encoded.json_size :] == b'\x01\0\0\0a\x03\0\0\0\xc3\xbc"'
@@ -526,7 +526,7 @@ def test_binary_answer_to_the_byte() -> None:
 def test_each_output_is_in_the_form_that_was_asked_for_it() -> None:
     encoded = encode_rest_response(request(RequestedOutput("y", True), RequestedOutput("t")), response(FP32, TEXT))
     assert encoded.json_size is not None
-    document = json.loads(encoded.body[: encoded.json_size])
+    document = json.loads(bytes(encoded.body)[: encoded.json_size])
     assert document["outputs"] == [
         {"name": "y", "datatype": "FP32", "shape": [2, 2], "parameters": {"binary_data_size": 16}},
         {"name": "t", "datatype": "BYTES", "shape": [2], "data": ["a", 'ü"']},
@@ -538,7 +538,7 @@ def test_binary_answer_without_bytes_is_plain_json() -> None:
     empty = Tensor("y", DataType.FP32, np.zeros((2, 0), np.float32))
     encoded = encode_rest_response(request(binary_output=True), response(empty))
     assert encoded.json_size is None
-    assert json.loads(encoded.body)["outputs"][0] == {
+    assert json.loads(bytes(encoded.body))["outputs"][0] == {
         "name": "y",
         "datatype": "FP32",
         "shape": [2, 0],
@@ -589,7 +589,7 @@ def test_answer_of_every_datatype_is_a_request_again(
     array = array[: int(np.prod(shape))].reshape(shape)
     encoded = encode_rest_response(request(binary_output=is_binary), response(Tensor("y", datatype, array)))
     size = len(encoded.body) if encoded.json_size is None else encoded.json_size
-    document = json.loads(encoded.body[:size])  # not orjson: there is an infinity
+    document = json.loads(bytes(encoded.body)[:size])  # not orjson: there is an infinity
     assert document["outputs"][0]["shape"] == list(shape)
     document["inputs"] = document.pop("outputs")
     (tensor,) = decode_rest_request(
@@ -601,7 +601,7 @@ def test_answer_of_every_datatype_is_a_request_again(
 def test_rows_cut_out_of_a_batch_are_written_right_in_both_forms() -> None:
     batch = np.arange(12, dtype=np.float32).reshape(4, 3)
     tensor = Tensor("y", DataType.FP32, batch[1:3])
-    assert json.loads(encode_rest_response(request(), response(tensor)).body)["outputs"][0]["data"] == [
+    assert json.loads(bytes(encode_rest_response(request(), response(tensor)).body))["outputs"][0]["data"] == [
         3,
         4,
         5,

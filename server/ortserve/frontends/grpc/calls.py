@@ -24,7 +24,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Final, NoReturn, Protocol, TypeAlias
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.message import Message
@@ -62,7 +62,7 @@ class CallHead(Protocol):
     def load_format(self) -> str: ...
 
 
-OnAnswer: TypeAlias = Callable[[bytes, bytes, MetadataEntry | None], None]
+OnAnswer: TypeAlias = Callable[[bytes | memoryview, bytes, MetadataEntry | None], None]
 """Told of an answer, its ``server-timing`` and a further entry of its trailing metadata."""
 
 OnFailure: TypeAlias = Callable[[ServeError], None]
@@ -96,9 +96,9 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
     ``answer`` takes the serialized request and raises ServeError for whatever is wrong.
     """
 
-    async def call(data: bytes, context: Context) -> bytes:
+    async def call(data: bytes | memoryview, context: Context) -> bytes:
         try:
-            return answer(data).SerializeToString()
+            return answer(bytes(data)).SerializeToString()
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
             status = status_of(seen(error))
         del data
@@ -110,9 +110,9 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
 def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
     """A unary call of a function that waits for something first; otherwise as ``answering``."""
 
-    async def call(data: bytes, context: Context) -> bytes:
+    async def call(data: bytes | memoryview, context: Context) -> bytes:
         try:
-            return (await answer(data)).SerializeToString()
+            return (await answer(bytes(data))).SerializeToString()
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
             status = status_of(seen(error))
         del data
@@ -129,9 +129,11 @@ def seen(error: Exception) -> ServeError:
     return INTERNAL_ERROR
 
 
-def unary(call: Callable[[bytes, Context], Awaitable[bytes]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
+def unary(
+    call: Callable[[bytes | memoryview, Context], Awaitable[bytes | memoryview]],
+) -> "grpc.RpcMethodHandler[bytes, bytes]":
     """A call that sees its context: one message in, one out. It ends a failure with ``abort``, which see."""
-    return grpc.unary_unary_rpc_method_handler(call)
+    return grpc.unary_unary_rpc_method_handler(call, response_serializer=bytes)  # for grpcio, which takes no views
 
 
 def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
@@ -151,7 +153,7 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
             return
         await abort(context, status)
 
-    return grpc.stream_stream_rpc_method_handler(stream)
+    return grpc.stream_stream_rpc_method_handler(stream, response_serializer=bytes)
 
 
 def check(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeError | None:
@@ -169,7 +171,7 @@ async def read(context: Context) -> bytes | memoryview | None:
     return data if isinstance(data, bytes | memoryview) else None
 
 
-async def write(context: Context, data: bytes) -> None:
+async def write(context: Any, data: bytes | memoryview) -> None:
     """Send a message of a stream; returns when the transport has room for more.
 
     Raises:

@@ -59,12 +59,8 @@ class Inference(Protocol):
         """Queue a call; wait for ``outputs`` and ``finish`` it. Raises ServeError."""
         ...
 
-    def encode_long(self, pending: Pending, encoder: AnswerEncoder[T]) -> "asyncio.Future[T] | None":
-        """Have a thread encode a long answer; what to wait for before ``finish``, None for nothing."""
-        ...
-
-    def finish(self, pending: Pending, encoder: AnswerEncoder[T]) -> T:
-        """The answer of what was begun. Raises ServeError, CancelledError."""
+    def finish(self, pending: Pending, encoder: AnswerEncoder[T]) -> T | None:
+        """The answer; None where a thread encodes it: call again then. Raises ServeError, CancelledError."""
         ...
 
 
@@ -123,23 +119,25 @@ class InferCalls:
         on_failure: OnFailure,
         _: Outputs,
     ) -> None:
-        encoding = self._inference.encode_long(pending, _ENCODER)
-        if encoding is not None:
-            encoding.add_done_callback(partial(self._finish, pending, hold, head, on_answer, on_failure))
-            return
-        hold.release()
         try:
             answer = self._inference.finish(pending, _ENCODER)
+            if answer is None:
+                assert pending.encoding is not None
+                pending.encoding.add_done_callback(partial(self._finish, pending, hold, head, on_answer, on_failure))
+                return
+            hold.release()
             report = None
             if self._load_reports is not None:
                 report = load_report(self._load_reports, head.load_format)
             on_answer(answer, pending.call.timing.server_timing(), report)
         except asyncio.CancelledError:
+            hold.release()
             on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
         except Exception as error:  # noqa: BLE001 - an exception that leaves here is lost, and the caller waits on
+            hold.release()
             on_failure(seen(error))
 
-    async def _model_infer(self, data: bytes, context: Context) -> bytes:
+    async def _model_infer(self, data: bytes | memoryview, context: Context) -> bytes | memoryview:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, context.invocation_metadata())

@@ -93,7 +93,7 @@ class InferStream:
         self._context = context
         self._room = room
         self._ends_at_error = _asks_for_status(context)
-        self._under_way: deque[asyncio.Task[bytes | Status]] = deque()
+        self._under_way: deque[asyncio.Task[bytes | memoryview | Status]] = deque()
         self._has_news = asyncio.Event()
 
     async def serve(self) -> Status | None:
@@ -111,7 +111,7 @@ class InferStream:
             while True:
                 if self._under_way:
                     answer = await self._under_way[0]
-                    if not isinstance(answer, bytes):
+                    if not isinstance(answer, bytes | memoryview):
                         return answer
                     await write(self._context, answer)
                     self._under_way.popleft()
@@ -147,7 +147,7 @@ class InferStream:
             self._has_news.set()
             del data  # the next one may be long in coming
 
-    async def _answer(self, data: bytes | memoryview) -> bytes | Status:
+    async def _answer(self, data: bytes | memoryview) -> bytes | memoryview | Status:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())

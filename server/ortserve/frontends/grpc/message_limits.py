@@ -47,7 +47,7 @@ def limited(handler: Handler) -> Handler:
 
         return grpc.stream_stream_rpc_method_handler(stream)
 
-    async def call(data: bytes, context: Context) -> bytes:
+    async def call(data: bytes | memoryview, context: Context) -> bytes:
         size = len(data)
         answering = any_handler.unary_unary(data, context) if size <= SMALL_MESSAGE_BYTES else None
         del data  # for the sake of ``abort``

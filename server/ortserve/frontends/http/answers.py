@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     """``headers`` are those that belong to the content; its length is not among them."""
 
     status: int
-    body: bytes
+    body: bytes | memoryview
     headers: tuple[Header, ...]
 
     def with_header(self, header: Header) -> "Answer":

@@ -6,7 +6,7 @@ from ortserve.frontends.http.incoming_body import IncomingBody
 from ortserve.service.gate import Hold
 
 
-async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | None:
+async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | memoryview | None:
     """Read the whole body; None when the caller left before its end.
 
     Args:
@@ -24,5 +24,5 @@ async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | 
             return None
         body.keep(message.get("body", b""))
         if not message.get("more_body", False):
-            return bytes(body.take())  # which are some already
+            return body.take()
         body.settle()

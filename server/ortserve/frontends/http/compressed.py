@@ -14,14 +14,21 @@ _INLINE_BYTES: Final = 64 * 1024
 """Bodies of this size are compressed in about 0.6 ms."""
 
 
-async def inflate(body: bytes | memoryview, encoding: Encoding, hold: Hold, *, max_bytes: int) -> bytes:
+async def inflate(
+    body: bytes | memoryview, encoding: Encoding, hold: Hold, *, max_bytes: int, max_json_bytes: int | None = None
+) -> bytes | memoryview:
     """Undo the encoding of a request's body, which is as long as ``hold`` says; what it grows by is held, too.
+
+    ``max_json_bytes`` is the limit of a body that is nothing but JSON, None for another.
 
     Raises:
         ServeError: too_large, as soon as it is; overloaded; invalid_input for what is not of the encoding.
     """
-    inflater = Inflater(body, encoding, max_bytes)
-    return await inflate_all(inflater, came_bytes=len(body), hold=hold.grow)
+    option = "max_body_bytes"
+    if max_json_bytes is not None and max_json_bytes < max_bytes:
+        max_bytes, option = max_json_bytes, "max_json_bytes"
+    inflater = Inflater(body, encoding, max_bytes, option=option)
+    return await inflate_all(inflater, came_bytes=len(body), hold=hold.grow, memory=hold.memory)
 
 
 def is_to_compress(answer: Answer, encoding: Encoding | None, *, min_bytes: int) -> bool:

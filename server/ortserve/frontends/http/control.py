@@ -47,7 +47,7 @@ def make_control_app(
     management: Management,
     shared_memory: SharedMemory,
     hold: Callable[[int], Hold],
-    read_load: Callable[[bytes], Awaitable[dict[str, LoadParameter]]],
+    read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
     *,
     title: str,
     version: str,

@@ -29,7 +29,7 @@ class CorkedTransport(asyncio.Transport):
         for data in list_of_data:
             self.write(data)
 
-    def write_out(self, *data: bytes) -> None:
+    def write_out(self, *data: bytes | memoryview) -> None:
         """Hand on at once, behind what was collected: for who writes once a turn anyway."""
         if self._pending:
             self._pending += data

@@ -15,7 +15,7 @@ from ortserve.clock import Clock
 from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import EncodedResponse, RestEncoder, RestRequest
 from ortserve.core.promise import Outputs
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ServeError, out_of_memory
 from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
 from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
@@ -241,20 +241,7 @@ class Exchange:
         except Exception:  # noqa: BLE001 - an exception that leaves here is lost in the parser, and the caller waits on
             self._give_up()
 
-    def _on_outputs(self, _: Outputs) -> None:
-        try:
-            pending = self._pending
-            encoding = None if pending is None else self._connection.lane.service.encode_long(pending, _ENCODER)
-            if encoding is None:
-                self._finish()
-            else:
-                encoding.add_done_callback(self._on_encoded)
-        except asyncio.CancelledError:
-            pass  # the caller left
-        except Exception:  # noqa: BLE001 - as above, in the loop
-            self._give_up()
-
-    def _on_encoded(self, _: "asyncio.Future[EncodedResponse]") -> None:
+    def _on_outputs(self, _: "Outputs | asyncio.Future[EncodedResponse]") -> None:
         try:
             self._finish()
         except asyncio.CancelledError:
@@ -270,7 +257,13 @@ class Exchange:
 
     def _begin(self) -> None:
         lane = self._connection.lane
-        body = self._take_body()
+        try:
+            body = self._take_body()
+        except MemoryError:
+            error = out_of_memory("receiving a request")
+            lane.service.count_refused_body("http", error.kind, self._received_ns, self._trace)
+            self._answer(failure(error))
+            return
         self._call = lane.service.receive("http", self._announced.timeout_ns, self._trace, self._received_ns)
         if self._announced.encoding is None:
             self._submit(body)
@@ -290,7 +283,8 @@ class Exchange:
         assert hold is not None
         kind = ErrorKind.CANCELLED
         try:
-            inflated = await inflate(body, encoding, hold, max_bytes=lane.max_body_bytes)
+            max_json_bytes = lane.service.max_json_bytes if self._announced.json_size is None else None
+            inflated = await inflate(body, encoding, hold, max_bytes=lane.max_body_bytes, max_json_bytes=max_json_bytes)
             if not connection.has_left:
                 self._submit(inflated)
                 return
@@ -321,7 +315,13 @@ class Exchange:
         assert self._call is not None
         pending, self._pending = self._pending, None
         try:
-            answer = success(self._connection.lane.service.finish(pending, _ENCODER), self._call.timing)
+            encoded = self._connection.lane.service.finish(pending, _ENCODER)
+            if encoded is None:
+                self._pending = pending
+                assert pending.encoding is not None
+                pending.encoding.add_done_callback(self._on_outputs)
+                return
+            answer = success(encoded, self._call.timing)
         except ServeError as error:
             answer = failure(error)
         else:
@@ -381,7 +381,10 @@ class Exchange:
         connection = self._connection
         self.response_started = True
         status, body, headers = answer
-        lines = [STATUS_LINE[status], connection.lane.default_lines(connection.server_state.default_headers)]
+        lines: list[bytes | memoryview] = [
+            STATUS_LINE[status],
+            connection.lane.default_lines(connection.server_state.default_headers),
+        ]
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         lines.append(

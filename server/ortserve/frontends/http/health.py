@@ -64,4 +64,4 @@ class HealthFromThreads:
             answer = future.result(_PATIENCE_S)
         except TimeoutError:
             answer = failure(ServeError(ErrorKind.NOT_READY, f"the event loop did not answer within {_PATIENCE_S:g} s"))
-        return answer.status, answer.body
+        return answer.status, bytes(answer.body)

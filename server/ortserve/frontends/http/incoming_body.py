@@ -1,7 +1,9 @@
 """The body of a request that comes piece by piece: what is kept of it, counted, and no more of it than is allowed."""
 
+import contextlib
+
 from ortserve.frontends.http.answers import body_too_large
-from ortserve.frontends.large_body import LargeBody, begin_large
+from ortserve.frontends.large_body import EARNEST_BYTES, LargeBody, begin_large
 from ortserve.service.gate import Hold
 
 
@@ -32,7 +34,12 @@ class IncomingBody:
             ServeError: too_large, before more than the limit is kept; overloaded.
         """
         self.count(len(part))
+        if self._large is not None:
+            self._large.put(part)
+            return
         self._parts.append(part)
+        if self._announced_bytes == 0 and self._size >= EARNEST_BYTES:
+            self._begin_open()
 
     def count(self, nbytes: int) -> None:
         """So much more of it came, to where ``place_rest`` said.
@@ -56,10 +63,18 @@ class IncomingBody:
         """Where the rest is to be received, behind what came; None where it is to come as parts, or is coming so."""
         if self._large is not None:
             return None
-        self._large = begin_large(self._announced_bytes, self._parts, self._size)
+        self._large = begin_large(self._announced_bytes, self._parts, self._size, self._hold.memory)
         if self._large is not None:
             self._parts = []
         return self._large
+
+    def _begin_open(self) -> None:
+        """Put together what came in many parts, whose end is not known; joined at the end it took the loop long."""
+        with contextlib.suppress(MemoryError):
+            self._large = LargeBody(self._max_bytes, self._hold.memory)
+            for part in self._parts:
+                self._large.put(part)
+            self._parts = []
 
     def take(self) -> bytes | memoryview:
         """All of it, now that it is whole."""

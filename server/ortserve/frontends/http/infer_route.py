@@ -98,7 +98,7 @@ class InferRoute:
 
     async def _answer(
         self,
-        body: bytes,
+        body: bytes | memoryview,
         hold: Hold,
         announced: Announcement,
         model: str,
@@ -109,7 +109,10 @@ class InferRoute:
         call = self._service.receive("http", announced.timeout_ns, trace, received_ns)
         if announced.encoding is not None:
             try:
-                body = await inflate(body, announced.encoding, hold, max_bytes=self._max_body_bytes)
+                max_json_bytes = self._service.max_json_bytes if announced.json_size is None else None
+                body = await inflate(
+                    body, announced.encoding, hold, max_bytes=self._max_body_bytes, max_json_bytes=max_json_bytes
+                )
             except ServeError as error:
                 self._service.count_refused_body("http", error.kind, received_ns, trace)
                 return failure(error)

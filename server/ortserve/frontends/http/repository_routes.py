@@ -25,7 +25,7 @@ from ortserve.service.repository import RepositoryService
 def repository_routes(
     repository: RepositoryService,
     hold: Callable[[int], Hold],
-    read_load: Callable[[bytes], Awaitable[dict[str, LoadParameter]]],
+    read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
     *,
     max_body_bytes: int,
 ) -> APIRouter:

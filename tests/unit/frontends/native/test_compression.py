@@ -19,7 +19,7 @@ MIB = 1024 * 1024
 def inflated(message: bytes, encoding: bytes, max_bytes: int, gate: BodyGate | None = None) -> bytes:
     async def work() -> bytes:
         with (gate or BodyGate(10**9)).hold(len(message)) as hold:
-            return await inflate(message, encoding, hold, max_bytes=max_bytes)
+            return bytes(await inflate(message, encoding, hold, max_bytes=max_bytes))
 
     return asyncio.run(work())
 

@@ -31,7 +31,11 @@ logger: Final = logging.getLogger(__name__)
 
 
 class CallsWork:
-    """The ``Work`` of connections. Loop thread only."""
+    """The ``Work`` of connections. Loop thread only.
+
+    Attributes:
+        memory: For large messages.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class CallsWork:
         self._find = find
         self._quick = quick
         self._hold = hold
+        self.memory = hold(0).memory
         self._max_message_bytes = max_message_bytes
         self._encoding = encoding
         self._loop = asyncio.get_running_loop()
@@ -107,7 +112,12 @@ class CallsWork:
             stream.cancel = cancel
 
     def _on_answer(
-        self, stream: Stream, sending: Sending, answer: bytes, server_timing: bytes, further: MetadataEntry | None
+        self,
+        stream: Stream,
+        sending: Sending,
+        answer: bytes | memoryview,
+        server_timing: bytes,
+        further: MetadataEntry | None,
     ) -> None:
         stream.cancel = None
         if not stream.encoding:
@@ -157,8 +167,6 @@ async def _run(handler: Handler, stream: Stream, sending: Sending, context: Nati
             request = await context.read()
             if request is grpc.aio.EOF:
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "expected one message, got none")
-            if not isinstance(request, bytes):  # large, and of no call that is made for speed
-                request = bytes(request)
             await context.send(await call(request, context))
         sending.end(stream, grpc.StatusCode.OK, metadata=context.trailing)
     except grpc.aio.AbortError:
@@ -171,7 +179,7 @@ async def _run(handler: Handler, stream: Stream, sending: Sending, context: Nati
         sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)
 
 
-async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes, metadata: Metadata) -> None:
+async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes | memoryview, metadata: Metadata) -> None:
     try:
         message, is_compressed = await compressed(answer, stream.encoding)
         sending.send_message(stream, message, is_compressed=is_compressed)

@@ -26,7 +26,7 @@ _DEFLATED_INLINE_BYTES: Final = 32 * 1024
 """Messages up to this size are compressed on the loop, in less than 1 ms."""
 
 
-async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, max_bytes: int) -> bytes:
+async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, max_bytes: int) -> bytes | memoryview:
     """Undo the compression of a message, as long as ``hold`` says; what it grows by is held, too.
 
     Nobody is asked about what fits a stream's window, it counts alone: who takes the message asks, and refuses it as a
@@ -49,7 +49,7 @@ async def inflate(message: bytes | memoryview, encoding: bytes, hold: Hold, *, m
             hold.grow(part_bytes)
 
     try:
-        return await inflate_all(inflater, came_bytes=len(message), hold=hold_part)
+        return await inflate_all(inflater, came_bytes=len(message), hold=hold_part, memory=hold.memory)
     except ServeError as error:
         if error.kind is ErrorKind.TOO_LARGE:
             error = too_large(max_bytes, None, "decompressed message")
@@ -70,12 +70,12 @@ def _encoding(name: bytes) -> Encoding:
     return _KNOWN[name]
 
 
-def deflate(message: bytes, encoding: bytes) -> bytes:
+def deflate(message: bytes | memoryview, encoding: bytes) -> bytes:
     """Compress; 1 MB takes some 20 ms. Any thread."""
     return zlib.compress(message, _LEVEL, _KNOWN[encoding].window_bits)
 
 
-async def compressed(message: bytes, encoding: bytes) -> tuple[bytes, bool]:
+async def compressed(message: bytes | memoryview, encoding: bytes) -> tuple[bytes | memoryview, bool]:
     """What to send for a message, and whether it is compressed: itself where that makes it no smaller."""
     if len(message) <= _DEFLATED_INLINE_BYTES:
         smaller = deflate(message, encoding)

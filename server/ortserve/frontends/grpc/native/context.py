@@ -63,7 +63,7 @@ class NativeContext:
             self._sending.end(stream, *status_of(error), is_prompt=True)
         return grpc.aio.EOF
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: bytes | memoryview) -> None:
         """Send a message; returns when the transport has taken it."""
         await self.send(message)
         stream = self._stream
@@ -71,7 +71,7 @@ class NativeContext:
             stream.writing = asyncio.get_running_loop().create_future()
             await stream.writing
 
-    async def send(self, message: bytes) -> None:
+    async def send(self, message: bytes | memoryview) -> None:
         """Queue a message, compressed where the caller takes it so."""
         stream = self._stream
         is_compressed = False

@@ -4,6 +4,7 @@ from typing import Final
 
 import grpc
 
+from ortserve.core.large_memory import LargeMemory
 from ortserve.frontends.grpc.message_limits import too_large
 from ortserve.frontends.large_body import LargeBody, begin_large
 
@@ -35,10 +36,12 @@ class MessageReader:
         large: Where it is, if it is a large one; else None.
     """
 
-    __slots__ = ("_is_compressed", "_parts", "_prefix", "kept_bytes", "large", "length", "max_bytes")
+    __slots__ = ("_is_compressed", "_memory", "_parts", "_prefix", "kept_bytes", "large", "length", "max_bytes")
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, memory: LargeMemory) -> None:
+        """``memory`` is for large messages."""
         self.max_bytes = max_bytes
+        self._memory = memory
         self._prefix = b""
         self.length = -1
         self._is_compressed = False
@@ -118,7 +121,7 @@ class MessageReader:
         return stop
 
     def _keep(self, data: bytes, begin: int, end: int) -> None:
-        large = begin_large(self.length, self._parts, self.kept_bytes)
+        large = begin_large(self.length, self._parts, self.kept_bytes, self._memory)
         if large is not None:
             self._parts, self.large = [], large
             self._place(large, data, begin, end)

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 import grpc
 
+from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
@@ -44,7 +45,12 @@ DRAIN_PING: Final = b"draining"
 
 
 class Work(Protocol):
-    """What is done with calls; its methods are called on the loop."""
+    """What is done with calls; its methods are called on the loop.
+
+    ``memory`` is for large messages.
+    """
+
+    memory: LargeMemory
 
     def begin(self, stream: Stream, sending: Sending) -> None:
         """A call came, whose messages are still to come."""
@@ -223,6 +229,7 @@ class Receiving:
             self._life.heard_ns,
             max_message_bytes=self._limits.max_message_bytes,
             send_window=sending.initial_window,
+            memory=self._work.memory,
         )
         self.streams[stream_id] = stream
         self._life.useful_ns = self._life.heard_ns

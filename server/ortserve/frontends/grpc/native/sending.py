@@ -105,7 +105,7 @@ class Sending:
                 # Who reads none of the answers shall ask for no more of them.
                 self._transport.pause_reading()
 
-    def answer(self, stream: Stream, message: bytes, trailing: bytes) -> None:
+    def answer(self, stream: Stream, message: bytes | memoryview, trailing: bytes) -> None:
         """Send a whole answer of one message, uncompressed; ``trailing`` is a header block."""
         size = len(message) + 5
         if (
@@ -147,14 +147,14 @@ class Sending:
         else:
             self.flush()  # there is nobody whose answer could go with it
 
-    def send_message(self, stream: Stream, message: bytes, *, is_compressed: bool = False) -> None:
+    def send_message(self, stream: Stream, message: bytes | memoryview, *, is_compressed: bool = False) -> None:
         """Queue a message, behind the headers where these were not sent yet."""
         if stream.is_over or stream.trailers is not None:
             return
         self._begin(stream)
         prefix = (b"\x01" if is_compressed else b"\x00") + len(message).to_bytes(4, "big")
         if len(message) <= frames.MIN_FRAME_SIZE:
-            stream.unsent.append(prefix + message)
+            stream.unsent.append(b"".join((prefix, message)))
         else:
             stream.unsent.append(prefix)
             stream.unsent.append(memoryview(message))

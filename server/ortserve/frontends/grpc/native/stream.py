@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from ortserve.core.large_memory import LargeMemory
 from ortserve.frontends.grpc.native.messages import Message, MessageReader
 from ortserve.frontends.grpc.native.request_head import RequestHead
 from ortserve.frontends.grpc.native.windows import ReceiveWindow
@@ -76,12 +77,19 @@ class Stream:
     )
 
     def __init__(
-        self, stream_id: int, head: RequestHead, begun_ns: int, *, max_message_bytes: int, send_window: int
+        self,
+        stream_id: int,
+        head: RequestHead,
+        begun_ns: int,
+        *,
+        max_message_bytes: int,
+        send_window: int,
+        memory: LargeMemory,
     ) -> None:
         self.id = stream_id
         self.head = head
         self.begun_ns = begun_ns
-        self.reader = MessageReader(max_message_bytes)
+        self.reader = MessageReader(max_message_bytes, memory)
         self.messages: deque[Message] = deque()
         self._waiting_bytes = 0
         self.window = ReceiveWindow(STREAM_WINDOW)
