@@ -2,7 +2,7 @@
 # make test    all tests
 # make check   lint, types, import arrows, generated files
 # make test-compiled   the same tests of the package as it is when it is compiled (needs a C compiler)
-# make fuzz    bad input, more of it than among all tests: CASES=1000000 of each kind, SEED=2 for others than the usual
+# make fuzz    bad input and schedules of batches, more than among all tests: CASES=1000000 of each kind, SEED=2 for others
 # make audit   known vulnerabilities of the pinned dependencies, where a service can be asked
 # Each makes what it needs in .venv first; only Python and make have to be there.
 
@@ -41,7 +41,8 @@ test-compiled: .venv/dev.done
 
 fuzz: .venv/dev.done
 	ORTSERVE_TEST_FUZZ_CASES=$(CASES) ORTSERVE_TEST_FUZZ_SEED=$(SEED) \
-		$(BIN)/python -m pytest $(PARALLEL) tests/fuzz $(PYTEST_ARGS)
+	ORTSERVE_TEST_SCHEDULES=$(CASES) ORTSERVE_TEST_SEED=$$((($(SEED) - 1) * $(CASES))) \
+		$(BIN)/python -m pytest $(PARALLEL) tests/fuzz tests/unit/batching/test_batcher_properties.py $(PYTEST_ARGS)
 
 check: .venv/dev.done
 	$(BIN)/ruff check
