@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from certificates import HOST
-from servers import LONG_S, ServerProcess
+from servers import LONG_S, LOOK_S, ServerProcess
 
 
 def connect(server: ServerProcess) -> socket.socket:
@@ -45,10 +45,11 @@ def is_read(connection: socket.socket) -> bool:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Look again and again, for what nobody tells of."""
+    """Look until it is so, for what nothing announces."""
     end_s = time.monotonic() + LONG_S
     while not is_so():
         assert time.monotonic() < end_s
+        time.sleep(LOOK_S)
 
 
 class Answers:

@@ -1,6 +1,8 @@
 """The server that the wire's contract is held against."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
@@ -9,7 +11,18 @@ from servers import ServerProcess
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
+def contract_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[tuple[str, ...]], ServerProcess]]:
+    """Starts a ``contract_server`` of each way once, though each file of tests goes from one way to the other."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(ways: tuple[str, ...]) -> ServerProcess:
+            return stack.enter_context(contract_server(tmp_path_factory.mktemp("contract"), *ways))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def server(contract_servers: Callable[[tuple[str, ...]], ServerProcess], ways: tuple[str, ...]) -> ServerProcess:
     """See ``contract_server``."""
-    with contract_server(tmp_path_factory.mktemp("contract"), *ways) as server:
-        yield server
+    return contract_servers(ways)

@@ -8,6 +8,7 @@ sent up to three times, and must hold the bounds once.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -526,23 +527,31 @@ def _call_compressed(server: ServerProcess, message: Message) -> tuple[int | str
     return code.name, told.get("grpc-message", "")
 
 
-def _processes(pid: int) -> list[psutil.Process]:
+def _of_processes(pid: int, read: Callable[[psutil.Process], float]) -> list[float]:
+    """Read a value of the process and of each child. Children that end meanwhile are left out."""
     process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
+    values = [read(process)]
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+            values.append(read(child))
+    return values
 
 
 def _cpu_s(pid: int) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in _processes(pid))
+    return sum(_of_processes(pid, lambda process: sum(process.cpu_times()[:2])))
 
 
 def _memory_bytes(pid: int, name: str) -> int:
     """Of the process and its children: the sum of peaks is at least the peak of the sum."""
-    texts = [Path(f"/proc/{process.pid}/status").read_text() for process in _processes(pid)]
-    return sum(int(found[1]) * 1024 for text in texts if (found := re.search(rf"{name}:\s+(\d+) kB", text)))
+
+    def read(process: psutil.Process) -> int:
+        found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        return int(found[1]) * 1024 if found else 0
+
+    return int(sum(_of_processes(pid, read)))
 
 
 def _begin_peak(pid: int) -> int:
     """Have the kernel forget the peak (proc(5)), and return the memory that is resident."""
-    for process in _processes(pid):
-        Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+    _of_processes(pid, lambda process: Path(f"/proc/{process.pid}/clear_refs").write_text("5"))
     return _memory_bytes(pid, "VmRSS")

@@ -1,7 +1,8 @@
 """How many cases there are, and what they may take of time and of the server's memory.
 
-Ten thousand of each kind in CI, fewer where each takes longer. ``make fuzz CASES=1000000`` runs as many as one wants,
-``SEED=2`` others; for pytest they are ``ORTSERVE_TEST_FUZZ_CASES`` and ``ORTSERVE_TEST_FUZZ_SEED``.
+Three thousand of each kind among all tests, fewer where each takes longer. ``make fuzz`` runs 100,000, or as many as
+``CASES=1000000`` says, ``SEED=2`` others; for pytest they are ``ORTSERVE_TEST_FUZZ_CASES`` and
+``ORTSERVE_TEST_FUZZ_SEED``.
 """
 
 import os
@@ -15,7 +16,7 @@ import pytest
 
 from servers import ServerProcess
 
-CASES: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_CASES", "10000"))
+CASES: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_CASES", "3000"))
 SEED: Final = int(os.environ.get("ORTSERVE_TEST_FUZZ_SEED", "1"))
 
 MOST_S: Final = 5.0

@@ -1,6 +1,8 @@
 """Servers that tests share. Tests that count, overload or stop a server start their own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
@@ -17,8 +19,8 @@ def example_server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="session")
-def zoo_server(tmp_path_factory: pytest.TempPathFactory, grpc_transport: str) -> Iterator[ServerProcess]:
-    """Tiny models of every kind, none of them broken; ``identity_<datatype>`` for each datatype."""
+def zoo_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ServerProcess]]:
+    """Starts a ``zoo_server`` of each gRPC transport once, though each file of tests goes from one to the other."""
     repository = tmp_path_factory.mktemp("zoo")
     for datatype in DataType:
         add_model(repository, f"identity_{datatype.value.lower()}", builders.identity, datatype=datatype)
@@ -33,5 +35,17 @@ def zoo_server(tmp_path_factory: pytest.TempPathFactory, grpc_transport: str) ->
         builders.variable_length,
     ):
         add_model(repository, build.__name__, build)
-    with serving(repository, *SHORT_WARMUP, f"--grpc-transport={grpc_transport}") as server:
-        yield server
+    with ExitStack() as stack:
+
+        @cache
+        def start(grpc_transport: str) -> ServerProcess:
+            flags = (*SHORT_WARMUP, f"--grpc-transport={grpc_transport}")
+            return stack.enter_context(serving(repository, *flags))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def zoo_server(zoo_servers: Callable[[str], ServerProcess], grpc_transport: str) -> ServerProcess:
+    """Tiny models of every kind, none of them broken; ``identity_<datatype>`` for each datatype."""
+    return zoo_servers(grpc_transport)

@@ -33,7 +33,33 @@ WISHES: dict[str, dict[str, Any]] = {
         "allow_fallback": True,
     },
     "one_thread": {"execution_providers": [{"openvino": {"num_of_threads": 1, "precision": "FP32"}}]},
+    "cpu_arena": {"execution_providers": ["openvino", "cpu"], "session": {"shrink_arenas": ["cpu:0"]}},
+    "gpu_arena": {"execution_providers": ["openvino", "cpu"], "session": {"shrink_arenas": ["gpu:0"]}},
 }
+
+WISHES_FOR_SOME: dict[str, dict[str, Any]] = {
+    "partly": {"execution_providers": ["openvino"]},
+    "forbidden": {
+        "execution_providers": ["openvino"],
+        "session": {"entries": {"session.disable_cpu_ep_fallback": 1}},
+    },
+}
+"""For ``some_for_others``."""
+
+
+def some_for_others(path: Path) -> Path:
+    """A dense layer, and an operator of ONNX Runtime's own that OpenVINO does not take: FP32 [batch, 64] → the same."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h1"], name="dense"),
+        helper.make_node("FastGelu", ["h1"], ["h2"], name="/head/gelu", domain="com.microsoft"),
+        helper.make_node("Relu", ["h2"], ["y"], name="last"),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 64]) for name in ("x", "y")]
+    weight = numpy_helper.from_array(np.eye(64, dtype=np.float32), "w")
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(nodes, "some_for_others", ends[:1], ends[1:], [weight])
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +68,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("providers")
     for name, options in WISHES.items():
         write_options(add_model(repository, name, builders.mlp), options)
+    for name, options in WISHES_FOR_SOME.items():
+        write_options(add_model(repository, name, some_for_others), options)
     with serving(repository, *SHORT_WARMUP, env=environment) as server:
         yield server
 
@@ -149,15 +177,10 @@ def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_c
         assert infer(server, "picky", images) == 1
 
 
-def test_arena_of_a_gpu_is_refused_where_a_plug_in_has_none(tmp_path: Path) -> None:
-    environment = openvino_environment()
-    for name, arena in (("cpu", "cpu:0"), ("gpu", "gpu:0")):
-        session = {"session": {"shrink_arenas": [arena]}}
-        write_options(add_model(tmp_path, name, builders.mlp), WISHES["first"] | session)
-    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
-        assert reason(server, "gpu").startswith("session.shrink_arenas: expected arenas out of cpu:0, got gpu:0")
-        assert properties(server, "cpu")["execution_provider"] == OPENVINO
-        assert infer(server, "cpu", np.zeros((1, 64), np.float32)).shape == (1, 10)
+def test_arena_of_a_gpu_is_refused_where_a_plug_in_has_none(server: ServerProcess) -> None:
+    assert reason(server, "gpu_arena").startswith("session.shrink_arenas: expected arenas out of cpu:0, got gpu:0")
+    assert properties(server, "cpu_arena")["execution_provider"] == OPENVINO
+    assert infer(server, "cpu_arena", np.zeros((1, 64), np.float32)).shape == (1, 10)
 
 
 def test_plug_in_that_is_no_package_is_named_by_its_library(tmp_path: Path) -> None:
@@ -189,36 +212,14 @@ def test_models_share_the_threads_of_the_process_where_that_is_asked_for(tmp_pat
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-6)
 
 
-def some_for_others(path: Path) -> Path:
-    """A dense layer, and an operator of ONNX Runtime's own that OpenVINO does not take: FP32 [batch, 64] → the same."""
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["h1"], name="dense"),
-        helper.make_node("FastGelu", ["h1"], ["h2"], name="/head/gelu", domain="com.microsoft"),
-        helper.make_node("Relu", ["h2"], ["y"], name="last"),
-    ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 64]) for name in ("x", "y")]
-    weight = numpy_helper.from_array(np.eye(64, dtype=np.float32), "w")
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    graph = helper.make_graph(nodes, "some_for_others", ends[:1], ends[1:], [weight])
-    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
-    return path
-
-
-def test_what_a_plug_in_leaves_to_the_cpu_is_warned_of_and_named_unless_it_is_forbidden(tmp_path: Path) -> None:
-    environment = openvino_environment()
-    alone: dict[str, Any] = {"execution_providers": ["openvino"]}
-    write_options(add_model(tmp_path, "whole", builders.mlp), alone)
-    write_options(add_model(tmp_path, "partly", some_for_others), alone)
-    no_cpu = {"session": {"entries": {"session.disable_cpu_ep_fallback": 1}}}
-    write_options(add_model(tmp_path, "forbidden", some_for_others), alone | no_cpu)
-    with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
-        told = properties(server, "partly")
-        assert told["nodes"] == f"{OPENVINO}: 2, {CPU}: 1"
-        assert told["nodes_elsewhere"] == f"{CPU}: com.microsoft.FastGelu '/head/gelu'"
-        server.wait_for_line("nodes are left to the CPU", "model=partly", OPENVINO, "1 FastGelu")
-        assert "nodes_elsewhere" not in properties(server, "whole")
-        assert not [line for line in server.lines if "nodes are left to the CPU" in line and "model=whole" in line]
-        assert "fallback to CPU EP has been explicitly disabled" in reason(server, "forbidden")
+def test_what_a_plug_in_leaves_to_the_cpu_is_warned_of_and_named_unless_it_is_forbidden(server: ServerProcess) -> None:
+    told = properties(server, "partly")
+    assert told["nodes"] == f"{OPENVINO}: 2, {CPU}: 1"
+    assert told["nodes_elsewhere"] == f"{CPU}: com.microsoft.FastGelu '/head/gelu'"
+    server.wait_for_line("nodes are left to the CPU", "model=partly", OPENVINO, "1 FastGelu")
+    assert "nodes_elsewhere" not in properties(server, "first")
+    assert not [line for line in server.lines if "nodes are left to the CPU" in line and "model=first" in line]
+    assert "fallback to CPU EP has been explicitly disabled" in reason(server, "forbidden")
 
 
 def test_second_provider_of_a_plug_in_is_found_whichever_is_asked_for_first(tmp_path: Path) -> None:

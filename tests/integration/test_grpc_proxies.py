@@ -6,9 +6,10 @@ Needs nginx, HAProxy and Envoy (packages nginx and haproxy; Envoy is fetched); t
 import queue
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -86,6 +87,9 @@ PROXIES: Final = {
     "envoy": (ENVOY, ("envoy", "--disable-hot-restart", "--concurrency", "1", "--log-level", "warning", "-c")),
 }
 
+BEHIND: Final = [*(("native", name) for name in PROXIES), ("grpcio", "nginx"), ("grpcio", "haproxy")]
+"""gRPC transports, each with a proxy before it. What grpcio speaks is not of this repository: two are enough for it."""
+
 
 @contextmanager
 def proxying(name: str, address: str, folder: Path) -> Iterator[str]:
@@ -116,20 +120,32 @@ def proxying(name: str, address: str, folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, grpc_transport: str) -> Iterator[ServerProcess]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ServerProcess]]:
+    """Starts a server of each gRPC transport once."""
     repository = tmp_path_factory.mktemp("proxies")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "counting", builders.counting)
-    flags = (f"--grpc-transport={grpc_transport}",)
-    with serving(repository, *SHORT_WARMUP, *flags) as server:
-        yield server
+    with ExitStack() as stack:
+        yield cache(
+            lambda transport: stack.enter_context(serving(repository, *SHORT_WARMUP, f"--grpc-transport={transport}"))
+        )
 
 
-@pytest.fixture(scope="module", params=PROXIES)
-def proxy(
-    request: pytest.FixtureRequest, server: ServerProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    with proxying(request.param, server.grpc, tmp_path_factory.mktemp("proxy")) as address:
+@pytest.fixture(scope="module", params=BEHIND, ids="-".join)
+def behind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """One of ``BEHIND``."""
+    transport, proxy = request.param
+    return transport, proxy
+
+
+@pytest.fixture(scope="module")
+def server(servers: Callable[[str], ServerProcess], behind: tuple[str, str]) -> ServerProcess:
+    return servers(behind[0])
+
+
+@pytest.fixture(scope="module")
+def proxy(server: ServerProcess, behind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with proxying(behind[1], server.grpc, tmp_path_factory.mktemp("proxy")) as address:
         yield address
 
 

@@ -136,12 +136,15 @@ class SlowRelay:
     async def is_alone(self) -> bool:
         """Whether that process takes no others any more."""
         owner = self._owner()
-        return owner is not None and all(one.status != psutil.CONN_LISTEN for one in owner.net_connections())
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            return owner is not None and all(one.status != psutil.CONN_LISTEN for one in owner.net_connections())
+        return False
 
     def _owner(self) -> psutil.Process | None:
         for one in psutil.net_connections("tcp"):
             if one.pid and (*one.laddr[1:], *one.raddr[1:]) == (int(self._port), self._local_port):
-                return psutil.Process(one.pid)
+                with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                    return psutil.Process(one.pid)
         return None
 
 

@@ -281,7 +281,7 @@ def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch() -> None:
     assert stage.refusal(left_ms=15).kind is ErrorKind.OVERLOADED
 
 
-@settings(max_examples=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     known=st.lists(st.floats(1.0, 4.0), min_size=3, max_size=3),
     waiting=st.lists(st.tuples(st.integers(1, MAX_ROWS), st.floats(0.1, 1e4), st.booleans()), max_size=12),

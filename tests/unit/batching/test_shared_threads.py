@@ -347,7 +347,7 @@ def test_model_whose_runs_are_on_the_loop_gets_no_more_of_the_device() -> None:
     async def main(backlogged: Backlogged) -> None:
         backlogged.add(MS // 10)
         backlogged.add(20 * MS)
-        await asyncio.sleep(10)
+        await asyncio.sleep(4)
         assert all(run.is_inline for run in backlogged.runners[0][0].runs[:100])
         assert backlogged.worked_ns(0) == pytest.approx(backlogged.worked_ns(1), rel=0.02)
 
@@ -358,9 +358,9 @@ def test_each_of_several_models_gets_its_share_and_none_waits_longer_than_a_roun
     async def main(backlogged: Backlogged) -> None:
         for run_ns in (MS, 2 * MS, 5 * MS, 20 * MS):
             backlogged.add(run_ns)
-        await asyncio.sleep(20)
+        await asyncio.sleep(8)
         for model in range(4):
-            assert backlogged.worked_ns(model) == pytest.approx(5 * S, abs=2 * 20 * MS)
+            assert backlogged.worked_ns(model) == pytest.approx(2 * S, abs=2 * 20 * MS)
             (runner,) = backlogged.runners[model]
             pauses = [
                 after.began_ns - before.ended_ns for before, after in zip(runner.runs, runner.runs[1:], strict=False)
@@ -374,7 +374,7 @@ def test_model_of_many_threads_gets_its_share_beside_one_of_many_instances() -> 
     async def main(backlogged: Backlogged) -> None:
         backlogged.add(3 * MS, instances=4)
         backlogged.add(10 * MS, threads=4)
-        await asyncio.sleep(20)
+        await asyncio.sleep(8)
         # Work is time by threads.
         small, large = backlogged.worked_ns(0), 4 * backlogged.worked_ns(1)
         assert small == pytest.approx(large, rel=0.02)
