@@ -1,0 +1,76 @@
+"""Operators that compute each element of their result from one element of each operand, without arithmetic on shapes."""
+
+from typing import Final
+
+from ortserve.rows.graph import BOOL
+from ortserve.rows.rules.alignment import broadcast
+from ortserve.rows.rules.call import Call, NotKnown, RowsMeet, Output, Rules, rule
+from ortserve.rows.values import Facts, Kind, Value
+
+_UNARY: Final = """
+    Acos Acosh Asin Asinh Atan Atanh BitwiseNot Celu Cos Cosh Elu Erf Exp Gelu HardSigmoid HardSwish LeakyRelu Log Mish
+    Reciprocal Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu Affine
+    ParametricSoftplus ScaledTanh
+"""
+_BINARY: Final = "BitShift BitwiseAnd BitwiseOr BitwiseXor Mean PRelu Pow StringConcat Xor"
+_TESTS: Final = "IsInf IsNaN RegexFullMatch"
+
+
+def plain(call: Call) -> Output:
+    """Any number of operands, all of which are data."""
+    check_broadcast_attribute(call)
+    values = call.present()
+    return broadcast(call, values, values[0].dtype if values else 0, _facts(values))
+
+
+def test(call: Call) -> Output:
+    return broadcast(call, call.present(), BOOL)
+
+
+def relu(call: Call) -> Output:
+    value = call.operand(0)
+    return broadcast(call, [value], value.dtype, Facts(nonnegative=value.is_integer, is_same=value.facts.is_same))
+
+
+def clip(call: Call) -> Output:
+    """Bounds are attributes before opset 11, and scalars since then."""
+    values = call.present()
+    low = call.optional(1)
+    known = low.elements if low is not None else None
+    nonnegative = bool(known) and all(isinstance(each, int) and each >= 0 for each in known or ())
+    facts = Facts(
+        nonnegative=values[0].is_integer and (nonnegative or (low is None and values[0].facts.nonnegative)),
+        is_same=_facts(values).is_same,
+    )
+    return broadcast(call, values, values[0].dtype, facts)
+
+
+def dropout(call: Call) -> Output:
+    value = call.operand(0)
+    if call.opset < 7 and not call.integer("is_test", 0):
+        raise RowsMeet("draws random numbers in training mode")
+    if call.opset >= 12 and call.has(2) and call.operand(2).elements != (0,):
+        raise RowsMeet("may draw random numbers in training mode")
+    return [call.same_shape(value, facts=value.facts), call.same_shape(value, BOOL)]
+
+
+def check_broadcast_attribute(call: Call) -> None:
+    """Before opset 7, an attribute says which axes are paired."""
+    if call.opset < 7 and call.node.domain == "":
+        if "axis" in call.attributes:
+            raise NotKnown("aligns its operands by an axis, as before opset 7")
+        if not call.integer("broadcast", 0) and len({len(call.dims(value)) for value in call.present()}) > 1:
+            raise NotKnown("has operands of different ranks, before opset 7")
+
+
+def _facts(values: list[Value]) -> Facts:
+    return Facts(is_same=all(value.kind is Kind.FREE or value.facts.is_same for value in values))
+
+
+RULES: Final[Rules] = {
+    **{("", op): rule(plain) for op in (*_UNARY.split(), *_BINARY.split())},
+    **{("", op): rule(test) for op in _TESTS.split()},
+    ("", "Relu"): rule(relu),
+    ("", "Clip"): rule(clip),
+    ("", "Dropout"): rule(dropout, parameters=(1, 2)),
+}

@@ -1,0 +1,269 @@
+"""The analysis of one graph for one hypothesis: node by node, from claims about inputs to claims about outputs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ortserve.rows.graph import Attribute, Function, Graph, INTEGERS, BOOL, Model, Node, Reference, Tensor
+from ortserve.rows.rules import RULES
+from ortserve.rows.rules.call import Call, NotKnown, Output, RowsMeet, Rule
+from ortserve.rows.symbols import Symbols, contains_rows
+from ortserve.rows.values import Cause, Kind, Value, free
+
+DOMAINS: Final = frozenset({"", "ai.onnx.ml"})
+"""Domains whose operators without a rule still give constants for constants."""
+RANDOM: Final = frozenset(
+    {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}
+    | {"RandomUniformLike", "Sampling"}
+)
+MOST_VISITS: Final = 60_000
+"""Nodes that are looked at for one model, over all hypotheses and all rounds of loops."""
+_DEEPEST: Final = 16
+_FEW: Final = 16
+_RULE_FAILURES: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+
+
+class TooMuchWork(Exception):
+    """The analysis has looked at more nodes than it may."""
+
+
+class Budget:
+    """Counts the nodes that are looked at."""
+
+    def __init__(self, visits: int = MOST_VISITS) -> None:
+        self.left = visits
+
+    def take(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise TooMuchWork
+
+
+class Walk:
+    """One hypothesis. Gives each tensor of the graph a claim."""
+
+    def __init__(self, model: Model, symbols: Symbols, budget: Budget) -> None:
+        self._model = model
+        self._symbols = symbols
+        self._budget = budget
+        self._order = 0
+
+    def run(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
+        """The claims about all tensors of the main graph, by name."""
+        scope = _Scope(self, self._model.opsets, {}, {}, 0)
+        return scope.walk(self._model.graph.nodes, self._model.graph.constants, dict(inputs))
+
+    def next_order(self) -> int:
+        self._order += 1
+        self._budget.take()
+        return self._order
+
+    @property
+    def symbols(self) -> Symbols:
+        return self._symbols
+
+    def function(self, node: Node) -> Function | None:
+        return self._model.functions.get((node.domain, node.op, node.overload))
+
+
+class _Scope:
+    """The names that the nodes of one graph see, with the operator sets and attributes that hold there."""
+
+    def __init__(
+        self,
+        walk: Walk,
+        opsets: Mapping[str, int],
+        attributes: Mapping[str, Attribute],
+        names: dict[str, Value],
+        depth: int,
+    ) -> None:
+        self._walk = walk
+        self._opsets = opsets
+        self._attributes = attributes
+        self._names = names
+        self._depth = depth
+
+    def walk(
+        self, nodes: Sequence[Node], constants: Mapping[str, Tensor], names: dict[str, Value]
+    ) -> dict[str, Value]:
+        """The claims about all tensors, given those that are there before. Adds to ``names`` and returns it."""
+        for name, tensor in constants.items():
+            if name not in names:
+                names[name] = constant_value(tensor)
+        self._names = names
+        for index, node in enumerate(nodes):
+            order = self._walk.next_order()
+            operands = [names.get(name) if name else None for name in node.inputs]
+            missing = [name for name, value in zip(node.inputs, operands, strict=True) if name and value is None]
+            if missing:
+                results = self._failed(node, Kind.UNKNOWN, order, index, f"reads '{missing[0]}', which nothing gives")
+            else:
+                results = self._results(node, operands, order, index)
+            for name, value in zip(node.outputs, results, strict=False):
+                if name:
+                    names[name] = value
+        return names
+
+    def run_graph(self, graph: Graph, arguments: Sequence[Value], *, hide_rows: bool = False) -> list[Value]:
+        if self._depth >= _DEEPEST:
+            raise NotKnown(f"nests graphs more than {_DEEPEST} deep")
+        if len(arguments) != len(graph.inputs):
+            raise NotKnown(f"gives {len(arguments)} values to a graph with {len(graph.inputs)} inputs")
+        names = dict(self._names)
+        if hide_rows:
+            names = {name: _hidden(value) for name, value in names.items()}
+        for name in graph.constants:
+            names.pop(name, None)
+        for declared, value in zip(graph.inputs, arguments, strict=True):
+            names[declared.name] = value
+        inner = _Scope(self._walk, self._opsets, self._attributes, names, self._depth + 1)
+        inner.walk(graph.nodes, graph.constants, names)
+        return [_given(names, output.name) for output in graph.outputs]
+
+    def _results(self, node: Node, operands: list[Value | None], order: int, index: int) -> list[Value]:
+        causes = [value for value in operands if value is not None and value.cause is not None]
+        if causes:
+            first = min(causes, key=lambda value: value.cause.order if value.cause is not None else 0)
+            return [Value(first.kind, cause=first.cause)] * len(node.outputs)
+        if node.op in RANDOM:
+            return self._failed(node, Kind.MIXED, order, index, "draws random numbers")
+        rule = RULES.get((node.domain, node.op))
+        function = self._walk.function(node)
+        try:
+            if function is not None:
+                if rule is not None:
+                    raise NotKnown("is redefined by a function of the model")
+                return self._call(function, node, operands)
+            if rule is None:
+                if node.domain in DOMAINS and all(value is None or value.kind is Kind.FREE for value in operands):
+                    return [free(None)] * len(node.outputs)
+                raise NotKnown("has no rule" + (f" in domain '{node.domain}'" if node.domain else ""))
+            return self._applied(rule, node, operands)
+        except RowsMeet as meeting:
+            return self._failed(node, Kind.MIXED, order, index, str(meeting))
+        except NotKnown as not_known:
+            return self._failed(node, Kind.UNKNOWN, order, index, str(not_known))
+
+    def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
+        cause = Cause(order, node.name or f"{node.op} #{index}", f"{node.op} {reason}")
+        return [Value(kind, cause=cause)] * len(node.outputs)
+
+    def _applied(self, rule: Rule, node: Node, operands: list[Value | None]) -> list[Value]:
+        """The outputs by a rule, after what holds for all operators."""
+        present = [value for value in operands if value is not None]
+        has_rows = any(value.is_rows for value in present)
+        data = [value for i, value in enumerate(operands) if value is not None and i not in rule.arguments]
+        has_size = any(value.kind is Kind.SIZE for value in data)
+        is_free = all(value.kind is Kind.FREE for value in present)
+        if has_rows:
+            if has_size:
+                raise RowsMeet("uses the number of rows as a value")
+            for value in present:
+                if value.facts.stride != 0 and not rule.keeps_stride:
+                    raise RowsMeet("uses the number of the row")
+                if value.facts.padding is not None and not rule.keeps_padding:
+                    raise RowsMeet("takes rows that are padded to the longest one")
+            for i in rule.parameters:
+                value = operands[i] if i < len(operands) else None
+                if value is not None and value.kind is not Kind.FREE:
+                    raise RowsMeet(f"takes its parameter {i} from the rows")
+        version = self._opsets.get(node.domain, 0) or (1 if node.domain else 0)
+        call = Call(node, tuple(operands), version, self._walk.symbols, self, self._substituted(node.attributes))
+        try:
+            outputs = self._checked(rule.apply(call), node, has_rows, has_size)
+        except (RowsMeet, NotKnown):
+            if is_free:
+                return [free(None)] * len(node.outputs)
+            raise
+        except (*_RULE_FAILURES, RecursionError) as failure:
+            if is_free:
+                return [free(None)] * len(node.outputs)
+            raise NotKnown(f"is not what its rule expects: {type(failure).__name__}") from failure
+        return outputs
+
+    def _checked(self, given: Output, node: Node, has_rows: bool, has_size: bool) -> list[Value]:
+        outputs = [given] if isinstance(given, Value) else list(given)
+        outputs += [None] * (len(node.outputs) - len(outputs))
+        checked: list[Value] = []
+        for i, value in enumerate(outputs[: len(node.outputs)]):
+            if not node.outputs[i]:
+                checked.append(free(None))
+            elif value is None:
+                raise NotKnown(f"has no rule for its output {i}")
+            else:
+                checked.append(self._settled(value, has_size))
+        return checked
+
+    def _settled(self, value: Value, has_size: bool) -> Value:
+        if value.cause is not None:
+            return value
+        for axis, length in enumerate(value.dims or ()):
+            if contains_rows(length) and not (value.is_rows and axis == value.axis):
+                raise RowsMeet("gives a length that depends on the number of rows where the rows do not lie")
+        if value.is_rows:
+            if has_size:
+                raise RowsMeet("uses the number of rows as a value")
+            return value
+        if has_size and value.kind is Kind.FREE and value.elements is None:
+            return replace(value, kind=Kind.SIZE)
+        if value.kind is Kind.FREE and value.elements is None and value.dims is not None:
+            return self._with_elements(value)
+        return value
+
+    def _with_elements(self, value: Value) -> Value:
+        """A small tensor of integers whose elements are not known, with an atom for each."""
+        dims = value.dims or ()
+        if len(dims) > 1 or not (value.dtype in INTEGERS or value.dtype == BOOL):
+            return value
+        count = dims[0] if dims else 1
+        if not isinstance(count, int) or count > _FEW:
+            return value
+        least = 0 if value.dtype == BOOL else None
+        return replace(value, elements=tuple(self._walk.symbols.fresh(least) for _ in range(count)))
+
+    def _call(self, function: Function, node: Node, operands: list[Value | None]) -> list[Value]:
+        """The outputs of a function of the model."""
+        if self._depth >= _DEEPEST:
+            raise NotKnown(f"nests functions more than {_DEEPEST} deep")
+        attributes = {**function.defaults, **self._substituted(node.attributes)}
+        names: dict[str, Value] = {}
+        for name, value in zip(function.inputs, operands, strict=False):
+            if value is not None:
+                names[name] = value
+        absent = {name for name in function.inputs if name not in names}
+        nodes = [
+            replace(each, inputs=tuple("" if name in absent else name for name in each.inputs))
+            for each in function.nodes
+        ] if absent else function.nodes
+        inner = _Scope(self._walk, function.opsets, attributes, names, self._depth + 1)
+        inner.walk(nodes, {}, names)
+        return [_given(names, name) for name in function.outputs[: len(node.outputs)]]
+
+    def _substituted(self, attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
+        """Attributes with those of the function put in; one that the call does not give is left out."""
+        if not any(isinstance(value, Reference) for value in attributes.values()):
+            return attributes
+        found: dict[str, Attribute] = {}
+        for name, value in attributes.items():
+            if not isinstance(value, Reference):
+                found[name] = value
+            elif value.name in self._attributes:
+                found[name] = self._attributes[value.name]
+        return found
+
+
+def constant_value(tensor: Tensor) -> Value:
+    return Value(Kind.FREE, tensor.dims, dtype=tensor.dtype, elements=tensor.elements)
+
+
+def _given(names: Mapping[str, Value], name: str) -> Value:
+    value = names.get(name)
+    if value is None:
+        raise NotKnown(f"has a graph that does not compute its output '{name}'")
+    return value
+
+
+def _hidden(value: Value) -> Value:
+    if value.kind is Kind.FREE or value.cause is not None:
+        return value
+    return Value(Kind.MIXED, cause=Cause(0, "", "the graph of a Scan over rows reads a tensor of the whole batch"))
