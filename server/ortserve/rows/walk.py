@@ -135,7 +135,7 @@ class _Scope:
                     raise NotKnown("is redefined by a function of the model")
                 return self._call(function, node, operands)
             if rule is None:
-                if node.domain in DOMAINS and all(value is None or value.kind is Kind.FREE for value in operands):
+                if node.domain in DOMAINS and not _has_graphs(node) and _all_free(operands):
                     return [free(None)] * len(node.outputs)
                 raise NotKnown("has no rule" + (f" in domain '{node.domain}'" if node.domain else ""))
             return self._applied(rule, node, operands)
@@ -154,7 +154,7 @@ class _Scope:
         has_rows = any(value.is_rows for value in present)
         data = [value for i, value in enumerate(operands) if value is not None and i not in rule.arguments]
         has_size = any(value.kind is Kind.SIZE for value in data)
-        is_free = all(value.kind is Kind.FREE for value in present)
+        is_free = _all_free(operands) and not _has_graphs(node)
         if has_rows:
             if has_size:
                 raise RowsMeet("uses the number of rows as a value")
@@ -225,6 +225,9 @@ class _Scope:
         """The outputs of a function of the model."""
         if self._depth >= _DEEPEST:
             raise NotKnown(f"nests functions more than {_DEEPEST} deep")
+        for domain, version in function.opsets.items():
+            if self._opsets.get(domain, version) != version:  # ONNX Runtime runs the body with the model's version
+                raise NotKnown(f"is a function for version {version} of domain '{domain}', the model for another")
         attributes = {**function.defaults, **self._substituted(node.attributes)}
         names: dict[str, Value] = {}
         for name, value in zip(function.inputs, operands, strict=False):
@@ -235,7 +238,7 @@ class _Scope:
             replace(each, inputs=tuple("" if name in absent else name for name in each.inputs))
             for each in function.nodes
         ] if absent else function.nodes
-        inner = _Scope(self._walk, function.opsets, attributes, names, self._depth + 1)
+        inner = _Scope(self._walk, self._opsets, attributes, names, self._depth + 1)
         inner.walk(nodes, {}, names)
         return [_given(names, name) for name in function.outputs[: len(node.outputs)]]
 
@@ -250,6 +253,15 @@ class _Scope:
             elif value.name in self._attributes:
                 found[name] = self._attributes[value.name]
         return found
+
+
+def _has_graphs(node: Node) -> bool:
+    """Whether a node runs graphs of its own, which may read any tensor."""
+    return any(isinstance(value, Graph) for value in node.attributes.values())
+
+
+def _all_free(operands: Sequence[Value | None]) -> bool:
+    return all(value is None or value.kind is Kind.FREE for value in operands)
 
 
 def constant_value(tensor: Tensor) -> Value:

@@ -188,8 +188,9 @@ def rule(
     arguments: Iterable[int] = (),
     parameters: Iterable[int] = (),
     keeps_stride: bool = False,
+    keeps_padding: bool = False,
 ) -> Rule:
-    return Rule(apply, frozenset(arguments), frozenset(parameters), keeps_stride)
+    return Rule(apply, frozenset(arguments), frozenset(parameters), keeps_stride, keeps_padding)
 
 
 def normal_axis(axis: int, rank: int) -> int:
