@@ -10,11 +10,11 @@ byte, in the inputs without rows, while sizes with a name in ``equal_sizes`` are
 alone is a request that the model accepts.
 """
 
-from ortserve.rows.reading import TooLarge, parse_model, read_graph
+from ortserve.rows.reading import TooLargeError, parse_model, read_graph
 from ortserve.rows.symbols import DEPENDENT, N, Number, Product
 from ortserve.rows.values import Facts, Kind, Value
 from ortserve.rows.verdict import Outcome, RowVerdict, claims, prove_axes, prove_model, prove_rows
-from ortserve.rows.walk import TooMuchWork
+from ortserve.rows.walk import TooMuchWorkError
 
 __all__ = [
     "DEPENDENT",
@@ -25,8 +25,8 @@ __all__ = [
     "Outcome",
     "Product",
     "RowVerdict",
-    "TooLarge",
-    "TooMuchWork",
+    "TooLargeError",
+    "TooMuchWorkError",
     "Value",
     "claims",
     "parse_model",

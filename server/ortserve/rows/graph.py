@@ -1,6 +1,6 @@
 """What a model file says: graphs, nodes, attributes, constants and functions. ``reading`` makes them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -87,3 +87,36 @@ class Model:
     graph: Graph
     opsets: Mapping[str, int]
     functions: Mapping[tuple[str, str, str], Function]
+
+
+def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Nodes so that each comes after those whose outputs it reads. ONNX Runtime sorts them, too.
+
+    Nodes of a cycle are left out.
+    """
+    makers = {name: index for index, node in enumerate(nodes) for name in node.outputs if name}
+    needs = [{makers[name] for name in _names_read(node) if name in makers} for node in nodes]
+    if all(maker < index for index, needed in enumerate(needs) for maker in needed):
+        return tuple(nodes)
+    readers: list[list[int]] = [[] for _ in nodes]
+    for index, needed in enumerate(needs):
+        for maker in needed:
+            readers[maker].append(index)
+    left = [len(needed) for needed in needs]
+    ready = [index for index, count in enumerate(left) if not count]
+    for index in ready:  # grows
+        for reader in readers[index]:
+            left[reader] -= 1
+            if not left[reader]:
+                ready.append(reader)
+    return tuple(nodes[index] for index in ready)
+
+
+def _names_read(node: Node) -> Iterator[str]:
+    """The names that a node reads, also in its graphs."""
+    yield from node.inputs
+    for value in node.attributes.values():
+        if isinstance(value, Graph):
+            for inner in value.nodes:
+                yield from _names_read(inner)
+            yield from (output.name for output in value.outputs)

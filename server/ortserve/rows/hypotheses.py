@@ -1,4 +1,4 @@
-"""Which axes may carry the rows: hypotheses in the order in which they are tried, and the claims that each begins with."""
+"""Which axes may carry the rows: hypotheses in the order in which they are tried, and the claims that each makes."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

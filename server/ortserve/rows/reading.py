@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.model_file import LENGTH_DELIMITED, fields, read_model, varint
-from ortserve.rows.graph import Attribute, Declared, Function, Graph, Model, Node, Reference, Tensor
+from ortserve.rows.graph import Attribute, Declared, Function, Graph, Model, Node, Reference, Tensor, in_order
 from ortserve.rows.symbols import Constant, constant
 
 MOST_ELEMENTS: Final = 4096
@@ -31,10 +31,11 @@ _FLOATS: Final = frozenset({1, 10, 11})
 # Kinds of attributes (AttributeProto.AttributeType).
 _KIND_FLOAT, _KIND_INT, _KIND_STRING, _KIND_TENSOR, _KIND_GRAPH = 1, 2, 3, 4, 5
 _KIND_FLOATS, _KIND_INTS, _KIND_STRINGS = 6, 7, 8
+_DEFAULTS: Final[dict[int, int | float | str]] = {_KIND_FLOAT: 0.0, _KIND_INT: 0, _KIND_STRING: ""}
 _KIND_OF_FIELD: Final = {2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6, 8: 7, 9: 8}
 
 
-class TooLarge(ValueError):
+class TooLargeError(ValueError):
     """The model has more nodes, or deeper graphs, than are analysed."""
 
 
@@ -42,14 +43,14 @@ def read_graph(path: Path) -> Model | None:
     """The graph of a model file; None where it cannot be read. Blocks on the file; skips its weights.
 
     Raises:
-        TooLarge: It has more nodes than are analysed.
+        TooLargeError: It has more nodes than are analysed.
     """
-    failure: list[TooLarge] = []
+    failure: list[TooLargeError] = []
 
     def find(data: memoryview) -> Iterator[Model]:
         try:
             yield parse_model(data)
-        except TooLarge as too_large:  # a ValueError, which read_model takes for no model
+        except TooLargeError as too_large:  # a ValueError, which read_model takes for no model
             failure.append(too_large)
 
     found = read_model(path, find)
@@ -62,7 +63,7 @@ def parse_model(data: memoryview) -> Model:
     """The graph in a serialized ModelProto.
 
     Raises:
-        ValueError: It is no model, or, as ``TooLarge``, it is too large.
+        ValueError: It is no model, or, as ``TooLargeError``, it is too large.
         IndexError: It is no model.
     """
     return _Reader(data).model()
@@ -130,11 +131,11 @@ class _Reader:
                 defaults[key] = value
             elif number == 13:
                 overload = self._text(begin, after)
-        return (domain, name, overload), Function(tuple(nodes), tuple(inputs), tuple(outputs), defaults, opsets)
+        return (domain, name, overload), Function(in_order(nodes), tuple(inputs), tuple(outputs), defaults, opsets)
 
     def _graph(self, start: int, end: int, depth: int) -> Graph:
         if depth > _DEEPEST:
-            raise TooLarge(f"graphs are nested more than {_DEEPEST} deep")
+            raise TooLargeError(f"graphs are nested more than {_DEEPEST} deep")
         nodes: list[Node] = []
         constants: dict[str, Tensor] = {}
         inputs: list[Declared] = []
@@ -154,12 +155,12 @@ class _Reader:
             elif number == 15:  # sparse: the dense shape is enough
                 name, tensor = self._sparse(begin, after)
                 constants[name] = tensor
-        return Graph(tuple(nodes), constants, tuple(inputs), tuple(outputs))
+        return Graph(in_order(nodes), constants, tuple(inputs), tuple(outputs))
 
     def _node(self, start: int, end: int, depth: int) -> Node:
         self._nodes_left -= 1
         if self._nodes_left < 0:
-            raise TooLarge(f"the graph has more than {MOST_NODES} nodes")
+            raise TooLargeError(f"the graph has more than {MOST_NODES} nodes")
         op = domain = name = overload = ""
         inputs: list[str] = []
         outputs: list[str] = []
@@ -209,13 +210,15 @@ class _Reader:
                 elif number == 6:
                     single = self._graph(begin, after, depth + 1)
                 elif after - begin > _LONGEST_LIST:
-                    raise TooLarge(f"attribute '{name}' is longer than {_LONGEST_LIST} bytes")
+                    raise TooLargeError(f"attribute '{name}' is longer than {_LONGEST_LIST} bytes")
                 elif number == 7:
                     many += [each[0] for each in struct.iter_unpack("<f", data[begin:after])]
                 elif number == 8:
-                    many += _integers(data, begin, after) if wire_type == LENGTH_DELIMITED else [
-                        _signed(varint(data, begin)[0])
-                    ]
+                    many += (
+                        _integers(data, begin, after)
+                        if wire_type == LENGTH_DELIMITED
+                        else [_signed(varint(data, begin)[0])]
+                    )
                 else:
                     many.append(bytes(data[begin:after]).decode(errors="replace"))
         if reference:
@@ -223,7 +226,7 @@ class _Reader:
         if kind in (_KIND_FLOATS, _KIND_INTS, _KIND_STRINGS):
             return name, tuple(many)
         if single is None:  # a default value is not in the message
-            single = {_KIND_FLOAT: 0.0, _KIND_INT: 0, _KIND_STRING: ""}.get(kind)
+            return name, _DEFAULTS.get(kind)
         return name, single
 
     def _sparse(self, start: int, end: int) -> tuple[str, Tensor]:
@@ -234,9 +237,11 @@ class _Reader:
                 name, tensor = self._tensor(begin, after)
                 dtype = tensor.dtype
             elif number == 3:
-                dims += _integers(self._data, begin, after) if wire_type == LENGTH_DELIMITED else [
-                    varint(self._data, begin)[0]
-                ]
+                dims += (
+                    _integers(self._data, begin, after)
+                    if wire_type == LENGTH_DELIMITED
+                    else [varint(self._data, begin)[0]]
+                )
         return name, Tensor(dtype, tuple(dims))
 
     def _tensor(self, start: int, end: int) -> tuple[str, Tensor]:

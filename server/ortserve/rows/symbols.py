@@ -83,6 +83,8 @@ N: Final = Product(1, 1, ())
 
 Constant: TypeAlias = int | Fraction
 Number: TypeAlias = int | Fraction | Product | Dependent
+_ZERO: Final[Number] = 0
+_ONE: Final[Number] = 1
 
 
 def contains_rows(number: Number) -> bool:
@@ -114,8 +116,10 @@ def lowest(number: Number) -> Constant | None:
             return -bound if (bound := _highest(number)) is not None else None
         bound = number.factor
         for atom, power in number.atoms:
-            if atom.lowest is None or atom.lowest < 0:
-                return atom.lowest * bound if atom.lowest is not None and number == _single(atom, bound) else None
+            if atom.lowest is None:
+                return None
+            if atom.lowest < 0:  # another factor could only make it lower
+                return atom.lowest * bound if number == _single(atom, bound) else None
             bound = bound * atom.lowest**power
         return bound
     return None if isinstance(number, Dependent) else number
@@ -137,6 +141,10 @@ def _scaled(number: Number, factor: Constant) -> Number:
     if isinstance(number, Product):
         return Product(constant(number.factor * factor), number.rows, number.atoms)
     return number if isinstance(number, Dependent) else constant(number * factor)
+
+
+def _negative(number: "int | Fraction | Product") -> "int | Fraction | Product":
+    return Product(-number.factor, number.rows, number.atoms) if isinstance(number, Product) else -number
 
 
 def _least(terms: Iterable[Number]) -> Constant | None:
@@ -216,7 +224,7 @@ class Symbols:
         return _product(factor, rows, powers)
 
     def product(self, numbers: Iterable[Number]) -> Number:
-        return reduce(self.multiply, numbers, 1)
+        return reduce(self.multiply, numbers, _ONE)
 
     def divide_exactly(self, one: Number, other: Number) -> Number | None:
         """``one / other`` where it is a whole multiple for all values of the atoms; else None."""
@@ -254,7 +262,7 @@ class Symbols:
         return self.add(one, _scaled(other, -1))
 
     def sum(self, numbers: Iterable[Number]) -> Number:
-        return reduce(self.add, numbers, 0)
+        return reduce(self.add, numbers, _ZERO)
 
     def _from_terms(self, terms: "dict[tuple[int, Powers], Constant]") -> Number:
         if not terms:
@@ -320,9 +328,7 @@ class Symbols:
         if isinstance(other, int):
             return self.truncate(self.multiply(one, Fraction(1, other)))
         if common := min(_rows(one), _rows(other)):
-            one, other = (
-                _product(_factor(each), _rows(each) - common, dict(_powers(each))) for each in (one, other)
-            )
+            one, other = (_product(_factor(each), _rows(each) - common, dict(_powers(each))) for each in (one, other))
         least = 0 if is_nonnegative(one) and is_nonnegative(other) else None
         return self.opaque("divide", one, other, lowest=least)
 
@@ -347,7 +353,7 @@ class Symbols:
         """Whether ``one >= other + more`` certainly holds."""
         if isinstance(one, Dependent) or isinstance(other, Dependent):
             return False
-        terms = _sum((one, _scaled(other, -1), -more))
+        terms = _sum((one, _negative(other), -more))
         if not terms:
             return True
         low = _least(_product(value, rows, dict(powers)) for (rows, powers), value in terms.items())
@@ -393,9 +399,7 @@ def is_positive(number: Number) -> bool:
 
 def _is_fine(factor: Constant) -> bool:
     """Whether a factor has so many bits that a product with it is rounded."""
-    return isinstance(factor, Fraction) and (
-        factor.denominator > 1 << 20 or abs(factor.numerator) > 1 << 20
-    )
+    return isinstance(factor, Fraction) and (factor.denominator > 1 << 20 or abs(factor.numerator) > 1 << 20)
 
 
 def _factor(number: "int | Fraction | Product") -> Constant:
@@ -449,5 +453,3 @@ def _expand(number: "int | Fraction | Product") -> "list[int | Fraction | Produc
                         return [number]
                 return expanded
     return [number]
-
-

@@ -98,9 +98,7 @@ class Value:
         return self.outer == 1 and self.inner == 1
 
 
-def free(
-    dims: tuple[Number, ...] | None, dtype: int = 0, elements: tuple[Number, ...] | None = None
-) -> Value:
+def free(dims: tuple[Number, ...] | None, dtype: int = 0, elements: tuple[Number, ...] | None = None) -> Value:
     """A tensor without rows, of kind size where its elements depend on N."""
     depends = elements is not None and any(map(contains_rows, elements))
     return Value(Kind.SIZE if depends else Kind.FREE, dims, dtype=dtype, elements=elements)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from ortserve.rows.graph import Model
 from ortserve.rows.hypotheses import MOST_HYPOTHESES, Axes, Beginning, Sizes, has_choice, hypotheses, real_inputs
-from ortserve.rows.reading import TooLarge, read_graph
+from ortserve.rows.reading import TooLargeError, read_graph
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value
-from ortserve.rows.walk import Budget, TooMuchWork, Walk
+from ortserve.rows.walk import Budget, TooMuchWorkError, Walk
 
 
 class Outcome(enum.Enum):
@@ -60,7 +60,7 @@ def prove_rows(path: Path, *, input_shapes: Sizes | None = None) -> RowVerdict:
     """
     try:
         model = read_graph(path)
-    except TooLarge as failure:
+    except TooLargeError as failure:
         return _unknown(f"the model is not analysed: {failure}")
     if model is None:
         return _unknown("the file cannot be read as an ONNX model")
@@ -81,7 +81,7 @@ def prove_model(model: Model, sizes: Sizes) -> RowVerdict:
             break
         try:
             verdict = prove_axes(model, axes, sizes, budget)
-        except TooMuchWork:
+        except TooMuchWorkError:
             break
         if verdict.outcome is Outcome.PROVEN:
             return verdict
@@ -95,14 +95,14 @@ def prove_axes(model: Model, axes: Axes, sizes: Sizes | None = None, budget: Bud
     Names of dimensions are believed only where the proof needs them.
 
     Raises:
-        TooMuchWork: ``budget`` does not suffice.
+        TooMuchWorkError: ``budget`` does not suffice.
     """
     budget = budget or Budget()
     verdict = _judge(model, axes, sizes or {}, budget, believe_names=True)
     if verdict.outcome is Outcome.PROVEN and verdict.equal_sizes:
         try:
             without = _judge(model, axes, sizes or {}, budget, believe_names=False)
-        except TooMuchWork:
+        except TooMuchWorkError:
             return verdict
         return without if without.outcome is Outcome.PROVEN else verdict
     return verdict
@@ -165,5 +165,3 @@ def _problem(value: Value) -> str:
 
 def _unknown(reason: str) -> RowVerdict:
     return RowVerdict(Outcome.UNKNOWN, reason=reason)
-
-

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.graph import Attribute, Function, Graph, INTEGERS, BOOL, Model, Node, Reference, Tensor
+from ortserve.rows.graph import BOOL, INTEGERS, Attribute, Function, Graph, Model, Node, Reference, Tensor
 from ortserve.rows.rules import RULES
-from ortserve.rows.rules.call import Call, NotKnown, Output, RowsMeet, Rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from ortserve.rows.symbols import Symbols, contains_rows
 from ortserve.rows.values import Cause, Kind, Value, free
 
@@ -20,10 +20,10 @@ MOST_VISITS: Final = 60_000
 """Nodes that are looked at for one model, over all hypotheses and all rounds of loops."""
 _DEEPEST: Final = 16
 _FEW: Final = 16
-_RULE_FAILURES: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+_RULE_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
-class TooMuchWork(Exception):
+class TooMuchWorkError(Exception):
     """The analysis has looked at more nodes than it may."""
 
 
@@ -36,7 +36,7 @@ class Budget:
     def take(self) -> None:
         self.left -= 1
         if self.left < 0:
-            raise TooMuchWork
+            raise TooMuchWorkError
 
 
 class Walk:
@@ -83,9 +83,7 @@ class _Scope:
         self._names = names
         self._depth = depth
 
-    def walk(
-        self, nodes: Sequence[Node], constants: Mapping[str, Tensor], names: dict[str, Value]
-    ) -> dict[str, Value]:
+    def walk(self, nodes: Sequence[Node], constants: Mapping[str, Tensor], names: dict[str, Value]) -> dict[str, Value]:
         """The claims about all tensors, given those that are there before. Adds to ``names`` and returns it."""
         for name, tensor in constants.items():
             if name not in names:
@@ -99,16 +97,14 @@ class _Scope:
                 results = self._failed(node, Kind.UNKNOWN, order, index, f"reads '{missing[0]}', which nothing gives")
             else:
                 results = self._results(node, operands, order, index)
-            for name, value in zip(node.outputs, results, strict=False):
-                if name:
-                    names[name] = value
+            names.update((name, value) for name, value in zip(node.outputs, results, strict=False) if name)
         return names
 
     def run_graph(self, graph: Graph, arguments: Sequence[Value], *, hide_rows: bool = False) -> list[Value]:
         if self._depth >= _DEEPEST:
-            raise NotKnown(f"nests graphs more than {_DEEPEST} deep")
+            raise NotKnownError(f"nests graphs more than {_DEEPEST} deep")
         if len(arguments) != len(graph.inputs):
-            raise NotKnown(f"gives {len(arguments)} values to a graph with {len(graph.inputs)} inputs")
+            raise NotKnownError(f"gives {len(arguments)} values to a graph with {len(graph.inputs)} inputs")
         names = dict(self._names)
         if hide_rows:
             names = {name: _hidden(value) for name, value in names.items()}
@@ -132,16 +128,16 @@ class _Scope:
         try:
             if function is not None:
                 if rule is not None:
-                    raise NotKnown("is redefined by a function of the model")
+                    raise NotKnownError("is redefined by a function of the model")
                 return self._call(function, node, operands)
             if rule is None:
                 if node.domain in DOMAINS and not _has_graphs(node) and _all_free(operands):
                     return [free(None)] * len(node.outputs)
-                raise NotKnown("has no rule" + (f" in domain '{node.domain}'" if node.domain else ""))
+                raise NotKnownError("has no rule" + (f" in domain '{node.domain}'" if node.domain else ""))
             return self._applied(rule, node, operands)
-        except RowsMeet as meeting:
+        except RowsMeetError as meeting:
             return self._failed(node, Kind.MIXED, order, index, str(meeting))
-        except NotKnown as not_known:
+        except NotKnownError as not_known:
             return self._failed(node, Kind.UNKNOWN, order, index, str(not_known))
 
     def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
@@ -150,6 +146,11 @@ class _Scope:
 
     def _applied(self, rule: Rule, node: Node, operands: list[Value | None]) -> list[Value]:
         """The outputs by a rule, after what holds for all operators."""
+        if rule.has_graphs:
+            try:
+                return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=False)
+            except _RULE_FAILURES as failure:
+                raise NotKnownError(f"is not what its rule expects: {type(failure).__name__}") from failure
         present = [value for value in operands if value is not None]
         has_rows = any(value.is_rows for value in present)
         data = [value for i, value in enumerate(operands) if value is not None and i not in rule.arguments]
@@ -157,31 +158,34 @@ class _Scope:
         is_free = _all_free(operands) and not _has_graphs(node)
         if has_rows:
             if has_size:
-                raise RowsMeet("uses the number of rows as a value")
+                raise RowsMeetError("uses the number of rows as a value")
             for value in present:
                 if value.facts.stride != 0 and not rule.keeps_stride:
-                    raise RowsMeet("uses the number of the row")
+                    raise RowsMeetError("uses the number of the row")
                 if value.facts.padding is not None and not rule.keeps_padding:
-                    raise RowsMeet("takes rows that are padded to the longest one")
+                    raise RowsMeetError("takes rows that are padded to the longest one")
             for i in rule.parameters:
-                value = operands[i] if i < len(operands) else None
-                if value is not None and value.kind is not Kind.FREE:
-                    raise RowsMeet(f"takes its parameter {i} from the rows")
-        version = self._opsets.get(node.domain, 0) or (1 if node.domain else 0)
-        call = Call(node, tuple(operands), version, self._walk.symbols, self, self._substituted(node.attributes))
+                parameter = operands[i] if i < len(operands) else None
+                if parameter is not None and parameter.kind is not Kind.FREE:
+                    raise RowsMeetError(f"takes its parameter {i} from the rows")
         try:
-            outputs = self._checked(rule.apply(call), node, has_rows, has_size)
-        except (RowsMeet, NotKnown):
+            return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=has_size)
+        except RandomError:
+            raise
+        except (RowsMeetError, NotKnownError):
             if is_free:
                 return [free(None)] * len(node.outputs)
             raise
-        except (*_RULE_FAILURES, RecursionError) as failure:
+        except _RULE_FAILURES as failure:
             if is_free:
                 return [free(None)] * len(node.outputs)
-            raise NotKnown(f"is not what its rule expects: {type(failure).__name__}") from failure
-        return outputs
+            raise NotKnownError(f"is not what its rule expects: {type(failure).__name__}") from failure
 
-    def _checked(self, given: Output, node: Node, has_rows: bool, has_size: bool) -> list[Value]:
+    def _call_of(self, node: Node, operands: list[Value | None]) -> Call:
+        version = self._opsets.get(node.domain, 1)
+        return Call(node, tuple(operands), version, self._walk.symbols, self, self._substituted(node.attributes))
+
+    def _checked(self, given: Output, node: Node, *, has_size: bool) -> list[Value]:
         outputs = [given] if isinstance(given, Value) else list(given)
         outputs += [None] * (len(node.outputs) - len(outputs))
         checked: list[Value] = []
@@ -189,20 +193,20 @@ class _Scope:
             if not node.outputs[i]:
                 checked.append(free(None))
             elif value is None:
-                raise NotKnown(f"has no rule for its output {i}")
+                raise NotKnownError(f"has no rule for its output {i}")
             else:
-                checked.append(self._settled(value, has_size))
+                checked.append(self._settled(value, has_size=has_size))
         return checked
 
-    def _settled(self, value: Value, has_size: bool) -> Value:
+    def _settled(self, value: Value, *, has_size: bool) -> Value:
         if value.cause is not None:
             return value
         for axis, length in enumerate(value.dims or ()):
             if contains_rows(length) and not (value.is_rows and axis == value.axis):
-                raise RowsMeet("gives a length that depends on the number of rows where the rows do not lie")
+                raise RowsMeetError("gives a length that depends on the number of rows where the rows do not lie")
         if value.is_rows:
             if has_size:
-                raise RowsMeet("uses the number of rows as a value")
+                raise RowsMeetError("uses the number of rows as a value")
             return value
         if has_size and value.kind is Kind.FREE and value.elements is None:
             return replace(value, kind=Kind.SIZE)
@@ -224,20 +228,21 @@ class _Scope:
     def _call(self, function: Function, node: Node, operands: list[Value | None]) -> list[Value]:
         """The outputs of a function of the model."""
         if self._depth >= _DEEPEST:
-            raise NotKnown(f"nests functions more than {_DEEPEST} deep")
+            raise NotKnownError(f"nests functions more than {_DEEPEST} deep")
         for domain, version in function.opsets.items():
             if self._opsets.get(domain, version) != version:  # ONNX Runtime runs the body with the model's version
-                raise NotKnown(f"is a function for version {version} of domain '{domain}', the model for another")
+                raise NotKnownError(f"is a function for version {version} of domain '{domain}', the model for another")
         attributes = {**function.defaults, **self._substituted(node.attributes)}
-        names: dict[str, Value] = {}
-        for name, value in zip(function.inputs, operands, strict=False):
-            if value is not None:
-                names[name] = value
+        names = {name: each for name, each in zip(function.inputs, operands, strict=False) if each is not None}
         absent = {name for name in function.inputs if name not in names}
-        nodes = [
-            replace(each, inputs=tuple("" if name in absent else name for name in each.inputs))
-            for each in function.nodes
-        ] if absent else function.nodes
+        nodes = (
+            [
+                replace(each, inputs=tuple("" if name in absent else name for name in each.inputs))
+                for each in function.nodes
+            ]
+            if absent
+            else function.nodes
+        )
         inner = _Scope(self._walk, self._opsets, attributes, names, self._depth + 1)
         inner.walk(nodes, {}, names)
         return [_given(names, name) for name in function.outputs[: len(node.outputs)]]
@@ -271,7 +276,7 @@ def constant_value(tensor: Tensor) -> Value:
 def _given(names: Mapping[str, Value], name: str) -> Value:
     value = names.get(name)
     if value is None:
-        raise NotKnown(f"has a graph that does not compute its output '{name}'")
+        raise NotKnownError(f"has a graph that does not compute its output '{name}'")
     return value
 
 

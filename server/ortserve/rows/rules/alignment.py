@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ortserve.rows.rules.call import Call, NotKnown, RowsMeet
+from ortserve.rows.rules.call import Call, NotKnownError, RowsMeetError
 from ortserve.rows.symbols import Number
-from ortserve.rows.values import Facts, NO_FACTS, Value
+from ortserve.rows.values import NO_FACTS, Facts, Value
 
 
 def broadcast_shape(call: Call, shapes: Sequence[tuple[Number, ...]]) -> tuple[Number, ...]:
@@ -17,12 +17,17 @@ def broadcast_shape(call: Call, shapes: Sequence[tuple[Number, ...]]) -> tuple[N
     return tuple(lengths)
 
 
+def without_rows(value: Value, dims: tuple[Number, ...]) -> tuple[Number, ...]:
+    """Dimensions of a value with 1 for that of the rows, so that the others can be broadcast."""
+    return (*dims[: value.axis], 1, *dims[value.axis + 1 :]) if value.is_rows else dims
+
+
 def aligned_axis(call: Call, values: Sequence[Value]) -> tuple[int, Value] | None:
     """The axis of the broadcast result that carries the rows, and an operand that has them; None without rows.
 
     Raises:
-        RowsMeet: A row would be paired with an entry of another row, or with an entry that its number picks.
-        NotKnown: The shape of an operand is not known.
+        RowsMeetError: A row would be paired with an entry of another row, or with an entry that its number picks.
+        NotKnownError: The shape of an operand is not known.
     """
     carriers = [value for value in values if value.is_rows]
     if not carriers:
@@ -35,25 +40,21 @@ def aligned_axis(call: Call, values: Sequence[Value]) -> tuple[int, Value] | Non
         position = axis - (rank - len(dims))
         if value.is_rows:
             if position != value.axis or not value.carries_like(first):
-                raise RowsMeet("pairs rows that lie along different axes or in different orders")
+                raise RowsMeetError("pairs rows that lie along different axes or in different orders")
         elif position >= 0 and dims[position] != 1:
-            raise RowsMeet("pairs the rows with the entries of a tensor that has no rows")
+            raise RowsMeetError("pairs the rows with the entries of a tensor that has no rows")
     return axis, first
 
 
 def broadcast(call: Call, values: Sequence[Value], dtype: int = 0, facts: Facts = NO_FACTS) -> Value:
     """The result of an operator that pairs the elements of its operands."""
     if not values:
-        raise NotKnown("has no operands")
+        raise NotKnownError("has no operands")
     found = aligned_axis(call, values)
     if len(values) == 1 or (len(values) == 2 and values[0].dims == values[1].dims):
         dims = call.dims(values[0])
     else:
-        shapes = [
-            (*value.dims[: value.axis], 1, *value.dims[value.axis + 1 :]) if value.is_rows and value.dims else call.dims(value)
-            for value in values
-        ]
-        dims = broadcast_shape(call, shapes)
+        dims = broadcast_shape(call, [without_rows(value, call.dims(value)) for value in values])
     if found is None:
         return call.result(dims, dtype=dtype)
     axis, like = found

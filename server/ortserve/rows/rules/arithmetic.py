@@ -8,7 +8,7 @@ from typing import Final
 from ortserve.rows.graph import BOOL, INT32, INT64
 from ortserve.rows.rules import elements
 from ortserve.rows.rules.alignment import broadcast
-from ortserve.rows.rules.call import Call, Output, RowsMeet, Rules, rule
+from ortserve.rows.rules.call import Call, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.elementwise import check_broadcast_attribute
 from ortserve.rows.symbols import Number, Symbols, is_nonnegative
 from ortserve.rows.values import NO_FACTS, Facts, Kind, Value
@@ -54,7 +54,9 @@ def multiply(call: Call) -> Output:
 def divide(call: Call) -> Output:
     values = call.present()
     _without_stride(values)
-    divide_numbers = call.symbols.divide_whole if _dtype(values) in _INDICES else partial(elements.quotient, call.symbols)
+    divide_numbers = (
+        call.symbols.divide_whole if _dtype(values) in _INDICES else partial(elements.quotient, call.symbols)
+    )
     return _computed(call, values, _common(values), divide_numbers)
 
 
@@ -73,9 +75,7 @@ def minimum(call: Call) -> Output:
     values = call.present()
     _without_stride(values)
     bounds = [bound for value in values if value.is_rows and (bound := value.facts.below) is not None]
-    facts = replace(
-        _common(values), nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None
-    )
+    facts = replace(_common(values), nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None)
     return _computed(call, values, facts, partial(reduce_over, call.symbols.minimum))
 
 
@@ -127,7 +127,8 @@ def compare(call: Call) -> Output:
 
 
 def where(call: Call) -> Output:
-    condition, *choices = values = [call.operand(0), call.operand(1), call.operand(2)]
+    choices = [call.operand(1), call.operand(2)]
+    values = [call.operand(0), *choices]
     _without_stride(values)
     facts = replace(_common(values), nonnegative=all(map(_is_nonnegative, choices)))
     return _computed(call, values, facts, partial(elements.choice, call.symbols), dtype=_dtype(choices))
@@ -161,7 +162,7 @@ def _computed(
     check_broadcast_attribute(call)
     dtype = _dtype(values) if dtype is None else dtype
     if facts.stride != 0 and dtype not in _INDICES:
-        raise RowsMeet("uses the number of the row")
+        raise RowsMeetError("uses the number of the row")
     result = broadcast(call, values, dtype, facts)
     if compute is None or result.is_rows or result.dims is None:
         return result
@@ -179,7 +180,7 @@ def _stride(value: Value) -> Number:
 
 def _without_stride(values: Sequence[Value]) -> None:
     if any(value.facts.stride != 0 for value in values):
-        raise RowsMeet("uses the number of the row")
+        raise RowsMeetError("uses the number of the row")
 
 
 def _common(values: Sequence[Value]) -> Facts:

@@ -11,11 +11,15 @@ from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, free, rows
 MOST_RANK: Final = 64
 
 
-class RowsMeet(Exception):
+class RowsMeetError(Exception):
     """The operator may combine rows. Its text continues a sentence whose subject is the operator."""
 
 
-class NotKnown(Exception):
+class RandomError(RowsMeetError):
+    """The operator may draw random numbers, even for operands that have no rows."""
+
+
+class NotKnownError(Exception):
     """The rule cannot decide. Its text continues a sentence whose subject is the operator."""
 
 
@@ -53,7 +57,7 @@ class Call:
     def operand(self, index: int) -> Value:
         value = self.operands[index] if index < len(self.operands) else None
         if value is None:
-            raise NotKnown(f"has no operand {index}")
+            raise NotKnownError(f"has no operand {index}")
         return value
 
     def optional(self, index: int) -> Value | None:
@@ -69,13 +73,13 @@ class Call:
     def integer(self, name: str, default: int) -> int:
         value = self.attributes.get(name, default)
         if not isinstance(value, int):
-            raise NotKnown(f"has an attribute '{name}' that cannot be read")
+            raise NotKnownError(f"has an attribute '{name}' that cannot be read")
         return value
 
     def text(self, name: str, default: str) -> str:
         value = self.attributes.get(name, default)
         if not isinstance(value, str):
-            raise NotKnown(f"has an attribute '{name}' that cannot be read")
+            raise NotKnownError(f"has an attribute '{name}' that cannot be read")
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
@@ -84,33 +88,33 @@ class Call:
         if value is None:
             return None
         if not isinstance(value, tuple) or not all(isinstance(each, int) for each in value):
-            raise NotKnown(f"has an attribute '{name}' that cannot be read")
+            raise NotKnownError(f"has an attribute '{name}' that cannot be read")
         return tuple(each for each in value if isinstance(each, int))
 
     def dims(self, value: Value) -> tuple[Number, ...]:
         """The shape of an operand."""
         if value.dims is None:
-            raise NotKnown("has an operand whose shape is not known")
+            raise NotKnownError("has an operand whose shape is not known")
         return value.dims
 
     def numbers(self, index: int, what: str) -> tuple[Number, ...]:
         """The elements of an operand that decides about a shape."""
         value = self.operand(index)
         if value.is_rows:
-            raise RowsMeet(f"takes its {what} from the rows")
+            raise RowsMeetError(f"takes its {what} from the rows")
         if value.elements is None:
             if value.kind is Kind.SIZE:
-                raise RowsMeet(f"takes its {what} from the number of rows")
-            raise NotKnown(f"takes its {what} from a value that is not known")
+                raise RowsMeetError(f"takes its {what} from the number of rows")
+            raise NotKnownError(f"takes its {what} from a value that is not known")
         if DEPENDENT in value.elements:
-            raise RowsMeet(f"takes its {what} from the number of rows")
+            raise RowsMeetError(f"takes its {what} from the number of rows")
         return value.elements
 
     def number(self, index: int, what: str) -> Number:
         """The one element of an operand that decides about a shape."""
         elements = self.numbers(index, what)
         if len(elements) != 1:
-            raise NotKnown(f"takes its {what} from {len(elements)} numbers")
+            raise NotKnownError(f"takes its {what} from {len(elements)} numbers")
         return elements[0]
 
     def constants(self, index: int, what: str) -> tuple[int, ...]:
@@ -118,7 +122,7 @@ class Call:
         elements = self.numbers(index, what)
         known = tuple(element for element in elements if isinstance(element, int))
         if len(known) != len(elements):
-            raise NotKnown(f"takes its {what} from a value that is not known")
+            raise NotKnownError(f"takes its {what} from a value that is not known")
         return known
 
     def axis(self, name: str, default: int, rank: int) -> int:
@@ -147,7 +151,7 @@ class Call:
     ) -> Value:
         """An output: with rows laid out as in ``like``, if that has rows; free otherwise."""
         if len(dims) > MOST_RANK:
-            raise NotKnown(f"gives a tensor of {len(dims)} dimensions")
+            raise NotKnownError(f"gives a tensor of {len(dims)} dimensions")
         if like is None or not like.is_rows:
             return free(tuple(dims), dtype, elements)
         return rows(self.symbols, tuple(dims), axis, like.outer, like.inner, dtype, facts)
@@ -170,6 +174,7 @@ class Rule:
         parameters: Operands that must be free.
         keeps_stride: Whether the rule knows values that contain the row's number.
         keeps_padding: Whether the rule knows rows that are padded to the longest.
+        has_graphs: Whether the operator runs graphs, which may read any tensor. The rule then checks all by itself.
     """
 
     apply: Callable[[Call], Output]
@@ -177,6 +182,7 @@ class Rule:
     parameters: frozenset[int] = frozenset()
     keeps_stride: bool = False
     keeps_padding: bool = False
+    has_graphs: bool = False
 
 
 Rules: TypeAlias = Mapping[tuple[str, str], Rule]
@@ -196,11 +202,11 @@ def rule(
 def normal_axis(axis: int, rank: int) -> int:
     """An axis counted from the front."""
     if not -rank <= axis < max(rank, 1):
-        raise NotKnown(f"has axis {axis} for {rank} dimensions")
+        raise NotKnownError(f"has axis {axis} for {rank} dimensions")
     return axis + rank if axis < 0 else axis
 
 
 def off_axis(value: Value, axes: Iterable[int], what: str) -> None:
-    """Raise ``RowsMeet`` if the rows of a value lie on one of the axes."""
+    """Raise ``RowsMeetError`` if the rows of a value lie on one of the axes."""
     if value.is_rows and value.axis in axes:
-        raise RowsMeet(f"{what} along the axis of the rows")
+        raise RowsMeetError(f"{what} along the axis of the rows")

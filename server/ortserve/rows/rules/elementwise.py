@@ -1,10 +1,10 @@
-"""Operators that compute each element of their result from one element of each operand, without arithmetic on shapes."""
+"""Operators that compute each element of their result from one element of each operand."""
 
 from typing import Final
 
 from ortserve.rows.graph import BOOL
 from ortserve.rows.rules.alignment import broadcast
-from ortserve.rows.rules.call import Call, NotKnown, RowsMeet, Output, Rules, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, Rules, rule
 from ortserve.rows.values import Facts, Kind, Value
 
 _UNARY: Final = """
@@ -48,9 +48,9 @@ def clip(call: Call) -> Output:
 def dropout(call: Call) -> Output:
     value = call.operand(0)
     if call.opset < 7 and not call.integer("is_test", 0):
-        raise RowsMeet("draws random numbers in training mode")
+        raise RandomError("draws random numbers in training mode")
     if call.opset >= 12 and call.has(2) and call.operand(2).elements != (0,):
-        raise RowsMeet("may draw random numbers in training mode")
+        raise RandomError("may draw random numbers in training mode")
     return [call.same_shape(value, facts=value.facts), call.same_shape(value, BOOL)]
 
 
@@ -58,9 +58,9 @@ def check_broadcast_attribute(call: Call) -> None:
     """Before opset 7, an attribute says which axes are paired."""
     if call.opset < 7 and call.node.domain == "":
         if "axis" in call.attributes:
-            raise NotKnown("aligns its operands by an axis, as before opset 7")
+            raise NotKnownError("aligns its operands by an axis, as before opset 7")
         if not call.integer("broadcast", 0) and len({len(call.dims(value)) for value in call.present()}) > 1:
-            raise NotKnown("has operands of different ranks, before opset 7")
+            raise NotKnownError("has operands of different ranks, before opset 7")
 
 
 def _facts(values: list[Value]) -> Facts:

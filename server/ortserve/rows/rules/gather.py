@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.rules.call import Call, NotKnown, Output, RowsMeet, Rules, off_axis, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
 from ortserve.rows.rules.elements import MOST_ELEMENTS
 from ortserve.rows.symbols import Number
 from ortserve.rows.values import Facts, Value
@@ -20,7 +20,7 @@ def gather(call: Call) -> Output:
         if value.is_rows:
             _check_own_rows(value, indices, axis)
         elif indices.facts.stride != 0:
-            raise RowsMeet("picks an entry by the number of the row")
+            raise RowsMeetError("picks an entry by the number of the row")
         facts = replace(value.facts, columns=()) if value.is_rows else Facts()
         return call.result(lengths, indices, axis + indices.axis, value.dtype, facts=facts)
     off_axis(value, (axis,), "picks an entry")
@@ -39,14 +39,14 @@ def gather(call: Call) -> Output:
 def _check_own_rows(value: Value, indices: Value, axis: int) -> None:
     """Raise unless rows that pick from rows certainly stay within their own."""
     if axis != value.axis:
-        raise RowsMeet("picks from all rows by indices that carry rows")
+        raise RowsMeetError("picks from all rows by indices that carry rows")
     facts = indices.facts
     if value.outer != 1 or facts.stride != value.inner:
-        raise RowsMeet("picks entries of other rows")
+        raise RowsMeetError("picks entries of other rows")
     if not facts.nonnegative:
-        raise RowsMeet("may pick an entry of the row before by a negative index")
+        raise RowsMeetError("may pick an entry of the row before by a negative index")
     if facts.below != value.inner and not facts.is_same:
-        raise RowsMeet("may pick an entry of the row after by a large index")
+        raise RowsMeetError("may pick an entry of the row after by a large index")
 
 
 def _picked(value: Value, indices: Value) -> tuple[Number, ...] | None:
@@ -84,7 +84,7 @@ def _same_rows(call: Call, axis: int) -> Value | None:
     if like is None:
         return None
     if not all(value.is_rows and value.axis == like.axis and value.carries_like(like) for value in values):
-        raise RowsMeet(_WRONG_ROWS)
+        raise RowsMeetError(_WRONG_ROWS)
     off_axis(like, (axis,), "picks by indices")
     return like
 
@@ -95,26 +95,26 @@ def gather_nd(call: Call) -> Output:
     batch = call.integer("batch_dims", 0)
     depth = _tuple_length(picked)
     if not 0 <= batch < len(picked) or batch + depth > len(dims):
-        raise NotKnown("has batch_dims that do not fit its operands")
+        raise NotKnownError("has batch_dims that do not fit its operands")
     lengths = (*picked[:-1], *dims[batch + depth :])
     if indices.is_rows:
         if indices.axis == len(picked) - 1:
-            raise RowsMeet("has index tuples that lie along the axis of the rows")
+            raise RowsMeetError("has index tuples that lie along the axis of the rows")
         if value.is_rows and value.axis < batch:
             if value.axis != indices.axis or not value.carries_like(indices):
-                raise RowsMeet(_WRONG_ROWS)
+                raise RowsMeetError(_WRONG_ROWS)
             _check_stride(value, indices)
         elif value.is_rows:
             _check_own_number(value, indices, batch)
         else:
             _check_stride(value, indices)
             if indices.axis < batch:
-                raise RowsMeet(_WRONG_ROWS)
+                raise RowsMeetError(_WRONG_ROWS)
         return call.result(lengths, indices, indices.axis, value.dtype)
     if not value.is_rows:
         return call.result(lengths, dtype=value.dtype)
     if value.axis < batch + depth or batch:
-        raise RowsMeet("picks an entry along the axis of the rows")
+        raise RowsMeetError("picks an entry along the axis of the rows")
     _check_stride(value, indices)
     return call.result(lengths, value, len(picked) - 1 + value.axis - depth, value.dtype)
 
@@ -126,37 +126,37 @@ def scatter_nd(call: Call) -> Output:
     if not (value.is_rows or indices.is_rows or updates.is_rows):
         return call.result(dims, dtype=value.dtype)
     if not value.is_rows or not updates.is_rows or not value.carries_like(updates):
-        raise RowsMeet(_WRONG_ROWS)
+        raise RowsMeetError(_WRONG_ROWS)
     _check_stride(value, updates)
     if indices.is_rows:
         _check_own_number(value, indices, 0)
         if updates.axis != indices.axis or not updates.carries_like(indices):
-            raise RowsMeet(_WRONG_ROWS)
+            raise RowsMeetError(_WRONG_ROWS)
     elif value.axis < depth or updates.axis != len(picked) - 1 + value.axis - depth:
-        raise RowsMeet("writes entries along the axis of the rows")
+        raise RowsMeetError("writes entries along the axis of the rows")
     return call.result(dims, value, value.axis, value.dtype)
 
 
 def _tuple_length(picked: tuple[object, ...]) -> int:
     if not picked or not isinstance(picked[-1], int):
-        raise NotKnown("has index tuples of a length that is not known")
+        raise NotKnownError("has index tuples of a length that is not known")
     return picked[-1]
 
 
 def _check_stride(*values: Value) -> None:
     if any(value.facts.stride != 0 for value in values):
-        raise RowsMeet("uses the number of the row")
+        raise RowsMeetError("uses the number of the row")
 
 
 def _check_own_number(value: Value, indices: Value, batch: int) -> None:
     """Raise unless the first part of each index tuple is the number of the row that the tuple belongs to."""
     _check_stride(value)
     if batch or value.axis != 0 or not value.is_plain or not indices.facts.columns:
-        raise RowsMeet("picks from all rows by indices that carry rows")
+        raise RowsMeetError("picks from all rows by indices that carry rows")
     first, *others = indices.facts.columns
     facts = first.facts
     if facts.stride != 1 or facts.below != 1 or not facts.nonnegative or first.axis == len(first.dims or ()) - 1:
-        raise RowsMeet("picks entries of other rows")
+        raise RowsMeetError("picks entries of other rows")
     _check_stride(*others)
 
 
@@ -173,8 +173,8 @@ def one_hot(call: Call) -> Output:
 def whole_tensor(call: Call) -> Output:
     """Operators whose number of results depends on all elements."""
     if any(value.is_rows for value in call.present()):
-        raise RowsMeet("gives as many results as all rows together have")
-    raise NotKnown("gives a number of results that is not known")
+        raise RowsMeetError("gives as many results as all rows together have")
+    raise NotKnownError("gives a number of results that is not known")
 
 
 RULES: Final[Rules] = {

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.graph import FLOAT, INT32, INT64, Tensor
-from ortserve.rows.rules.call import Call, NotKnown, Output, RowsMeet, Rules, normal_axis, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
 from ortserve.rows.rules.elements import MOST_ELEMENTS, element_count, uniform
 from ortserve.rows.symbols import DEPENDENT, N, Number, contains_rows, is_nonnegative
 from ortserve.rows.values import Facts, Value, rows
@@ -21,14 +20,16 @@ def concat(call: Call) -> Output:
 def joined(call: Call, values: Sequence[Value], axis: int) -> Value:
     """Tensors one after another along an axis."""
     if not values:
-        raise NotKnown("has no operands")
+        raise NotKnownError("has no operands")
     symbols = call.symbols
     shapes = [call.dims(value) for value in values]
     rank = len(shapes[0])
     axis = normal_axis(axis, rank)
     if any(len(dims) != rank for dims in shapes):
-        raise NotKnown("joins tensors of different ranks")
-    lengths = [next((each for each in column if isinstance(each, int)), column[0]) for column in zip(*shapes, strict=True)]
+        raise NotKnownError("joins tensors of different ranks")
+    lengths = [
+        next((each for each in column if isinstance(each, int)), column[0]) for column in zip(*shapes, strict=True)
+    ]
     lengths[axis] = symbols.sum(dims[axis] for dims in shapes)
     first = values[0]
     if not any(value.is_rows for value in values):
@@ -38,13 +39,13 @@ def joined(call: Call, values: Sequence[Value], axis: int) -> Value:
             elements = elements if len(elements) <= MOST_ELEMENTS else None
         return call.result(lengths, dtype=first.dtype, elements=elements)
     if not all(value.is_rows and value.axis == first.axis and value.inner == first.inner for value in values):
-        raise RowsMeet("joins rows with a tensor that does not carry them along the same axis")
+        raise RowsMeetError("joins rows with a tensor that does not carry them along the same axis")
     facts = _joined_facts(values)
     if axis == first.axis:
         outer = symbols.sum(value.outer for value in values)
         return rows(symbols, tuple(lengths), axis, outer, first.inner, first.dtype, facts)
     if any(value.outer != first.outer for value in values):
-        raise RowsMeet("joins rows that lie in different orders")
+        raise RowsMeetError("joins rows that lie in different orders")
     if axis == rank - 1 and all(dims[axis] == 1 for dims in shapes):
         facts = replace(facts, columns=tuple(values))
     return call.result(lengths, first, first.axis, first.dtype, facts=facts)
@@ -73,7 +74,7 @@ def split(call: Call) -> Output:
         if value.is_rows and axis == value.axis:
             outer = symbols.divide_exactly(size, symbols.multiply(N, value.inner))
             if outer is None or contains_rows(outer):
-                raise RowsMeet("splits the axis of the rows")
+                raise RowsMeetError("splits the axis of the rows")
             results.append(rows(symbols, tuple(lengths), axis, outer, value.inner, value.dtype, facts))
         else:
             results.append(call.result(lengths, value, value.axis, value.dtype, facts=facts))
@@ -100,7 +101,7 @@ def _part_sizes(call: Call, length: Number) -> list[Number]:
         return [exact] * count
     if not isinstance(length, int):
         if contains_rows(length):
-            raise RowsMeet("splits the axis of the rows")
+            raise RowsMeetError("splits the axis of the rows")
         return [call.symbols.opaque("part", length, count, index, lowest=0) for index in range(count)]
     part = -(-length // count)
     return [*[part] * (count - 1), length - part * (count - 1)]
@@ -124,12 +125,12 @@ def slice_(call: Call) -> Output:
             dims[axis] = call.symbols.product((outer, N, value.inner))
             continue
         if contains_rows(start) or contains_rows(end):
-            raise RowsMeet("cuts a tensor at the number of rows, which gives positions in the batch")
+            raise RowsMeetError("cuts a tensor at the number of rows, which gives positions in the batch")
         dims[axis] = _cut_length(call, dims[axis], start, end, step)
     elements = None
     if value.elements is not None and len(axes) == 1 and len(call.dims(value)) == 1:
         start, end, step = starts[0], ends[0], steps[0]
-        if isinstance(start, int) and isinstance(end, int):
+        if isinstance(start, int) and isinstance(end, int) and (step > 0 or end < TO_THE_END):
             elements = value.elements[slice(start, end, step)]
             dims[0] = len(elements)
     like = replace(value, outer=outer)
@@ -153,12 +154,14 @@ def _cut_rows(call: Call, value: Value, length: Number, start: Number, end: Numb
         and 0 <= first < last <= value.outer
     ):
         return last - first
-    raise RowsMeet("cuts the axis of the rows")
+    raise RowsMeetError("cuts the axis of the rows")
 
 
 def _cut_length(call: Call, length: Number, start: Number, end: Number, step: int) -> Number:
     """The length of an axis after it was cut."""
     symbols = call.symbols
+    if step < 0 and (not isinstance(end, int) or end >= TO_THE_END):  # ONNX Runtime then goes down to the first entry
+        return symbols.opaque("strided", length, start, end, step, lowest=0)
     if isinstance(length, int) and isinstance(start, int) and isinstance(end, int):
         return len(range(*slice(start, end, step).indices(length)))
     if step != 1:
@@ -187,12 +190,12 @@ def pad(call: Call) -> Output:
     if call.has(3):
         axes = [normal_axis(axis, len(dims)) for axis in call.constants(3, "axes")]  # type: ignore[assignment]
     if len(given) != 2 * len(axes):
-        raise NotKnown("has padding that does not fit its operand")
+        raise NotKnownError("has padding that does not fit its operand")
     for axis, before, after in zip(axes, given[: len(axes)], given[len(axes) :], strict=True):
         if before == 0 and after == 0:
             continue
         if value.is_rows and axis == value.axis:
-            raise RowsMeet("pads along the axis of the rows")
+            raise RowsMeetError("pads along the axis of the rows")
         dims[axis] = length_of(call, call.symbols.sum((dims[axis], before, after)))
     return call.result(dims, value, value.axis, value.dtype)
 
@@ -217,18 +220,18 @@ def expand(call: Call) -> Output:
     for position, (length, wanted) in enumerate(zip(dims, target, strict=True)):
         if position == axis:
             if wanted not in (1, length):
-                raise RowsMeet("repeats the rows along their axis")
+                raise RowsMeetError("repeats the rows along their axis")
             lengths.append(length)
         elif contains_rows(wanted):
             inner = call.symbols.divide_exactly(wanted, N)
             if made is not None or axis >= 0 or length != 1 or inner is None or contains_rows(inner):
-                raise RowsMeet("makes a length that depends on the number of rows where the rows do not lie")
+                raise RowsMeetError("makes a length that depends on the number of rows where the rows do not lie")
             made = position, inner
             lengths.append(wanted)
         else:
             lengths.append(call.symbols.broadcast(length, wanted))
     if made is not None:
-        return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, _facts_of_copies(value))
+        return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, facts_of_copies(value))
     elements = value.elements
     if elements is not None and element_count(lengths) != len(elements):
         known, count = uniform(value), element_count(lengths)
@@ -241,7 +244,7 @@ def tile(call: Call) -> Output:
     dims = call.dims(value)
     repeats = call.numbers(1, "repeats")
     if len(repeats) != len(dims):
-        raise NotKnown("repeats axes that its operand does not have")
+        raise NotKnownError("repeats axes that its operand does not have")
     lengths: list[Number] = []
     outer = value.outer
     made: tuple[int, Number] | None = None
@@ -249,15 +252,15 @@ def tile(call: Call) -> Output:
         lengths.append(call.symbols.multiply(length, count))
         if value.is_rows and position == value.axis:
             if contains_rows(count):
-                raise RowsMeet("repeats the rows as often as there are rows")
+                raise RowsMeetError("repeats the rows as often as there are rows")
             outer = call.symbols.multiply(outer, count)
         elif contains_rows(count):
             inner = call.symbols.divide_exactly(lengths[-1], N)
             if made is not None or value.is_rows or inner is None or contains_rows(inner):
-                raise RowsMeet("makes a length that depends on the number of rows where the rows do not lie")
+                raise RowsMeetError("makes a length that depends on the number of rows where the rows do not lie")
             made = position, inner
     if made is not None:
-        return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, _facts_of_copies(value))
+        return rows(call.symbols, tuple(lengths), made[0], 1, made[1], value.dtype, facts_of_copies(value))
     elements = None
     if value.elements is not None and len(dims) == 1 and isinstance(repeats[0], int):
         elements = value.elements * repeats[0] if len(value.elements) * repeats[0] <= MOST_ELEMENTS else None
@@ -265,59 +268,11 @@ def tile(call: Call) -> Output:
     return call.result(lengths, like, value.axis, value.dtype, elements, replace(value.facts, columns=()))
 
 
-def _facts_of_copies(value: Value) -> Facts:
+def facts_of_copies(value: Value) -> Facts:
     """The facts of rows that are copies of a free tensor."""
     known = value.elements if value.is_integer else None
     below = known[0] + 1 if known and isinstance(known[0], int) and uniform(value) is not None else None
     return Facts(nonnegative=known is not None and all(map(is_nonnegative, known)), below=below, is_same=True)
-
-
-def constant_of_shape(call: Call) -> Output:
-    lengths = call.numbers(0, "shape")
-    content = call.attributes.get("value")
-    dtype, fill = FLOAT, (0,)
-    if isinstance(content, Tensor):
-        dtype = content.dtype
-        fill = content.elements  # type: ignore[assignment]
-    carriers = [axis for axis, length in enumerate(lengths) if contains_rows(length)]
-    if carriers:
-        inner = call.symbols.divide_exactly(lengths[carriers[0]], N)
-        if len(carriers) > 1 or inner is None or contains_rows(inner):
-            raise RowsMeet("makes a length that depends on the number of rows where the rows do not lie")
-        copied = Value(kind=call.operand(0).kind, dtype=dtype, elements=fill)
-        return rows(call.symbols, lengths, carriers[0], 1, inner, dtype, _facts_of_copies(copied))
-    lengths = tuple(length_of(call, length) for length in lengths)
-    count = element_count(lengths)
-    known = fill * count if fill and count is not None and count <= MOST_ELEMENTS else None
-    return call.result(lengths, dtype=dtype, elements=known)
-
-
-def range_(call: Call) -> Output:
-    start, limit, delta = (call.number(index, what) for index, what in enumerate(("start", "limit", "step")))
-    dtype = call.operand(0).dtype
-    symbols = call.symbols
-    if contains_rows(start) or contains_rows(delta):
-        raise RowsMeet("counts from the number of rows")
-    if contains_rows(limit):
-        inner = symbols.divide_exactly(limit, N)
-        if start != 0 or delta != 1 or inner is None or dtype not in (INT32, INT64):
-            raise RowsMeet("counts to the number of rows")
-        facts = Facts(stride=inner, nonnegative=True, below=inner, is_same=True)
-        return rows(symbols, (limit,), 0, 1, inner, dtype, facts)
-    if isinstance(start, int) and isinstance(limit, int) and isinstance(delta, int) and delta:
-        count = len(range(start, limit, delta))
-        known = tuple(range(start, limit, delta)) if count <= MOST_ELEMENTS else None
-        return call.result((count,), dtype=dtype, elements=known)
-    if delta == 1 and dtype in (INT32, INT64):
-        return call.result((length_of(call, symbols.subtract(limit, start)),), dtype=dtype)
-    return call.result((symbols.opaque("count", start, limit, delta, lowest=0),), dtype=dtype)
-
-
-def eye_like(call: Call) -> Output:
-    value = call.operand(0)
-    if value.is_rows:
-        raise RowsMeet("gives positions in the batch")
-    return call.result(call.dims(value), dtype=call.integer("dtype", value.dtype))
 
 
 RULES: Final[Rules] = {
@@ -328,7 +283,4 @@ RULES: Final[Rules] = {
     ("com.microsoft", "Pad"): rule(pad, arguments=(1,), parameters=(2,)),
     ("", "Expand"): rule(expand, arguments=(1,), keeps_stride=True),
     ("", "Tile"): rule(tile, arguments=(1,), keeps_stride=True),
-    ("", "ConstantOfShape"): rule(constant_of_shape, arguments=(0,)),
-    ("", "Range"): rule(range_, arguments=(0, 1, 2)),
-    ("", "EyeLike"): rule(eye_like),
 }

@@ -4,7 +4,7 @@ from typing import Final
 
 from ortserve.rows.graph import FLOAT
 from ortserve.rows.rules.alignment import aligned_axis
-from ortserve.rows.rules.call import Call, NotKnown, Output, RowsMeet, Rules, normal_axis, off_axis, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, off_axis, rule
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.values import Value
 
@@ -37,8 +37,8 @@ def qlinear_softmax(call: Call) -> Output:
 def bias_softmax(call: Call) -> Output:
     value, bias = call.operand(0), call.operand(1)
     rank = len(call.dims(value))
-    if len(call.dims(bias)) != rank or bias.is_rows and not value.is_rows:
-        raise NotKnown("has a bias with other axes than its operand")
+    if len(call.dims(bias)) != rank or (bias.is_rows and not value.is_rows):
+        raise NotKnownError("has a bias with other axes than its operand")
     aligned_axis(call, [value, bias])
     off_axis(value, range(call.axis("axis", 1, rank), rank), _NORMALIZES)
     return call.same_shape(value)
@@ -48,7 +48,7 @@ def batch_normalization(call: Call) -> Output:
     value = call.operand(0)
     more = any(call.wants(index) for index in range(1, 5))
     if call.integer("training_mode", 0) or (call.opset < 7 and not call.integer("is_test", 0)) or more:
-        raise RowsMeet("takes its statistics from the whole batch in training mode")
+        raise RowsMeetError("takes its statistics from the whole batch in training mode")
     off_axis(value, (1,), _NORMALIZES)
     return call.same_shape(value)
 
@@ -57,7 +57,7 @@ def first_axis_only(call: Call) -> Output:
     """Normalizations over the axes after batch and channels, with parameters for each channel."""
     value = call.operand(0)
     if value.is_rows and value.axis != 0:
-        raise RowsMeet("normalizes along the axis of the rows, or treats them as channels")
+        raise RowsMeetError("normalizes along the axis of the rows, or treats them as channels")
     return call.same_shape(value)
 
 
@@ -70,7 +70,7 @@ def layer_normalization(call: Call) -> Output:
         if parameter is not None:
             aligned_axis(call, [value, parameter])
             if len(call.dims(parameter)) > rank:
-                raise NotKnown("has a scale with more axes than its operand")
+                raise NotKnownError("has a scale with more axes than its operand")
     return [call.same_shape(value), *_statistics(call, value, axis, 2)]
 
 
@@ -83,8 +83,8 @@ def _statistics(call: Call, value: Value, axis: int, count: int) -> list[Value]:
 def skip_layer_normalization(call: Call) -> Output:
     value, skip = call.operand(0), call.operand(1)
     rank = len(call.dims(value))
-    if value.is_rows is False and skip.is_rows or len(call.dims(skip)) > rank:
-        raise RowsMeet("adds rows to an operand that has none")
+    if (value.is_rows is False and skip.is_rows) or len(call.dims(skip)) > rank:
+        raise RowsMeetError("adds rows to an operand that has none")
     off_axis(value, (rank - 1,), _NORMALIZES)
     aligned_axis(call, [value, skip])
     return [call.same_shape(value), *_statistics(call, value, rank - 1, 2), call.same_shape(value)]
@@ -93,9 +93,9 @@ def skip_layer_normalization(call: Call) -> Output:
 def skip_group_norm(call: Call) -> Output:
     value, skip = call.operand(0), call.operand(3)
     if value.is_rows and not (value.axis == 0 and skip.is_rows and skip.axis == 0 and skip.carries_like(value)):
-        raise RowsMeet("normalizes along the axis of the rows, or adds a tensor without the same rows")
+        raise RowsMeetError("normalizes along the axis of the rows, or adds a tensor without the same rows")
     if skip.is_rows and not value.is_rows:
-        raise RowsMeet("adds rows to an operand that has none")
+        raise RowsMeetError("adds rows to an operand that has none")
     return [call.same_shape(value), call.same_shape(value)]
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from ortserve.rows.graph import INT64
 from ortserve.rows.rules.arithmetic import reduce_over
-from ortserve.rows.rules.call import Call, NotKnown, Output, RowsMeet, Rules, off_axis, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.symbols import Number
 from ortserve.rows.values import Facts, Value
@@ -100,7 +100,7 @@ def last_two_axes(call: Call) -> Output:
     value = call.operand(0)
     rank = len(call.dims(value))
     if rank < 2:
-        raise NotKnown("has an operand that is no matrix")
+        raise NotKnownError("has an operand that is no matrix")
     off_axis(value, (rank - 2, rank - 1), "takes positions")
     return call.same_shape(value)
 
@@ -109,7 +109,7 @@ def determinant(call: Call) -> Output:
     value = call.operand(0)
     dims = call.dims(value)
     if len(dims) < 2:
-        raise NotKnown("has an operand that is no matrix")
+        raise NotKnownError("has an operand that is no matrix")
     off_axis(value, (len(dims) - 2, len(dims) - 1), "computes")
     return call.result(dims[:-2], value, value.axis, value.dtype)
 
@@ -135,7 +135,7 @@ def fourier(call: Call) -> Output:
 def short_time_fourier(call: Call) -> Output:
     value = call.operand(0)
     if value.is_rows and value.axis != 0:
-        raise RowsMeet("transforms along the axis of the rows")
+        raise RowsMeetError("transforms along the axis of the rows")
     frames, bins = call.symbols.fresh(0), call.symbols.fresh(0)
     return call.result((call.dims(value)[0], frames, bins, 2), value, 0, value.dtype)
 
@@ -147,9 +147,9 @@ def reverse_sequence(call: Call) -> Output:
     off_axis(value, (time,), "reverses")
     if value.is_rows and value.axis == batch:
         if not lengths.is_rows or not lengths.carries_like(value):
-            raise RowsMeet("takes lengths that do not carry the same rows")
+            raise RowsMeetError("takes lengths that do not carry the same rows")
     elif lengths.is_rows:
-        raise RowsMeet("takes lengths from the rows for another axis")
+        raise RowsMeetError("takes lengths from the rows for another axis")
     return call.same_shape(value)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.graph import INT64
-from ortserve.rows.rules.call import Call, NotKnown, Output, RowsMeet, Rules, normal_axis, off_axis, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, off_axis, rule
 from ortserve.rows.rules.elements import element_count
 from ortserve.rows.symbols import DEPENDENT, N, Number, contains_rows, is_nonnegative
 from ortserve.rows.values import Value, free
@@ -14,7 +14,7 @@ from ortserve.rows.values import Value, free
 def shape(call: Call) -> Output:
     value = call.operand(0)
     if value.facts.padding is not None:
-        raise RowsMeet("gives the length of the longest row")
+        raise RowsMeetError("gives the length of the longest row")
     dims = call.dims(value)
     rank = len(dims)
     start, end = (
@@ -28,7 +28,7 @@ def shape(call: Call) -> Output:
 def size(call: Call) -> Output:
     value = call.operand(0)
     if value.facts.padding is not None:
-        raise RowsMeet("counts the elements of the longest row")
+        raise RowsMeetError("counts the elements of the longest row")
     return free((), INT64, (call.symbols.product(call.dims(value)),))
 
 
@@ -45,20 +45,20 @@ def flatten(call: Call) -> Output:
     axis = call.integer("axis", 1)
     axis = axis + len(dims) if axis < 0 else axis
     if not 0 <= axis <= len(dims):
-        raise NotKnown(f"has axis {axis} for {len(dims)} dimensions")
+        raise NotKnownError(f"has axis {axis} for {len(dims)} dimensions")
     return reshaped(call, value, [call.symbols.product(dims[:axis]), call.symbols.product(dims[axis:])])
 
 
 def _without_copies(call: Call, value: Value, target: Sequence[Number]) -> list[Number]:
     """The target with each 0 replaced by the size that it copies."""
     if 0 in target and call.integer("allowzero", 0):
-        raise NotKnown("gives a tensor without elements")
+        raise NotKnownError("gives a tensor without elements")
     dims = value.dims
     copied: list[Number] = []
     for position, length in enumerate(target):
         if length == 0:
             if dims is None or position >= len(dims):
-                raise NotKnown("copies a size that is not known")
+                raise NotKnownError("copies a size that is not known")
             copied.append(dims[position])
         else:
             copied.append(length)
@@ -69,12 +69,12 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     """A tensor with another shape. Its elements stay in their flat order: prefix, N rows, suffix."""
     symbols = call.symbols
     if any(length != -1 and not is_nonnegative(length) for length in target):
-        raise NotKnown("has a target shape whose sizes may be negative")
+        raise NotKnownError("has a target shape whose sizes may be negative")
     if target.count(-1) > 1:
-        raise NotKnown("has a target shape with two sizes to be inferred")
+        raise NotKnownError("has a target shape with two sizes to be inferred")
     if value.dims is None:
         if -1 in target:
-            raise NotKnown("has an operand whose shape is not known")
+            raise NotKnownError("has an operand whose shape is not known")
         return call.result(target, dtype=value.dtype)
     total = symbols.product(value.dims)
     if -1 in target:
@@ -85,22 +85,22 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
         return call.result(target, dtype=value.dtype, elements=elements)
     carriers = [position for position, length in enumerate(target) if contains_rows(length)]
     if not carriers:
-        raise RowsMeet("has a target shape without the number of rows")
+        raise RowsMeetError("has a target shape without the number of rows")
     if len(carriers) > 1:
-        raise RowsMeet("has a target shape with the number of rows in two sizes")
+        raise RowsMeetError("has a target shape with the number of rows in two sizes")
     (axis,) = carriers
     before = symbols.product(value.dims[: value.axis])
     after = symbols.product(value.dims[value.axis + 1 :])
     outer = symbols.divide_exactly(symbols.multiply(before, value.outer), symbols.product(target[:axis]))
     if outer is None:
-        raise RowsMeet("tears the rows apart")
+        raise RowsMeetError("tears the rows apart")
     inner = symbols.divide_exactly(target[axis], symbols.multiply(N, outer))
     if inner is None or contains_rows(inner) or contains_rows(outer):
-        raise RowsMeet("tears the rows apart")
+        raise RowsMeetError("tears the rows apart")
     if outer != 1 and symbols.multiply(inner, symbols.product(target[axis + 1 :])) != symbols.multiply(
         value.inner, after
     ):
-        raise RowsMeet("tears the rows apart")
+        raise RowsMeetError("tears the rows apart")
     like = replace(value, outer=outer, inner=inner)
     return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
 
@@ -116,10 +116,10 @@ def _inferred(call: Call, total: Number, others: Number) -> Number:
     rowless = symbols.divide_exactly(total, N)
     if rowless is None:
         if isinstance(total, int) and isinstance(others, int):
-            raise RowsMeet("has a target shape that its elements do not fill")
+            raise RowsMeetError("has a target shape that its elements do not fill")
         return symbols.opaque("inferred", total, others, lowest=0)
     if isinstance(rowless, int) and isinstance(others, int):
-        raise RowsMeet("tears the rows apart")
+        raise RowsMeetError("tears the rows apart")
     return symbols.multiply(N, symbols.opaque("inferred", rowless, others, lowest=0))
 
 
@@ -128,7 +128,7 @@ def transpose(call: Call) -> Output:
     dims = call.dims(value)
     order = call.integers("perm") or tuple(reversed(range(len(dims))))
     if sorted(order) != list(range(len(dims))):
-        raise NotKnown("has an order of axes that does not fit its operand")
+        raise NotKnownError("has an order of axes that does not fit its operand")
     elements = value.elements if len(dims) <= 1 else None
     facts = replace(value.facts, columns=())
     axis = order.index(value.axis) if value.is_rows else 0
@@ -141,11 +141,11 @@ def squeeze(call: Call) -> Output:
     axes = call.axes(1, len(dims))
     if axes is None:
         if not all(isinstance(length, int) for length in dims):
-            raise NotKnown("removes every axis of size 1, which may be the axis of the rows")
+            raise NotKnownError("removes every axis of size 1, which may be the axis of the rows")
         axes = tuple(position for position, length in enumerate(dims) if length == 1)
     off_axis(value, axes, "removes the size")
     if value.is_rows and any(isinstance(dims[axis], int) and dims[axis] != 1 for axis in axes):
-        raise NotKnown("removes an axis that is longer than 1")
+        raise NotKnownError("removes an axis that is longer than 1")
     kept = [position for position in range(len(dims)) if position not in axes]
     axis = kept.index(value.axis) if value.is_rows else 0
     facts = replace(value.facts, columns=())
@@ -160,7 +160,7 @@ def unsqueeze(call: Call) -> Output:
     rank = len(dims) + len(given)
     axes = {normal_axis(axis, rank) for axis in given}
     if len(axes) != len(given):
-        raise NotKnown("adds an axis twice")
+        raise NotKnownError("adds an axis twice")
     kept = [position for position in range(rank) if position not in axes]
     lengths: list[Number] = [1] * rank
     for position, length in zip(kept, dims, strict=True):

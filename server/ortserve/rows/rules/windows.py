@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Final
 
 from ortserve.rows.graph import INT32, INT64
-from ortserve.rows.rules.call import Call, NotKnown, Output, RowsMeet, Rules, rule
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.rules.movement import length_of
 from ortserve.rows.symbols import Number
@@ -15,7 +15,7 @@ from ortserve.rows.values import Value
 def check_first_axis(value: Value) -> None:
     """Raise unless the rows of an operand, if it has any, lie on its first axis."""
     if value.is_rows and value.axis != 0:
-        raise RowsMeet("has its rows on another axis than the first, along which it does not keep them apart")
+        raise RowsMeetError("has its rows on another axis than the first, along which it does not keep them apart")
 
 
 def conv(call: Call) -> Output:
@@ -32,9 +32,9 @@ def fused_conv(call: Call) -> Output:
     added = call.optional(3)
     if added is not None and result.is_rows:
         if not added.is_rows or added.axis != 0 or not added.carries_like(result):
-            raise RowsMeet("adds a tensor that does not carry the same rows")
+            raise RowsMeetError("adds a tensor that does not carry the same rows")
     elif added is not None and added.is_rows:
-        raise RowsMeet("adds rows to a result that has none")
+        raise RowsMeetError("adds rows to a result that has none")
     return result
 
 
@@ -47,10 +47,10 @@ def qlinear_conv(call: Call) -> Output:
 def _conv(call: Call, value: Value, weights: Value, dtype: int) -> Value:
     check_first_axis(value)
     if weights.is_rows:
-        raise RowsMeet("takes its weights from the rows")
+        raise RowsMeetError("takes its weights from the rows")
     dims, kernel = call.dims(value), call.dims(weights)
     if len(dims) < 3 or len(kernel) != len(dims):
-        raise NotKnown(f"has an operand of {len(dims)} dimensions")
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     is_last = call.integer("channels_last", 0) or call.op in ("NhwcConv", "NhwcFusedConv")
     if is_last:
         if call.op != "QLinearConv":
@@ -66,7 +66,7 @@ def conv_transpose(call: Call) -> Output:
     check_first_axis(value)
     dims, kernel = call.dims(value), call.dims(weights)
     if len(dims) < 3 or len(kernel) != len(dims):
-        raise NotKnown(f"has an operand of {len(dims)} dimensions")
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     channels = call.symbols.multiply(kernel[1], call.integer("group", 1))
     lengths = _transposed_lengths(call, dims[2:], call.integers("kernel_shape") or kernel[2:])
     return call.result((dims[0], channels, *lengths), value, 0, value.dtype)
@@ -98,7 +98,7 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
     symbols = call.symbols
     rank = len(dims)
     if len(sizes) != rank:
-        raise NotKnown("has a window that does not fit its operand")
+        raise NotKnownError("has a window that does not fit its operand")
     strides = call.integers("strides") or (1,) * rank
     dilations = call.integers("dilations") or (1,) * rank
     pads = call.integers("pads") or (0,) * (2 * rank)
@@ -131,7 +131,7 @@ def _pooled(call: Call, value: Value) -> Value:
     check_first_axis(value)
     dims = call.dims(value)
     if len(dims) < 3:
-        raise NotKnown(f"has an operand of {len(dims)} dimensions")
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     sizes = call.integers("kernel_shape") or ()
     if call.integer("channels_last", 0) or call.op == "NhwcMaxPool":
         return call.result((dims[0], *window_lengths(call, dims[1:-1], sizes), dims[-1]), value, 0, value.dtype)
@@ -141,7 +141,7 @@ def _pooled(call: Call, value: Value) -> Value:
 def max_pool(call: Call) -> Output:
     result = _pooled(call, call.operand(0))
     if call.wants(1) and result.is_rows:
-        raise RowsMeet("gives indices that count over the whole batch")
+        raise RowsMeetError("gives indices that count over the whole batch")
     return [result, call.result(call.dims(result), dtype=INT64)]
 
 
@@ -165,7 +165,7 @@ def _global(call: Call, value: Value) -> Value:
     check_first_axis(value)
     dims = call.dims(value)
     if len(dims) < 3:
-        raise NotKnown(f"has an operand of {len(dims)} dimensions")
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
     ones = (1,) * (len(dims) - 2)
     lengths = (dims[0], *ones, dims[-1]) if call.integer("channels_last", 0) else (*dims[:2], *ones)
     return call.result(lengths, value, 0, value.dtype)
@@ -178,7 +178,7 @@ def blocks(call: Call) -> Output:
     dims = call.dims(value)
     size = call.integer("blocksize", 0)
     if len(dims) != 4 or size < 1:
-        raise NotKnown("has an operand that its rule does not expect")
+        raise NotKnownError("has an operand that its rule does not expect")
     symbols = call.symbols
     if call.op == "SpaceToDepth":
         lengths = [symbols.multiply(dims[1], size * size), *(symbols.divide_whole(each, size) for each in dims[2:])]
