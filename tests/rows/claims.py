@@ -21,12 +21,12 @@ class Check:
 
     Attributes:
         findings: What is wrong, by tensor.
-        checked: How many claims were compared.
+        checked: How many claims were compared, and of those ``with_rows`` about rows.
     """
 
     def __init__(self, claimed: Mapping[str, Value]) -> None:
         self.findings: dict[str, str] = {}
-        self.checked = 0
+        self.checked = self.with_rows = 0
         self._claimed = claimed
         self._numbers = _Numbers()
 
@@ -39,6 +39,7 @@ class Check:
         if claim.kind is brute_force.Kind.NONE:
             return
         self.checked += 1
+        self.with_rows += claim.kind is brute_force.Kind.ROWS
         text = disagreement(claim, seen) or self._contradicts_symbols(value, seen)
         if text:
             self.findings[name] = f"{claim.kind.value} {value}: {text}"
@@ -86,14 +87,30 @@ def check_model(
     seen: Mapping[str, Observation],
     *,
     believe_names: bool = True,
+    node_by_node: bool = False,
 ) -> Check:
-    """Compare all tensors of a model, of which ``seen`` has some."""
+    """Compare all tensors of a model, of which ``seen`` has some.
+
+    Args:
+        model: The model.
+        axes: The hypothesis.
+        seen: What ``observe`` gave, or a ``GrowingGraph``.
+        believe_names: Whether the sizes of equal names are equal in what was seen.
+        node_by_node: Whether the nodes were run one at a time, so that each refused batch is one node's.
+    """
     parsed = parse_model(memoryview(model.SerializeToString()))
-    check = Check(claims(parsed, axes, believe_names=believe_names))
+    claimed = claims(parsed, axes, believe_names=believe_names)
+    if not node_by_node and any(value.cause is not None for value in claimed.values()):  # a batch may be refused where nothing is claimed
+        seen = {name: _without_refused(one) for name, one in seen.items()}
+    check = Check(claimed)
     for name in [*axes, *(name for node in model.graph.node for name in node.output)]:
         if name in seen:
             check.look(name, seen[name])
     return check
+
+
+def _without_refused(seen: Observation) -> Observation:
+    return Observation(seen.alone, {rows: array for rows, array in seen.batches.items() if array is not None})
 
 
 class _Numbers:
