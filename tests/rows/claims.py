@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import onnx
 
-from ortserve.rows import Facts, Kind, Number, Product, Value, claims, parse_model
+from ortserve.rows import DEPENDENT, Facts, Kind, Number, Product, Value, claims, parse_model
 from rows import brute_force
 from rows.brute_force import Claim, Observation, disagreement
 
@@ -58,6 +58,7 @@ class Check:
             _whole(self._numbers.value(value.outer, 1)),
             _whole(self._numbers.value(value.inner, 1)),
             None if stride is None else float(stride),
+            facts.stride is DEPENDENT,
             nonneg=facts.nonnegative,
             below=None if facts.below is None else _whole(self._numbers.value(facts.below, 1)),
             same=facts.is_same,

@@ -34,10 +34,11 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What else is known of the values of a tensor with rows.
+    """What else is known of the values of a tensor: bounds of a free one, all of these of one with rows.
 
     Attributes:
-        stride: The value in the batch is the value alone plus the row's number times this.
+        stride: The value in the batch is the value alone plus the row's number times this. Where it is ``DEPENDENT``,
+            nothing is known of the value in the batch, except of ``columns``.
         nonnegative: The value alone is never negative.
         below: The value alone, an integer, is below this; None where that is not known.
         is_same: The value alone is the same for each row.
@@ -98,10 +99,20 @@ class Value:
         return self.outer == 1 and self.inner == 1
 
 
-def free(dims: tuple[Number, ...] | None, dtype: int = 0, elements: tuple[Number, ...] | None = None) -> Value:
-    """A tensor without rows, of kind size where its elements depend on N."""
-    depends = elements is not None and any(map(contains_rows, elements))
-    return Value(Kind.SIZE if depends else Kind.FREE, dims, dtype=dtype, elements=elements)
+def free(
+    dims: tuple[Number, ...] | None,
+    dtype: int = 0,
+    elements: tuple[Number, ...] | None = None,
+    facts: Facts = NO_FACTS,
+) -> Value:
+    """A tensor without rows, of kind size where its elements depend on N. Of facts, it may have bounds."""
+    if elements is not None and any(map(contains_rows, elements)):
+        return Value(Kind.SIZE, dims, dtype=dtype, elements=elements)
+    if facts.nonnegative or facts.below is not None:
+        facts = Facts(nonnegative=facts.nonnegative, below=facts.below)
+    else:
+        facts = NO_FACTS
+    return Value(Kind.FREE, dims, dtype=dtype, elements=elements, facts=facts)
 
 
 def rows(

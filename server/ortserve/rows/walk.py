@@ -8,7 +8,7 @@ from ortserve.rows.graph import BOOL, INTEGERS, Attribute, Function, Graph, Mode
 from ortserve.rows.rules import RULES
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from ortserve.rows.symbols import Symbols, contains_rows
-from ortserve.rows.values import Cause, Kind, Value, free
+from ortserve.rows.values import NO_FACTS, Cause, Kind, Value, free
 
 DOMAINS: Final = frozenset({"", "ai.onnx.ml"})
 """Domains whose operators without a rule still give constants for constants."""
@@ -20,7 +20,6 @@ MOST_VISITS: Final = 60_000
 """Nodes that are looked at for one model, over all hypotheses and all rounds of loops."""
 _DEEPEST: Final = 16
 _FEW: Final = 16
-_RULE_FAILURES: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class TooMuchWorkError(Exception):
@@ -139,6 +138,11 @@ class _Scope:
             return self._failed(node, Kind.MIXED, order, index, str(meeting))
         except NotKnownError as not_known:
             return self._failed(node, Kind.UNKNOWN, order, index, str(not_known))
+        except TooMuchWorkError:
+            raise
+        except Exception as error:  # noqa: BLE001 - an operand that no rule expects is no reason not to load the model
+            reason = f"is not what its rule expects: {type(error).__name__}"
+            return self._failed(node, Kind.UNKNOWN, order, index, reason)
 
     def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
         cause = Cause(order, node.name or f"{node.op} #{index}", f"{node.op} {reason}")
@@ -147,10 +151,7 @@ class _Scope:
     def _applied(self, rule: Rule, node: Node, operands: list[Value | None]) -> list[Value]:
         """The outputs by a rule, after what holds for all operators."""
         if rule.has_graphs:
-            try:
-                return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=False)
-            except _RULE_FAILURES as failure:
-                raise NotKnownError(f"is not what its rule expects: {type(failure).__name__}") from failure
+            return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=False)
         present = [value for value in operands if value is not None]
         has_rows = any(value.is_rows for value in present)
         data = [value for i, value in enumerate(operands) if value is not None and i not in rule.arguments]
@@ -176,10 +177,6 @@ class _Scope:
             if is_free:
                 return [free(None)] * len(node.outputs)
             raise
-        except _RULE_FAILURES as failure:
-            if is_free:
-                return [free(None)] * len(node.outputs)
-            raise NotKnownError(f"is not what its rule expects: {type(failure).__name__}") from failure
 
     def _call_of(self, node: Node, operands: list[Value | None]) -> Call:
         version = self._opsets.get(node.domain, 1)
@@ -209,7 +206,7 @@ class _Scope:
                 raise RowsMeetError("uses the number of rows as a value")
             return value
         if has_size and value.kind is Kind.FREE and value.elements is None:
-            return replace(value, kind=Kind.SIZE)
+            return replace(value, kind=Kind.SIZE, facts=NO_FACTS)
         if value.kind is Kind.FREE and value.elements is None and value.dims is not None:
             return self._with_elements(value)
         return value

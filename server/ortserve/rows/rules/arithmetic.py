@@ -10,44 +10,36 @@ from ortserve.rows.rules import elements
 from ortserve.rows.rules.alignment import broadcast
 from ortserve.rows.rules.call import Call, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.elementwise import check_broadcast_attribute
-from ortserve.rows.symbols import Number, Symbols, is_nonnegative
-from ortserve.rows.values import NO_FACTS, Facts, Kind, Value
+from ortserve.rows.symbols import DEPENDENT, Number, Symbols, is_nonnegative
+from ortserve.rows.values import Facts, Kind, Value
 
 _INDICES: Final = frozenset({INT32, INT64})
 
 
 def add(call: Call) -> Output:
     values = call.present()
-    facts = NO_FACTS
-    if any(value.is_rows for value in values):
-        facts = replace(
-            _common(values),
-            stride=call.symbols.sum(_stride(value) for value in values),
-            nonnegative=all(map(_is_nonnegative, values)),
-            below=_sum_below(call.symbols, values),
-        )
+    facts = replace(
+        _common(values),
+        stride=call.symbols.sum(_stride(value) for value in values),
+        nonnegative=all(map(_is_nonnegative, values)),
+        below=_sum_below(call.symbols, values),
+    )
     return _computed(call, values, facts, partial(reduce_over, call.symbols.add))
 
 
 def subtract(call: Call) -> Output:
-    values = call.present()
-    facts = NO_FACTS
-    if any(value.is_rows for value in values):
-        facts = replace(
-            _common(values), stride=call.symbols.subtract(_stride(call.operand(0)), _stride(call.operand(1)))
-        )
-    return _computed(call, values, facts, call.symbols.subtract)
+    one, other = call.operand(0), call.operand(1)
+    facts = replace(_common([one, other]), stride=call.symbols.subtract(_stride(one), _stride(other)))
+    return _computed(call, [one, other], facts, call.symbols.subtract)
 
 
 def multiply(call: Call) -> Output:
     values = call.present()
-    facts = NO_FACTS
-    if any(value.is_rows for value in values):
-        facts = replace(_common(values), nonnegative=all(map(_is_nonnegative, values)))
-        if len(values) == 2:
-            facts = _scaled(call.symbols, values, facts)
-        if facts.stride == 0:
-            _without_stride(values)
+    facts = replace(_common(values), nonnegative=all(map(_is_nonnegative, values)))
+    if len(values) == 2:
+        facts = _scaled(call.symbols, values, facts)
+    if facts.stride == 0:
+        _without_stride(values)
     return _computed(call, values, facts, call.symbols.multiply)
 
 
@@ -74,15 +66,16 @@ def remainder(call: Call) -> Output:
 def minimum(call: Call) -> Output:
     values = call.present()
     _without_stride(values)
-    bounds = [bound for value in values if value.is_rows and (bound := value.facts.below) is not None]
+    bounds = [bound for value in values if (bound := value.facts.below) is not None]
     facts = replace(_common(values), nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None)
     return _computed(call, values, facts, partial(reduce_over, call.symbols.minimum))
 
 
 def maximum(call: Call) -> Output:
     values = call.present()
-    _without_stride(values)
     facts = replace(_common(values), nonnegative=any(map(_is_nonnegative, values)))
+    if any(value.facts.stride != 0 for value in values):  # exporters read the shape of such a result
+        facts = Facts(stride=DEPENDENT)
     return _computed(call, values, facts, partial(reduce_over, call.symbols.maximum))
 
 
@@ -189,13 +182,13 @@ def _common(values: Sequence[Value]) -> Facts:
 
 
 def _is_nonnegative(value: Value) -> bool:
-    if value.is_rows:
+    if value.is_rows or value.facts.nonnegative:
         return value.facts.nonnegative
     return value.elements is not None and all(map(is_nonnegative, value.elements)) and value.is_integer
 
 
 def _below(value: Value, symbols: Symbols) -> Number | None:
-    if value.is_rows:
+    if value.is_rows or value.facts.below is not None:
         return value.facts.below
     known = elements.uniform(value)
     return None if known is None else symbols.add(known, 1)
@@ -216,7 +209,7 @@ def _scaled(symbols: Symbols, values: Sequence[Value], facts: Facts) -> Facts:
     """The facts of rows times a known number."""
     for value, other in (values, reversed(values)):
         factor = elements.uniform(other)
-        if not value.is_rows or other.kind is not Kind.FREE or factor is None or not value.is_integer:
+        if other.kind is not Kind.FREE or factor is None or not value.is_integer or value.kind is Kind.SIZE:
             continue
         facts = replace(facts, stride=symbols.multiply(value.facts.stride, factor))
         if value.facts.below is not None and is_nonnegative(factor):
@@ -232,7 +225,7 @@ RULES: Final[Rules] = {
     ("", "Div"): rule(divide),
     ("", "Mod"): rule(remainder),
     ("", "Min"): rule(minimum),
-    ("", "Max"): rule(maximum),
+    ("", "Max"): rule(maximum, keeps_stride=True),
     ("", "Neg"): rule(negate, keeps_stride=True),
     ("", "Abs"): rule(absolute),
     **{("", op): rule(rounded) for op in ("Ceil", "Floor", "Round")},

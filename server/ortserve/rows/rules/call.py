@@ -149,11 +149,11 @@ class Call:
         elements: tuple[Number, ...] | None = None,
         facts: Facts = NO_FACTS,
     ) -> Value:
-        """An output: with rows laid out as in ``like``, if that has rows; free otherwise."""
+        """An output: with rows laid out as in ``like``, if that has rows; free otherwise, with bounds as its facts."""
         if len(dims) > MOST_RANK:
             raise NotKnownError(f"gives a tensor of {len(dims)} dimensions")
         if like is None or not like.is_rows:
-            return free(tuple(dims), dtype, elements)
+            return free(tuple(dims), dtype, elements, facts)
         return rows(self.symbols, tuple(dims), axis, like.outer, like.inner, dtype, facts)
 
     def same_shape(self, value: Value, dtype: int | None = None, facts: Facts = NO_FACTS) -> Value:

@@ -1,5 +1,6 @@
 """Classical models (ai.onnx.ml): a matrix with a row for each item, and a column for each feature."""
 
+from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.graph import FLOAT, INT64, STRING
@@ -84,11 +85,23 @@ def one_hot_encoder(call: Call) -> Output:
 def array_feature_extractor(call: Call) -> Output:
     value, indices = call.operand(0), call.operand(1)
     dims = call.dims(value)
-    if len(dims) < 2:
-        raise NotKnownError("has an operand that is no matrix")
-    off_axis(value, (len(dims) - 1,), "picks features")
-    count = call.symbols.product(call.dims(indices))
-    return call.result((*dims[:-1], count), value, value.axis, value.dtype)
+    if value.is_rows and len(dims) < 2:
+        raise RowsMeetError("takes the rows for the features of one item")
+    dims = (1, *dims) if len(dims) == 1 else dims
+    picked = call.dims(indices)
+    lengths = (*dims[:-1], call.symbols.product(picked))
+    if not indices.is_rows:
+        off_axis(value, (len(dims) - 1,), "picks features")
+        return call.result(lengths, value, value.axis, value.dtype)
+    if value.is_rows:
+        raise RowsMeetError("picks from all rows by indices that carry rows")
+    product = call.symbols.product
+    like = replace(
+        indices,
+        outer=product((*picked[: indices.axis], indices.outer)),
+        inner=product((indices.inner, *picked[indices.axis + 1 :])),
+    )
+    return call.result(lengths, like, len(lengths) - 1, value.dtype)
 
 
 def feature_vectorizer(call: Call) -> Output:
@@ -116,6 +129,6 @@ RULES: Final[Rules] = {
     **{(DOMAIN, op): rule(per_feature) for op in ("Imputer", "Scaler")},
     **{(DOMAIN, op): rule(elementwise) for op in ("Binarizer", "CategoryMapper", "LabelEncoder")},
     (DOMAIN, "OneHotEncoder"): rule(one_hot_encoder),
-    (DOMAIN, "ArrayFeatureExtractor"): rule(array_feature_extractor, parameters=(1,)),
+    (DOMAIN, "ArrayFeatureExtractor"): rule(array_feature_extractor),
     (DOMAIN, "FeatureVectorizer"): rule(feature_vectorizer),
 }

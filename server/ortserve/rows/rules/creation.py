@@ -8,7 +8,7 @@ from ortserve.rows.graph import FLOAT, INT32, INT64, STRING, Tensor
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.elements import MOST_ELEMENTS, element_count
 from ortserve.rows.rules.movement import facts_of_copies, length_of
-from ortserve.rows.symbols import N, Number, contains_rows
+from ortserve.rows.symbols import N, Number, contains_rows, is_nonnegative
 from ortserve.rows.symbols import constant as reduced
 from ortserve.rows.values import Facts, Kind, Value, rows
 
@@ -77,7 +77,8 @@ def range_(call: Call) -> Output:
         known = tuple(range(start, limit, delta)) if count <= MOST_ELEMENTS else None
         return call.result((count,), dtype=dtype, elements=known)
     if delta == 1 and dtype in (INT32, INT64):
-        return call.result((length_of(call, symbols.subtract(limit, start)),), dtype=dtype)
+        facts = Facts(nonnegative=is_nonnegative(start), below=limit)
+        return call.result((length_of(call, symbols.subtract(limit, start)),), dtype=dtype, facts=facts)
     return call.result((symbols.opaque("count", start, limit, delta, lowest=0),), dtype=dtype)
 
 

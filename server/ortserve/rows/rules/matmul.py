@@ -22,6 +22,8 @@ def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
     left, right = call.dims(one), call.dims(other)
     if not left or not right:
         raise NotKnownError("has an operand without axes")
+    if left[-1] == 0:
+        raise NotKnownError("adds up no products at all")
     rank = max(len(left), len(right), 2)
     one_axis = _matrix_axis(one, len(left), rank, is_left=True)
     other_axis = _matrix_axis(other, len(right), rank, is_left=False)

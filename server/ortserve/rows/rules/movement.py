@@ -172,6 +172,8 @@ def _cut_length(call: Call, length: Number, start: Number, end: Number, step: in
         end = length if end >= TO_THE_END else symbols.add(length, end) if end < 0 else end
     if not is_nonnegative(start) or not is_nonnegative(end):
         return symbols.opaque("cut", length, start, end, lowest=0)
+    if symbols.at_least(start, end):
+        return 0
     stop = symbols.minimum(length, end)
     if start == 0:
         return stop

@@ -28,6 +28,8 @@ def reduce_(call: Call) -> Output:
 def reduced(call: Call, value: Value, axes: tuple[int, ...]) -> Value:
     off_axis(value, axes, "reduces")
     dims = call.dims(value)
+    if value.is_rows and 0 in dims:
+        raise NotKnownError("has an operand without entries")
     elements = _reduced_elements(call, value)
     if call.integer("keepdims", 1):
         lengths = [1 if axis in axes else length for axis, length in enumerate(dims)]
@@ -66,6 +68,8 @@ def arg(call: Call) -> Output:
     dims = call.dims(value)
     axis = call.axis("axis", 0, len(dims))
     off_axis(value, (axis,), "compares")
+    if value.is_rows and 0 in dims:
+        raise NotKnownError("has an operand without entries")
     facts = Facts(nonnegative=True, below=dims[axis])
     if call.integer("keepdims", 1):
         return call.result((*dims[:axis], 1, *dims[axis + 1 :]), value, value.axis, INT64, facts=facts)

@@ -7,7 +7,7 @@ from typing import Final
 from ortserve.rows.graph import INT64
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, off_axis, rule
 from ortserve.rows.rules.elements import element_count
-from ortserve.rows.symbols import DEPENDENT, N, Number, contains_rows, is_nonnegative
+from ortserve.rows.symbols import DEPENDENT, N, Number, Product, atoms_of, contains_rows, is_nonnegative
 from ortserve.rows.values import Value, free
 
 
@@ -91,6 +91,8 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     (axis,) = carriers
     before = symbols.product(value.dims[: value.axis])
     after = symbols.product(value.dims[value.axis + 1 :])
+    if (wanted := symbols.product(target)) != total:
+        before, after = _solved(call, total, wanted, before, after)
     outer = symbols.divide_exactly(symbols.multiply(before, value.outer), symbols.product(target[:axis]))
     if outer is None:
         raise RowsMeetError("tears the rows apart")
@@ -102,7 +104,33 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
     ):
         raise RowsMeetError("tears the rows apart")
     like = replace(value, outer=outer, inner=inner)
+    if value.facts.padding is not None and not (_ends_in_padding(value) and axis == 0 and like.is_plain):
+        raise RowsMeetError("takes rows that are padded to the longest one")
     return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
+
+
+def _solved(call: Call, total: Number, wanted: Number, *numbers: Number) -> list[Number]:
+    """Numbers in which a size has the value that alone lets a target shape hold all elements.
+
+    Exporters freeze a size in some places and leave it open in others. A request with another size fails alone.
+    """
+    for atom in atoms_of(total):
+        size = Product(1, 0, ((atom, 1),))
+        rest = call.symbols.divide_exactly(total, size)
+        value = None if rest is None else call.symbols.divide_exactly(wanted, rest)
+        if value is None or contains_rows(value):
+            continue
+        parts = [call.symbols.divide_exactly(number, size) for number in numbers]
+        return [
+            number if part is None else call.symbols.multiply(part, value)
+            for number, part in zip(numbers, parts, strict=True)
+        ]
+    return list(numbers)
+
+
+def _ends_in_padding(value: Value) -> bool:
+    """Whether all padding of a padded row is at its end: the axes between the rows and the last have length 1."""
+    return value.axis == 0 and value.is_plain and all(length == 1 for length in (value.dims or ())[1:-1])
 
 
 def _inferred(call: Call, total: Number, others: Number) -> Number:
@@ -173,8 +201,8 @@ def unsqueeze(call: Call) -> Output:
 RULES: Final[Rules] = {
     ("", "Shape"): rule(shape, arguments=(0,), keeps_stride=True, keeps_padding=True),
     ("", "Size"): rule(size, arguments=(0,), keeps_stride=True, keeps_padding=True),
-    ("", "Reshape"): rule(reshape, arguments=(1,), keeps_stride=True),
-    ("", "Flatten"): rule(flatten, keeps_stride=True),
+    ("", "Reshape"): rule(reshape, arguments=(1,), keeps_stride=True, keeps_padding=True),
+    ("", "Flatten"): rule(flatten, keeps_stride=True, keeps_padding=True),
     ("", "Transpose"): rule(transpose, keeps_stride=True),
     ("", "Squeeze"): rule(squeeze, arguments=(1,), keeps_stride=True),
     ("", "Unsqueeze"): rule(unsqueeze, arguments=(1,), keeps_stride=True),
