@@ -13,7 +13,7 @@ from ortserve.rows.symbols import Constant, constant
 
 MOST_ELEMENTS: Final = 4096
 """Elements of a constant that are kept; also of an attribute."""
-MOST_FLOATS: Final = 64
+MOST_FLOATS: Final = 16
 """Elements of a constant of floating-point numbers that are kept: they are scales and bounds, not weights."""
 MOST_NODES: Final = 50_000
 _DEEPEST: Final = 12
@@ -95,7 +95,7 @@ class _Reader:
         return Model(graphs[0], opsets, functions)
 
     def _text(self, start: int, end: int) -> str:
-        return bytes(self._data[start:end]).decode()
+        return str(self._data[start:end], "utf-8")
 
     def _opset(self, start: int, end: int, opsets: dict[str, int]) -> None:
         domain, version = "", 1

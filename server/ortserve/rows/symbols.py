@@ -89,19 +89,22 @@ _ONE: Final[Number] = 1
 
 def contains_rows(number: Number) -> bool:
     """Whether N has a part in a number."""
-    return (isinstance(number, Product) and number.rows > 0) or number is DEPENDENT
+    return not isinstance(number, int) and ((isinstance(number, Product) and number.rows > 0) or number is DEPENDENT)
 
 
 def constant(value: Constant) -> Constant:
     """A fraction that is whole, as an integer."""
-    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
+    # A fraction is a number of an abstract class: isinstance takes long to say that another number is none.
+    return value.numerator if type(value) is Fraction and value.denominator == 1 else value
 
 
 def is_whole(number: Number) -> bool:
     """Whether a number is certainly an integer."""
+    if isinstance(number, int):
+        return True
     if isinstance(number, Product):
         return isinstance(number.factor, int) and all(atom.is_whole for atom, _ in number.atoms)
-    return isinstance(number, int)
+    return False
 
 
 def atoms_of(number: Number) -> Iterable[Atom]:
@@ -212,7 +215,7 @@ class Symbols:
             return other
         if other == 1:
             return one
-        factor = constant(_factor(one) * _factor(other))
+        factor: Constant = constant(_factor(one) * _factor(other))
         if not isinstance(one, Product) and not isinstance(other, Product) and not _is_fine(factor):
             return factor
         powers = dict(_powers(one))
@@ -234,7 +237,7 @@ class Symbols:
             return None
         if one == 0:
             return 0
-        factor = constant(Fraction(_factor(one)) / _factor(other))
+        factor = _quotient(_factor(one), _factor(other))
         rows = _rows(one) - _rows(other)
         powers = dict(_powers(one))
         for atom, power in _powers(other):
@@ -274,14 +277,9 @@ class Symbols:
         if len(ordered) == 1:
             return _product(leading, rows, dict(first))
         common = {atom: min(dict(key[1]).get(atom, 0) for key in terms) for atom, _ in first}
-        divisor: Constant = Fraction(
-            gcd(*(value.numerator for value in terms.values())), lcm(*(value.denominator for value in terms.values()))
-        )
-        divisor = constant(divisor if leading > 0 else -divisor)
+        divisor = _common_divisor([value for _, value in ordered])
         inner = tuple(
-            _product(
-                constant(Fraction(value) / divisor), 0, {atom: power - common.get(atom, 0) for atom, power in key[1]}
-            )
+            _product(_quotient(value, divisor), 0, {atom: power - common.get(atom, 0) for atom, power in key[1]})
             for key, value in ordered
         )
         atom = self._atom(("sum", inner), _least(inner), terms=inner, is_whole=all(map(is_whole, inner)))
@@ -339,7 +337,8 @@ class Symbols:
             return one
         lows = [lowest(one), lowest(other)]
         least = min(low for low in lows if low is not None) if None not in lows else None
-        return self.opaque("minimum", frozenset((one, other)), lowest=least)
+        whole = is_whole(one) and is_whole(other)
+        return self.opaque("minimum", frozenset((one, other)), lowest=least, is_whole=whole)
 
     def maximum(self, one: Number, other: Number) -> Number:
         if self.at_least(one, other):
@@ -347,7 +346,8 @@ class Symbols:
         if self.at_least(other, one):
             return other
         lows = [low for low in (lowest(one), lowest(other)) if low is not None]
-        return self.opaque("maximum", frozenset((one, other)), lowest=max(lows, default=None))
+        whole = is_whole(one) and is_whole(other)
+        return self.opaque("maximum", frozenset((one, other)), lowest=max(lows, default=None), is_whole=whole)
 
     def at_least(self, one: Number, other: Number, more: int = 0) -> bool:
         """Whether ``one >= other + more`` certainly holds."""
@@ -400,6 +400,21 @@ def is_positive(number: Number) -> bool:
 def _is_fine(factor: Constant) -> bool:
     """Whether a factor has so many bits that a product with it is rounded."""
     return isinstance(factor, Fraction) and (factor.denominator > 1 << 20 or abs(factor.numerator) > 1 << 20)
+
+
+def _common_divisor(values: list[Constant]) -> Constant:
+    """The largest number that divides all of them to integers, with the sign of the last."""
+    if all(isinstance(value, int) for value in values):
+        divisor: Constant = gcd(*(value.numerator for value in values))
+    else:
+        divisor = Fraction(gcd(*(value.numerator for value in values)), lcm(*(value.denominator for value in values)))
+    return divisor if values[-1] > 0 else -divisor
+
+
+def _quotient(value: Constant, divisor: Constant) -> Constant:
+    if isinstance(value, int) and isinstance(divisor, int) and value % divisor == 0:
+        return value // divisor
+    return constant(Fraction(value) / divisor)
 
 
 def _factor(number: "int | Fraction | Product") -> Constant:

@@ -152,23 +152,17 @@ class _Scope:
         """The outputs by a rule, after what holds for all operators."""
         if rule.has_graphs:
             return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=False)
-        present = [value for value in operands if value is not None]
-        has_rows = any(value.is_rows for value in present)
-        data = [value for i, value in enumerate(operands) if value is not None and i not in rule.arguments]
-        has_size = any(value.kind is Kind.SIZE for value in data)
-        is_free = _all_free(operands) and not _has_graphs(node)
+        has_rows = has_size = False
+        is_free = True
+        for i, value in enumerate(operands):
+            if value is not None and value.kind is not Kind.FREE:
+                is_free = False
+                has_rows = has_rows or value.is_rows
+                has_size = has_size or (value.kind is Kind.SIZE and i not in rule.arguments)
         if has_rows:
             if has_size:
                 raise RowsMeetError("uses the number of rows as a value")
-            for value in present:
-                if value.facts.stride != 0 and not rule.keeps_stride:
-                    raise RowsMeetError("uses the number of the row")
-                if value.facts.padding is not None and not rule.keeps_padding:
-                    raise RowsMeetError("takes rows that are padded to the longest one")
-            for i in rule.parameters:
-                parameter = operands[i] if i < len(operands) else None
-                if parameter is not None and parameter.kind is not Kind.FREE:
-                    raise RowsMeetError(f"takes its parameter {i} from the rows")
+            _check_operands(rule, operands)
         try:
             return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=has_size)
         except RandomError:
@@ -255,6 +249,19 @@ class _Scope:
             elif value.name in self._attributes:
                 found[name] = self._attributes[value.name]
         return found
+
+
+def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:
+    """Raise unless a rule knows what its operands contain, and those that must be free are."""
+    for i, value in enumerate(operands):
+        if value is None or value.kind is Kind.FREE:
+            continue
+        if value.facts.stride != 0 and not rule.keeps_stride:
+            raise RowsMeetError("uses the number of the row")
+        if value.facts.padding is not None and not rule.keeps_padding:
+            raise RowsMeetError("takes rows that are padded to the longest one")
+        if i in rule.parameters:
+            raise RowsMeetError(f"takes its parameter {i} from the rows")
 
 
 def _has_graphs(node: Node) -> bool:

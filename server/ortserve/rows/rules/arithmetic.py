@@ -10,7 +10,7 @@ from ortserve.rows.rules import elements
 from ortserve.rows.rules.alignment import broadcast
 from ortserve.rows.rules.call import Call, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.elementwise import check_broadcast_attribute
-from ortserve.rows.symbols import DEPENDENT, Number, Symbols, is_nonnegative
+from ortserve.rows.symbols import DEPENDENT, Number, Symbols, is_nonnegative, is_whole
 from ortserve.rows.values import Facts, Kind, Value
 
 _INDICES: Final = frozenset({INT32, INT64})
@@ -90,7 +90,9 @@ def absolute(call: Call) -> Output:
     _without_stride([value])
 
     def compute(number: Number) -> Number:
-        return number if is_nonnegative(number) else call.symbols.opaque("absolute", number, lowest=0)
+        if is_nonnegative(number):
+            return number
+        return call.symbols.opaque("absolute", number, lowest=0, is_whole=is_whole(number))
 
     return _computed(call, [value], _common([value]), compute)
 

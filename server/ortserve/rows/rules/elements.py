@@ -5,7 +5,16 @@ from fractions import Fraction
 from typing import Final
 
 from ortserve.rows.graph import BOOL, DOUBLE, FLOAT, INT32, INT64
-from ortserve.rows.symbols import DEPENDENT, Number, Symbols, contains_rows, is_nonnegative, is_positive, lowest
+from ortserve.rows.symbols import (
+    DEPENDENT,
+    Number,
+    Symbols,
+    contains_rows,
+    is_nonnegative,
+    is_positive,
+    is_whole,
+    lowest,
+)
 from ortserve.rows.values import Value
 
 MOST_ELEMENTS: Final = 512
@@ -122,7 +131,7 @@ def choice(symbols: Symbols, condition: Number, one: Number, other: Number) -> N
         return one
     lows = [lowest(one), lowest(other)]
     least = min(low for low in lows if low is not None) if None not in lows else None
-    return symbols.opaque("choice", condition, one, other, lowest=least)
+    return symbols.opaque("choice", condition, one, other, lowest=least, is_whole=is_whole(one) and is_whole(other))
 
 
 def cast(symbols: Symbols, to: int, number: Number) -> Number:

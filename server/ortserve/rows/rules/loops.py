@@ -216,7 +216,14 @@ class _States:
         if current.is_rows:
             return replace(current, dims=dims, dtype=dtype, facts=_weaker_facts(current, new))
         elements = None
-        if current.elements is not None and new.elements is not None and len(current.elements) == len(new.elements):
+        if current.elements == new.elements and all(_is_before(each, self._mark) for each in current.elements or ()):
+            elements = current.elements
+        elif (
+            current.elements is not None
+            and new.elements is not None
+            and len(current.elements) == len(new.elements)
+            and (current.is_integer or current.dtype == BOOL)
+        ):
             elements = tuple(
                 self._weaker_number((index, "element", i), one, two, None)
                 for i, (one, two) in enumerate(zip(current.elements, new.elements, strict=True))
