@@ -161,6 +161,8 @@ def differ(left: np.ndarray, right: np.ndarray, scale: float | None = None) -> b
     """Whether two arrays are different beyond what rounding explains; ``scale`` is the size of their numbers."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return True
+    if left.dtype.names is not None:
+        return any(differ(left[name], right[name], scale) for name in left.dtype.names)
     if np.array_equal(left, right):
         return False
     if left.dtype.kind not in "fc":
@@ -284,7 +286,9 @@ def _run(session: Any, feeds: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def _as_array(value: Any) -> np.ndarray:
-    """Sequences of maps, as ZipMap makes them, as a row each; other sequences are one array of objects."""
+    """Sequences of maps, as ZipMap makes them, have a record for each row; other sequences are arrays of objects."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return np.array([[entry[key] for key in sorted(value[0])] for entry in value])
+        keys = sorted(value[0])
+        record = np.dtype([(str(key), np.asarray(value[0][key]).dtype) for key in keys])
+        return np.array([tuple(entry[key] for key in keys) for entry in value], record)
     return np.asarray(value, dtype=object) if isinstance(value, list) else np.asarray(value)
