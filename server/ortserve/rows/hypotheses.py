@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import product
 from typing import Final, TypeAlias
 
 from ortserve.rows.graph import Declared, Model
-from ortserve.rows.symbols import Number, Symbols
+from ortserve.rows.symbols import Number, Symbols, constant
 from ortserve.rows.values import Value, free, rows
 
 MOST_HYPOTHESES: Final = 48
@@ -17,7 +19,24 @@ Axes: TypeAlias = Mapping[str, int | None]
 """By graph input, the axis that carries the rows; None for an input without rows."""
 Sizes: TypeAlias = Mapping[str, Sequence[int | None]]
 """By graph input, the sizes of a request's axes; None where the size is not known."""
+Values: TypeAlias = Mapping[str, Sequence[int | float]]
+"""By graph input without rows, the elements of a request, in the order of memory."""
 
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is known of the requests that a verdict is for.
+
+    Attributes:
+        sizes: Of the axes of some inputs.
+        values: The elements of some small inputs without rows, in the order of memory.
+    """
+
+    sizes: Sizes = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+
+
+_NAME: Final = re.compile(r"\w")
 _SUM: Final = re.compile(r"[A-Za-z_][\w.\-]*(?: *\+ *(?:[A-Za-z_][\w.\-]*|\d+))+")
 
 
@@ -106,7 +125,7 @@ class Beginning:
         problem: Why there is no claim for an input; empty where all have one.
     """
 
-    def __init__(self, model: Model, symbols: Symbols, axes: Axes, sizes: Sizes, *, believe_names: bool) -> None:
+    def __init__(self, model: Model, symbols: Symbols, axes: Axes, request: Request, *, believe_names: bool) -> None:
         self.claims: dict[str, Value] = {}
         self.problem = ""
         self._symbols = symbols
@@ -120,10 +139,11 @@ class Beginning:
             if (axis := axes.get(declared.name)) is not None and declared.dims and -1 < axis < len(declared.dims)
         }
         for declared in inputs:
-            self._claim(declared, axes.get(declared.name), sizes)
+            self._claim(declared, axes.get(declared.name), request)
         self.equal_sizes = tuple(sorted(name for name, uses in self._uses.items() if uses > 1))
 
-    def _claim(self, declared: Declared, axis: int | None, sizes: Sizes) -> None:
+    def _claim(self, declared: Declared, axis: int | None, request: Request) -> None:
+        sizes = request.sizes
         dims = _declared_dims(declared, sizes)
         if not declared.is_tensor or dims is None:
             if axis is None and declared.is_tensor:
@@ -143,7 +163,9 @@ class Beginning:
             1 if position == axis else self._length(size, known[position]) for position, size in enumerate(dims)
         )
         if axis is None:
-            self.claims[declared.name] = free(lengths, declared.dtype)
+            given = request.values.get(declared.name)
+            elements = None if given is None else tuple(constant(Fraction(value)) for value in given)
+            self.claims[declared.name] = free(lengths, declared.dtype, elements)
         else:
             self.claims[declared.name] = rows(self._symbols, lengths, axis, 1, 1, declared.dtype)
 
@@ -152,7 +174,8 @@ class Beginning:
             return size
         if known is not None and known > 0:
             return known
-        if size is None or not self._believe_names or size in self._batch_names:
+        is_name = size is not None and _NAME.match(size) is not None  # some exporters write "?"
+        if size is None or not is_name or not self._believe_names or size in self._batch_names:
             return self._symbols.fresh(1)
         if _SUM.fullmatch(size):
             parts = [part.strip() for part in size.split("+")]

@@ -222,7 +222,7 @@ class Symbols:
         for atom, power in _powers(other):
             powers[atom] = powers.get(atom, 0) + power
         rows = _rows(one) + _rows(other)
-        if abs(factor) >= _LARGEST or sum(powers.values()) + rows > _HIGHEST_POWER or _is_fine(factor):
+        if not -_LARGEST < factor < _LARGEST or sum(powers.values()) + rows > _HIGHEST_POWER or _is_fine(factor):
             return self.opaque("product", frozenset((one, other)), is_whole=is_whole(one) and is_whole(other))
         return _product(factor, rows, powers)
 

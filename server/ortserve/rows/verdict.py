@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ortserve.rows.graph import Model
-from ortserve.rows.hypotheses import MOST_HYPOTHESES, Axes, Beginning, Sizes, has_choice, hypotheses, real_inputs
+from ortserve.rows.hypotheses import (
+    MOST_HYPOTHESES,
+    Axes,
+    Beginning,
+    Request,
+    Sizes,
+    has_choice,
+    hypotheses,
+    real_inputs,
+)
 from ortserve.rows.reading import TooLargeError, read_graph
 from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value
@@ -48,7 +57,12 @@ class RowVerdict:
     reason: str = ""
 
 
-def prove_rows(path: Path, *, input_shapes: Sizes | None = None) -> RowVerdict:
+def prove_rows(
+    path: Path,
+    *,
+    input_shapes: Sizes | None = None,
+    input_values: Values | None = None,
+) -> RowVerdict:
     """Whether the rows of a model are independent, along the first axes for which that can be proven.
 
     Never raises; a file that cannot be read gives unknown. Blocks on the file. Takes some 50 µs a node.
@@ -57,6 +71,8 @@ def prove_rows(path: Path, *, input_shapes: Sizes | None = None) -> RowVerdict:
         path: The model file.
         input_shapes: Sizes of a request's axes, for inputs whose rank or axes the file leaves open; None for an axis
             of unknown size. The verdict then holds for requests with these sizes only.
+        input_values: Elements of small inputs that carry no rows, such as a rate. The verdict then holds for requests
+            with these values only.
     """
     try:
         model = read_graph(path)
@@ -64,11 +80,12 @@ def prove_rows(path: Path, *, input_shapes: Sizes | None = None) -> RowVerdict:
         return _unknown(f"the model is not analysed: {failure}")
     if model is None:
         return _unknown("the file cannot be read as an ONNX model")
-    return prove_model(model, input_shapes or {})
+    return prove_model(model, input_shapes, input_values)
 
 
-def prove_model(model: Model, sizes: Sizes) -> RowVerdict:
+def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None = None) -> RowVerdict:
     """As ``prove_rows``, for a model that was read."""
+    sizes = sizes or {}
     if not has_choice(model, sizes):
         unclear = [each for each in real_inputs(model) if each.dims is None]
         if unclear:
@@ -80,7 +97,7 @@ def prove_model(model: Model, sizes: Sizes) -> RowVerdict:
         if count >= MOST_HYPOTHESES:
             break
         try:
-            verdict = prove_axes(model, axes, sizes, budget)
+            verdict = prove_axes(model, axes, sizes, values, budget)
         except TooMuchWorkError:
             break
         if verdict.outcome is Outcome.PROVEN:
@@ -89,7 +106,13 @@ def prove_model(model: Model, sizes: Sizes) -> RowVerdict:
     return first or _unknown("the model has more nodes than are analysed")
 
 
-def prove_axes(model: Model, axes: Axes, sizes: Sizes | None = None, budget: Budget | None = None) -> RowVerdict:
+def prove_axes(
+    model: Model,
+    axes: Axes,
+    sizes: Sizes | None = None,
+    values: Values | None = None,
+    budget: Budget | None = None,
+) -> RowVerdict:
     """The verdict for one hypothesis: ``axes`` has the axis of each input that carries rows.
 
     Names of dimensions are believed only where the proof needs them.
@@ -98,28 +121,36 @@ def prove_axes(model: Model, axes: Axes, sizes: Sizes | None = None, budget: Bud
         TooMuchWorkError: ``budget`` does not suffice.
     """
     budget = budget or Budget()
-    verdict = _judge(model, axes, sizes or {}, budget, believe_names=True)
+    request = Request(sizes or {}, values or {})
+    verdict = _judge(model, axes, request, budget, believe_names=True)
     if verdict.outcome is Outcome.PROVEN and verdict.equal_sizes:
         try:
-            without = _judge(model, axes, sizes or {}, budget, believe_names=False)
+            without = _judge(model, axes, request, budget, believe_names=False)
         except TooMuchWorkError:
             return verdict
         return without if without.outcome is Outcome.PROVEN else verdict
     return verdict
 
 
-def claims(model: Model, axes: Axes, sizes: Sizes | None = None, *, believe_names: bool = False) -> dict[str, Value]:
+def claims(
+    model: Model,
+    axes: Axes,
+    sizes: Sizes | None = None,
+    values: Values | None = None,
+    *,
+    believe_names: bool = False,
+) -> dict[str, Value]:
     """What one hypothesis claims of every tensor of the main graph, by name. For tests."""
     symbols = Symbols()
-    beginning = Beginning(model, symbols, axes, sizes or {}, believe_names=believe_names)
+    beginning = Beginning(model, symbols, axes, Request(sizes or {}, values or {}), believe_names=believe_names)
     if beginning.problem:
         return {}
     return Walk(model, symbols, Budget()).run(beginning.claims)
 
 
-def _judge(model: Model, axes: Axes, sizes: Sizes, budget: Budget, *, believe_names: bool) -> RowVerdict:
+def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believe_names: bool) -> RowVerdict:
     symbols = Symbols()
-    beginning = Beginning(model, symbols, axes, sizes, believe_names=believe_names)
+    beginning = Beginning(model, symbols, axes, request, believe_names=believe_names)
     if beginning.problem:
         return _unknown(beginning.problem)
     names = Walk(model, symbols, budget).run(beginning.claims)

@@ -52,6 +52,32 @@ def element_count(dims: Sequence[Number]) -> int | None:
     return count
 
 
+def taken(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ...] | None:
+    """The known elements at some positions along an axis; None where they are not known."""
+    dims = value.dims or ()
+    if value.elements is None or element_count(dims) != len(value.elements):
+        return None
+    after = element_count(dims[axis + 1 :]) or 0
+    along = element_count(dims[axis : axis + 1]) or 0
+    if not after or not along or len(positions) * len(value.elements) > MOST_ELEMENTS * along:
+        return None
+    blocks = range(0, len(value.elements), along * after)
+    starts = (block + position * after for block in blocks for position in positions)
+    return tuple(element for start in starts for element in value.elements[start : start + after])
+
+
+def transposed(value: Value, order: Sequence[int]) -> tuple[Number, ...] | None:
+    """The known elements with their axes in another order; None where they are not known."""
+    dims = [length for length in value.dims or () if isinstance(length, int)]
+    if value.elements is None or len(value.elements) > MOST_ELEMENTS or len(dims) != len(order):
+        return None
+    offsets = [0]
+    for axis in order:
+        step = element_count(dims[axis + 1 :]) or 0
+        offsets = [offset + index * step for offset in offsets for index in range(dims[axis])]
+    return tuple(value.elements[offset] for offset in offsets)
+
+
 def uniform(value: Value) -> Number | None:
     """The number that all elements of a tensor are; None where they differ or are not known."""
     if not value.elements or any(element != value.elements[0] for element in value.elements):

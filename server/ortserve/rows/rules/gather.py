@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
-from ortserve.rows.rules.elements import MOST_ELEMENTS
+from ortserve.rows.rules.elements import taken
 from ortserve.rows.symbols import Number
 from ortserve.rows.values import Facts, Value
 
@@ -21,11 +21,14 @@ def gather(call: Call) -> Output:
             _check_own_rows(value, indices, axis)
         elif indices.facts.stride != 0:
             raise RowsMeetError("picks an entry by the number of the row")
-        facts = replace(value.facts, columns=()) if value.is_rows else Facts()
+        facts = Facts()
+        if value.is_rows:
+            is_same = value.facts.is_same and indices.facts.is_same
+            facts = replace(value.facts, columns=(), is_same=is_same)
         return call.result(lengths, indices, axis + indices.axis, value.dtype, facts=facts)
     off_axis(value, (axis,), "picks an entry")
     if not value.is_rows:
-        return call.result(lengths, dtype=value.dtype, elements=_picked(value, indices))
+        return call.result(lengths, dtype=value.dtype, elements=_picked(value, indices, axis))
     shifted = value.axis if value.axis < axis else value.axis + len(picked) - 1
     facts = Facts(
         stride=value.facts.stride,
@@ -49,17 +52,17 @@ def _check_own_rows(value: Value, indices: Value, axis: int) -> None:
         raise RowsMeetError("may pick an entry of the row after by a large index")
 
 
-def _picked(value: Value, indices: Value) -> tuple[Number, ...] | None:
-    """The elements that known indices pick from a vector."""
-    if value.elements is None or indices.elements is None or len(value.dims or ()) != 1:
+def _picked(value: Value, indices: Value, axis: int) -> tuple[Number, ...] | None:
+    """The elements that known indices pick."""
+    count = (value.dims or ())[axis]
+    if value.elements is None or indices.elements is None or not isinstance(count, int):
         return None
-    count = len(value.elements)
-    found: list[Number] = []
-    for index in indices.elements[:MOST_ELEMENTS]:
+    positions: list[int] = []
+    for index in indices.elements:
         if not isinstance(index, int) or not -count <= index < count:
             return None
-        found.append(value.elements[index])
-    return tuple(found) if len(found) == len(indices.elements) else None
+        positions.append(index % count)
+    return taken(value, axis, positions)
 
 
 def gather_elements(call: Call) -> Output:

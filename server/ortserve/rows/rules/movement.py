@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
-from ortserve.rows.rules.elements import MOST_ELEMENTS, element_count, uniform
+from ortserve.rows.rules.elements import MOST_ELEMENTS, element_count, taken, uniform
 from ortserve.rows.symbols import DEPENDENT, N, Number, contains_rows, is_nonnegative
 from ortserve.rows.values import Facts, Value, rows
 
@@ -128,11 +128,15 @@ def slice_(call: Call) -> Output:
             raise RowsMeetError("cuts a tensor at the number of rows, which gives positions in the batch")
         dims[axis] = _cut_length(call, dims[axis], start, end, step)
     elements = None
-    if value.elements is not None and len(axes) == 1 and len(call.dims(value)) == 1:
-        start, end, step = starts[0], ends[0], steps[0]
-        if isinstance(start, int) and isinstance(end, int) and (step > 0 or end < TO_THE_END):
-            elements = value.elements[slice(start, end, step)]
-            dims[0] = len(elements)
+    if value.elements is not None and len(axes) == 1:
+        length, start, end, step = call.dims(value)[axes[0]], starts[0], ends[0], steps[0]
+        if (
+            isinstance(length, int)
+            and isinstance(start, int)
+            and isinstance(end, int)
+            and (step > 0 or end < TO_THE_END)
+        ):
+            elements = taken(value, axes[0], range(*slice(start, end, step).indices(length)))
     like = replace(value, outer=outer)
     return call.result(dims, like, value.axis, value.dtype, elements, replace(value.facts, columns=()))
 

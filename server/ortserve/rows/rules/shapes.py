@@ -6,7 +6,7 @@ from typing import Final
 
 from ortserve.rows.graph import INT64
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, off_axis, rule
-from ortserve.rows.rules.elements import element_count
+from ortserve.rows.rules.elements import element_count, transposed
 from ortserve.rows.symbols import DEPENDENT, N, Number, Product, atoms_of, contains_rows, is_nonnegative
 from ortserve.rows.values import Value, free
 
@@ -157,7 +157,7 @@ def transpose(call: Call) -> Output:
     order = call.integers("perm") or tuple(reversed(range(len(dims))))
     if sorted(order) != list(range(len(dims))):
         raise NotKnownError("has an order of axes that does not fit its operand")
-    elements = value.elements if len(dims) <= 1 else None
+    elements = transposed(value, order)
     facts = replace(value.facts, columns=())
     axis = order.index(value.axis) if value.is_rows else 0
     return call.result([dims[axis] for axis in order], value, axis, value.dtype, elements, facts)
