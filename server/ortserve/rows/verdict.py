@@ -12,6 +12,7 @@ from ortserve.rows.hypotheses import (
     Beginning,
     Request,
     Sizes,
+    Values,
     has_choice,
     hypotheses,
     real_inputs,
