@@ -187,9 +187,7 @@ def _contradicts_rows(claim: Claim, parts: Sequence[np.ndarray], array: np.ndarr
         return f"alone {first.shape}, together {array.shape}, not {expected}"
     if claim.shape_only:
         return ""
-    texts = [
-        _contradicts_layout(claim, outer, inner, parts, array) for outer, inner in _layouts(length, claim)
-    ]
+    texts = [_contradicts_layout(claim, outer, inner, parts, array) for outer, inner in _layouts(length, claim)]
     if not texts:
         return f"{length} entries alone are not outer {claim.outer} times inner {claim.inner}"
     return "" if "" in texts else texts[0]
@@ -238,9 +236,7 @@ def _contradicts_size(_: Claim, parts: Sequence[np.ndarray], array: np.ndarray) 
     return ""
 
 
-def _contradicts_facts(
-    claim: Claim, alone: Sequence[np.ndarray], batches: Mapping[Together, np.ndarray | None]
-) -> str:
+def _contradicts_facts(claim: Claim, alone: Sequence[np.ndarray], batches: Mapping[Together, np.ndarray | None]) -> str:
     by_count: dict[int, np.ndarray] = {}
     for rows, array in batches.items():
         if array is None:

@@ -1,7 +1,7 @@
 """Small models written as text, and requests of one row each to run them with.
 
-A model's inputs carry rows along the dimension named ``N``, and no rows where they have none. Weights without values get
-random ones.
+A model's inputs carry rows along the dimension named ``N``, and no rows where they have none. Weights without values
+get random ones.
 """
 
 import re

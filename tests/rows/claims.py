@@ -101,7 +101,9 @@ def check_model(
     """
     parsed = parse_model(memoryview(model.SerializeToString()))
     claimed = claims(parsed, axes, believe_names=believe_names)
-    if not node_by_node and any(value.cause is not None for value in claimed.values()):  # a batch may be refused where nothing is claimed
+    if not node_by_node and any(
+        value.cause is not None for value in claimed.values()
+    ):  # a batch may be refused where nothing is claimed
         seen = {name: _without_refused(one) for name, one in seen.items()}
     check = Check(claimed)
     for name in [*axes, *(name for node in model.graph.node for name in node.output)]:
@@ -126,7 +128,7 @@ class _Numbers:
             return Fraction(number)
         if not isinstance(number, Product):
             return None
-        result = Fraction(number.factor) * count**number.rows
+        result: Fraction = Fraction(number.factor) * count**number.rows
         for atom, power in number.atoms:
             known = self._atoms.get(atom)
             if known is None and atom.terms:
@@ -147,7 +149,9 @@ class _Numbers:
         if len(unknown) != 1 or unknown[0][1] != 1:
             return ""
         atom = unknown[0][0]
-        rest = self.value(Product(number.factor, number.rows, tuple(p for p in number.atoms if p[0] is not atom)), count)
+        rest = self.value(
+            Product(number.factor, number.rows, tuple(p for p in number.atoms if p[0] is not atom)), count
+        )
         if not rest:
             return "" if rest is None or seen == 0 else f"{number} is 0, but {seen} is there"
         known = Fraction(seen) / rest
@@ -160,7 +164,9 @@ class _Numbers:
 
     def _sum(self, terms: Iterable[Number]) -> Fraction | None:
         values = [self.value(term, 1) for term in terms]
-        return None if any(value is None for value in values) else sum((v for v in values if v is not None), Fraction(0))
+        return (
+            None if any(value is None for value in values) else sum((v for v in values if v is not None), Fraction(0))
+        )
 
 
 def _by_count(seen: Observation) -> Iterable[tuple[int, np.ndarray]]:

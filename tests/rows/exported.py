@@ -145,7 +145,11 @@ _PACKAGED: Final[dict[str, dict[str, Any]]] = {
         "below": {"bytes": 257},
     },
     "nudenet/320n.onnx": {"made_by": "torch 2.3.1, ultralytics", "shapes": {"images": (1, 3, 320, 320)}, "scale": 0.3},
-    "piper/hebrew/nakdimon.onnx": {"made_by": "tf2onnx 1.16.1", "shapes": {"input_1": (1, 20)}, "below": {"input_1": 20}},
+    "piper/hebrew/nakdimon.onnx": {
+        "made_by": "tf2onnx 1.16.1",
+        "shapes": {"input_1": (1, 20)},
+        "below": {"input_1": 20},
+    },
     "piper/tashkeel/model.onnx": {
         "made_by": "torch 2.1.2, TorchScript",
         "shapes": {"char_inputs": (1, 12), "diac_inputs": (1, 12), "input_lengths": (1,)},

@@ -2,12 +2,14 @@
 
 A line is a name, the inputs, the nodes, and sometimes weights and options of ``Case``.
 """
+# A line for each model.
+# ruff: noqa: E501
+# fmt: off
 
 from typing import Any, Final
 
 from rows.cases import Case
 
-_V18: Final = {"opset": 18}
 _IMAGE: Final = "float[N,2,6,6] x"
 _SEQUENCE: Final = "float[N,L,8] x"
 _X: Final = "float[N,4] x"
@@ -116,10 +118,10 @@ _meet("softmax: counted from the end", "float[N,4] x", "y = Softmax<axis=-2>(x)"
 
 # Reductions.
 for _op in ("Sum", "Mean", "Max", "Min", "Prod", "L1", "L2", "LogSumExp", "SumSquare"):
-    _apart(f"reduce: {_op}", "float[N,3,4] x", f"y = Reduce{_op}<keepdims=0>(x, a)", "int64[1] a = {-2}", **_V18)
-    _meet(f"reduce: {_op} of all", _X, f"y = Reduce{_op}<keepdims=0>(x)", **_V18)
-    _meet(f"reduce: {_op} over rows", _X, f"y = Reduce{_op}(x, a)", "int64[1] a = {-2}", **_V18)
-_apart("reduce: LogSum", "float[N,3,4] x", "b = Abs(x) y = ReduceLogSum<keepdims=1>(b, a)", "int64[2] a = {1, 2}", **_V18)
+    _apart(f"reduce: {_op}", "float[N,3,4] x", f"y = Reduce{_op}<keepdims=0>(x, a)", "int64[1] a = {-2}", opset=18)
+    _meet(f"reduce: {_op} of all", _X, f"y = Reduce{_op}<keepdims=0>(x)", opset=18)
+    _meet(f"reduce: {_op} over rows", _X, f"y = Reduce{_op}(x, a)", "int64[1] a = {-2}", opset=18)
+_apart("reduce: LogSum", "float[N,3,4] x", "b = Abs(x) y = ReduceLogSum<keepdims=1>(b, a)", "int64[2] a = {1, 2}", opset=18)
 _apart("reduce: axes as an attribute", "float[N,3,4] x", "y = ReduceMean<axes=[1,2], keepdims=0>(x)", opset=13)
 _apart("reduce: nothing", _X, "y = ReduceSum<noop_with_empty_axes=1>(x)", opset=13)
 _apart("reduce: rows move to the front", "float[3,N,4] x", "y = ReduceMax<axes=[0], keepdims=0>(x)")

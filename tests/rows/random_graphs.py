@@ -1,12 +1,13 @@
 """Random graphs of operators that the proof has rules for, biased to what makes proofs hard.
 
-A step tries to add what one of ``STEPS`` makes; some of what comes out is nonsense, none of it is refused for a row alone.
+A step tries to add what one of ``STEPS`` makes; some of what comes out is nonsense, none of it is refused for a row
+alone.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
@@ -209,7 +210,9 @@ def _binary(g: Grower) -> object:
 def _divide(g: Grower) -> object:
     left = g.pick("i" if g.rng.random() < 0.5 else "f")
     divisor = g.graph.add_weight(np.array(g.rng.choice((2, 3, 4)), g.graph.alone(left).dtype))
-    return g.graph.add("Mod" if g.graph.alone(left).dtype.kind == "i" and g.rng.random() < 0.4 else "Div", left, divisor)
+    return g.graph.add(
+        "Mod" if g.graph.alone(left).dtype.kind == "i" and g.rng.random() < 0.4 else "Div", left, divisor
+    )
 
 
 def _compare(g: Grower) -> object:
@@ -496,7 +499,7 @@ def _split(g: Grower) -> object:
     if not counts:
         raise Unsuitable
     count = g.rng.choice(counts)
-    extra: dict[str, int] = {"num_outputs": count} if g.graph.opset >= 18 else {}
+    extra: dict[str, Any] = {"num_outputs": count} if g.graph.opset >= 18 else {}
     if g.rng.random() < 0.4 and g.graph.opset >= 13:
         sizes = g.vector([g.graph.add("Div", g.size(name, axis), g.graph.add_ints(count))] * count)
         return g.graph.add_many("Split", name, sizes, outputs=count, axis=axis)
@@ -544,7 +547,7 @@ def _stack_and_split(g: Grower) -> object:
     stacked = g.graph.add("Concat", first, g.rng.choice(same), axis=axis)
     if g.rng.random() < 0.5:
         stacked = g.graph.add("Relu", stacked)
-    extra: dict[str, int] = {"num_outputs": 2} if g.graph.opset >= 18 else {}
+    extra: dict[str, Any] = {"num_outputs": 2} if g.graph.opset >= 18 else {}
     return g.graph.add_many("Split", stacked, outputs=2, axis=axis, **extra)
 
 
@@ -600,7 +603,11 @@ def _flat_index(g: Grower) -> object:
         index = g.graph.add_scalar(rng.randint(-1, length))
     if rng.random() < 0.25:
         index = g.graph.add(rng.choice(("Sub", "Add", "Mul")), index, g.graph.add_scalar(rng.choice((1, 2))))
-    stride = g.scalar(g.size(name, 1)) if rng.random() < 0.5 else g.graph.add_scalar(max(1, length + rng.choice((0, 0, 0, 1, -1))))
+    stride = (
+        g.scalar(g.size(name, 1))
+        if rng.random() < 0.5
+        else g.graph.add_scalar(max(1, length + rng.choice((0, 0, 0, 1, -1))))
+    )
     flat = g.graph.add("Add", g.graph.add("Mul", numbers, stride), index)
     rest = [g.length(name, axis) for axis in range(2, len(shape))]
     table = g.graph.add("Reshape", name, g.vector([g.graph.add_ints(-1), *rest]))
@@ -696,7 +703,9 @@ def _conv(g: Grower) -> object:
     pads = [g.rng.choice((0, 1)) if size > 1 else 0 for size in kernel] * 2
     draw = g.rng.random()
     if draw < 0.5:
-        return g.graph.add("Conv", name, g.weight(g.rng.randint(1, 3), shape[1], *kernel), kernel_shape=kernel, pads=pads)
+        return g.graph.add(
+            "Conv", name, g.weight(g.rng.randint(1, 3), shape[1], *kernel), kernel_shape=kernel, pads=pads
+        )
     if draw < 0.65:
         return g.graph.add("ConvTranspose", name, g.weight(shape[1], 2, *kernel), kernel_shape=kernel)
     if draw < 0.75:
@@ -863,9 +872,16 @@ def _scan(g: Grower) -> object:
         ]  # fmt: skip
         states = [rng.choice(others) if others and rng.random() < 0.7 else g.weight(*shape)]
     body = helper.make_graph([*nodes, *more], "step", inputs, outputs)
-    backwards = {"scan_input_directions": [1]} if rng.random() < 0.15 else {}
+    backwards: dict[str, Any] = {"scan_input_directions": [1]} if rng.random() < 0.15 else {}
     return g.graph.add_many(
-        "Scan", *states, scanned, outputs=len(outputs), num_scan_inputs=1, body=body, scan_input_axes=[axis], **backwards
+        "Scan",
+        *states,
+        scanned,
+        outputs=len(outputs),
+        num_scan_inputs=1,
+        body=body,
+        scan_input_axes=[axis],
+        **backwards,
     )
 
 

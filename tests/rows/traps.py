@@ -2,6 +2,9 @@
 
 Most look right for a row alone, for equal rows, for small numbers, or for two rows of a certain size.
 """
+# A line for each model.
+# ruff: noqa: E501
+# fmt: off
 
 from typing import Final
 
@@ -23,6 +26,7 @@ TRAPS: Final = [
     Case("at most eight rows", _X, "n = Shape<start=0, end=1>(x) g = Min(n, o) f = Cast<to=1>(g) y = Add(x, f)", "int64[1] o = {8}"),
     Case("the row's number as a feature", _X, f"{_RANGE} f = Cast<to=1>(r) u = Unsqueeze(f, one1) y = Add(x, u)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}"),
     Case("the row's number modulo two", _X, f"{_RANGE} q = Mod(r, two) f = Cast<to=1>(q) u = Unsqueeze(f, one1) y = Add(x, u)", f"{_RANGE_WEIGHTS}, int64 two = {{2}}, int64[1] one1 = {{1}}"),
+    Case("the row's number through a reduction", _X, f"{_RANGE} u = Unsqueeze(r, one1) k = ReduceMax<axes=[1]>(u) f = Cast<to=1>(k) y = Add(x, f)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}"),
     Case("the row's number as a token", _X, f"{_RANGE} e = Gather(w, r) y = Add(x, e)", f"{_RANGE_WEIGHTS}, float[64,4] w"),
     Case("a running number", _X, "s = Shape(x) c = ConstantOfShape<value=float[1]{1}>(s) p = CumSum(c, a) y = Add(x, p)", "int64 a = {0}"),
     Case("a diagonal", _X, "e = EyeLike(x) y = Add(x, e)"),
@@ -44,6 +48,7 @@ TRAPS: Final = [
     Case("a flat index less one", "float[N,5,4] x, int64[N,5] t", f"k = ArgMax<axis=1, keepdims=0>(t) i = Sub(k, one) {_FLAT}", _FLAT_WEIGHTS, feeds={"t": [[[9, 1, 1, 1, 1]]] * 3}),
     Case("a flat index of another stride", "float[N,5,4] x, int64[N,5] t", f"i = ArgMax<axis=1, keepdims=0>(t) {_FLAT.replace('five', 'six')}", _FLAT_WEIGHTS.replace("five = {5}", "six = {4}"), below=9),
     Case("a flat index beyond the row", "float[N,5,4] x, int64[N,9] t", f"i = ArgMax<axis=1, keepdims=0>(t) {_FLAT}", _FLAT_WEIGHTS, feeds={"t": [[[0, 0, 0, 0, 0, 0, 1, 0, 0]]] * 3}, refused_alone=True),
+    Case("a flat index that a table gives, which is the same for all rows", "float[N,3,4] x, int64[N,5] t", f"{_RANGE} k = ArgMax<axis=1, keepdims=0>(t) h = Concat<axis=0>(n, five1) e = Expand(w, h) g = Reshape(e, all) d = Mul(r, five) j = Add(d, k) i = Gather(g, j) b = Mul(r, three) c = Add(b, i) f = Reshape(x, s) y = Gather(f, c)", f"{_RANGE_WEIGHTS}, int64 five = {{5}}, int64[1] five1 = {{5}}, int64 three = {{3}}, int64[1] all = {{-1}}, int64[1,5] w = {{0, 1, 2, 3, 4}}, int64[2] s = {{-1, 4}}", feeds={"t": [[[0, 0, 0, 0, 1]], [[1, 0, 0, 0, 0]], [[1, 0, 0, 0, 0]]]}, refused_alone=True),
     Case("index tuples from an input", "float[N,4] x, int64[N,2] i", "y = GatherND(x, i)", feeds={"i": [[[-1, 0]], [[0, 1]], [[-1, 3]]]}),
     Case("a number of a row less one", _X, f"{_RANGE} p = Sub(r, one) q = Unsqueeze(p, one1) y = GatherND(x, q)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}"),
     Case("indices of MaxPool", "float[N,1,4,4] x", "a, y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x)"),

@@ -439,7 +439,9 @@ def dynamo_crnn(path):
 
 @model({"x": [1, 5, 4], "lengths": [1]}, below={"lengths": 5})
 def dynamo_gru_with_lengths(path):
-    return dynamo(Packed(), (torch.randn(3, 5, 4), torch.tensor([3, 5, 2])), path, ["x", "lengths"], ["y"], ({0: N}, {0: N}))
+    return dynamo(
+        Packed(), (torch.randn(3, 5, 4), torch.tensor([3, 5, 2])), path, ["x", "lengths"], ["y"], ({0: N}, {0: N})
+    )
 
 
 @model({"x": [1, 8]})
@@ -509,7 +511,13 @@ def transformers_distilbert(path):
     import transformers as t
 
     config = t.DistilBertConfig(
-        vocab_size=40, max_position_embeddings=32, n_layers=1, n_heads=2, dim=16, hidden_dim=32, attn_implementation="eager"
+        vocab_size=40,
+        max_position_embeddings=32,
+        n_layers=1,
+        n_heads=2,
+        dim=16,
+        hidden_dim=32,
+        attn_implementation="eager",
     )
     return _text(t.DistilBertModel(config), path, "script")
 
@@ -548,8 +556,8 @@ def _data(columns=4, classes=3, seed=0):
 
 
 def sklearn(estimator, path, *, zipmap=False, regress=False, **options):
-    import sklearn as library
     import skl2onnx
+    import sklearn as library
     from skl2onnx.common.data_types import FloatTensorType
 
     x, y = _data()
@@ -652,14 +660,14 @@ def sklearn_stack(path):
 
 @model({"age": [1, 1], "town": [1, 1]})
 def sklearn_columns_of_texts(path):
-    import sklearn as library
+    import pandas
     import skl2onnx
+    import sklearn as library
     from skl2onnx.common.data_types import FloatTensorType, StringTensorType
     from sklearn.compose import ColumnTransformer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
-    import pandas
 
     rng = np.random.default_rng(0)
     frame = pandas.DataFrame({"age": rng.normal(40, 9, 60), "town": rng.choice(["red", "green", "blue"], 60)})
@@ -675,8 +683,8 @@ def sklearn_columns_of_texts(path):
 
 @model({"text": [1, 1]})
 def sklearn_words(path):
-    import sklearn as library
     import skl2onnx
+    import sklearn as library
     from skl2onnx.common.data_types import StringTensorType
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -861,7 +869,7 @@ def main(names):
         torch.manual_seed(0)
         try:
             made = write(path)
-        except Exception as error:  # noqa: BLE001 - the others are made all the same
+        except Exception as error:
             path.unlink(missing_ok=True)
             sys.stderr.write(f"{name}: {type(error).__name__} {str(error)[:300]}\n")
             continue
