@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Final
 
-from ortserve.rows.graph import BOOL, INT32, INT64
+from ortserve.rows.graph import BOOL, DOUBLE, FLOAT, INT32, INT64
 from ortserve.rows.rules import elements
 from ortserve.rows.rules.alignment import broadcast
 from ortserve.rows.rules.call import Call, Output, RowsMeetError, Rules, rule
@@ -13,6 +13,8 @@ from ortserve.rows.rules.elementwise import check_broadcast_attribute
 from ortserve.rows.symbols import DEPENDENT, Number, Symbols, is_nonnegative, is_whole
 from ortserve.rows.values import Facts, Kind, Value
 
+_COMPUTED: Final = frozenset({BOOL, DOUBLE, FLOAT, INT32, INT64})
+"""Element types whose values neither wrap nor lose digits in the sizes of tensors."""
 _INDICES: Final = frozenset({INT32, INT64})
 
 
@@ -159,7 +161,7 @@ def _computed(
     if facts.stride != 0 and dtype not in _INDICES:
         raise RowsMeetError("uses the number of the row")
     result = broadcast(call, values, dtype, facts)
-    if compute is None or result.is_rows or result.dims is None:
+    if compute is None or result.is_rows or result.dims is None or not all(v.dtype in _COMPUTED for v in values):
         return result
     known = elements.paired(values, result.dims, compute)
     return result if known is None else call.result(result.dims, dtype=dtype, elements=known)

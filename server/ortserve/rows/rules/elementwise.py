@@ -35,13 +35,10 @@ def relu(call: Call) -> Output:
 def clip(call: Call) -> Output:
     """Bounds are attributes before opset 11, and scalars since then."""
     values = call.present()
-    low = call.optional(1)
-    known = low.elements if low is not None else None
-    nonnegative = bool(known) and all(isinstance(each, int) and each >= 0 for each in known or ())
-    facts = Facts(
-        nonnegative=values[0].is_integer and (nonnegative or (low is None and values[0].facts.nonnegative)),
-        is_same=_facts(values).is_same,
-    )
+    low, high = call.optional(1), call.optional(2)
+    # Where the bounds cross, the upper one holds.
+    is_bounded = low is not None and _is_nonnegative(low) and (high is None or _is_nonnegative(high))
+    facts = Facts(nonnegative=values[0].is_integer and is_bounded, is_same=_facts(values).is_same)
     return broadcast(call, values, values[0].dtype, facts)
 
 
@@ -61,6 +58,10 @@ def check_broadcast_attribute(call: Call) -> None:
             raise NotKnownError("aligns its operands by an axis, as before opset 7")
         if not call.integer("broadcast", 0) and len({len(call.dims(value)) for value in call.present()}) > 1:
             raise NotKnownError("has operands of different ranks, before opset 7")
+
+
+def _is_nonnegative(bound: Value) -> bool:
+    return bound.elements is not None and all(isinstance(each, int) and each >= 0 for each in bound.elements)
 
 
 def _facts(values: list[Value]) -> Facts:

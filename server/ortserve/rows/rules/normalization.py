@@ -113,6 +113,8 @@ def local_response(call: Call) -> Output:
 
 def mean_variance(call: Call) -> Output:
     value = call.operand(0)
+    if call.opset < 9:
+        raise NotKnownError("is of a version before opset 9")
     axes = call.integers("axes") or (0, 2, 3)
     rank = len(call.dims(value))
     off_axis(value, [normal_axis(axis, rank) for axis in axes], _NORMALIZES)
