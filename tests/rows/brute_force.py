@@ -42,7 +42,6 @@ class Claim:
         shape_only: Values contain the positions of rows in a way that is not described here.
         nonneg: No value alone is negative.
         below: Every value alone is less.
-        same: The value alone is the same for every row.
         elements: Of each size of a batch the values, in flat order; None for one that is not known.
     """
 
@@ -54,7 +53,6 @@ class Claim:
     shape_only: bool = False
     nonneg: bool = False
     below: int | None = None
-    same: bool = False
     elements: Mapping[int, Sequence[float | None]] | None = None
 
 
@@ -255,8 +253,6 @@ def _contradicts_facts(claim: Claim, alone: Sequence[np.ndarray], batches: Mappi
             return f"{_short(array)} is negative"
         if claim.below is not None and array.size and array.max() >= claim.below:
             return f"{_short(array)} is not below {claim.below}"
-        if claim.same and differ(array, alone[0]):
-            return f"{_short(array)} and {_short(alone[0])} are not the same"
     return ""
 
 

@@ -61,7 +61,6 @@ class Check:
             facts.stride is DEPENDENT,
             nonneg=facts.nonnegative,
             below=None if facts.below is None else _whole(self._numbers.value(facts.below, 1)),
-            same=facts.is_same,
         )
 
     def _contradicts_symbols(self, value: Value, seen: Observation) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import onnx
 
+from ortserve.rows import RowVerdict, prove_rows
 from rows.brute_force import BATCHES, Observation, observe
 from rows.cases import ROWS, random_array
 
@@ -66,6 +67,15 @@ class Exported:
             name: [None if axis == axes[name] else size for axis, size in enumerate(shape)]
             for name, shape in self.shapes.items()
         }
+
+    @property
+    def given(self) -> dict[str, list[int]]:
+        """The values of inputs without rows that the verdict may rest on."""
+        return {name: [value] for name, value in self.values.items() if self.at_shape and self.row_axes[name] is None}
+
+    @property
+    def verdict(self) -> RowVerdict:
+        return prove_rows(self.path, input_shapes=self.sizes, input_values=self.given)
 
     def rows(self, seed: int = 0) -> list[dict[str, np.ndarray]]:
         rng = np.random.default_rng(seed)
@@ -169,6 +179,7 @@ _PACKAGED: Final[dict[str, dict[str, Any]]] = {
         "made_by": "torch 2.3.1, TorchScript",
         "shapes": {"input": (1, 576), "state": (2, 1, 128)},
         "axes": {"state": 1},
+        "at_shape": True,
     },
     "silero_vad/data/silero_vad_op18_ifless.onnx": _VOICE,
     "speechmos/aecmos_models/Run_1663829550_Stage_0.onnx": _ECHO

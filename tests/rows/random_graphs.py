@@ -588,7 +588,7 @@ def _numbered(g: Grower) -> str:
 
 def _flat_index(g: Grower) -> object:
     """Gather(Reshape(x, [-1, D]), Range(0, N) * L + i), with indices that are right, wrong by one, or negative."""
-    rng, name = g.rng, g.pick("f", least_rank=2, most_rank=4)
+    rng, name = g.rng, g.pick("fi", least_rank=2, most_rank=4)
     shape = g.graph.shape(name)
     if g.graph.rows_axis(name) != 0:
         raise Unsuitable
@@ -597,8 +597,13 @@ def _flat_index(g: Grower) -> object:
     if draw < 0.5:
         of = g.pick("fi", least_rank=2, exact=True)
         index = g.graph.add("ArgMax", of, axis=1, keepdims=0)
-    elif draw < 0.8:
+    elif draw < 0.7:
         index = g.pick("i", most_rank=1)
+    elif draw < 0.85:  # some entries of each row, as masks are indexed
+        other = g.pick("fib", least_rank=2) if rng.random() < 0.3 else name
+        end = g.scalar(g.size(other, 1)) if rng.random() < 0.7 else g.graph.add_scalar(rng.randint(1, length))
+        index = g.graph.add("Range", g.graph.add_scalar(rng.choice((0, 0, -1))), end, g.graph.add_scalar(1))
+        numbers = g.unsqueeze(numbers, [1])
     else:
         index = g.graph.add_scalar(rng.randint(-1, length))
     if rng.random() < 0.25:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.rows import Outcome, parse_model, prove_axes, prove_rows
+from ortserve.rows import Outcome, parse_model, prove_axes
 from rows import brute_force
 from rows.brute_force import Claim, disagreement
 from rows.cases import rows_meet
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parametrize("model", MODELS, ids=[model.name for model 
 
 @pytest.mark.timeout(600)
 def test_brute_force_agrees(model: Exported) -> None:
-    verdict = prove_rows(model.path, input_shapes=model.sizes)
+    verdict = model.verdict
     served = model.observe(inside=False)
     assert rows_meet(served) is not model.independent
     if verdict.outcome is Outcome.PROVEN and verdict.input_axes == model.row_axes:
@@ -29,10 +29,10 @@ def test_brute_force_agrees(model: Exported) -> None:
         assert verdict.outcome is not Outcome.PROVEN or not model.independent
     if not model.independent:
         parsed = parse_model(memoryview(model.path.read_bytes()))
-        assert prove_axes(parsed, model.row_axes, model.sizes).outcome is not Outcome.PROVEN
+        assert prove_axes(parsed, model.row_axes, model.sizes, model.given).outcome is not Outcome.PROVEN
 
 
 @pytest.mark.timeout(600)
 def test_every_claim_inside_is_true(model: Exported) -> None:
-    names = bool(prove_rows(model.path).equal_sizes)
+    names = bool(model.verdict.equal_sizes)
     assert not check_model(model.model, model.row_axes, model.observe(inside=True), believe_names=names).findings
