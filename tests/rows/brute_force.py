@@ -170,7 +170,7 @@ def differ(left: np.ndarray, right: np.ndarray, scale: float | None = None) -> b
     finite = np.isfinite(right)
     if scale is None:
         scale = float(np.abs(right[finite]).max()) if finite.any() else 0.0
-    return not np.allclose(left, right, rtol=rounding, atol=rounding * max(scale, 1e-3), equal_nan=True)
+    return not np.allclose(left, right, rtol=rounding, atol=rounding * max(scale, 0.02), equal_nan=True)
 
 
 def _contradicts_rows(claim: Claim, parts: Sequence[np.ndarray], array: np.ndarray) -> str:

@@ -51,6 +51,7 @@ class GrowingGraph:
         self.weights: dict[str, np.ndarray] = {}
         self.nodes: list[onnx.NodeProto] = []
         self.values: dict[str, Runs] = {}
+        self._not_run: dict[str, list[int]] = {}
         self._names = 0
 
     def new_name(self, letter: str = "t") -> str:
@@ -106,7 +107,9 @@ class GrowingGraph:
             if index < ROWS and (result is None or not all(_is_tame(array) for array in result)):
                 raise Unsuitable
             results.append(result)
+        not_run = [index for index in range(len(RUNS)) if any(runs[index] is None for runs in operands.values())]
         for position, name in enumerate(names):
+            self._not_run[name] = not_run
             self.values[name] = [None if result is None else np.asarray(result[position]) for result in results]
         self.nodes.append(node)
         return names
@@ -140,8 +143,11 @@ class GrowingGraph:
         return True
 
     def observation(self, name: str) -> Observation:
-        runs = self.values[name]
-        return Observation(runs[:ROWS], dict(zip(RUNS[ROWS:], runs[ROWS:], strict=True)))
+        """What was seen of a tensor. A batch counts as refused by the node that refused it, not by those after it."""
+        runs, not_run = self.values[name], self._not_run.get(name, [])
+        return Observation(
+            runs[:ROWS], {RUNS[index]: runs[index] for index in range(ROWS, len(RUNS)) if index not in not_run}
+        )
 
     def made(self) -> list[str]:
         """The tensors that nodes make."""
