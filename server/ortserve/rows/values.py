@@ -41,7 +41,6 @@ class Facts:
             nothing is known of the value in the batch, except of ``columns``.
         nonnegative: The value alone is never negative.
         below: The value alone, an integer, is below this; None where that is not known.
-        is_same: The value alone is the same for each row.
         columns: The operands of a Concat of columns along the last axis.
         padding: The text that makes the rows as long as the longest one; None where they are not padded.
     """
@@ -49,7 +48,6 @@ class Facts:
     stride: Number = 0
     nonnegative: bool = False
     below: Number | None = None
-    is_same: bool = False
     columns: "tuple[Value, ...]" = ()
     padding: str | None = None
 

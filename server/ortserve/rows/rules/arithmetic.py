@@ -11,7 +11,7 @@ from ortserve.rows.rules.alignment import broadcast
 from ortserve.rows.rules.call import Call, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.elementwise import check_broadcast_attribute
 from ortserve.rows.symbols import DEPENDENT, Number, Symbols, is_nonnegative, is_whole
-from ortserve.rows.values import Facts, Kind, Value
+from ortserve.rows.values import NO_FACTS, Facts, Kind, Value
 
 _COMPUTED: Final = frozenset({BOOL, DOUBLE, FLOAT, INT32, INT64})
 """Element types whose values neither wrap nor lose digits in the sizes of tensors."""
@@ -20,8 +20,7 @@ _INDICES: Final = frozenset({INT32, INT64})
 
 def add(call: Call) -> Output:
     values = call.present()
-    facts = replace(
-        _common(values),
+    facts = Facts(
         stride=call.symbols.sum(_stride(value) for value in values),
         nonnegative=all(map(_is_nonnegative, values)),
         below=_sum_below(call.symbols, values),
@@ -31,13 +30,13 @@ def add(call: Call) -> Output:
 
 def subtract(call: Call) -> Output:
     one, other = call.operand(0), call.operand(1)
-    facts = replace(_common([one, other]), stride=call.symbols.subtract(_stride(one), _stride(other)))
+    facts = Facts(stride=call.symbols.subtract(_stride(one), _stride(other)))
     return _computed(call, [one, other], facts, call.symbols.subtract)
 
 
 def multiply(call: Call) -> Output:
     values = call.present()
-    facts = replace(_common(values), nonnegative=all(map(_is_nonnegative, values)))
+    facts = Facts(nonnegative=all(map(_is_nonnegative, values)))
     if len(values) == 2:
         facts = _scaled(call.symbols, values, facts)
     if facts.stride == 0:
@@ -51,13 +50,13 @@ def divide(call: Call) -> Output:
     divide_numbers = (
         call.symbols.divide_whole if _dtype(values) in _INDICES else partial(elements.quotient, call.symbols)
     )
-    return _computed(call, values, _common(values), divide_numbers)
+    return _computed(call, values, NO_FACTS, divide_numbers)
 
 
 def remainder(call: Call) -> Output:
     values = call.present()
     _without_stride(values)
-    facts = _common(values)
+    facts = NO_FACTS
     divisor = elements.uniform(call.operand(1))
     if isinstance(divisor, int) and divisor > 0 and not call.integer("fmod", 0) and _dtype(values) in _INDICES:
         facts = replace(facts, nonnegative=True, below=divisor)
@@ -69,13 +68,13 @@ def minimum(call: Call) -> Output:
     values = call.present()
     _without_stride(values)
     bounds = [bound for value in values if (bound := value.facts.below) is not None]
-    facts = replace(_common(values), nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None)
+    facts = Facts(nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None)
     return _computed(call, values, facts, partial(reduce_over, call.symbols.minimum))
 
 
 def maximum(call: Call) -> Output:
     values = call.present()
-    facts = replace(_common(values), nonnegative=any(map(_is_nonnegative, values)))
+    facts = Facts(nonnegative=any(map(_is_nonnegative, values)))
     if any(value.facts.stride != 0 for value in values):  # exporters read the shape of such a result
         facts = Facts(stride=DEPENDENT)
     return _computed(call, values, facts, partial(reduce_over, call.symbols.maximum))
@@ -83,7 +82,7 @@ def maximum(call: Call) -> Output:
 
 def negate(call: Call) -> Output:
     value = call.operand(0)
-    facts = replace(_common([value]), stride=call.symbols.multiply(-1, _stride(value)))
+    facts = Facts(stride=call.symbols.multiply(-1, _stride(value)))
     return _computed(call, [value], facts, partial(call.symbols.multiply, -1))
 
 
@@ -96,14 +95,14 @@ def absolute(call: Call) -> Output:
             return number
         return call.symbols.opaque("absolute", number, lowest=0, is_whole=is_whole(number))
 
-    return _computed(call, [value], _common([value]), compute)
+    return _computed(call, [value], NO_FACTS, compute)
 
 
 def rounded(call: Call) -> Output:
     value = call.operand(0)
     _without_stride([value])
     compute = {"Floor": call.symbols.floor, "Ceil": call.symbols.ceil}.get(call.op)
-    return _computed(call, [value], _common([value]), compute)
+    return _computed(call, [value], NO_FACTS, compute)
 
 
 def compare(call: Call) -> Output:
@@ -120,21 +119,21 @@ def compare(call: Call) -> Output:
     }
     values = call.present()
     _without_stride(values)
-    return _computed(call, values, _common(values), compute[call.op], dtype=BOOL)
+    return _computed(call, values, NO_FACTS, compute[call.op], dtype=BOOL)
 
 
 def where(call: Call) -> Output:
     choices = [call.operand(1), call.operand(2)]
     values = [call.operand(0), *choices]
     _without_stride(values)
-    facts = replace(_common(values), nonnegative=all(map(_is_nonnegative, choices)))
+    facts = Facts(nonnegative=all(map(_is_nonnegative, choices)))
     return _computed(call, values, facts, partial(elements.choice, call.symbols), dtype=_dtype(choices))
 
 
 def cast(call: Call) -> Output:
     value = call.operand(0)
     to = call.operand(1).dtype if call.op == "CastLike" else call.integer("to", 0)
-    facts = Facts(is_same=value.facts.is_same, padding=value.facts.padding)
+    facts = Facts(padding=value.facts.padding)
     if value.dtype in _INDICES and to in _INDICES:
         facts = replace(value.facts, columns=())
     _without_stride([value] if facts.stride != value.facts.stride else [])
@@ -178,11 +177,6 @@ def _stride(value: Value) -> Number:
 def _without_stride(values: Sequence[Value]) -> None:
     if any(value.facts.stride != 0 for value in values):
         raise RowsMeetError("uses the number of the row")
-
-
-def _common(values: Sequence[Value]) -> Facts:
-    """What holds for the result of any operator that is the same for equal operands."""
-    return Facts(is_same=all(value.kind is Kind.FREE or value.facts.is_same for value in values))
 
 
 def _is_nonnegative(value: Value) -> bool:

@@ -51,7 +51,6 @@ def _joined(call: Call, one: Value, other: Value) -> Value:
         stride=one.facts.stride,
         nonnegative=one.facts.nonnegative and other.facts.nonnegative,
         below=one.facts.below if one.facts.below == other.facts.below else None,
-        is_same=one.facts.is_same and other.facts.is_same,
         padding=one.facts.padding,
     )
     return call.result(dims, one, one.axis, dtype, facts=facts)

@@ -70,7 +70,7 @@ def range_(call: Call) -> Output:
         inner = symbols.divide_exactly(limit, N)
         if start != 0 or delta != 1 or inner is None or dtype not in (INT32, INT64):
             raise RowsMeetError("counts to the number of rows")
-        facts = Facts(stride=inner, nonnegative=True, below=inner, is_same=True)
+        facts = Facts(stride=inner, nonnegative=True, below=inner)
         return rows(symbols, (limit,), 0, 1, inner, dtype, facts)
     if isinstance(start, int) and isinstance(limit, int) and isinstance(delta, int) and delta:
         count = len(range(start, limit, delta))

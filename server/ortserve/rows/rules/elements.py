@@ -167,7 +167,7 @@ def cast(symbols: Symbols, to: int, number: Number) -> Number:
         return 1 if is_positive(number) else symbols.opaque("bool", number, lowest=0)
     if to in (INT32, INT64):
         return symbols.truncate(number)
-    if to in _EXACT_FLOATS and not (isinstance(number, (int, Fraction)) and abs(number) >= 1 << 24):
+    if to in _EXACT_FLOATS and not (isinstance(number, (int, Fraction)) and not -(1 << 24) < number < 1 << 24):
         return number
     if isinstance(number, int) and 0 <= number < 128:
         return number

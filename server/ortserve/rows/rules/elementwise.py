@@ -5,7 +5,7 @@ from typing import Final
 from ortserve.rows.graph import BOOL
 from ortserve.rows.rules.alignment import broadcast
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, Rules, rule
-from ortserve.rows.values import Facts, Kind, Value
+from ortserve.rows.values import Facts, Value
 
 _UNARY: Final = """
     Acos Acosh Asin Asinh Atan Atanh BitwiseNot Celu Cos Cosh Elu Erf Exp Gelu HardSigmoid HardSwish LeakyRelu Log Mish
@@ -20,7 +20,7 @@ def plain(call: Call) -> Output:
     """Any number of operands, all of which are data."""
     check_broadcast_attribute(call)
     values = call.present()
-    return broadcast(call, values, values[0].dtype if values else 0, _facts(values))
+    return broadcast(call, values, values[0].dtype if values else 0)
 
 
 def test(call: Call) -> Output:
@@ -29,7 +29,7 @@ def test(call: Call) -> Output:
 
 def relu(call: Call) -> Output:
     value = call.operand(0)
-    return broadcast(call, [value], value.dtype, Facts(nonnegative=value.is_integer, is_same=value.facts.is_same))
+    return broadcast(call, [value], value.dtype, Facts(nonnegative=value.is_integer))
 
 
 def clip(call: Call) -> Output:
@@ -38,7 +38,7 @@ def clip(call: Call) -> Output:
     low, high = call.optional(1), call.optional(2)
     # Where the bounds cross, the upper one holds.
     is_bounded = low is not None and _is_nonnegative(low) and (high is None or _is_nonnegative(high))
-    facts = Facts(nonnegative=values[0].is_integer and is_bounded, is_same=_facts(values).is_same)
+    facts = Facts(nonnegative=values[0].is_integer and is_bounded)
     return broadcast(call, values, values[0].dtype, facts)
 
 
@@ -62,10 +62,6 @@ def check_broadcast_attribute(call: Call) -> None:
 
 def _is_nonnegative(bound: Value) -> bool:
     return bound.elements is not None and all(isinstance(each, int) and each >= 0 for each in bound.elements)
-
-
-def _facts(values: list[Value]) -> Facts:
-    return Facts(is_same=all(value.kind is Kind.FREE or value.facts.is_same for value in values))
 
 
 RULES: Final[Rules] = {

@@ -6,7 +6,7 @@ from typing import Final
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
 from ortserve.rows.rules.elements import taken
 from ortserve.rows.symbols import Number
-from ortserve.rows.values import Facts, Value
+from ortserve.rows.values import NO_FACTS, Value
 
 _WRONG_ROWS: Final = "needs all its operands to carry the same rows along the same axis"
 
@@ -21,22 +21,13 @@ def gather(call: Call) -> Output:
             _check_own_rows(value, indices, axis)
         elif indices.facts.stride != 0:
             raise RowsMeetError("picks an entry by the number of the row")
-        facts = Facts()
-        if value.is_rows:
-            is_same = value.facts.is_same and indices.facts.is_same
-            facts = replace(value.facts, columns=(), is_same=is_same)
+        facts = replace(value.facts, columns=()) if value.is_rows else NO_FACTS
         return call.result(lengths, indices, axis + indices.axis, value.dtype, facts=facts)
     off_axis(value, (axis,), "picks an entry")
     if not value.is_rows:
         return call.result(lengths, dtype=value.dtype, elements=_picked(value, indices, axis))
     shifted = value.axis if value.axis < axis else value.axis + len(picked) - 1
-    facts = Facts(
-        stride=value.facts.stride,
-        nonnegative=value.facts.nonnegative,
-        below=value.facts.below,
-        is_same=value.facts.is_same,
-    )
-    return call.result(lengths, value, shifted, value.dtype, facts=facts)
+    return call.result(lengths, value, shifted, value.dtype, facts=replace(value.facts, columns=()))
 
 
 def _check_own_rows(value: Value, indices: Value, axis: int) -> None:
@@ -48,7 +39,7 @@ def _check_own_rows(value: Value, indices: Value, axis: int) -> None:
         raise RowsMeetError("picks entries of other rows")
     if not facts.nonnegative:
         raise RowsMeetError("may pick an entry of the row before by a negative index")
-    if facts.below != value.inner and not facts.is_same:
+    if facts.below != value.inner:  # an execution provider may not check indices
         raise RowsMeetError("may pick an entry of the row after by a large index")
 
 

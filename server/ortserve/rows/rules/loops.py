@@ -262,7 +262,6 @@ def _weaker_facts(current: Value, new: Value) -> Facts:
         stride=one.stride,
         nonnegative=one.nonnegative and other.nonnegative,
         below=one.below if one.below == other.below else None,
-        is_same=one.is_same and other.is_same,
         padding=one.padding,
     )
 

@@ -57,7 +57,6 @@ def _joined_facts(values: Sequence[Value]) -> Facts:
         stride=first.stride if all(value.facts.stride == first.stride for value in values) else DEPENDENT,
         nonnegative=all(value.facts.nonnegative for value in values),
         below=first.below if all(value.facts.below == first.below for value in values) else None,
-        is_same=all(value.facts.is_same for value in values),
     )
 
 
@@ -278,7 +277,7 @@ def facts_of_copies(value: Value) -> Facts:
     """The facts of rows that are copies of a free tensor."""
     known = value.elements if value.is_integer else None
     below = known[0] + 1 if known and isinstance(known[0], int) and uniform(value) is not None else None
-    return Facts(nonnegative=known is not None and all(map(is_nonnegative, known)), below=below, is_same=True)
+    return Facts(nonnegative=known is not None and all(map(is_nonnegative, known)), below=below)
 
 
 RULES: Final[Rules] = {
