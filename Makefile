@@ -65,6 +65,7 @@ reference: .venv/dev.done
 	$(BIN)/python -m ortserve.registry.reference
 	$(BIN)/python -m ortserve.telemetry.reference
 	$(BIN)/python tests/onnx_node_verdicts.py
+	$(BIN)/python tests/rows/verdicts.py
 	$(BIN)/python deploy/monitoring/prometheusrule.py
 
 clean:

@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parents[2] / "server" / "ortserve"
 # A room may import rooms of lower levels; rooms of one level do not import each other.
 LEVELS = (
     ("errors", "clock"),
-    ("core", "listening"),
+    ("core", "listening", "model_file"),
     ("telemetry", "config"),
     ("_pb",),
-    ("codecs", "batching", "engine"),
+    ("codecs", "batching", "engine", "rows"),
     ("registry",),
     ("service",),
     ("frontends", "example"),

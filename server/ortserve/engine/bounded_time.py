@@ -12,7 +12,7 @@ from typing import Final
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.model_file import LENGTH_DELIMITED, fields, messages, read_model, text, varint
+from ortserve.model_file import LENGTH_DELIMITED, fields, messages, read_model, text, varint
 from ortserve.engine.operator_time import BOUNDED, CONTROL_FLOW, DATA_DEPENDENT, RANDOM, SHAPING_INPUTS
 
 MOST_NODES: Final = 1000

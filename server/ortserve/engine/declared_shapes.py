@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ortserve.engine.model_file import fields, messages, read_model, text, varint
+from ortserve.model_file import fields, messages, read_model, text, varint
 
 # Field numbers of onnx.proto (github.com/onnx/onnx).
 _MODEL_GRAPH: Final = 7

@@ -57,10 +57,16 @@ def fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, t
         IndexError: Likewise.
     """
     while start < end:
-        tag, start = varint(data, start)
+        tag = data[start]  # nearly all tags and sizes are numbers of one byte
+        start += 1
+        if tag >= 0x80:
+            tag, start = varint(data, start - 1)
         wire_type = tag & 7
         if wire_type == LENGTH_DELIMITED:
-            size, start = varint(data, start)
+            size = data[start]
+            start += 1
+            if size >= 0x80:
+                size, start = varint(data, start - 1)
             after = start + size
         elif wire_type == _VARINT:
             _, after = varint(data, start)
@@ -76,6 +82,9 @@ def fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, t
 
 def varint(data: memoryview, start: int) -> tuple[int, int]:
     """A number, and where the next field begins."""
+    byte = data[start]
+    if byte < 0x80:
+        return byte, start + 1
     value = shift = 0
     while True:
         byte = data[start]

@@ -1,0 +1,212 @@
+"""What a rule is, and what it is given: one node with the claims about its operands."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeAlias
+
+from ortserve.rows.graph import Attribute, Graph, Node
+from ortserve.rows.symbols import DEPENDENT, Number, Symbols
+from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, free, rows
+
+MOST_RANK: Final = 64
+
+
+class RowsMeetError(Exception):
+    """The operator may combine rows. Its text continues a sentence whose subject is the operator."""
+
+
+class RandomError(RowsMeetError):
+    """The operator may draw random numbers, even for operands that have no rows."""
+
+
+class NotKnownError(Exception):
+    """The rule cannot decide. Its text continues a sentence whose subject is the operator."""
+
+
+class Scope(Protocol):
+    """The analysis that a node with graphs of its own goes on with."""
+
+    def run_graph(self, graph: Graph, arguments: Sequence[Value], *, hide_rows: bool = False) -> list[Value]:
+        """The claims about a subgraph's outputs. ``hide_rows``: captured tensors must be free."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One node that is being analysed.
+
+    Attributes:
+        operands: A claim for each operand; None for one that is left out. None of them is mixed or unknown.
+        opset: The version of the operator set that the node's domain has.
+        attributes: Those of the node; in a function, with its attributes put in.
+    """
+
+    node: Node
+    operands: tuple[Value | None, ...]
+    opset: int
+    symbols: Symbols
+    scope: Scope
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+
+    @property
+    def op(self) -> str:
+        return self.node.op
+
+    def has(self, index: int) -> bool:
+        return index < len(self.operands) and self.operands[index] is not None
+
+    def operand(self, index: int) -> Value:
+        value = self.operands[index] if index < len(self.operands) else None
+        if value is None:
+            raise NotKnownError(f"has no operand {index}")
+        return value
+
+    def optional(self, index: int) -> Value | None:
+        return self.operands[index] if index < len(self.operands) else None
+
+    def present(self) -> list[Value]:
+        return [value for value in self.operands if value is not None]
+
+    def wants(self, output: int) -> bool:
+        """Whether an output is used."""
+        return output < len(self.node.outputs) and bool(self.node.outputs[output])
+
+    def integer(self, name: str, default: int) -> int:
+        value = self.attributes.get(name, default)
+        if not isinstance(value, int):
+            raise NotKnownError(f"has an attribute '{name}' that cannot be read")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.attributes.get(name, default)
+        if not isinstance(value, str):
+            raise NotKnownError(f"has an attribute '{name}' that cannot be read")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """An attribute that is a list of integers; None where it is not given."""
+        value = self.attributes.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, tuple) or not all(isinstance(each, int) for each in value):
+            raise NotKnownError(f"has an attribute '{name}' that cannot be read")
+        return tuple(each for each in value if isinstance(each, int))
+
+    def dims(self, value: Value) -> tuple[Number, ...]:
+        """The shape of an operand."""
+        if value.dims is None:
+            raise NotKnownError("has an operand whose shape is not known")
+        return value.dims
+
+    def numbers(self, index: int, what: str) -> tuple[Number, ...]:
+        """The elements of an operand that decides about a shape."""
+        value = self.operand(index)
+        if value.is_rows:
+            raise RowsMeetError(f"takes its {what} from the rows")
+        if value.elements is None:
+            if value.kind is Kind.SIZE:
+                raise RowsMeetError(f"takes its {what} from the number of rows")
+            raise NotKnownError(f"takes its {what} from a value that is not known")
+        if DEPENDENT in value.elements:
+            raise RowsMeetError(f"takes its {what} from the number of rows")
+        return value.elements
+
+    def number(self, index: int, what: str) -> Number:
+        """The one element of an operand that decides about a shape."""
+        elements = self.numbers(index, what)
+        if len(elements) != 1:
+            raise NotKnownError(f"takes its {what} from {len(elements)} numbers")
+        return elements[0]
+
+    def constants(self, index: int, what: str) -> tuple[int, ...]:
+        """The elements of an operand that must be known integers."""
+        elements = self.numbers(index, what)
+        known = tuple(element for element in elements if isinstance(element, int))
+        if len(known) != len(elements):
+            raise NotKnownError(f"takes its {what} from a value that is not known")
+        return known
+
+    def axis(self, name: str, default: int, rank: int) -> int:
+        return normal_axis(self.integer(name, default), rank)
+
+    def axes(self, index: int, rank: int, name: str = "axes") -> tuple[int, ...] | None:
+        """Axes by attribute or by operand; None where neither is given."""
+        given = self.integers(name)
+        if given is None and self.has(index):
+            given = self.constants(index, "axes")
+        return None if given is None else tuple(normal_axis(axis, rank) for axis in given)
+
+    def is_free(self, index: int) -> bool:
+        """Whether an operand is left out or free."""
+        value = self.optional(index)
+        return value is None or value.kind is Kind.FREE
+
+    def result(
+        self,
+        dims: Sequence[Number],
+        like: Value | None = None,
+        axis: int = 0,
+        dtype: int = 0,
+        elements: tuple[Number, ...] | None = None,
+        facts: Facts = NO_FACTS,
+    ) -> Value:
+        """An output: with rows laid out as in ``like``, if that has rows; free otherwise, with bounds as its facts."""
+        if len(dims) > MOST_RANK:
+            raise NotKnownError(f"gives a tensor of {len(dims)} dimensions")
+        if like is None or not like.is_rows:
+            return free(tuple(dims), dtype, elements, facts)
+        return rows(self.symbols, tuple(dims), axis, like.outer, like.inner, dtype, facts)
+
+    def same_shape(self, value: Value, dtype: int | None = None, facts: Facts = NO_FACTS) -> Value:
+        """An output with the shape and the rows of an operand."""
+        return self.result(self.dims(value), value, value.axis, value.dtype if dtype is None else dtype, facts=facts)
+
+
+Output: TypeAlias = Value | Sequence[Value | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How an operator treats rows.
+
+    Attributes:
+        apply: Gives the claims about the outputs. It is called for operands that are all free, too, for their shapes.
+        arguments: Operands that the rule reads by their elements or not at all; they may be of kind size.
+        parameters: Operands that must be free.
+        keeps_stride: Whether the rule knows values that contain the row's number.
+        keeps_padding: Whether the rule knows rows that are padded to the longest.
+        has_graphs: Whether the operator runs graphs, which may read any tensor. The rule then checks all by itself.
+    """
+
+    apply: Callable[[Call], Output]
+    arguments: frozenset[int] = frozenset()
+    parameters: frozenset[int] = frozenset()
+    keeps_stride: bool = False
+    keeps_padding: bool = False
+    has_graphs: bool = False
+
+
+Rules: TypeAlias = Mapping[tuple[str, str], Rule]
+
+
+def rule(
+    apply: Callable[[Call], Output],
+    *,
+    arguments: Iterable[int] = (),
+    parameters: Iterable[int] = (),
+    keeps_stride: bool = False,
+    keeps_padding: bool = False,
+) -> Rule:
+    return Rule(apply, frozenset(arguments), frozenset(parameters), keeps_stride, keeps_padding)
+
+
+def normal_axis(axis: int, rank: int) -> int:
+    """An axis counted from the front."""
+    if not -rank <= axis < max(rank, 1):
+        raise NotKnownError(f"has axis {axis} for {rank} dimensions")
+    return axis + rank if axis < 0 else axis
+
+
+def off_axis(value: Value, axes: Iterable[int], what: str) -> None:
+    """Raise ``RowsMeetError`` if the rows of a value lie on one of the axes."""
+    if value.is_rows and value.axis in axes:
+        raise RowsMeetError(f"{what} along the axis of the rows")

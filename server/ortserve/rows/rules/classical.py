@@ -1,0 +1,134 @@
+"""Classical models (ai.onnx.ml): a matrix with a row for each item, and a column for each feature."""
+
+from dataclasses import replace
+from typing import Final
+
+from ortserve.rows.graph import FLOAT, INT64, STRING
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
+from ortserve.rows.symbols import Number
+from ortserve.rows.values import Value
+
+DOMAIN: Final = "ai.onnx.ml"
+
+
+def _item_count(call: Call, value: Value) -> Number:
+    """How many items a matrix has; raises unless the rows are its items."""
+    dims = call.dims(value)
+    if value.is_rows and (len(dims) != 2 or value.axis != 0):
+        raise RowsMeetError("takes the rows for the features of one item")
+    if len(dims) != 2:
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
+    return dims[0]
+
+
+def classifier(call: Call) -> Output:
+    value = call.operand(0)
+    items = _item_count(call, value)
+    strings = call.attributes.get("classlabels_strings") or call.attributes.get("classlabels_string")
+    labels = strings or call.attributes.get("classlabels_ints") or call.attributes.get("classlabels_int64s")
+    # Models of two classes may have one score or two, and support vectors one for each pair of classes.
+    classes = len(labels) if isinstance(labels, tuple) and len(labels) > 2 else call.symbols.fresh(1)
+    if call.op == "SVMClassifier":
+        classes = call.symbols.fresh(1)
+    return [
+        call.result((items,), value, 0, STRING if strings else INT64),
+        call.result((items, classes), value, 0, FLOAT),
+    ]
+
+
+def regressor(call: Call) -> Output:
+    value = call.operand(0)
+    items = _item_count(call, value)
+    targets: Number = call.symbols.fresh(1)
+    if call.op in ("TreeEnsembleRegressor", "TreeEnsemble") and "n_targets" in call.attributes:
+        targets = call.integer("n_targets", 1)
+    return call.result((items, targets), value, 0, FLOAT)
+
+
+def normalizer(call: Call) -> Output:
+    value = call.operand(0)
+    _item_count(call, value)
+    return call.same_shape(value, FLOAT)
+
+
+def zip_map(call: Call) -> Output:
+    """A sequence of maps; it is taken for a vector with an entry for each item."""
+    value = call.operand(0)
+    return call.result((_item_count(call, value),), value, 0)
+
+
+def per_feature(call: Call) -> Output:
+    """Operators with a parameter for each feature, which are the last axis."""
+    value = call.operand(0)
+    dims = call.dims(value)
+    off_axis(value, (len(dims) - 1,), "has a parameter for each entry")
+    return call.same_shape(value, FLOAT if call.op == "Scaler" else None)
+
+
+def elementwise(call: Call) -> Output:
+    dtype = 0
+    if call.op == "LabelEncoder":
+        for name, kind in (("strings", STRING), ("int64s", INT64), ("floats", FLOAT)):
+            if f"values_{name}" in call.attributes:
+                dtype = kind
+    return call.same_shape(call.operand(0), call.operand(0).dtype if call.op == "Binarizer" else dtype)
+
+
+def one_hot_encoder(call: Call) -> Output:
+    value = call.operand(0)
+    categories = call.attributes.get("cats_strings") or call.attributes.get("cats_int64s")
+    if not isinstance(categories, tuple):
+        raise NotKnownError("has no categories")
+    return call.result((*call.dims(value), len(categories)), value, value.axis, FLOAT)
+
+
+def array_feature_extractor(call: Call) -> Output:
+    value, indices = call.operand(0), call.operand(1)
+    dims = call.dims(value)
+    if value.is_rows and len(dims) < 2:
+        raise RowsMeetError("takes the rows for the features of one item")
+    dims = (1, *dims) if len(dims) == 1 else dims
+    picked = call.dims(indices)
+    lengths = (*dims[:-1], call.symbols.product(picked))
+    if not indices.is_rows:
+        off_axis(value, (len(dims) - 1,), "picks features")
+        return call.result(lengths, value, value.axis, value.dtype)
+    if value.is_rows:
+        raise RowsMeetError("picks from all rows by indices that carry rows")
+    product = call.symbols.product
+    like = replace(
+        indices,
+        outer=product((*picked[: indices.axis], indices.outer)),
+        inner=product((indices.inner, *picked[indices.axis + 1 :])),
+    )
+    return call.result(lengths, like, len(lengths) - 1, value.dtype)
+
+
+def feature_vectorizer(call: Call) -> Output:
+    values = call.present()
+    first = values[0]
+    if any(value.is_rows != first.is_rows for value in values):
+        raise RowsMeetError("joins rows with a tensor that has none")
+    items = _item_count(call, first)
+    for value in values:
+        _item_count(call, value)
+        if value.is_rows and not value.carries_like(first):
+            raise RowsMeetError("joins rows that lie in different orders")
+    width = call.symbols.sum(call.dims(value)[1] for value in values)
+    return call.result((items, width), first, 0, FLOAT)
+
+
+RULES: Final[Rules] = {
+    **{(DOMAIN, op): rule(classifier) for op in ("LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier")},
+    **{
+        (DOMAIN, op): rule(regressor)
+        for op in ("LinearRegressor", "SVMRegressor", "TreeEnsemble", "TreeEnsembleRegressor")
+    },
+    (DOMAIN, "Normalizer"): rule(normalizer),
+    (DOMAIN, "ZipMap"): rule(zip_map),
+    **{(DOMAIN, op): rule(per_feature) for op in ("Imputer", "Scaler")},
+    **{(DOMAIN, op): rule(elementwise) for op in ("Binarizer", "CategoryMapper", "LabelEncoder")},
+    (DOMAIN, "OneHotEncoder"): rule(one_hot_encoder),
+    (DOMAIN, "ArrayFeatureExtractor"): rule(array_feature_extractor),
+    (DOMAIN, "FeatureVectorizer"): rule(feature_vectorizer),
+}

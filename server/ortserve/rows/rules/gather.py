@@ -1,0 +1,185 @@
+"""Operators that pick entries by indices, and that write entries at indices."""
+
+from dataclasses import replace
+from typing import Final
+
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
+from ortserve.rows.rules.elements import taken
+from ortserve.rows.symbols import Number
+from ortserve.rows.values import NO_FACTS, Value
+
+_WRONG_ROWS: Final = "needs all its operands to carry the same rows along the same axis"
+
+
+def gather(call: Call) -> Output:
+    value, indices = call.operand(0), call.operand(1)
+    dims, picked = call.dims(value), call.dims(indices)
+    axis = call.axis("axis", 0, len(dims))
+    lengths = (*dims[:axis], *picked, *dims[axis + 1 :])
+    if indices.is_rows:
+        if value.is_rows:
+            _check_own_rows(value, indices, axis)
+        elif indices.facts.stride != 0:
+            raise RowsMeetError("picks an entry by the number of the row")
+        facts = replace(value.facts, columns=()) if value.is_rows else NO_FACTS
+        return call.result(lengths, indices, axis + indices.axis, value.dtype, facts=facts)
+    off_axis(value, (axis,), "picks an entry")
+    if not value.is_rows:
+        return call.result(lengths, dtype=value.dtype, elements=_picked(value, indices, axis))
+    shifted = value.axis if value.axis < axis else value.axis + len(picked) - 1
+    return call.result(lengths, value, shifted, value.dtype, facts=replace(value.facts, columns=()))
+
+
+def _check_own_rows(value: Value, indices: Value, axis: int) -> None:
+    """Raise unless rows that pick from rows certainly stay within their own."""
+    if axis != value.axis:
+        raise RowsMeetError("picks from all rows by indices that carry rows")
+    facts = indices.facts
+    if value.outer != 1 or facts.stride != value.inner:
+        raise RowsMeetError("picks entries of other rows")
+    if not facts.nonnegative:
+        raise RowsMeetError("may pick an entry of the row before by a negative index")
+    if facts.below != value.inner:  # an execution provider may not check indices
+        raise RowsMeetError("may pick an entry of the row after by a large index")
+
+
+def _picked(value: Value, indices: Value, axis: int) -> tuple[Number, ...] | None:
+    """The elements that known indices pick."""
+    count = (value.dims or ())[axis]
+    if value.elements is None or indices.elements is None or not isinstance(count, int):
+        return None
+    positions: list[int] = []
+    for index in indices.elements:
+        if not isinstance(index, int) or not -count <= index < count:
+            return None
+        positions.append(index % count)
+    return taken(value, axis, positions)
+
+
+def gather_elements(call: Call) -> Output:
+    value, indices = call.operand(0), call.operand(1)
+    dims = call.dims(indices)
+    axis = call.axis("axis", 0, len(dims))
+    like = _same_rows(call, axis)
+    return call.result(dims, like, like.axis if like is not None else 0, value.dtype)
+
+
+def scatter_elements(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    like = _same_rows(call, call.axis("axis", 0, len(dims)))
+    return call.result(dims, like, like.axis if like is not None else 0, value.dtype)
+
+
+def _same_rows(call: Call, axis: int) -> Value | None:
+    """An operand with rows, where all have the same ones off the axis; None where none has any."""
+    values = call.present()
+    like = next((value for value in values if value.is_rows), None)
+    if like is None:
+        return None
+    if not all(value.is_rows and value.axis == like.axis and value.carries_like(like) for value in values):
+        raise RowsMeetError(_WRONG_ROWS)
+    off_axis(like, (axis,), "picks by indices")
+    return like
+
+
+def gather_nd(call: Call) -> Output:
+    value, indices = call.operand(0), call.operand(1)
+    dims, picked = call.dims(value), call.dims(indices)
+    batch = call.integer("batch_dims", 0)
+    depth = _tuple_length(picked)
+    if not 0 <= batch < len(picked) or batch + depth > len(dims):
+        raise NotKnownError("has batch_dims that do not fit its operands")
+    lengths = (*picked[:-1], *dims[batch + depth :])
+    if indices.is_rows:
+        if indices.axis == len(picked) - 1:
+            raise RowsMeetError("has index tuples that lie along the axis of the rows")
+        if value.is_rows and value.axis < batch:
+            if value.axis != indices.axis or not value.carries_like(indices):
+                raise RowsMeetError(_WRONG_ROWS)
+            _check_stride(value, indices)
+        elif value.is_rows:
+            _check_own_number(value, indices, batch)
+        else:
+            _check_stride(value, indices)
+            if indices.axis < batch:
+                raise RowsMeetError(_WRONG_ROWS)
+        return call.result(lengths, indices, indices.axis, value.dtype)
+    if not value.is_rows:
+        return call.result(lengths, dtype=value.dtype)
+    if value.axis < batch + depth or batch:
+        raise RowsMeetError("picks an entry along the axis of the rows")
+    _check_stride(value, indices)
+    return call.result(lengths, value, len(picked) - 1 + value.axis - depth, value.dtype)
+
+
+def scatter_nd(call: Call) -> Output:
+    value, indices, updates = call.operand(0), call.operand(1), call.operand(2)
+    dims, picked = call.dims(value), call.dims(indices)
+    depth = _tuple_length(picked)
+    if not (value.is_rows or indices.is_rows or updates.is_rows):
+        return call.result(dims, dtype=value.dtype)
+    if not value.is_rows or not updates.is_rows or not value.carries_like(updates):
+        raise RowsMeetError(_WRONG_ROWS)
+    _check_stride(value, updates)
+    if indices.is_rows:
+        _check_own_number(value, indices, 0)
+        if updates.axis != indices.axis or not updates.carries_like(indices):
+            raise RowsMeetError(_WRONG_ROWS)
+    elif value.axis < depth or updates.axis != len(picked) - 1 + value.axis - depth:
+        raise RowsMeetError("writes entries along the axis of the rows")
+    return call.result(dims, value, value.axis, value.dtype)
+
+
+def _tuple_length(picked: tuple[object, ...]) -> int:
+    if not picked or not isinstance(picked[-1], int):
+        raise NotKnownError("has index tuples of a length that is not known")
+    return picked[-1]
+
+
+def _check_stride(*values: Value) -> None:
+    if any(value.facts.stride != 0 for value in values):
+        raise RowsMeetError("uses the number of the row")
+
+
+def _check_own_number(value: Value, indices: Value, batch: int) -> None:
+    """Raise unless the first part of each index tuple is the number of the row that the tuple belongs to."""
+    _check_stride(value)
+    if batch or value.axis != 0 or not value.is_plain or not indices.facts.columns:
+        raise RowsMeetError("picks from all rows by indices that carry rows")
+    first, *others = indices.facts.columns
+    facts = first.facts
+    if facts.stride != 1 or facts.below != 1 or not facts.nonnegative or first.axis == len(first.dims or ()) - 1:
+        raise RowsMeetError("picks entries of other rows")
+    _check_stride(*others)
+
+
+def one_hot(call: Call) -> Output:
+    indices = call.operand(0)
+    dims = call.dims(indices)
+    depth = call.number(1, "depth")
+    axis = call.axis("axis", -1, len(dims) + 1)
+    lengths = (*dims[:axis], depth, *dims[axis:])
+    shifted = indices.axis + (1 if axis <= indices.axis else 0)
+    return call.result(lengths, indices, shifted, call.operand(2).dtype)
+
+
+def whole_tensor(call: Call) -> Output:
+    """Operators whose number of results depends on all elements."""
+    if any(value.is_rows for value in call.present()):
+        raise RowsMeetError("gives as many results as all rows together have")
+    raise NotKnownError("gives a number of results that is not known")
+
+
+RULES: Final[Rules] = {
+    ("", "Gather"): rule(gather, keeps_stride=True),
+    ("", "GatherElements"): rule(gather_elements),
+    ("", "ScatterElements"): rule(scatter_elements),
+    ("", "Scatter"): rule(scatter_elements),
+    ("", "GatherND"): rule(gather_nd, keeps_stride=True),
+    ("com.microsoft", "GatherND"): rule(gather_nd, keeps_stride=True),
+    ("", "ScatterND"): rule(scatter_nd, keeps_stride=True),
+    ("", "OneHot"): rule(one_hot, arguments=(1,), parameters=(2,)),
+    **{("", op): rule(whole_tensor) for op in ("Compress", "NonMaxSuppression", "NonZero", "Unique")},
+    ("com.microsoft", "Unique"): rule(whole_tensor),
+}

@@ -1,0 +1,242 @@
+"""Matrix products, plain, fused and quantized."""
+
+from dataclasses import replace
+from typing import Final
+
+from ortserve.rows.graph import FLOAT, INT32
+from ortserve.rows.rules.alignment import aligned_axis, broadcast_shape, without_rows
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
+from ortserve.rows.rules.elements import element_count
+from ortserve.rows.symbols import Number
+from ortserve.rows.values import Value
+
+_MIXED_TERMS: Final = "adds up products of all rows"
+
+
+def matmul(call: Call) -> Output:
+    return product(call, call.operand(0), call.operand(1), call.operand(0).dtype)
+
+
+def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
+    """``one @ other``: the last axis of one meets the last but one of the other; axes before these are aligned."""
+    left, right = call.dims(one), call.dims(other)
+    if not left or not right:
+        raise NotKnownError("has an operand without axes")
+    if left[-1] == 0:
+        raise NotKnownError("adds up no products at all")
+    rank = max(len(left), len(right), 2)
+    one_axis = _matrix_axis(one, len(left), rank, is_left=True)
+    other_axis = _matrix_axis(other, len(right), rank, is_left=False)
+    batch = broadcast_shape(call, [without_rows(one, left)[:-2], without_rows(other, right)[:-2]])
+    left = (1, *left) if len(left) == 1 else left
+    right = (*right, 1) if len(right) == 1 else right
+    lengths = [*batch, left[-2], right[-1]]
+    axis, like = _product_axis(one_axis, one, left, other_axis, other, right, rank)
+    dropped = [rank - 2] if len(call.dims(one)) == 1 else []
+    dropped += [rank - 1] if len(call.dims(other)) == 1 else []
+    kept = [position for position in range(rank) if position not in dropped]
+    return call.result([lengths[i] for i in kept], like, kept.index(axis) if like is not None else 0, dtype)
+
+
+def _matrix_axis(value: Value, rank: int, result_rank: int, *, is_left: bool) -> int | None:
+    """The axis of the product that the rows of an operand lie on; None without rows."""
+    if not value.is_rows:
+        return None
+    if rank == 1 or value.axis == rank - (1 if is_left else 2):
+        raise RowsMeetError(_MIXED_TERMS)
+    return value.axis + result_rank - rank
+
+
+def _product_axis(
+    one_axis: int | None,
+    one: Value,
+    left: tuple[Number, ...],
+    other_axis: int | None,
+    other: Value,
+    right: tuple[Number, ...],
+    rank: int,
+) -> tuple[int, Value | None]:
+    if one_axis is None and other_axis is None:
+        return 0, None
+    if one_axis is not None and other_axis is not None:
+        if one_axis != other_axis or one_axis >= rank - 2 or not one.carries_like(other):
+            raise RowsMeetError("multiplies rows with other rows")
+        return one_axis, one
+    axis, like, dims = (other_axis, other, left) if one_axis is None else (one_axis, one, right)
+    assert axis is not None
+    position = axis - (rank - len(dims))
+    if axis < rank - 2 and position >= 0 and dims[position] != 1:
+        raise RowsMeetError("pairs the rows with the matrices of a tensor that has no rows")
+    return axis, like
+
+
+def gemm(call: Call) -> Output:
+    one, other = call.operand(0), call.operand(1)
+    return _gemm(call, one, other, call.optional(2), one.dtype)
+
+
+def _gemm(call: Call, one: Value, other: Value, bias: Value | None, dtype: int) -> Value:
+    one = _transposed(call, one, call.integer("transA", 0))
+    other = _transposed(call, other, call.integer("transB", 0))
+    result = product(call, one, other, dtype)
+    if bias is None:
+        return result
+    if call.opset < 7 and call.node.domain == "" and len(call.dims(bias)) > 2:
+        raise NotKnownError("has a bias that does not fit")
+    return _with_bias(call, result, bias)
+
+
+def _with_bias(call: Call, result: Value, bias: Value) -> Value:
+    """A result to which a bias is added that broadcasts to it."""
+    if len(call.dims(bias)) > len(call.dims(result)):
+        raise NotKnownError("has a bias with more axes than its result")
+    if bias.is_rows and not result.is_rows:
+        raise RowsMeetError("adds rows to a result that has none")
+    aligned_axis(call, [result, bias])
+    return result
+
+
+def _transposed(call: Call, value: Value, flag: int) -> Value:
+    """A matrix, transposed if the flag says so."""
+    dims = call.dims(value)
+    if len(dims) != 2:
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
+    return replace(value, dims=(dims[1], dims[0]), axis=1 - value.axis) if flag else value
+
+
+def fused_matmul(call: Call) -> Output:
+    one, other = call.operand(0), call.operand(1)
+    if call.integer("transBatchA", 0) or call.integer("transBatchB", 0):
+        raise NotKnownError("moves the first axis of an operand")
+    one, other = (
+        _swapped(call, value) if call.integer(flag, 0) else value
+        for value, flag in ((one, "transA"), (other, "transB"))
+    )
+    return product(call, one, other, one.dtype)
+
+
+def _swapped(call: Call, value: Value) -> Value:
+    """A tensor whose last two axes are exchanged; a vector stays as it is."""
+    dims = call.dims(value)
+    rank = len(dims)
+    if rank < 2:
+        raise NotKnownError("transposes a vector")
+    axis = {rank - 1: rank - 2, rank - 2: rank - 1}.get(value.axis, value.axis)
+    return replace(value, dims=(*dims[:-2], dims[-1], dims[-2]), axis=axis)
+
+
+def matmul_integer(call: Call) -> Output:
+    one, other = call.operand(0), call.operand(1)
+    check_one_number(call, 2)
+    check_columns(call, 3, other)
+    return product(call, one, other, INT32)
+
+
+def qlinear_matmul(call: Call) -> Output:
+    one, other = call.operand(0), call.operand(3)
+    for index in (1, 2, 6, 7):
+        check_one_number(call, index)
+    check_columns(call, 4, other)
+    check_columns(call, 5, other)
+    return product(call, one, other, one.dtype if not call.has(7) else call.operand(7).dtype)
+
+
+def matmul_integer_to_float(call: Call) -> Output:
+    one, other = call.operand(0), call.operand(1)
+    check_one_number(call, 2)
+    check_one_number(call, 4)
+    check_columns(call, 3, other)
+    check_columns(call, 5, other)
+    check_columns(call, 6, other)
+    return product(call, one, other, FLOAT)
+
+
+def qgemm(call: Call) -> Output:
+    one, other = call.operand(0), call.operand(3)
+    for index in (1, 2, 7, 8):
+        check_one_number(call, index)
+    check_columns(call, 4, other)
+    check_columns(call, 5, other)
+    return _gemm(call, one, other, call.optional(6), one.dtype if call.has(7) else FLOAT)
+
+
+def check_one_number(call: Call, index: int) -> None:
+    """Raise unless a scale or zero point, if it is given, is a single number."""
+    value = call.optional(index)
+    if value is not None and element_count(call.dims(value)) != 1:
+        raise NotKnownError("has a scale or zero point of more than one number for the rows")
+
+
+def check_columns(call: Call, index: int, weights: Value) -> None:
+    """Raise unless a parameter is a single number, or one for each column of weights without rows."""
+    value = call.optional(index)
+    if value is None or element_count(call.dims(value)) == 1:
+        return
+    if weights.is_rows or len(call.dims(value)) != 1:
+        raise NotKnownError("has a scale, zero point or bias for each column of rows")
+
+
+def matmul_nbits(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    if value.is_rows and value.axis == len(dims) - 1:
+        raise RowsMeetError(_MIXED_TERMS)
+    if not dims or not call.is_free(1):
+        raise NotKnownError("has operands that its rule does not expect")
+    return call.result((*dims[:-1], call.integer("N", 0)), value, value.axis, value.dtype)
+
+
+def einsum(call: Call) -> Output:
+    equation = call.text("equation", "").replace(" ", "")
+    if not equation or "." in equation:
+        raise NotKnownError("has an equation with an ellipsis")
+    terms, _, result = equation.partition("->")
+    operands = terms.split(",")
+    if "->" not in equation:
+        letters = terms.replace(",", "")
+        result = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    values = call.present()
+    if len(operands) != len(values):
+        raise NotKnownError("has an equation that does not fit its operands")
+    lengths: dict[str, Number] = {}
+    carried: tuple[str, Value] | None = None
+    for term, value in zip(operands, values, strict=True):
+        dims = call.dims(value)
+        if len(term) != len(dims):
+            raise NotKnownError("has an equation that does not fit its operands")
+        for position, (letter, length) in enumerate(zip(term, dims, strict=True)):
+            if not value.is_rows or position != value.axis:
+                lengths[letter] = call.symbols.broadcast(lengths.get(letter, 1), length)
+        if value.is_rows:
+            letter = term[value.axis]
+            if carried is not None and (carried[0] != letter or not carried[1].carries_like(value)):
+                raise RowsMeetError("multiplies rows with other rows")
+            carried = letter, value
+    if carried is None:
+        return call.result([lengths[letter] for letter in result], dtype=values[0].dtype)
+    letter, like = carried
+    for term, value in zip(operands, values, strict=True):
+        if term.count(letter) != (1 if value.is_rows else 0):
+            raise RowsMeetError("pairs rows with a tensor that has none, or takes a diagonal")
+    if result.count(letter) != 1:
+        raise RowsMeetError(_MIXED_TERMS)
+    return call.result([lengths.get(each, 1) for each in result], like, result.index(letter), values[0].dtype)
+
+
+RULES: Final[Rules] = {
+    ("", "MatMul"): rule(matmul),
+    ("", "Gemm"): rule(gemm),
+    ("", "Einsum"): rule(einsum),
+    ("", "MatMulInteger"): rule(matmul_integer, parameters=(2, 3)),
+    ("", "QLinearMatMul"): rule(qlinear_matmul, parameters=(1, 2, 4, 5, 6, 7)),
+    ("com.microsoft", "FusedMatMul"): rule(fused_matmul),
+    ("com.microsoft", "FusedMatMulActivation"): rule(fused_matmul),
+    ("com.microsoft", "TransposeMatMul"): rule(fused_matmul),
+    ("com.microsoft", "FusedGemm"): rule(gemm),
+    ("com.microsoft", "MatMulIntegerToFloat"): rule(matmul_integer_to_float, parameters=(2, 3, 4, 5, 6)),
+    ("com.microsoft", "QGemm"): rule(qgemm, parameters=(1, 2, 4, 5, 7, 8)),
+    **{
+        ("com.microsoft", op): rule(matmul_nbits, parameters=(1, 2, 3, 4, 5))
+        for op in ("MatMulBnb4", "MatMulFpQ4", "MatMulNBits")
+    },
+}

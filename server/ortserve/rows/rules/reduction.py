@@ -1,0 +1,174 @@
+"""Operators that reduce, search, sort or accumulate along axes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from ortserve.rows.graph import INT64
+from ortserve.rows.rules.arithmetic import reduce_over
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
+from ortserve.rows.rules.matmul import check_one_number
+from ortserve.rows.symbols import Number
+from ortserve.rows.values import Facts, Value
+
+_REDUCTIONS: Final = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+
+
+def reduce_(call: Call) -> Output:
+    value = call.operand(0)
+    rank = len(call.dims(value))
+    axes = call.axes(1, rank)
+    if not axes:
+        axes = () if call.integer("noop_with_empty_axes", 0) else tuple(range(rank))
+        if not axes and rank:  # the operator still squares or takes absolutes
+            return call.same_shape(value)
+    return reduced(call, value, axes)
+
+
+def reduced(call: Call, value: Value, axes: tuple[int, ...]) -> Value:
+    off_axis(value, axes, "reduces")
+    dims = call.dims(value)
+    if value.is_rows and 0 in dims:
+        raise NotKnownError("has an operand without entries")
+    elements = _reduced_elements(call, value)
+    if call.integer("keepdims", 1):
+        lengths = [1 if axis in axes else length for axis, length in enumerate(dims)]
+        return call.result(lengths, value, value.axis, value.dtype, elements)
+    kept = [axis for axis in range(len(dims)) if axis not in axes]
+    shifted = kept.index(value.axis) if value.is_rows else 0
+    return call.result([dims[axis] for axis in kept], value, shifted, value.dtype, elements)
+
+
+def _reduced_elements(call: Call, value: Value) -> tuple[Number, ...] | None:
+    """The result for a vector of known elements."""
+    symbols = call.symbols
+    known: dict[str, Callable[[Number, Number], Number]] = {
+        "ReduceProd": symbols.multiply,
+        "ReduceSum": symbols.add,
+        "ReduceMax": symbols.maximum,
+        "ReduceMin": symbols.minimum,
+    }
+    compute = known.get(call.op)
+    if compute is None or not value.elements or len(value.dims or ()) != 1 or value.is_rows:
+        return None
+    return (partial(reduce_over, compute)(*value.elements),)
+
+
+def qlinear_reduce(call: Call) -> Output:
+    value = call.operand(0)
+    for index in (1, 2, 3, 4):
+        check_one_number(call, index)
+    rank = len(call.dims(value))
+    return reduced(call, value, call.axes(9, rank) or tuple(range(rank)))
+
+
+def arg(call: Call) -> Output:
+    """ArgMax and ArgMin: indices into their axis."""
+    value = call.operand(0)
+    dims = call.dims(value)
+    axis = call.axis("axis", 0, len(dims))
+    off_axis(value, (axis,), "compares")
+    if value.is_rows and 0 in dims:
+        raise NotKnownError("has an operand without entries")
+    facts = Facts(nonnegative=True, below=dims[axis])
+    if call.integer("keepdims", 1):
+        return call.result((*dims[:axis], 1, *dims[axis + 1 :]), value, value.axis, INT64, facts=facts)
+    shifted = value.axis - 1 if value.axis > axis else value.axis
+    return call.result((*dims[:axis], *dims[axis + 1 :]), value, shifted, INT64, facts=facts)
+
+
+def top_k(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    axis = call.axis("axis", -1, len(dims))
+    off_axis(value, (axis,), "sorts")
+    count: Number = call.number(1, "count") if call.has(1) else call.integer("k", 0)
+    lengths = (*dims[:axis], count, *dims[axis + 1 :])
+    facts = Facts(nonnegative=True, below=dims[axis])
+    return [
+        call.result(lengths, value, value.axis, value.dtype),
+        call.result(lengths, value, value.axis, INT64, facts=facts),
+    ]
+
+
+def accumulate(call: Call) -> Output:
+    value = call.operand(0)
+    rank = len(call.dims(value))
+    (axis,) = call.constants(1, "axis")
+    off_axis(value, (axis + rank if axis < 0 else axis,), "accumulates")
+    return call.same_shape(value)
+
+
+def last_two_axes(call: Call) -> Output:
+    """Operators on matrices that keep the shape."""
+    value = call.operand(0)
+    rank = len(call.dims(value))
+    if rank < 2:
+        raise NotKnownError("has an operand that is no matrix")
+    off_axis(value, (rank - 2, rank - 1), "takes positions")
+    return call.same_shape(value)
+
+
+def determinant(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    if len(dims) < 2:
+        raise NotKnownError("has an operand that is no matrix")
+    off_axis(value, (len(dims) - 2, len(dims) - 1), "computes")
+    return call.result(dims[:-2], value, value.axis, value.dtype)
+
+
+def fourier(call: Call) -> Output:
+    value = call.operand(0)
+    dims = list(call.dims(value))
+    rank = len(dims)
+    if call.opset >= 20:
+        (axis,) = call.constants(2, "axis") if call.has(2) else (-2,)
+    else:
+        axis = call.integer("axis", 1)
+    axis = axis + rank if axis < 0 else axis
+    off_axis(value, (axis, rank - 1), "transforms")
+    length: Number = call.number(1, "length") if call.has(1) else dims[axis]
+    if call.integer("onesided", 0):
+        length = call.symbols.opaque("onesided", length, call.integer("inverse", 0), lowest=0)
+    dims[axis] = length
+    dims[-1] = call.symbols.fresh(1)
+    return call.result(dims, value, value.axis, value.dtype)
+
+
+def short_time_fourier(call: Call) -> Output:
+    value = call.operand(0)
+    if value.is_rows and value.axis != 0:
+        raise RowsMeetError("transforms along the axis of the rows")
+    frames, bins = call.symbols.fresh(0), call.symbols.fresh(0)
+    return call.result((call.dims(value)[0], frames, bins, 2), value, 0, value.dtype)
+
+
+def reverse_sequence(call: Call) -> Output:
+    value, lengths = call.operand(0), call.operand(1)
+    dims = call.dims(value)
+    batch, time = call.axis("batch_axis", 1, len(dims)), call.axis("time_axis", 0, len(dims))
+    off_axis(value, (time,), "reverses")
+    if value.is_rows and value.axis == batch:
+        if not lengths.is_rows or not lengths.carries_like(value):
+            raise RowsMeetError("takes lengths that do not carry the same rows")
+    elif lengths.is_rows:
+        raise RowsMeetError("takes lengths from the rows for another axis")
+    return call.same_shape(value)
+
+
+RULES: Final[Rules] = {
+    **{("", f"Reduce{kind}"): rule(reduce_, arguments=(1,)) for kind in _REDUCTIONS},
+    ("com.microsoft", "QLinearReduceMean"): rule(qlinear_reduce, parameters=(1, 2, 3, 4)),
+    **{("", op): rule(arg) for op in ("ArgMax", "ArgMin")},
+    ("", "TopK"): rule(top_k, arguments=(1,)),
+    **{("", op): rule(accumulate, arguments=(1,)) for op in ("CumProd", "CumSum")},
+    ("", "Trilu"): rule(last_two_axes, parameters=(1,)),
+    ("com.microsoft", "Trilu"): rule(last_two_axes, parameters=(1,)),
+    ("com.microsoft", "Inverse"): rule(last_two_axes),
+    ("", "Inverse"): rule(last_two_axes),
+    ("", "Det"): rule(determinant),
+    ("", "DFT"): rule(fourier, arguments=(1, 2)),
+    ("", "STFT"): rule(short_time_fourier, parameters=(1, 2, 3)),
+    ("", "ReverseSequence"): rule(reverse_sequence),
+}

@@ -1,0 +1,209 @@
+"""Operators that read or change the shape of a tensor and leave its elements in their order."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from ortserve.rows.graph import INT64
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, off_axis, rule
+from ortserve.rows.rules.elements import element_count, transposed
+from ortserve.rows.symbols import DEPENDENT, N, Number, Product, atoms_of, contains_rows, is_nonnegative
+from ortserve.rows.values import Value, free
+
+
+def shape(call: Call) -> Output:
+    value = call.operand(0)
+    if value.facts.padding is not None:
+        raise RowsMeetError("gives the length of the longest row")
+    dims = call.dims(value)
+    rank = len(dims)
+    start, end = (
+        min(max(position + rank if position < 0 else position, 0), rank)
+        for position in (call.integer("start", 0), call.integer("end", rank))
+    )
+    known = dims[start:end]
+    return free((len(known),), INT64, known)
+
+
+def size(call: Call) -> Output:
+    value = call.operand(0)
+    if value.facts.padding is not None:
+        raise RowsMeetError("counts the elements of the longest row")
+    return free((), INT64, (call.symbols.product(call.dims(value)),))
+
+
+def reshape(call: Call) -> Output:
+    value = call.operand(0)
+    given = call.integers("shape")  # before opset 5
+    target: Sequence[Number] = call.numbers(1, "shape") if given is None else given
+    return reshaped(call, value, _without_copies(call, value, target))
+
+
+def flatten(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    axis = call.integer("axis", 1)
+    axis = axis + len(dims) if axis < 0 else axis
+    if not 0 <= axis <= len(dims):
+        raise NotKnownError(f"has axis {axis} for {len(dims)} dimensions")
+    return reshaped(call, value, [call.symbols.product(dims[:axis]), call.symbols.product(dims[axis:])])
+
+
+def _without_copies(call: Call, value: Value, target: Sequence[Number]) -> list[Number]:
+    """The target with each 0 replaced by the size that it copies."""
+    if 0 in target and call.integer("allowzero", 0):
+        raise NotKnownError("gives a tensor without elements")
+    dims = value.dims
+    copied: list[Number] = []
+    for position, length in enumerate(target):
+        if length == 0:
+            if dims is None or position >= len(dims):
+                raise NotKnownError("copies a size that is not known")
+            copied.append(dims[position])
+        else:
+            copied.append(length)
+    return copied
+
+
+def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
+    """A tensor with another shape. Its elements stay in their flat order: prefix, N rows, suffix."""
+    symbols = call.symbols
+    if any(length != -1 and not is_nonnegative(length) for length in target):
+        raise NotKnownError("has a target shape whose sizes may be negative")
+    if target.count(-1) > 1:
+        raise NotKnownError("has a target shape with two sizes to be inferred")
+    if value.dims is None:
+        if -1 in target:
+            raise NotKnownError("has an operand whose shape is not known")
+        return call.result(target, dtype=value.dtype)
+    total = symbols.product(value.dims)
+    if -1 in target:
+        others = symbols.product(length for length in target if length != -1)
+        target[target.index(-1)] = _inferred(call, total, others)
+    if not value.is_rows:
+        elements = value.elements if element_count(target) == len(value.elements or ()) else None
+        return call.result(target, dtype=value.dtype, elements=elements)
+    carriers = [position for position, length in enumerate(target) if contains_rows(length)]
+    if not carriers:
+        raise RowsMeetError("has a target shape without the number of rows")
+    if len(carriers) > 1:
+        raise RowsMeetError("has a target shape with the number of rows in two sizes")
+    (axis,) = carriers
+    before = symbols.product(value.dims[: value.axis])
+    after = symbols.product(value.dims[value.axis + 1 :])
+    if (wanted := symbols.product(target)) != total:
+        before, after = _solved(call, total, wanted, before, after)
+    outer = symbols.divide_exactly(symbols.multiply(before, value.outer), symbols.product(target[:axis]))
+    if outer is None:
+        raise RowsMeetError("tears the rows apart")
+    inner = symbols.divide_exactly(target[axis], symbols.multiply(N, outer))
+    if inner is None or contains_rows(inner) or contains_rows(outer):
+        raise RowsMeetError("tears the rows apart")
+    if outer != 1 and symbols.multiply(inner, symbols.product(target[axis + 1 :])) != symbols.multiply(
+        value.inner, after
+    ):
+        raise RowsMeetError("tears the rows apart")
+    like = replace(value, outer=outer, inner=inner)
+    if value.facts.padding is not None and not (_ends_in_padding(value) and axis == 0 and like.is_plain):
+        raise RowsMeetError("takes rows that are padded to the longest one")
+    return call.result(target, like, axis, value.dtype, facts=replace(value.facts, columns=()))
+
+
+def _solved(call: Call, total: Number, wanted: Number, *numbers: Number) -> list[Number]:
+    """Numbers in which a size has the value that alone lets a target shape hold all elements.
+
+    Exporters freeze a size in some places and leave it open in others. A request with another size fails alone.
+    """
+    for atom in atoms_of(total):
+        size = Product(1, 0, ((atom, 1),))
+        rest = call.symbols.divide_exactly(total, size)
+        value = None if rest is None else call.symbols.divide_exactly(wanted, rest)
+        if value is None or contains_rows(value):
+            continue
+        parts = [call.symbols.divide_exactly(number, size) for number in numbers]
+        return [
+            number if part is None else call.symbols.multiply(part, value)
+            for number, part in zip(numbers, parts, strict=True)
+        ]
+    return list(numbers)
+
+
+def _ends_in_padding(value: Value) -> bool:
+    """Whether all padding of a padded row is at its end: the axes between the rows and the last have length 1."""
+    return value.axis == 0 and value.is_plain and all(length == 1 for length in (value.dims or ())[1:-1])
+
+
+def _inferred(call: Call, total: Number, others: Number) -> Number:
+    """The size that makes a target shape hold all elements."""
+    symbols = call.symbols
+    exact = symbols.divide_exactly(total, others)
+    if exact is not None:
+        return exact
+    if contains_rows(others):
+        total, others = (symbols.divide_exactly(each, N) or DEPENDENT for each in (total, others))
+    rowless = symbols.divide_exactly(total, N)
+    if rowless is None:
+        if isinstance(total, int) and isinstance(others, int):
+            raise RowsMeetError("has a target shape that its elements do not fill")
+        return symbols.opaque("inferred", total, others, lowest=0)
+    if isinstance(rowless, int) and isinstance(others, int):
+        raise RowsMeetError("tears the rows apart")
+    return symbols.multiply(N, symbols.opaque("inferred", rowless, others, lowest=0))
+
+
+def transpose(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    order = call.integers("perm") or tuple(reversed(range(len(dims))))
+    if sorted(order) != list(range(len(dims))):
+        raise NotKnownError("has an order of axes that does not fit its operand")
+    elements = transposed(value, order)
+    facts = replace(value.facts, columns=())
+    axis = order.index(value.axis) if value.is_rows else 0
+    return call.result([dims[axis] for axis in order], value, axis, value.dtype, elements, facts)
+
+
+def squeeze(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    axes = call.axes(1, len(dims))
+    if axes is None:
+        if not all(isinstance(length, int) for length in dims):
+            raise NotKnownError("removes every axis of size 1, which may be the axis of the rows")
+        axes = tuple(position for position, length in enumerate(dims) if length == 1)
+    off_axis(value, axes, "removes the size")
+    if value.is_rows and any(isinstance(dims[axis], int) and dims[axis] != 1 for axis in axes):
+        raise NotKnownError("removes an axis that is longer than 1")
+    kept = [position for position in range(len(dims)) if position not in axes]
+    axis = kept.index(value.axis) if value.is_rows else 0
+    facts = replace(value.facts, columns=())
+    return call.result([dims[i] for i in kept], value, axis, value.dtype, value.elements, facts)
+
+
+def unsqueeze(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    given = call.integers("axes")
+    given = call.constants(1, "axes") if given is None else given
+    rank = len(dims) + len(given)
+    axes = {normal_axis(axis, rank) for axis in given}
+    if len(axes) != len(given):
+        raise NotKnownError("adds an axis twice")
+    kept = [position for position in range(rank) if position not in axes]
+    lengths: list[Number] = [1] * rank
+    for position, length in zip(kept, dims, strict=True):
+        lengths[position] = length
+    axis = kept[value.axis] if value.is_rows else 0
+    facts = replace(value.facts, columns=())
+    return call.result(lengths, value, axis, value.dtype, value.elements, facts)
+
+
+RULES: Final[Rules] = {
+    ("", "Shape"): rule(shape, arguments=(0,), keeps_stride=True, keeps_padding=True),
+    ("", "Size"): rule(size, arguments=(0,), keeps_stride=True, keeps_padding=True),
+    ("", "Reshape"): rule(reshape, arguments=(1,), keeps_stride=True, keeps_padding=True),
+    ("", "Flatten"): rule(flatten, keeps_stride=True, keeps_padding=True),
+    ("", "Transpose"): rule(transpose, keeps_stride=True),
+    ("", "Squeeze"): rule(squeeze, arguments=(1,), keeps_stride=True),
+    ("", "Unsqueeze"): rule(unsqueeze, arguments=(1,), keeps_stride=True),
+}

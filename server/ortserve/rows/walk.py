@@ -1,0 +1,290 @@
+"""The analysis of one graph for one hypothesis: node by node, from claims about inputs to claims about outputs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ortserve.rows.graph import BOOL, INTEGERS, Attribute, Function, Graph, Model, Node, Reference, Tensor
+from ortserve.rows.rules import RULES
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
+from ortserve.rows.symbols import Symbols, contains_rows
+from ortserve.rows.values import NO_FACTS, Cause, Kind, Value, free
+
+DOMAINS: Final = frozenset({"", "ai.onnx.ml"})
+"""Domains whose operators without a rule still give constants for constants."""
+RANDOM: Final = frozenset(
+    {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}
+    | {"RandomUniformLike", "Sampling"}
+)
+MOST_VISITS: Final = 60_000
+"""Nodes that are looked at for one model, over all hypotheses and all rounds of loops."""
+_DEEPEST: Final = 16
+_FEW: Final = 16
+
+
+class TooMuchWorkError(Exception):
+    """The analysis has looked at more nodes than it may."""
+
+
+class Budget:
+    """Counts the nodes that are looked at."""
+
+    def __init__(self, visits: int = MOST_VISITS) -> None:
+        self.left = visits
+
+    def take(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise TooMuchWorkError
+
+
+class Walk:
+    """One hypothesis. Gives each tensor of the graph a claim."""
+
+    def __init__(self, model: Model, symbols: Symbols, budget: Budget) -> None:
+        self._model = model
+        self._symbols = symbols
+        self._budget = budget
+        self._order = 0
+
+    def run(self, inputs: Mapping[str, Value]) -> dict[str, Value]:
+        """The claims about all tensors of the main graph, by name."""
+        scope = _Scope(self, self._model.opsets, {}, {}, 0)
+        return scope.walk(self._model.graph.nodes, self._model.graph.constants, dict(inputs))
+
+    def next_order(self) -> int:
+        self._order += 1
+        self._budget.take()
+        return self._order
+
+    @property
+    def symbols(self) -> Symbols:
+        return self._symbols
+
+    def function(self, node: Node) -> Function | None:
+        return self._model.functions.get((node.domain, node.op, node.overload))
+
+
+class _Scope:
+    """The names that the nodes of one graph see, with the operator sets and attributes that hold there."""
+
+    def __init__(
+        self,
+        walk: Walk,
+        opsets: Mapping[str, int],
+        attributes: Mapping[str, Attribute],
+        names: dict[str, Value],
+        depth: int,
+    ) -> None:
+        self._walk = walk
+        self._opsets = opsets
+        self._attributes = attributes
+        self._names = names
+        self._depth = depth
+
+    def walk(self, nodes: Sequence[Node], constants: Mapping[str, Tensor], names: dict[str, Value]) -> dict[str, Value]:
+        """The claims about all tensors, given those that are there before. Adds to ``names`` and returns it."""
+        for name, tensor in constants.items():
+            if name not in names:
+                names[name] = constant_value(tensor)
+        self._names = names
+        for index, node in enumerate(nodes):
+            order = self._walk.next_order()
+            operands = [names.get(name) if name else None for name in node.inputs]
+            missing = [name for name, value in zip(node.inputs, operands, strict=True) if name and value is None]
+            if missing:
+                results = self._failed(node, Kind.UNKNOWN, order, index, f"reads '{missing[0]}', which nothing gives")
+            else:
+                results = self._results(node, operands, order, index)
+            names.update((name, value) for name, value in zip(node.outputs, results, strict=False) if name)
+        return names
+
+    def run_graph(self, graph: Graph, arguments: Sequence[Value], *, hide_rows: bool = False) -> list[Value]:
+        if self._depth >= _DEEPEST:
+            raise NotKnownError(f"nests graphs more than {_DEEPEST} deep")
+        if len(arguments) != len(graph.inputs):
+            raise NotKnownError(f"gives {len(arguments)} values to a graph with {len(graph.inputs)} inputs")
+        names = dict(self._names)
+        if hide_rows:
+            names = {name: _hidden(value) for name, value in names.items()}
+        for name in graph.constants:
+            names.pop(name, None)
+        for declared, value in zip(graph.inputs, arguments, strict=True):
+            names[declared.name] = value
+        inner = _Scope(self._walk, self._opsets, self._attributes, names, self._depth + 1)
+        inner.walk(graph.nodes, graph.constants, names)
+        return [_given(names, output.name) for output in graph.outputs]
+
+    def _results(self, node: Node, operands: list[Value | None], order: int, index: int) -> list[Value]:
+        causes = [value for value in operands if value is not None and value.cause is not None]
+        if causes:
+            first = min(causes, key=lambda value: value.cause.order if value.cause is not None else 0)
+            return [Value(first.kind, cause=first.cause)] * len(node.outputs)
+        if node.op in RANDOM:
+            return self._failed(node, Kind.MIXED, order, index, "draws random numbers")
+        rule = RULES.get((node.domain, node.op))
+        function = self._walk.function(node)
+        try:
+            if function is not None:
+                if rule is not None:
+                    raise NotKnownError("is redefined by a function of the model")
+                return self._call(function, node, operands)
+            if rule is None:
+                if node.domain in DOMAINS and not _has_graphs(node) and _all_free(operands):
+                    return [free(None)] * len(node.outputs)
+                raise NotKnownError("has no rule" + (f" in domain '{node.domain}'" if node.domain else ""))
+            return self._applied(rule, node, operands)
+        except RowsMeetError as meeting:
+            return self._failed(node, Kind.MIXED, order, index, str(meeting))
+        except NotKnownError as not_known:
+            return self._failed(node, Kind.UNKNOWN, order, index, str(not_known))
+        except TooMuchWorkError:
+            raise
+        except Exception as error:  # noqa: BLE001 - an operand that no rule expects is no reason not to load the model
+            reason = f"is not what its rule expects: {type(error).__name__}"
+            return self._failed(node, Kind.UNKNOWN, order, index, reason)
+
+    def _failed(self, node: Node, kind: Kind, order: int, index: int, reason: str) -> list[Value]:
+        cause = Cause(order, node.name or f"{node.op} #{index}", f"{node.op} {reason}")
+        return [Value(kind, cause=cause)] * len(node.outputs)
+
+    def _applied(self, rule: Rule, node: Node, operands: list[Value | None]) -> list[Value]:
+        """The outputs by a rule, after what holds for all operators."""
+        if rule.has_graphs:
+            return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=False)
+        has_rows = has_size = False
+        is_free = True
+        for i, value in enumerate(operands):
+            if value is not None and value.kind is not Kind.FREE:
+                is_free = False
+                has_rows = has_rows or value.is_rows
+                has_size = has_size or (value.kind is Kind.SIZE and i not in rule.arguments)
+        if has_rows:
+            if has_size:
+                raise RowsMeetError("uses the number of rows as a value")
+            _check_operands(rule, operands)
+        try:
+            return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=has_size)
+        except RandomError:
+            raise
+        except (RowsMeetError, NotKnownError):
+            if is_free:
+                return [free(None)] * len(node.outputs)
+            raise
+
+    def _call_of(self, node: Node, operands: list[Value | None]) -> Call:
+        version = self._opsets.get(node.domain, 1)
+        return Call(node, tuple(operands), version, self._walk.symbols, self, self._substituted(node.attributes))
+
+    def _checked(self, given: Output, node: Node, *, has_size: bool) -> list[Value]:
+        outputs = [given] if isinstance(given, Value) else list(given)
+        outputs += [None] * (len(node.outputs) - len(outputs))
+        checked: list[Value] = []
+        for i, value in enumerate(outputs[: len(node.outputs)]):
+            if not node.outputs[i]:
+                checked.append(free(None))
+            elif value is None:
+                raise NotKnownError(f"has no rule for its output {i}")
+            else:
+                checked.append(self._settled(value, has_size=has_size))
+        return checked
+
+    def _settled(self, value: Value, *, has_size: bool) -> Value:
+        if value.cause is not None:
+            return value
+        for axis, length in enumerate(value.dims or ()):
+            if contains_rows(length) and not (value.is_rows and axis == value.axis):
+                raise RowsMeetError("gives a length that depends on the number of rows where the rows do not lie")
+        if value.is_rows:
+            if has_size:
+                raise RowsMeetError("uses the number of rows as a value")
+            return value
+        if has_size and value.kind is Kind.FREE and value.elements is None:
+            return replace(value, kind=Kind.SIZE, facts=NO_FACTS)
+        if value.kind is Kind.FREE and value.elements is None and value.dims is not None:
+            return self._with_elements(value)
+        return value
+
+    def _with_elements(self, value: Value) -> Value:
+        """A small tensor of integers whose elements are not known, with an atom for each."""
+        dims = value.dims or ()
+        if len(dims) > 1 or not (value.dtype in INTEGERS or value.dtype == BOOL):
+            return value
+        count = dims[0] if dims else 1
+        if not isinstance(count, int) or count > _FEW:
+            return value
+        least = 0 if value.dtype == BOOL else None
+        return replace(value, elements=tuple(self._walk.symbols.fresh(least) for _ in range(count)))
+
+    def _call(self, function: Function, node: Node, operands: list[Value | None]) -> list[Value]:
+        """The outputs of a function of the model."""
+        if self._depth >= _DEEPEST:
+            raise NotKnownError(f"nests functions more than {_DEEPEST} deep")
+        for domain, version in function.opsets.items():
+            if self._opsets.get(domain, version) != version:  # ONNX Runtime runs the body with the model's version
+                raise NotKnownError(f"is a function for version {version} of domain '{domain}', the model for another")
+        attributes = {**function.defaults, **self._substituted(node.attributes)}
+        names = {name: each for name, each in zip(function.inputs, operands, strict=False) if each is not None}
+        absent = {name for name in function.inputs if name not in names}
+        nodes = (
+            [
+                replace(each, inputs=tuple("" if name in absent else name for name in each.inputs))
+                for each in function.nodes
+            ]
+            if absent
+            else function.nodes
+        )
+        inner = _Scope(self._walk, self._opsets, attributes, names, self._depth + 1)
+        inner.walk(nodes, {}, names)
+        return [_given(names, name) for name in function.outputs[: len(node.outputs)]]
+
+    def _substituted(self, attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
+        """Attributes with those of the function put in; one that the call does not give is left out."""
+        if not any(isinstance(value, Reference) for value in attributes.values()):
+            return attributes
+        found: dict[str, Attribute] = {}
+        for name, value in attributes.items():
+            if not isinstance(value, Reference):
+                found[name] = value
+            elif value.name in self._attributes:
+                found[name] = self._attributes[value.name]
+        return found
+
+
+def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:
+    """Raise unless a rule knows what its operands contain, and those that must be free are."""
+    for i, value in enumerate(operands):
+        if value is None or value.kind is Kind.FREE:
+            continue
+        if value.facts.stride != 0 and not rule.keeps_stride:
+            raise RowsMeetError("uses the number of the row")
+        if value.facts.padding is not None and not rule.keeps_padding:
+            raise RowsMeetError("takes rows that are padded to the longest one")
+        if i in rule.parameters:
+            raise RowsMeetError(f"takes its parameter {i} from the rows")
+
+
+def _has_graphs(node: Node) -> bool:
+    """Whether a node runs graphs of its own, which may read any tensor."""
+    return any(isinstance(value, Graph) for value in node.attributes.values())
+
+
+def _all_free(operands: Sequence[Value | None]) -> bool:
+    return all(value is None or value.kind is Kind.FREE for value in operands)
+
+
+def constant_value(tensor: Tensor) -> Value:
+    return Value(Kind.FREE, tensor.dims, dtype=tensor.dtype, elements=tensor.elements)
+
+
+def _given(names: Mapping[str, Value], name: str) -> Value:
+    value = names.get(name)
+    if value is None:
+        raise NotKnownError(f"has a graph that does not compute its output '{name}'")
+    return value
+
+
+def _hidden(value: Value) -> Value:
+    if value.kind is Kind.FREE or value.cause is not None:
+        return value
+    return Value(Kind.MIXED, cause=Cause(0, "", "the graph of a Scan over rows reads a tensor of the whole batch"))

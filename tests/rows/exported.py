@@ -1,0 +1,201 @@
+"""Models by real exporters: those of ``corpus``, and those that packages ship, where they are at hand.
+
+The folder with the packages is ``ORTSERVE_TEST_PACKAGES``, as ``pip install --target`` leaves it; they are too large to
+be fetched for each run of the tests.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnx
+
+from ortserve.rows import RowVerdict, prove_rows
+from rows.brute_force import BATCHES, Observation, observe
+from rows.cases import ROWS, random_array
+
+CORPUS: Final = Path(__file__).parent / "corpus"
+PACKAGES: Final = os.environ.get("ORTSERVE_TEST_PACKAGES", "")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model by an exporter, and what a request of one row is.
+
+    Attributes:
+        made_by: The exporter, with its version.
+        shapes: Of the inputs of one row; 1 along the axis of the rows.
+        below: Integers of an input are less.
+        scale: Of floats.
+        axes: Where an input carries rows, if not on axis 0; None for one without rows.
+        independent: Whether the rows are independent along these axes, as is known of the model or was tried at large.
+        values: Of inputs that have to be something in particular.
+        at_shape: Whether the verdict is asked for requests of exactly these sizes.
+    """
+
+    name: str
+    path: Path
+    made_by: str
+    shapes: Mapping[str, Sequence[int]]
+    below: Mapping[str, int] = field(default_factory=dict)
+    scale: float = 1.0
+    axes: Mapping[str, int | None] = field(default_factory=dict)
+    independent: bool = True
+    values: Mapping[str, Any] = field(default_factory=dict)
+    at_shape: bool = False
+
+    @cached_property
+    def model(self) -> onnx.ModelProto:
+        return onnx.load(self.path)
+
+    @property
+    def row_axes(self) -> dict[str, int | None]:
+        return {name: self.axes.get(name, 0) for name in self.shapes}
+
+    @property
+    def sizes(self) -> dict[str, list[int | None]]:
+        """The sizes that the verdict may rest on."""
+        if not self.at_shape:
+            return {}
+        axes = self.row_axes
+        return {
+            name: [None if axis == axes[name] else size for axis, size in enumerate(shape)]
+            for name, shape in self.shapes.items()
+        }
+
+    @property
+    def given(self) -> dict[str, list[int]]:
+        """The values of inputs without rows that the verdict may rest on."""
+        return {name: [value] for name, value in self.values.items() if self.at_shape and self.row_axes[name] is None}
+
+    @property
+    def verdict(self) -> RowVerdict:
+        return prove_rows(self.path, input_shapes=self.sizes, input_values=self.given)
+
+    def rows(self, seed: int = 0) -> list[dict[str, np.ndarray]]:
+        rng = np.random.default_rng(seed)
+        types = {value.name: value.type.tensor_type.elem_type for value in self.model.graph.input}
+        rows: list[dict[str, np.ndarray]] = [{} for _ in range(ROWS)]
+        for name, shape in self.shapes.items():
+            for row in rows:
+                if name in self.values:
+                    dtype = onnx.helper.tensor_dtype_to_np_dtype(types[name])
+                    row[name] = np.full(shape, self.values[name], dtype)
+                else:
+                    row[name] = random_array(rng, types[name], shape, self.below.get(name, 4), self.scale)
+        if any("mask" in name for name in self.shapes):  # the first token is never masked out
+            for row in rows:
+                for name in row:
+                    if "mask" in name:
+                        row[name][..., 0] = 1
+        return rows
+
+    def observe(self, *, inside: bool, seed: int = 0) -> dict[str, Observation]:
+        return observe(self.model, self.rows(seed), self.row_axes, BATCHES, inside=inside)
+
+
+def committed() -> list[Exported]:
+    """The models of the folder ``corpus``."""
+    manifest: dict[str, dict[str, Any]] = json.loads((CORPUS / "manifest.json").read_text())
+    return [Exported(name, CORPUS / f"{name}.onnx", **entry) for name, entry in manifest.items()]
+
+
+def packaged(folder: Path) -> Iterator[Exported]:
+    """The models of packages that the folder has."""
+    for path, entry in _PACKAGED.items():
+        if (folder / path).exists():
+            yield Exported(path, folder / path, **entry)
+
+
+_VOICE: Final[dict[str, Any]] = {
+    "made_by": "torch, TorchScript",
+    "shapes": {"input": (1, 576), "state": (2, 1, 128), "sr": ()},
+    "axes": {"state": 1, "sr": None},
+    "values": {"sr": 16000},
+}
+_FRAMES: Final[dict[str, Any]] = {
+    "made_by": "torch, dynamo",
+    "shapes": {"input": (1, 576), "h": (1, 1, 128), "c": (1, 1, 128)},
+    "axes": {"h": None, "c": None},
+    "values": {"h": 0, "c": 0},
+    "independent": False,
+}
+_DETECTOR: Final[dict[str, Any]] = {"made_by": "paddle2onnx", "shapes": {"x": (1, 3, 64, 96)}}
+_READER: Final[dict[str, Any]] = {"made_by": "paddle2onnx", "shapes": {"x": (1, 3, 48, 96)}}
+_ECHO: Final[dict[str, Any]] = {
+    "made_by": "torch, TorchScript",
+    "axes": {"h0": None},
+    "values": {"h0": 0},
+    "independent": False,
+}
+_LINE: Final[dict[str, Any]] = {
+    "made_by": "torch, TorchScript",
+    "shapes": {"input1": (1, 1, 64, 1)},
+    "axes": {"input1": 3},
+    "independent": False,
+}
+
+_PACKAGED: Final[dict[str, dict[str, Any]]] = {
+    "basic_pitch/saved_models/icassp_2022/nmp.onnx": {
+        "made_by": "tf2onnx 1.15.1",
+        "shapes": {"serving_default_input_2:0": (1, 43844, 1)},
+        "scale": 0.1,
+    },
+    "ddddocr/common.onnx": _LINE,
+    "ddddocr/common_old.onnx": _LINE | {"made_by": "torch, TorchScript, quantized"},
+    "faster_whisper/assets/silero_vad_v6.onnx": _FRAMES,
+    "magika/models/standard_v3_3/model.onnx": {
+        "made_by": "tf2onnx 1.16.1",
+        "shapes": {"bytes": (1, 2048)},
+        "below": {"bytes": 257},
+    },
+    "nudenet/320n.onnx": {"made_by": "torch 2.3.1, ultralytics", "shapes": {"images": (1, 3, 320, 320)}, "scale": 0.3},
+    "piper/hebrew/nakdimon.onnx": {
+        "made_by": "tf2onnx 1.16.1",
+        "shapes": {"input_1": (1, 20)},
+        "below": {"input_1": 20},
+    },
+    "piper/tashkeel/model.onnx": {
+        "made_by": "torch 2.1.2, TorchScript",
+        "shapes": {"char_inputs": (1, 12), "diac_inputs": (1, 12), "input_lengths": (1,)},
+        "below": {"char_inputs": 30, "diac_inputs": 10},
+        "values": {"input_lengths": 12},
+    },
+    "rapidocr/models/PP-OCRv6_det_small.onnx": _DETECTOR,
+    "rapidocr/models/PP-OCRv6_rec_small.onnx": _READER,
+    "rapidocr/models/ch_ppocr_mobile_v2.0_cls_mobile.onnx": _READER,
+    "rapidocr_onnxruntime/models/ch_PP-OCRv4_det_infer.onnx": _DETECTOR,
+    "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx": _READER,
+    "rapidocr_onnxruntime/models/ch_ppocr_mobile_v2.0_cls_infer.onnx": _READER,
+    "silero_vad/data/silero_vad.onnx": _VOICE | {"at_shape": True},
+    "silero_vad/data/silero_vad_16k_op15.onnx": _VOICE | {"at_shape": True},
+    "silero_vad/data/silero_vad_16k_sequence.onnx": _FRAMES,
+    "silero_vad/data/silero_vad_half.onnx": {
+        "made_by": "torch 2.3.1, TorchScript",
+        "shapes": {"input": (1, 576), "state": (2, 1, 128)},
+        "axes": {"state": 1},
+        "at_shape": True,
+    },
+    "silero_vad/data/silero_vad_op18_ifless.onnx": _VOICE,
+    "speechmos/aecmos_models/Run_1663829550_Stage_0.onnx": _ECHO
+    | {"shapes": {"input": (1, 3, 20, 160), "h0": (4, 1, 64)}},
+    "speechmos/aecmos_models/Run_1663915512_Stage_0.onnx": _ECHO
+    | {"shapes": {"input": (1, 3, 20, 160), "h0": (4, 1, 64)}},
+    "speechmos/aecmos_models/Run_1668423760_Stage_0.onnx": _ECHO
+    | {"shapes": {"input": (1, 3, 20, 160), "h0": (4, 1, 96)}},
+    "speechmos/dnsmos_models/bak_ovr.onnx": {"made_by": "keras2onnx 1.8.1", "shapes": {"input_1": (1, 901, 161)}},
+    "speechmos/dnsmos_models/model_v8.onnx": {"made_by": "keras2onnx 1.7.0", "shapes": {"input_1": (1, 900, 120)}},
+    "speechmos/dnsmos_models/sig.onnx": {"made_by": "keras2onnx 1.8.1", "shapes": {"input_1": (1, 901, 161)}},
+    "speechmos/dnsmos_models/sig_bak_ovr.onnx": {"made_by": "keras2onnx 1.8.1", "shapes": {"input_1": (1, 144160)}},
+    "speechmos/plcmos_models/plcmos_v2.onnx": {
+        "made_by": "torch 1.11.0, TorchScript",
+        "shapes": {"degraded_audio": (1, 1, 20, 257), "rater_embed": (1, 64)},
+        "independent": False,
+    },
+}
+"""By path: what they take, and whether their rows are independent, which brute force shows."""

@@ -1,0 +1,258 @@
+"""A graph that grows node by node, and that ONNX Runtime runs as it grows: each row alone, and batches of the rows.
+
+Nodes run one at a time, in sessions that are kept for the next graph, so that thousands of graphs take seconds.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+
+from rows.brute_force import BATCHES, Observation
+
+IR_VERSION: Final = 10
+ROWS: Final = 3
+RUNS: Final = [*((row,) for row in range(ROWS)), *BATCHES[1:]]
+"""The rows alone, then the batches."""
+
+Runs: TypeAlias = list[np.ndarray | None]
+"""A tensor in each of ``RUNS``; None where ONNX Runtime refused it."""
+
+_MOST_SESSIONS: Final = 3000
+_LARGEST: Final = 1e5
+"""Numbers stay below, so that differences are not those of rounding."""
+
+
+class Unsuitable(Exception):  # noqa: N818 - nothing is wrong
+    """No such node fits here; the graph stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input: its type, its dimensions as declared, and the axis of its rows."""
+
+    element_type: int
+    dims: Sequence[int | str | None]
+    axis: int | None
+
+
+class GrowingGraph:
+    """Nodes, weights and inputs, and the values of all tensors in all runs."""
+
+    def __init__(self, rng: random.Random, opset: int) -> None:
+        self.rng = rng
+        self.opset = opset
+        self.inputs: dict[str, Input] = {}
+        self.weights: dict[str, np.ndarray] = {}
+        self.nodes: list[onnx.NodeProto] = []
+        self.values: dict[str, Runs] = {}
+        self._not_run: dict[str, list[int]] = {}
+        self._names = 0
+
+    def new_name(self, letter: str = "t") -> str:
+        self._names += 1
+        return f"{letter}{self._names}"
+
+    def add_input(self, element_type: int, dims: Sequence[int | str | None], axis: int | None, rows: Runs) -> str:
+        """Add an input; ``rows`` are its values for each row alone."""
+        name = self.new_name("x")
+        self.inputs[name] = Input(element_type, dims, axis)
+        self.values[name] = [
+            rows[run[0]] if axis is None else np.concatenate([_there(rows[row]) for row in run], axis) for run in RUNS
+        ]
+        return name
+
+    def add_weight(self, array: np.ndarray) -> str:
+        name = self.new_name("w")
+        self.weights[name] = array
+        self.values[name] = [array] * len(RUNS)
+        return name
+
+    def add_ints(self, *numbers: int) -> str:
+        return self.add_weight(np.array(numbers, np.int64))
+
+    def add_scalar(self, number: int) -> str:
+        return self.add_weight(np.array(number, np.int64))
+
+    def add(self, op: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> str:
+        return self.add_many(op, *inputs, outputs=outputs, domain=domain, **attributes)[0]
+
+    def add_many(self, op: str, *inputs: str, outputs: int, domain: str = "", **attributes: Any) -> list[str]:
+        """Run a node in all runs, and keep it if each row alone can do it.
+
+        Raises:
+            Unsuitable: A row alone is refused, or its numbers are too large.
+        """
+        names = [self.new_name() for _ in range(outputs)]
+        node = helper.make_node(op, list(inputs), names, domain=domain, **attributes)
+        used = dict.fromkeys([*inputs, *_captured(node)])
+        used.pop("", None)
+        operands = {name: self.values[name] for name in used}
+        session = _session(node, {name: _there(runs[0]).dtype for name, runs in operands.items()}, self.opset)
+        if session is None:
+            raise Unsuitable
+        results: list[list[np.ndarray] | None] = []
+        for index in range(len(RUNS)):
+            # As the session's inputs are called, by position: the session may be another node's.
+            feeds = {f"i{position}": runs[index] for position, runs in enumerate(operands.values())}
+            try:
+                result = None if any(array is None for array in feeds.values()) else session.run(None, feeds)
+            except Exception:
+                result = None
+            if index < ROWS and (result is None or not all(_is_tame(array) for array in result)):
+                raise Unsuitable
+            results.append(result)
+        not_run = [index for index in range(len(RUNS)) if any(runs[index] is None for runs in operands.values())]
+        for position, name in enumerate(names):
+            self._not_run[name] = not_run
+            self.values[name] = [None if result is None else np.asarray(result[position]) for result in results]
+        self.nodes.append(node)
+        return names
+
+    def drop(self, count: int) -> None:
+        """Keep the first nodes only."""
+        for node in self.nodes[count:]:
+            for name in node.output:
+                del self.values[name]
+        del self.nodes[count:]
+
+    def alone(self, name: str) -> np.ndarray:
+        return _there(self.values[name][0])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.alone(name).shape)
+
+    def rows_axis(self, name: str) -> int | None:
+        """The axis that is longer in a batch."""
+        alone, batch = self.values[name][0], self.values[name][-1]
+        if alone is None or batch is None or alone.ndim != batch.ndim:
+            return None
+        longer = [axis for axis in range(alone.ndim) if alone.shape[axis] != batch.shape[axis]]
+        return longer[0] if longer else None
+
+    def is_exact(self, name: str) -> bool:
+        """Whether sums and products of these numbers are exact, whatever their order."""
+        for array in self.values[name]:
+            if array is not None and array.dtype.kind == "f" and not np.array_equal(array * 16, np.rint(array * 16)):
+                return False
+        return True
+
+    def observation(self, name: str) -> Observation:
+        """What was seen of a tensor. A batch counts as refused by the node that refused it, not by those after it."""
+        runs, not_run = self.values[name], self._not_run.get(name, [])
+        return Observation(
+            runs[:ROWS], {RUNS[index]: runs[index] for index in range(ROWS, len(RUNS)) if index not in not_run}
+        )
+
+    def made(self) -> list[str]:
+        """The tensors that nodes make."""
+        return [name for node in self.nodes for name in node.output]
+
+    def model(self) -> onnx.ModelProto:
+        """All of it, with the last tensors that no other node uses as outputs."""
+        used = {name for node in self.nodes for name in [*node.input, *_captured(node)]}
+        ends = [name for name in self.made() if name not in used]
+        graph = helper.make_graph(
+            self.nodes,
+            "random",
+            [helper.make_tensor_value_info(name, one.element_type, one.dims) for name, one in self.inputs.items()],
+            [onnx.ValueInfoProto(name=name) for name in ends],
+            [numpy_helper.from_array(array, name) for name, array in self.weights.items()],
+        )
+        return _model(graph, self.opset)
+
+
+def with_shapes(text: str, values: Mapping[str, Runs]) -> str:
+    """A printed model and what its tensors are, alone and in the largest batch, for a person who reads a failure."""
+    lines = [text]
+    for name, runs in values.items():
+        batch = runs[-1]
+        lines.append(f"{name}: {_there(runs[0]).shape} together {None if batch is None else batch.shape}")
+    return "\n".join(lines)
+
+
+_sessions: Final[dict[bytes, Any]] = {}
+
+
+def _session(node: onnx.NodeProto, dtypes: Mapping[str, np.dtype], opset: int) -> Any:
+    """A session of the node alone, whose inputs are ``i0``, ``i1``, ...; None where ONNX Runtime has no such node."""
+    renamed = onnx.NodeProto()
+    renamed.CopyFrom(node)
+    names = {name: f"i{position}" for position, name in enumerate(dtypes)}
+    renamed.ClearField("input")
+    renamed.input.extend(names.get(name, "") for name in node.input)
+    del renamed.output[:]
+    renamed.output.extend(f"o{position}" for position in range(len(node.output)))
+    _rename_captured(renamed, names)
+    inputs = [_value(f"i{position}", dtype) for position, dtype in enumerate(dtypes.values())]
+    outputs = [onnx.ValueInfoProto(name=name) for name in renamed.output]
+    content = _model(helper.make_graph([renamed], "node", inputs, outputs), opset).SerializeToString()
+    if content not in _sessions:
+        if len(_sessions) >= _MOST_SESSIONS:
+            _sessions.clear()
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_mem_pattern = False
+        try:
+            _sessions[content] = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except Exception:
+            _sessions[content] = None
+    return _sessions[content]
+
+
+def _model(graph: onnx.GraphProto, opset: int) -> onnx.ModelProto:
+    versions = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=versions, ir_version=IR_VERSION)
+
+
+def _value(name: str, dtype: np.dtype) -> onnx.ValueInfoProto:
+    """Of a type, but any rank."""
+    element_type = helper.np_dtype_to_tensor_dtype(dtype)
+    return helper.make_tensor_value_info(name, element_type, None)
+
+
+def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    return [attribute.g for attribute in node.attribute if attribute.type == onnx.AttributeProto.GRAPH]
+
+
+def _captured(node: onnx.NodeProto) -> list[str]:
+    """What the bodies of a node take from outside."""
+    found: dict[str, None] = {}
+    for body in _bodies(node):
+        inner = {value.name for value in body.input} | {name for one in body.node for name in one.output}
+        inner |= {weight.name for weight in body.initializer}
+        for one in body.node:
+            found.update(dict.fromkeys(name for name in one.input if name and name not in inner))
+        found.update(dict.fromkeys(value.name for value in body.output if value.name not in inner))
+    return list(found)
+
+
+def _rename_captured(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    for body in _bodies(node):
+        for one in body.node:
+            one.input[:] = [names.get(name, name) for name in one.input]
+
+
+def _is_tame(array: np.ndarray) -> bool:
+    if not array.size:  # the proof is for axes that are not empty: 0 in the target of a Reshape means another size
+        return False
+    if array.dtype.kind == "f":
+        return bool(np.all(np.isfinite(array)) and np.all(np.abs(array) < _LARGEST)) and array.size < 5000
+    return array.size < 5000 and (array.dtype.kind != "i" or bool(np.all(np.abs(array) < _LARGEST)))
+
+
+def _there(array: np.ndarray | None) -> np.ndarray:
+    assert array is not None
+    return array
+
+
+FLOAT: Final[int] = TensorProto.FLOAT
+INT64: Final[int] = TensorProto.INT64
+BOOL: Final[int] = TensorProto.BOOL

@@ -1,0 +1,79 @@
+"""Models that look as if their rows stayed apart. None may be called proven.
+
+Most look right for a row alone, for equal rows, for small numbers, or for two rows of a certain size.
+"""
+# A line for each model.
+# ruff: noqa: E501
+# fmt: off
+
+from typing import Final
+
+from rows.cases import Case
+
+_X: Final = "float[N,4] x"
+_RANGE: Final = "n = Shape<start=0, end=1>(x) m = Squeeze(n) r = Range(zero, m, one)"
+_RANGE_WEIGHTS: Final = "int64 zero = {0}, int64 one = {1}"
+_FLAT: Final = f"{_RANGE} b = Mul(r, five) c = Add(b, i) f = Reshape(x, s) y = Gather(f, c)"
+_FLAT_WEIGHTS: Final = f"{_RANGE_WEIGHTS}, int64 five = {{5}}, int64[2] s = {{-1, 4}}"
+
+TRAPS: Final = [
+    Case("a column meets a vector", "float[N,1] x, float[N] z", "y = Sub(x, z)"),
+    Case("a constant as long as one batch", _X, "y = Add(x, c)", "float[3,4] c"),
+    Case("position in the batch", _X, "n = Shape<start=0, end=1>(x) p = Slice(w, z, n) y = Add(x, p)", "float[64,4] w, int64[1] z = {0}"),
+    Case("the batch size as a number", _X, "n = Shape<start=0, end=1>(x) f = Cast<to=1>(n) y = Div(x, f)"),
+    Case("the number of all elements", _X, "n = Size(x) f = Cast<to=1>(n) y = Mul(x, f)"),
+    Case("whether there is more than one row", _X, "n = Shape<start=0, end=1>(x) g = Greater(n, o) f = Cast<to=1>(g) y = Add(x, f)", "int64[1] o = {1}"),
+    Case("at most eight rows", _X, "n = Shape<start=0, end=1>(x) g = Min(n, o) f = Cast<to=1>(g) y = Add(x, f)", "int64[1] o = {8}"),
+    Case("the row's number as a feature", _X, f"{_RANGE} f = Cast<to=1>(r) u = Unsqueeze(f, one1) y = Add(x, u)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}"),
+    Case("the row's number modulo two", _X, f"{_RANGE} q = Mod(r, two) f = Cast<to=1>(q) u = Unsqueeze(f, one1) y = Add(x, u)", f"{_RANGE_WEIGHTS}, int64 two = {{2}}, int64[1] one1 = {{1}}"),
+    Case("the row's number through a reduction", _X, f"{_RANGE} u = Unsqueeze(r, one1) k = ReduceMax<axes=[1]>(u) f = Cast<to=1>(k) y = Add(x, f)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}"),
+    Case("the row's number as a token", _X, f"{_RANGE} e = Gather(w, r) y = Add(x, e)", f"{_RANGE_WEIGHTS}, float[64,4] w"),
+    Case("a running number", _X, "s = Shape(x) c = ConstantOfShape<value=float[1]{1}>(s) p = CumSum(c, a) y = Add(x, p)", "int64 a = {0}"),
+    Case("a diagonal", _X, "e = EyeLike(x) y = Add(x, e)"),
+    Case("torn rows", "float[N,6] x", "s = Shape(x) a = Reshape(x, t) b = Softmax(a) y = Reshape(b, s)", "int64[2] t = {-1, 4}", refused_alone=True),
+    Case("batch folded into one axis", _X, "s = Shape(x) a = Reshape(x, t) b = Softmax<axis=1>(a) y = Reshape(b, s)", "int64[2] t = {1, -1}"),
+    Case("batch flattened", _X, "s = Shape(x) a = Flatten<axis=0>(x) b = Softmax<axis=1>(a) y = Reshape(b, s)"),
+    Case("transposed memory order", _X, "a = Transpose(x) y = Reshape(a, s)", "int64[2] s = {-1, 4}"),
+    Case("rows interleaved, then split", "float[N,2,4] x", "a = Reshape(x, s) y1, y2 = Split<axis=0>(a)", "int64[2] s = {-1, 4}"),
+    Case("old softmax", _X, "y = Softmax<axis=0>(x)", opset=12),
+    Case("old softmax over rows in the middle", "float[2,N,4] x", "y = Softmax(x)", opset=12),
+    Case("a new function in an old model, where ONNX Runtime runs old operators", "float[2,N,4] x", "y = local.f(x)", functions="f (a) => (b) { b = Softmax(a) }", opset=12, function_opset=17),
+    Case("a function that is called like an operator", _X, "y = local.Relu(x)", functions="Relu (a) => (b) { b = Softmax<axis=0>(a) }"),
+    Case("the last row", _X, "a = Gather(x, i) y = Add(x, a)", "int64 i = {-1}"),
+    Case("all but the first row", "float[N,4] x", "y = Slice(x, s, e, a)", "int64[1] s = {-1}, int64[1] e = {999}, int64[1] a = {0}"),
+    Case("a flat index from an input", "float[N,5,4] x, int64[N] i", _FLAT, _FLAT_WEIGHTS, feeds={"i": [[-1], [2], [-1]]}),
+    Case("a flat index that may be negative", "float[N,5,4] x, int64 i", _FLAT, _FLAT_WEIGHTS, feeds={"i": [-1, -1, -1]}),
+    Case("a flat index from a logarithm", "float[N,5,4] x, float[1] w", f"p = Abs(w) g = ReduceLogSum<keepdims=0>(p) i = Cast<to=7>(g) {_FLAT}", _FLAT_WEIGHTS, feeds={"w": [[0.25]] * 3}),
+    Case("a flat index that is negated", "float[N,5,4] x, int64[N,5] t", f"k = ArgMax<axis=1, keepdims=0>(t) i = Neg(k) {_FLAT}", _FLAT_WEIGHTS, below=9),
+    Case("a flat index less one", "float[N,5,4] x, int64[N,5] t", f"k = ArgMax<axis=1, keepdims=0>(t) i = Sub(k, one) {_FLAT}", _FLAT_WEIGHTS, feeds={"t": [[[9, 1, 1, 1, 1]]] * 3}),
+    Case("a flat index of another stride", "float[N,5,4] x, int64[N,5] t", f"i = ArgMax<axis=1, keepdims=0>(t) {_FLAT.replace('five', 'six')}", _FLAT_WEIGHTS.replace("five = {5}", "six = {4}"), below=9),
+    Case("a flat index beyond the row", "float[N,5,4] x, int64[N,9] t", f"i = ArgMax<axis=1, keepdims=0>(t) {_FLAT}", _FLAT_WEIGHTS, feeds={"t": [[[0, 0, 0, 0, 0, 0, 1, 0, 0]]] * 3}, refused_alone=True),
+    Case("a flat index that a table gives, which is the same for all rows", "float[N,3,4] x, int64[N,5] t", f"{_RANGE} k = ArgMax<axis=1, keepdims=0>(t) h = Concat<axis=0>(n, five1) e = Expand(w, h) g = Reshape(e, all) d = Mul(r, five) j = Add(d, k) i = Gather(g, j) b = Mul(r, three) c = Add(b, i) f = Reshape(x, s) y = Gather(f, c)", f"{_RANGE_WEIGHTS}, int64 five = {{5}}, int64[1] five1 = {{5}}, int64 three = {{3}}, int64[1] all = {{-1}}, int64[1,5] w = {{0, 1, 2, 3, 4}}, int64[2] s = {{-1, 4}}", feeds={"t": [[[0, 0, 0, 0, 1]], [[1, 0, 0, 0, 0]], [[1, 0, 0, 0, 0]]]}, refused_alone=True),
+    Case("index tuples from an input", "float[N,4] x, int64[N,2] i", "y = GatherND(x, i)", feeds={"i": [[[-1, 0]], [[0, 1]], [[-1, 3]]]}),
+    Case("a number of a row less one", _X, f"{_RANGE} p = Sub(r, one) q = Unsqueeze(p, one1) y = GatherND(x, q)", f"{_RANGE_WEIGHTS}, int64[1] one1 = {{1}}"),
+    Case("indices of MaxPool", "float[N,1,4,4] x", "a, y = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x)"),
+    Case("Squeeze without axes", "float[N,4,1] x", "y = Squeeze(x)"),
+    Case("a branch on the number of rows", _X, "n = Shape<start=0, end=1>(x) m = Equal(n, one) c = Squeeze(m) y = If(c) <then_branch = t () => (a) { a = Relu(x) }, else_branch = e () => (b) { b = Neg(x) }>", "int64[1] one = {1}"),
+    Case("a branch between the number of rows and a constant", "float[N,4] x, bool c", "k = If(c) <then_branch = t () => (a) { a = Shape<start=0, end=1>(x) }, else_branch = e () => (b) { b = Identity(one) }> f = Cast<to=1>(k) y = Mul(x, f)", "int64[1] one = {1}", feeds={"c": [True] * 3}),
+    Case("a branch between a constant and the number of rows", "float[N,4] x, bool c", "k = If(c) <then_branch = t () => (a) { a = Identity(one) }, else_branch = e () => (b) { b = Shape<start=0, end=1>(x) }> f = Cast<to=1>(k) y = Mul(x, f)", "int64[1] one = {1}", feeds={"c": [False] * 3}),
+    Case("half a length that is rounded", "float[N,L] x", "l = Shape<start=1, end=2>(x) f = Cast<to=1>(l) h = Mul(f, half) g = Floor(h) q = Equal(g, h) c = Squeeze(q) y = If(c) <then_branch = t () => (a) { a = Relu(x) }, else_branch = e () => (b) { b = Softmax<axis=0>(x) }>", "float[1] half = {0.5}"),
+    Case("a length that may be one", "float[N,L] x, float[N] z", "y = Add(x, z)", sizes={"L": 1}),
+    Case("a recurrence over the batch", "float[N,4,3] x", "y = LSTM<hidden_size=2>(x, w, r)", "float[1,8,3] w, float[1,8,2] r"),
+    Case("a running state over the batch", _X, "f, y = Scan(w, x) <num_scan_inputs=1, body = step (float[4] s, float[4] e) => (s2, o) { s2 = Add(s, e) o = Identity(s2) }>", "float[4] w"),
+    Case("a scan that sees the whole batch", _X, "y = Scan(x) <num_scan_inputs=1, body = step (float[4] e) => (o) { m = ReduceSum<keepdims=0>(x) o = Add(e, m) }>"),
+    Case("an early exit", "int64[N,4] x", "y = Loop(n, t, x) <body = step (int64 i, bool g, int64[N,4] h) => (g2, k) { k = Add(h, one) m = ReduceMin<keepdims=0>(k) g2 = Less(m, end) }>", "int64 n = {20}, bool t = {1}, int64 one = {1}, int64 end = {6}"),
+    Case("steps that a row decides", "float[N,4] x, int64[N] k", "m = ReduceMax<keepdims=0>(k) y = Loop(m, , x) <body = step (int64 i, bool g, float[N,4] h) => (g2, j) { g2 = Identity(g) j = Add(h, one) }>", "float one = {1}", feeds={"k": [[1], [4], [2]]}),
+    Case("a loop that adds the rows up late", _X, "y, f = Loop(n, , x, w) <body = step (int64 i, bool g, float[N,4] h, float[4] u) => (g2, j, u2) { g2 = Identity(g) u2 = ReduceSum<axes=[0], keepdims=0>(h) j = Add(h, u) }>", "int64 n = {3}, float[4] w", opset=12),
+    Case("trimmed to the longest", "float[N,5] x, int64[N] k", "m = ReduceMax<keepdims=1>(k) a = Slice(x, s, m, i) y = ReduceMean<axes=[1]>(a)", "int64[1] s = {0}, int64[1] i = {1}", feeds={"k": [[1], [5], [2]]}),
+    Case("as many results as a row asks for", "float[N,5] x, int64[N] k", "m = ReduceMax<keepdims=1>(k) y, i = TopK(x, m)", feeds={"k": [[1], [4], [2]]}),
+    Case("dynamic quantization", _X, "q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)"),
+    Case("dynamic quantization of a product", _X, "q, s, z = DynamicQuantizeLinear(x) i = MatMulInteger(q, w, z) f = Cast<to=1>(i) y = Mul(f, s)", "uint8[4,3] w"),
+    Case("batch statistics", "float[N,3,4] x", "y, a, c = BatchNormalization<training_mode=1>(x, s, b, m, v)", "float[3] s, float[3] b, float[3] m, float[3] v = {1, 2, 3}"),
+    Case("the largest value as a scale", _X, "a = Abs(x) s = ReduceMax<keepdims=0>(a) y = QuantizeLinear(x, s, z)", "int8 z = {0}"),
+    Case("the largest value as a bound", _X, "m = ReduceMax<keepdims=0>(x) h = Mul(m, half) y = Clip(x, , h)", "float half = {0.5}"),
+    Case("noise from constants", _X, "a = RandomNormal<shape=[4]>() y = Add(x, a)"),
+    Case("noise from dropout of a constant", _X, "d = Dropout(w, r, t) y = Add(x, d)", "float[4] w, float r = {0.5}, bool t = {1}"),
+    Case("stop words", "string[N] x", 'y = StringNormalizer<stopwords=["red"], is_case_sensitive=1>(x)', feeds={"x": [["green"], ["red"], ["blue"]]}),
+    Case("ragged text", "string[N] x", 'y = com.microsoft.Tokenizer<mark=0, pad_value="", separators=[" "], mincharnum=1>(x)', feeds={"x": [["a b c"], ["a"], ["a b"]]}),
+    Case("a mask of queries that is a mask of rows", "float[N,2,1,4] q, float[N,6] x", "y = Attention(q, k, k, x)", "float[1,2,6,4] k", opset=23),
+]

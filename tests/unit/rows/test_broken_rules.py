@@ -1,0 +1,180 @@
+"""Rules that are broken on purpose: the lists of models and the random graphs notice each of them.
+
+A test that finds nothing in the rules as they are shows little unless it would find something in others.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+import pytest
+
+from ortserve.rows import Number, Outcome, Value, parse_model, prove_axes, walk
+from ortserve.rows.rules import RULES, alignment, gather, matmul, normalization, reduction, shapes
+from ortserve.rows.rules.call import Call, Output
+from ortserve.rows.symbols import Symbols
+from rows.brute_force import Observation, RefusedError
+from rows.cases import Case
+from rows.claims import check_model
+from rows.families import APART, MEET
+from rows.growing import GrowingGraph
+from rows.random_graphs import grow
+from rows.traps import TRAPS
+
+_GRAPHS: Final = 400
+Patch = pytest.MonkeyPatch
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """In place of a check."""
+
+
+def _breaks(op: str, apply: Callable[[Call], Output]) -> Callable[[Patch], None]:
+    """Another rule for an operator."""
+    return lambda patch: patch.setitem(RULES, ("", op), replace(RULES["", op], apply=apply))
+
+
+def _never_checks(module: object, name: str) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(module, name, _nothing)
+
+
+def _rows_only(call: Call, values: list[Value]) -> tuple[int, Value] | None:
+    """As ``aligned_axis``, whatever operands without rows are paired with."""
+    return _aligned_axis(call, [value for value in values if value.is_rows] or values)
+
+
+_aligned_axis: Final = alignment.aligned_axis
+
+
+def _any_rows(call: Call, values: list[Value]) -> tuple[int, Value] | None:
+    """As ``aligned_axis``, whatever order the rows of the operands lie in."""
+    first = next((value for value in values if value.is_rows), None)
+    rank = max(len(call.dims(value)) for value in values)
+    return None if first is None else (rank - len(call.dims(first)) + first.axis, first)
+
+
+def _summed_rows(value: Value, rank: int, result_rank: int, *, is_left: bool) -> int | None:
+    """As ``_matrix_axis``, without a look at the axis that is summed over."""
+    del is_left
+    return value.axis + result_rank - rank if value.is_rows else None
+
+
+def _in_other_order(call: Call) -> Value:
+    value = shapes.reshape(call)
+    assert isinstance(value, Value)
+    return replace(value, outer=value.inner, inner=value.outer) if value.is_rows else value
+
+
+def _one_scale(call: Call) -> list[Value]:
+    return [call.same_shape(call.operand(0), 2), call.result((), dtype=1), call.result((), dtype=2)]
+
+
+def _of_any_version(call: Call) -> Output:
+    return normalization.softmax(replace(call, opset=13))
+
+
+def _never_negative(call: Call) -> Value:
+    value = _subtract(call)
+    assert isinstance(value, Value)
+    return replace(value, facts=replace(value.facts, nonnegative=True))
+
+
+_subtract: Final = RULES["", "Sub"].apply
+
+
+def _then(call: Call) -> Output:
+    """The first branch, whatever the condition."""
+    return call.scope.run_graph(call.attributes["then_branch"], [])  # type: ignore[arg-type]
+
+
+def _equal_lengths(patch: Patch) -> None:
+    """All lengths that are not known are one."""
+    make = Symbols.fresh
+    shared: dict[tuple[int, object], Number] = {}
+
+    def fresh(self: Symbols, lowest: Any = None) -> Number:
+        key = id(self), lowest
+        if key not in shared:
+            shared[key] = make(self, lowest)
+        return shared[key]
+
+    patch.setattr(Symbols, "fresh", fresh)
+
+
+BROKEN: Final[dict[str, Callable[[Patch], None]]] = {
+    "element-wise operators pair rows with anything": lambda p: p.setattr(alignment, "aligned_axis", _rows_only),
+    "element-wise operators pair rows in any order": lambda p: p.setattr(alignment, "aligned_axis", _any_rows),
+    "normalizations run along any axis": _never_checks(normalization, "off_axis"),
+    "reductions run along any axis": _never_checks(reduction, "off_axis"),
+    "Gather picks along any axis": _never_checks(gather, "off_axis"),
+    "rows pick from rows by any index": _never_checks(gather, "_check_own_rows"),
+    "index tuples begin with anything": _never_checks(gather, "_check_own_number"),
+    "products are summed over rows": lambda p: p.setattr(matmul, "_matrix_axis", _summed_rows),
+    "Reshape confuses the order of rows": _breaks("Reshape", _in_other_order),
+    "dynamic quantization has a free scale": _breaks("DynamicQuantizeLinear", _one_scale),
+    "Softmax is the same in all versions": _breaks("Softmax", _of_any_version),
+    "differences are never negative": _breaks("Sub", _never_negative),
+    "If takes its first branch": _breaks("If", _then),
+    "the number of a row is a value like others": _never_checks(walk, "_check_operands"),
+    "random operators are like others": lambda p: p.setattr(walk, "RANDOM", frozenset()),
+    "fractions are whole": lambda p: p.setattr(Symbols, "floor", lambda _, number: number),
+    "unknown lengths are equal": _equal_lengths,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A case with what ONNX Runtime made of it."""
+
+    case: Case
+    seen: dict[str, Observation] | None
+
+
+@cache
+def _cases() -> list[_Tried]:
+    tried: list[_Tried] = []
+    for case in APART + MEET + TRAPS:
+        try:
+            tried.append(_Tried(case, case.observe(inside=True)))
+        except RefusedError:
+            tried.append(_Tried(case, None))
+    return tried
+
+
+@cache
+def _graphs() -> list[GrowingGraph]:
+    return [grow(seed) for seed in range(_GRAPHS)]
+
+
+def _found_by_cases() -> Iterator[str]:
+    apart = {case.name for case in APART}
+    for tried in _cases():
+        case = tried.case
+        proven = (
+            prove_axes(parse_model(memoryview(case.model.SerializeToString())), case.axes).outcome is Outcome.PROVEN
+        )
+        if proven and case.name not in apart:
+            yield f"{case.name} is proven"
+        if tried.seen is not None and (findings := check_model(case.model, case.axes, tried.seen).findings):
+            yield f"{case.name}: {findings}"
+
+
+def _found_by_graphs() -> Iterator[str]:
+    for number, graph in enumerate(_graphs()):
+        axes = {name: one.axis for name, one in graph.inputs.items()}
+        seen = {name: graph.observation(name) for name in graph.values}
+        if findings := check_model(graph.model(), axes, seen, node_by_node=True).findings:
+            yield f"graph {number}: {findings}"
+
+
+def test_rules_as_they_are_are_not_found_wrong() -> None:
+    assert not list(_found_by_cases())
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_found(name: str, monkeypatch: Patch) -> None:
+    _cases(), _graphs()
+    BROKEN[name](monkeypatch)
+    found = next(_found_by_cases(), None) or next(_found_by_graphs(), None)
+    assert found is not None

@@ -1,0 +1,52 @@
+"""Every family of operators in both directions, and every known trap, against the proof and against ONNX Runtime."""
+
+import pytest
+
+from ortserve.rows import Outcome, parse_model, prove_axes, prove_model
+from rows import brute_force
+from rows.brute_force import BATCHES, Claim, RefusedError, disagreement, observe
+from rows.cases import Case, rows_meet
+from rows.claims import check_model
+from rows.families import APART, MEET
+from rows.traps import TRAPS
+
+
+def _names(cases: list[Case]) -> list[str]:
+    return [case.name for case in cases]
+
+
+@pytest.mark.parametrize("case", APART, ids=_names(APART))
+def test_rows_that_stay_apart_are_proven_and_do(case: Case) -> None:
+    model = parse_model(memoryview(case.model.SerializeToString()))
+    verdict = prove_axes(model, case.axes)
+    assert verdict.outcome is Outcome.PROVEN, f"{verdict.node}: {verdict.reason}"
+    assert prove_model(model, {}).input_axes == case.axes
+    for name, seen in case.observe(inside=False).items():
+        axis = verdict.output_axes[name]
+        kind = brute_force.Kind.FREE if axis is None else brute_force.Kind.ROWS
+        assert disagreement(Claim(kind, axis or 0), seen) == "", name
+
+
+@pytest.mark.parametrize("case", MEET + TRAPS, ids=_names(MEET + TRAPS))
+def test_rows_that_meet_are_never_proven(case: Case) -> None:
+    model = parse_model(memoryview(case.model.SerializeToString()))
+    assert prove_axes(model, case.axes).outcome is not Outcome.PROVEN
+    found = prove_model(model, {})
+    assert found.outcome is not Outcome.PROVEN or found.input_axes != case.axes  # rows may stay apart on another axis
+    if case.refused_alone:
+        with pytest.raises(RefusedError):
+            case.observe(inside=False)
+    else:
+        assert rows_meet(case.observe(inside=False)), "the rows of this model do not meet, so it shows nothing"
+
+
+@pytest.mark.parametrize("case", APART + MEET + TRAPS, ids=_names(APART + MEET + TRAPS))
+def test_every_claim_inside_is_true(case: Case) -> None:
+    for seed in range(3):
+        try:
+            seen = observe(case.model, case.rows(seed), case.axes, BATCHES)
+        except RefusedError:
+            assert case.refused_alone or case.feeds, "a row alone is refused"
+            continue
+        check = check_model(case.model, case.axes, seen)
+        assert not check.findings
