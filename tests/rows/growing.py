@@ -6,6 +6,7 @@ Nodes run one at a time, in sessions that are kept for the next graph, so that t
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ Runs: TypeAlias = list[np.ndarray | None]
 """A tensor in each of ``RUNS``; None where ONNX Runtime refused it."""
 
 _MOST_SESSIONS: Final = 3000
+_SIZED: Final = frozenset({"ConstantOfShape", "Expand", "Pad", "Range", "Reshape", "Resize", "Tile"})
 _LARGEST: Final = 1e5
 """Numbers stay below, so that differences are not those of rounding."""
 
@@ -92,6 +94,8 @@ class GrowingGraph:
         node = helper.make_node(op, list(inputs), names, domain=domain, **attributes)
         used = dict.fromkeys([*inputs, *_captured(node)])
         used.pop("", None)
+        if op in _SIZED and any(self._is_huge(name) for name in used):
+            raise Unsuitable
         operands = {name: self.values[name] for name in used}
         session = _session(node, {name: _there(runs[0]).dtype for name, runs in operands.items()}, self.opset)
         if session is None:
@@ -113,6 +117,14 @@ class GrowingGraph:
             self.values[name] = [None if result is None else np.asarray(result[position]) for result in results]
         self.nodes.append(node)
         return names
+
+    def _is_huge(self, name: str) -> bool:
+        """Whether a tensor may ask for a huge result, where it is read as a shape."""
+        for array in self.values[name]:
+            if array is not None and array.dtype.kind == "i" and array.size < 9:
+                if prod(abs(int(size)) or 1 for size in array.ravel()) > _LARGEST:
+                    return True
+        return False
 
     def drop(self, count: int) -> None:
         """Keep the first nodes only."""

@@ -853,6 +853,14 @@ def _loop(g: Grower) -> object:
     return g.graph.add_many("Loop", count, "", start, outputs=len(outputs) - 1, body=body)
 
 
+def _is_like_slices(g: Grower, name: str, scanned: str, axis: int) -> bool:
+    """Whether a state has the shape of a scanned slice in all runs: ONNX Runtime 1.31 writes past the end of others."""
+    return all(
+        state is not None and whole is not None and state.shape == (*whole.shape[:axis], *whole.shape[axis + 1 :])
+        for state, whole in zip(g.graph.values[name], g.graph.values[scanned], strict=True)
+    )
+
+
 def _scan(g: Grower) -> object:
     rng, scanned = g.rng, g.pick("f", least_rank=2)
     axis = g.axis_of(scanned, rarely_rows=rng.random() < 0.5)
@@ -873,9 +881,13 @@ def _scan(g: Grower) -> object:
             name
             for name, runs in g.graph.values.items()
             if runs[-1] is not None and name[0] != "w" and g.graph.alone(name).dtype == np.float32
-            and g.graph.shape(name) == tuple(shape)
+            and _is_like_slices(g, name, scanned, axis)
         ]  # fmt: skip
-        states = [rng.choice(others) if others and rng.random() < 0.7 else g.weight(*shape)]
+        if not others:
+            others = [g.weight(*shape)]
+        if not _is_like_slices(g, others[0], scanned, axis):
+            raise Unsuitable
+        states = [rng.choice(others)]
     body = helper.make_graph([*nodes, *more], "step", inputs, outputs)
     backwards: dict[str, Any] = {"scan_input_directions": [1]} if rng.random() < 0.15 else {}
     return g.graph.add_many(

@@ -7,7 +7,8 @@ and ``verdict`` is what comes out. ``reading`` reads the file without its weight
 *Proven* is a promise: with N entries along the batch axis of each input that carries rows, entry r of each output is
 what row r gives alone, up to rounding. It holds while the requests of a batch agree in all other sizes and, byte for
 byte, in the inputs without rows, while sizes with a name in ``equal_sizes`` are equal, no axis is empty, and each row
-alone is a request that the model accepts.
+alone is a request that the model accepts. A batch may still be refused as a whole, for one row's sake or by a node that
+no output needs; its requests then run alone.
 """
 
 from ortserve.rows.reading import TooLargeError, parse_model, read_graph

@@ -9,10 +9,10 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
-from math import ceil, floor, gcd, lcm
+from math import ceil, floor, gcd, lcm, prod
 from typing import Final, TypeAlias
 
-MOST_TERMS: Final = 24
+MOST_TERMS: Final = 16
 """Terms of a sum that are kept apart. A longer sum becomes one atom."""
 _LARGEST: Final = 1 << 62
 _HIGHEST_POWER: Final = 12
@@ -172,6 +172,8 @@ class Symbols:
         self._atoms: dict[tuple[Hashable, ...], Atom] = {}
         self.made = 0
         """How many atoms were made: those made later have a higher ``serial``."""
+        self.steps = 0
+        """How many results were computed that are no plain numbers: an account of the time of the analysis."""
 
     def fresh(self, lowest: Constant | None = None) -> Number:
         """An atom that no other expression gives."""
@@ -218,6 +220,7 @@ class Symbols:
         factor: Constant = constant(_factor(one) * _factor(other))
         if not isinstance(one, Product) and not isinstance(other, Product) and not _is_fine(factor):
             return factor
+        self.steps += 1
         powers = dict(_powers(one))
         for atom, power in _powers(other):
             powers[atom] = powers.get(atom, 0) + power
@@ -256,6 +259,7 @@ class Symbols:
             return other
         if other == 0:
             return one
+        self.steps += 1
         terms = _sum((one, other))
         if len(terms) > MOST_TERMS or any(map(_is_fine, terms.values())):
             return self.opaque("long sum", one, other, is_whole=is_whole(one) and is_whole(other))
@@ -353,6 +357,7 @@ class Symbols:
         """Whether ``one >= other + more`` certainly holds."""
         if isinstance(one, Dependent) or isinstance(other, Dependent):
             return False
+        self.steps += 1
         terms = _sum((one, _negative(other), -more))
         if not terms:
             return True
@@ -449,22 +454,20 @@ def _sum(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, Powe
 
 
 def _expand(number: "int | Fraction | Product") -> "list[int | Fraction | Product]":
-    """The terms of a number: a product with a sum is a sum of products."""
-    if isinstance(number, Product):
-        for atom, power in number.atoms:
-            if atom.terms and power == 1:
-                rest = {other: exponent for other, exponent in number.atoms if other is not atom}
-                expanded: list[int | Fraction | Product] = []
-                for term in atom.terms:
-                    assert not isinstance(term, Dependent)
-                    powers = dict(rest)
-                    for other, exponent in _powers(term):
-                        powers[other] = powers.get(other, 0) + exponent
-                    factor = constant(number.factor * _factor(term))
-                    merged = _product(factor, number.rows + _rows(term), powers)
-                    assert not isinstance(merged, Dependent)
-                    expanded += _expand(merged)
-                    if len(expanded) > MOST_TERMS:
-                        return [number]
-                return expanded
-    return [number]
+    """The terms of a number: a product with sums is a sum of products, unless these are too many."""
+    sums = [atom for atom, power in _powers(number) if atom.terms and power == 1]
+    if not sums or prod(len(atom.terms) for atom in sums) > MOST_TERMS:
+        return [number]
+    assert isinstance(number, Product)
+    first = sums[0]
+    rest = {atom: power for atom, power in number.atoms if atom is not first}
+    expanded: list[int | Fraction | Product] = []
+    for term in first.terms:
+        assert not isinstance(term, Dependent)
+        powers = dict(rest)
+        for atom, power in _powers(term):
+            powers[atom] = powers.get(atom, 0) + power
+        merged = _product(constant(number.factor * _factor(term)), number.rows + _rows(term), powers)
+        assert not isinstance(merged, Dependent)
+        expanded += _expand(merged)
+    return expanded

@@ -16,8 +16,10 @@ RANDOM: Final = frozenset(
     {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}
     | {"RandomUniformLike", "Sampling"}
 )
-MOST_VISITS: Final = 60_000
-"""Nodes that are looked at for one model, over all hypotheses and all rounds of loops."""
+MOST_VISITS: Final = 40_000
+"""Nodes that are looked at for one model, over all hypotheses and all rounds of loops. One takes some 50 µs."""
+_STEPS_A_VISIT: Final = 2
+"""Steps with symbols that take as long as a visit."""
 _DEEPEST: Final = 16
 _FEW: Final = 16
 
@@ -32,8 +34,8 @@ class Budget:
     def __init__(self, visits: int = MOST_VISITS) -> None:
         self.left = visits
 
-    def take(self) -> None:
-        self.left -= 1
+    def take(self, visits: int) -> None:
+        self.left -= visits
         if self.left < 0:
             raise TooMuchWorkError
 
@@ -54,7 +56,8 @@ class Walk:
 
     def next_order(self) -> int:
         self._order += 1
-        self._budget.take()
+        visits, self._symbols.steps = divmod(self._symbols.steps, _STEPS_A_VISIT)
+        self._budget.take(1 + visits)
         return self._order
 
     @property

@@ -17,7 +17,7 @@ from ortserve.rows.symbols import (
 )
 from ortserve.rows.values import Value
 
-MOST_ELEMENTS: Final = 512
+MOST_ELEMENTS: Final = 64
 """Elements that are computed with; a larger tensor has no known elements."""
 _EXACT_FLOATS: Final = frozenset({FLOAT, DOUBLE})
 

@@ -1,0 +1,103 @@
+"""The analysis ends soon for any file: numbers stay small, work is counted, and what is no model is unknown."""
+
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+
+from ortserve.rows import Outcome, TooMuchWorkError, parse_model, prove_axes, prove_rows, reading
+from ortserve.rows.symbols import MOST_TERMS, Number, Product, Symbols
+from ortserve.rows.walk import Budget
+
+
+def test_sums_of_products_stay_small() -> None:
+    symbols = Symbols()
+    numbers: list[Number] = [symbols.fresh(1) for _ in range(20)]
+    for shift in range(1, 40):
+        turned = numbers[shift % 20 :] + numbers[: shift % 20]
+        combine = symbols.add if shift % 2 else symbols.multiply
+        numbers = [combine(one, other) for one, other in zip(numbers, turned, strict=True)]
+    for number in numbers:
+        assert isinstance(number, Product)
+        assert all(len(atom.terms) <= MOST_TERMS for atom, _ in number.atoms)
+
+
+def test_squares_of_squares_stay_small() -> None:
+    symbols = Symbols()
+    number = symbols.add(symbols.fresh(1), 3)
+    for _ in range(300):
+        number = symbols.add(symbols.multiply(number, number), number)
+    assert isinstance(number, Product)
+    assert sum(power for _, power in number.atoms) < 20
+    assert -(1 << 64) < number.factor < 1 << 64
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 100, b"\x3a\xff\xff\xff\xff\x0f", bytes(range(256)) * 20])
+def test_a_file_that_is_no_model_is_unknown(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.onnx"
+    file.write_bytes(content)
+    assert prove_rows(file).outcome is Outcome.UNKNOWN
+
+
+def test_a_missing_file_and_a_folder_are_unknown(tmp_path: Path) -> None:
+    assert prove_rows(tmp_path / "absent.onnx").outcome is Outcome.UNKNOWN
+    assert prove_rows(tmp_path).outcome is Outcome.UNKNOWN
+
+
+def test_a_model_with_too_many_nodes_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "model.onnx"
+    file.write_bytes(chain(20).SerializeToString())
+    assert prove_rows(file).outcome is Outcome.PROVEN
+    monkeypatch.setattr(reading, "MOST_NODES", 10)
+    verdict = prove_rows(file)
+    assert verdict.outcome is Outcome.UNKNOWN
+    assert "more than 10 nodes" in verdict.reason
+
+
+def test_rounds_of_loops_in_loops_are_counted() -> None:
+    model = parse_model(memoryview(loops(6).SerializeToString()))
+    assert prove_axes(model, {"x": 0}).outcome is Outcome.PROVEN
+    with pytest.raises(TooMuchWorkError):
+        prove_axes(model, {"x": 0}, budget=Budget(100))
+
+
+def chain(length: int) -> onnx.ModelProto:
+    nodes = " ".join(f"t{i + 1} = Relu (t{i})" for i in range(length)).replace("t0", "x", 1)
+    return model_of(f"{nodes} y = Identity (t{length})")
+
+
+def loops(depth: int) -> onnx.ModelProto:
+    """Loops in loops, each of which makes its state longer in every round."""
+    graph = onnx.helper.make_graph
+    value = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node
+    inner, source = [node("Relu", [f"s{depth}"], ["o"])], "o"
+    for level in range(depth, 0, -1):
+        body = graph(
+            [
+                *inner,
+                node("Identity", [f"c{level}"], [f"d{level}"]),
+                node("Concat", [source, f"s{level}"], [f"t{level}"], axis=1),
+            ],
+            f"body{level}",
+            [value(f"i{level}", 7, []), value(f"c{level}", 9, []), value(f"s{level}", 1, None)],
+            [value(f"d{level}", 9, []), value(f"t{level}", 1, None)],
+        )
+        state = f"s{level - 1}" if level > 1 else "x"
+        inner, source = [node("Loop", ["trip", "", state], [f"l{level}"], body=body)], f"l{level}"
+    trip = onnx.helper.make_tensor("trip", 7, [], [3])
+    main = graph(
+        [*inner, node("Identity", [source], ["y"])],
+        "main",
+        [value("x", 1, ["N", "L"])],
+        [value("y", 1, None)],
+        [trip],
+    )
+    return onnx.helper.make_model(main, opset_imports=[onnx.helper.make_opsetid("", 17)])
+
+
+def model_of(nodes: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 17]> main (float[N,L] x) => (float[N,L] y) {{ {nodes} }}'
+    )
