@@ -52,6 +52,24 @@ def mlp(path: Path, inputs: int = 64, hidden: int = 256, outputs: int = 10, seed
     return _write(path, nodes, [_fp32("x", "batch", inputs)], [_fp32("y", "batch", outputs)], weights)
 
 
+def quantized_counts(path: Path) -> Path:
+    """A linear layer after ``quantize_dynamic``, on counts: x INT64 [batch, 4] → y FP32 [batch, 3].
+
+    One scale for all rows quantizes them, so the greatest count of one row decides how exact the others are.
+    """
+    weights = np.random.default_rng(0).integers(-50, 50, (4, 3)).astype(np.int8)
+    constants = [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.int8(0), "w_zero")]
+    nodes = [
+        helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("DynamicQuantizeLinear", ["f"], ["q", "s", "zero"], name="scale"),
+        helper.make_node("MatMulInteger", ["q", "w", "zero", "w_zero"], ["i"]),
+        helper.make_node("Cast", ["i"], ["c"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["c", "s"], ["y"]),
+    ]
+    counts = helper.make_tensor_value_info("x", TensorProto.INT64, ["batch", 4])
+    return _write(path, nodes, [counts], [_fp32("y", "batch", 3)], constants)
+
+
 def identity(path: Path, datatype: DataType = DataType.FP32, shape: Sequence[int | str | None] = ("batch", 4)) -> Path:
     """The input as it came, of any datatype and shape.
 

@@ -121,9 +121,9 @@ class GrowingGraph:
     def _is_huge(self, name: str) -> bool:
         """Whether a tensor may ask for a huge result, where it is read as a shape."""
         for array in self.values[name]:
-            if array is not None and array.dtype.kind == "i" and array.size < 9:
-                if prod(abs(int(size)) or 1 for size in array.ravel()) > _LARGEST:
-                    return True
+            is_shape = array is not None and array.dtype.kind == "i" and array.size < 9
+            if is_shape and prod(abs(int(size)) or 1 for size in array.ravel()) > _LARGEST:
+                return True
         return False
 
     def drop(self, count: int) -> None:

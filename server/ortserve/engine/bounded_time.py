@@ -12,8 +12,8 @@ from typing import Final
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature
-from ortserve.model_file import LENGTH_DELIMITED, fields, messages, read_model, text, varint
 from ortserve.engine.operator_time import BOUNDED, CONTROL_FLOW, DATA_DEPENDENT, RANDOM, SHAPING_INPUTS
+from ortserve.model_file import LENGTH_DELIMITED, fields, messages, read_model, text, varint
 
 MOST_NODES: Final = 1000
 """Nodes and initializers that are looked at, in functions for each call. Reading one takes some 10 µs, and as many

@@ -34,6 +34,7 @@ from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threa
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.progress import Progress
 from ortserve.registry.refusals import CpuTrial, refused_rows
+from ortserve.registry.row_proof import judge_rows, why_rows_meet
 from ortserve.registry.samples import Sample, make_samples
 from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
@@ -222,6 +223,14 @@ class _Load:
             raise
         return _Warm(instance, opened, choice, threads, contents, found)
 
+    def _unless_configured(self, because: str) -> str:
+        """A reason against batches, which the configuration overrules: it is believed, with a warning."""
+        if because and self._options.batched:
+            told = "rows run together because the configuration says so"
+            log_event(logger, logging.WARNING, told, model=self._name, reason=because)
+            return ""
+        return because
+
     def _cpu_takes_any(self, rows: Sequence[Arrays], contents: _Contents) -> bool:
         """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them."""
         self._progress.begin(f"trying on {CPU} what was refused")
@@ -240,6 +249,8 @@ class _Load:
                 alone_because = _untried(found)
                 told = "requests run one at a time"
                 log_event(logger, logging.WARNING, told, model=self._name, reason=alone_because)
+            if interface.model.is_batched and not alone_because:
+                alone_because = self._unless_configured(why_rows_meet(judge_rows(self._path, interface.model)))
             if alone_because:
                 interface = interface.unbatched(alone_because)
                 padding = resolve_padding(options, interface.model)  # what runs alone is not padded

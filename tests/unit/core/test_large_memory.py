@@ -59,7 +59,7 @@ def test_block_remembers_what_was_written() -> None:
 
 def test_parts_are_joined_in_order() -> None:
     memory = LargeMemory()
-    parts = [b"head", b"", memoryview(np.arange(10_000, dtype=np.float32)).cast("B"), b"tail"]
+    parts: list[bytes | memoryview] = [b"head", b"", memoryview(np.arange(10_000, dtype=np.float32)).cast("B"), b"tail"]
     joined = memory.join(parts)
     assert joined == b"".join(parts)
     assert joined.readonly

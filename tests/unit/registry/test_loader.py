@@ -67,6 +67,24 @@ def test_dependent_rows_are_the_reason_in_the_signature(tmp_path: Path) -> None:
     assert loaded.signature.unbatched_because == "output 'y' of a row depends on the rows beside it"
 
 
+CORPUS = Path(__file__).parents[2] / "rows" / "corpus"
+"""Models of public exporters (``tests/rows/README.md``)."""
+
+
+def test_rows_that_no_trial_sees_meet_run_one_at_a_time(tmp_path: Path) -> None:
+    """Of the small counts that warm-up makes up, a scale over all rows is the scale of each."""
+    path = builders.quantized_counts(tmp_path / "model.onnx")
+    loaded = load(path)
+    assert not loaded.warm_up.rows_depend
+    because = "rows may meet at node 'scale': DynamicQuantizeLinear quantizes all rows with one scale"
+    assert loaded.signature.unbatched_because.startswith(because)
+    assert load(path, QUICK.model_copy(update={"batched": True})).signature.is_batched
+
+
+def test_rows_that_the_graph_keeps_apart_run_together() -> None:
+    assert load(CORPUS / "torch_mlp.onnx").signature.is_batched
+
+
 class NotedProgress(Progress):
     """Keeps what it is told, in the words that others would read."""
 
