@@ -1,5 +1,6 @@
 """The autoscaling signal of a real server: above 1 while more comes than can be computed, and down again afterwards."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from encodings_of_requests import rest_json
 from models import builders
-from servers import LONG_S, add_model, json_input, rest_url, serving, wait_for_sample
+from servers import LONG_S, add_model, json_input, read_metrics, rest_url, serving, wait_for_sample
 
 ROW = np.zeros((1, 4), np.float32)
 CALLERS = 16
@@ -16,7 +17,8 @@ REQUESTS = 160
 
 
 def test_saturation_passes_1_under_overload_and_falls_afterwards(tmp_path: Path) -> None:
-    add_model(tmp_path, "slow", builders.slow)  # some 100 ms a run: 10 rows a second, where 160 come at once
+    # Some 50 ms a run: 20 rows a second, where 160 come at once.
+    add_model(tmp_path, "slow", builders.slow, steps=15_000)
     (tmp_path / "slow" / "model.yaml").write_text("max_rows: 1\nmax_queue_rows: 2\n")
     labels = {"model": "slow", "version": "1"}
     with serving(tmp_path, "--warmup-s", "0") as server, ThreadPoolExecutor(CALLERS) as pool:
@@ -31,7 +33,11 @@ def test_saturation_passes_1_under_overload_and_falls_afterwards(tmp_path: Path)
         assert set(statuses) == {200, 429}
         assert statuses.count(429) > REQUESTS / 2  # what was refused counts as offered
         peak = wait_for_sample(server, "ortserve_saturation", lambda found: found > 1, **labels)
-        after = wait_for_sample(server, "ortserve_saturation", lambda found: found < 0.8, **labels)
+        after = peak
+        while after >= 0.8:
+            time.sleep(1.1)  # the rate forgets by the second, and only as requests come
+            rest_json(server, "slow", {"x": ROW})
+            after = read_metrics(server).value("ortserve_saturation", **labels)
         learned = httpx.get(f"http://{server.http}/v2/models/slow/batching", timeout=LONG_S).json()
     assert calm < 1 < peak
     assert 0 < after < 0.8
