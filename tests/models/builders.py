@@ -58,7 +58,7 @@ def quantized_counts(path: Path) -> Path:
     One scale for all rows quantizes them, so the greatest count of one row decides how exact the others are.
     """
     weights = np.random.default_rng(0).integers(-50, 50, (4, 3)).astype(np.int8)
-    constants = [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.int8(0), "w_zero")]
+    constants = [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.array(0, np.int8), "w_zero")]
     nodes = [
         helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT),
         helper.make_node("DynamicQuantizeLinear", ["f"], ["q", "s", "zero"], name="scale"),

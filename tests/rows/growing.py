@@ -121,8 +121,10 @@ class GrowingGraph:
     def _is_huge(self, name: str) -> bool:
         """Whether a tensor may ask for a huge result, where it is read as a shape."""
         for array in self.values[name]:
-            is_shape = array is not None and array.dtype.kind == "i" and array.size < 9
-            if is_shape and prod(abs(int(size)) or 1 for size in array.ravel()) > _LARGEST:
+            if array is None or array.dtype.kind != "i" or array.size >= 9:
+                continue
+            sizes: list[int] = [abs(int(size)) for size in array.ravel()]
+            if prod([size for size in sizes if size]) > _LARGEST:
                 return True
         return False
 
