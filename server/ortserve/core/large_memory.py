@@ -55,7 +55,7 @@ class LargeMemory:
         self._max_kept_bytes = max_kept_bytes
         self._lock = Lock()
         self._blocks: list[Block] = []  # used last last
-        self._own_references = _references_of_one_kept()
+        self._own_references = _references(Block(1))
 
     @property
     def kept_bytes(self) -> int:
@@ -119,7 +119,7 @@ class LargeMemory:
         return True
 
     def _is_free(self, index: int) -> bool:
-        return sys.getrefcount(self._blocks[index].content) == self._own_references
+        return _references(self._blocks[index]) == self._own_references
 
 
 def _block_size(size: int) -> int:
@@ -128,7 +128,6 @@ def _block_size(size: int) -> int:
     return -(-size // step) * step
 
 
-def _references_of_one_kept() -> int:
-    """What ``sys.getrefcount`` says of the content of a block that is not lent, in this interpreter or compiled."""
-    blocks = [Block(1)]
-    return sys.getrefcount(blocks[0].content)
+def _references(block: Block) -> int:
+    """References to a block's content. In one place, since compiled code holds others than the interpreter."""
+    return sys.getrefcount(block.content)
