@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import grpc
+import httpx
 import pytest
 from httpx._transports import default
 
@@ -14,7 +15,7 @@ import ortserve  # noqa: F401
 def authorities_read_once() -> Iterator[None]:
     """Without it ``httpx`` reads the certificate authorities for each call outside a client: 35 of a call's 37 ms."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(default, "create_ssl_context", cache(default.create_ssl_context))
+        patch.setattr(default, "create_ssl_context", cache(httpx.create_ssl_context))
         yield
 
 
