@@ -22,7 +22,7 @@ from ortserve.frontends.grpc.native.late_calls import LateCalls
 from ortserve.frontends.grpc.native.lifetime import Lifetime
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
-from ortserve.frontends.grpc.native.patience import Patience, Resets, WindowUpdates
+from ortserve.frontends.grpc.native.patience import PART_CREDIT, Patience, Resets, WindowUpdates
 from ortserve.frontends.grpc.native.peer_settings import read_peer_settings
 from ortserve.frontends.grpc.native.ping_strikes import PingStrikes
 from ortserve.frontends.grpc.native.request_head import TOO_LARGE, MalformedRequestError, check_trailers, read_head
@@ -232,6 +232,7 @@ class Receiving:
             memory=self._work.memory,
         )
         self.streams[stream_id] = stream
+        sending.window_credit += PART_CREDIT  # some peers open a stream's window wider as they begin it
         self._life.useful_ns = self._life.heard_ns
         stream.is_half_closed = is_end
         if head.http_status != 200:
