@@ -246,7 +246,8 @@ def served_without_replay(loaded: LoadedModel, made: OnDevice) -> str:
 def test_a_model_that_its_trial_cannot_capture_is_served_without_and_says_why(
     place: Place, tmp_path: Path, build: Callable[[Path], Path], told: str
 ) -> None:
-    with loaded_on(place, build(tmp_path / "m.onnx"), buckets=SIZES, graph_replay=True) as (loaded, made):
+    path = build(tmp_path / "m.onnx")
+    with loaded_on(place, path, buckets=SIZES, graph_replay=True, batched=True) as (loaded, made):
         assert re.search(told, served_without_replay(loaded, made))
 
 
@@ -258,7 +259,7 @@ def test_on_host_memory_a_capture_that_fails_behind_its_trial_is_served_without(
             return ""
 
     path = gpu_models.counting(tmp_path / "m.onnx")
-    with loaded_on(host, path, Careless(), buckets=SIZES, graph_replay=True) as (loaded, made):
+    with loaded_on(host, path, Careless(), buckets=SIZES, graph_replay=True, batched=True) as (loaded, made):
         why = served_without_replay(loaded, made)
         assert why.startswith("1: its capture failed: CUDA failure 900: operation not permitted when stream is")
         assert made.instance.counts.not_captured == {"failed": len(SIZES)}
