@@ -59,7 +59,7 @@ def test_bfloat16_is_computed_beside_other_types(server: ServerProcess, infer: I
     answer = infer(server, "bfloat16_sum", {"x": X.astype(ml_dtypes.bfloat16), "n": X})
     np.testing.assert_array_equal(answer["y"], (2 * X).astype(ml_dtypes.bfloat16))
     np.testing.assert_array_equal(answer["m"], X)
-    assert "verified" in properties(server, "bfloat16_sum")["batching"]
+    assert "proven" in properties(server, "bfloat16_sum")["batching"]
 
 
 def test_bfloat16_of_many_callers_is_told_apart(server: ServerProcess) -> None:
@@ -91,7 +91,7 @@ def test_classifier_with_a_zipmap_is_served_for_its_labels(server: ServerProcess
     assert told["not_served"] == (
         "output 'probabilities': it has type seq(map(int64,tensor(float))), which no datatype of the protocol holds"
     )
-    assert "rows run together, verified" in told["batching"]
+    assert "rows run together, proven" in told["batching"]
 
 
 def test_what_is_not_served_is_refused_by_name(server: ServerProcess) -> None:
@@ -131,7 +131,7 @@ def test_input_of_an_optional_type_may_be_left_out(server: ServerProcess, infer:
     np.testing.assert_array_equal(infer(server, "optional_bias", {"x": X, "bias": X + 1})["y"], 2 * X + 1)
     told = properties(server, "optional_bias")
     assert told["optional_inputs"] == "'bias'"
-    assert "rows run together, verified" in told["batching"]
+    assert "rows run together, tried on" in told["batching"]
 
 
 @pytest.mark.parametrize(("model", "scales"), [("default_scale", [[3]]), ("default_scale_by_row", [[[3], [5]]])])
@@ -187,7 +187,9 @@ def test_shape_that_data_decides_is_that_of_each_callers_data(server: ServerProc
     for values in ([1, -1, 2], [-1, -2], [3], []):
         x = np.array(values, np.float32)
         np.testing.assert_array_equal(infer(server, "positive", {"x": x})["y"], x[x > 0])
-    assert properties(server, "positive")["batching"].startswith("one request at a time: output 'y' has shape [")
+    assert properties(server, "positive")["batching"].startswith(
+        "not batched because rows may meet: node 'Compress #1': "
+    )
 
 
 @IN_EVERY_ENCODING

@@ -282,10 +282,25 @@ def multiplies(path: Path, least: int = 0) -> Path:
     return _write(path, nodes, [_int64("x", 1)], [_fp32("y", 1)], weights)
 
 
-def refuses_synthetic(path: Path) -> Path:
+def in_sequence(path: Path, names: Sequence[str] = ("batch", "batch")) -> Path:
+    """Y = 2 x, by an operator that the analysis of rows has no rule for: x FP32 [batch, 4] → y FP32 [batch, 4].
+
+    ``names`` are those of the first dimensions of x and y.
+    """
+    nodes = [
+        helper.make_node("SequenceConstruct", ["x"], ["all"]),
+        helper.make_node("SequenceAt", ["all", "first"], ["x2"]),
+        helper.make_node("Add", ["x", "x2"], ["y"]),
+    ]
+    first = numpy_helper.from_array(np.array(0, np.int64), "first")
+    return _write(path, nodes, [_fp32("x", names[0], 4)], [_fp32("y", names[1], 4)], [first])
+
+
+def refuses_synthetic(path: Path, *, is_proven: bool = True) -> Path:
     """Runs on proper inputs, not on invented ones: x INT64 [batch, 4] → y FP32 [batch, 4], y = (x - 2) / 2.
 
-    Values from 2 to 33 are proper; with a 0 or a 1 anywhere ONNX Runtime raises.
+    Values from 2 to 33 are proper; with a 0 or a 1 anywhere ONNX Runtime raises. The graph shows that rows are
+    independent, but where it is not to be proven.
     """
     table = [
         numpy_helper.from_array(np.arange(32, dtype=np.float32) / 2, "table"),
@@ -294,8 +309,14 @@ def refuses_synthetic(path: Path) -> Path:
     nodes = [
         # Negative indices count from the end, so that 2..33 become -32..-1 while 0 and 1 fall off the table's front.
         helper.make_node("Sub", ["x", "offset"], ["index"]),
-        helper.make_node("Gather", ["table", "index"], ["y"]),
+        helper.make_node("Gather", ["table", "index"], ["found"]),
     ]
+    if is_proven:
+        nodes.append(helper.make_node("Identity", ["found"], ["y"]))
+    else:
+        nodes.append(helper.make_node("SequenceConstruct", ["found"], ["all"]))
+        nodes.append(helper.make_node("SequenceAt", ["all", "first"], ["y"]))
+        table.append(numpy_helper.from_array(np.array(0, np.int64), "first"))
     return _write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
 
 

@@ -20,7 +20,7 @@ from ortserve.batching.learned import Decisions, Learned, describe
 from ortserve.batching.pieces import run_in_pieces
 from ortserve.batching.planner import BatchPolicy, lower_cap
 from ortserve.batching.queue import RiderQueue, ShapeClass
-from ortserve.batching.riders import Rider, make_batch, settle_all
+from ortserve.batching.riders import Rider, make_batch, make_first_row, settle_all
 from ortserve.batching.run_watch import RunEvents, RunLimits, RunWatch
 from ortserve.batching.saturation import saturation
 from ortserve.batching.shared_threads import SharedThreads
@@ -142,7 +142,7 @@ class Batcher:
     def submit(
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms = NO_TERMS
     ) -> Rider:
-        """Queue a request of at most ``most_rows`` rows.
+        """Queue a request of at most ``most_rows`` rows, or one that runs alone.
 
         Args:
             inputs: In the signature's order; they must stay unchanged until the rider's promise is settled.
@@ -324,17 +324,23 @@ class Batcher:
             self._share.withdraw()
             self._note_idle()
             return
-        bucket = self._policy.bucket_for(group.rows)
-        batch = make_batch(group.riders, group.rows, bucket)
-        self._admission.on_batch(group.rows)
+        batch = self._make_batch(group)
+        bucket = batch.bucket
+        self._admission.on_batch(batch.rows)
         self.decisions.batches += 1
-        self.decisions.padding_rows += bucket - group.rows
+        self.decisions.padding_rows += bucket - batch.rows
         if group.search is not None:
             self.decisions.retries += 1
         elif self._inline_runs is not None and self._inline_runs.take(group.shape_class.run_latency.predict_ns(bucket)):
             self._run_here(self._inline_runs, group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
+
+    def _make_batch(self, group: Group) -> Batch:
+        if group.tries_one_row:
+            return make_first_row(group.riders[0])
+        bucket = group.rows if group.shape_class.runs_alone else self._policy.bucket_for(group.rows)
+        return make_batch(group.riders, group.rows, bucket)
 
     def _run_here(self, inline: InlineRuns, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
         latency = group.shape_class.batch_latency
@@ -415,6 +421,11 @@ class Batcher:
     def _on_computed(self, group: Group, bucket: int, taken_ns: int, result: BatchResult) -> None:
         now_ns = self._clock()
         group.shape_class.run_latency.observe(bucket, result.run_ns)
+        if group.tries_one_row:
+            group.shape_class.takes_one_row = True
+            if group.rows > 1:
+                self._run_whole(group)
+                return
         self._observe_batch(group.rows, taken_ns, result, now_ns)
         try:
             self.decisions.wasted_rows += settle_all(group.riders, group.rows, taken_ns, result)
@@ -432,12 +443,19 @@ class Batcher:
         if isinstance(error, OutOfMemoryError):
             self.decisions.out_of_memory += 1
             self._policy = lower_cap(self._policy, bucket)
+        if group.tries_one_row and group.rows > 1:
+            self._run_whole(group)
+            return
         if len(group.riders) > 1:
             halves = halve(group)
             if halves:
                 self._boarding.run_again(halves)
                 return
         fail(group, taken_ns, error)
+
+    def _run_whole(self, group: Group) -> None:
+        """Run all rows of a request whose first was tried; whatever came of that, they are its own."""
+        self._boarding.run_again([Group(group.shape_class, group.riders, group.rows)])
 
     def _on_given_up_last(self, reason: str) -> None:
         """Refuse all who wait and all who will come, as no instance is left."""

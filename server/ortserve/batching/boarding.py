@@ -45,6 +45,9 @@ class Boarding:
             self._exits.turn_away(shape_class, policy, now_ns)
             if not shape_class.riders:
                 continue
+            if not shape_class.takes_one_row and not shape_class.runs_alone:
+                (first,) = self._queue.take(shape_class, 1)
+                return Group(shape_class, (first,), first.rows, tries_one_row=True)
             plan = self._plan(shape_class, policy, now_ns)
             if isinstance(plan, Take):
                 if plan.given_up:

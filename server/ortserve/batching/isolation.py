@@ -9,20 +9,34 @@ from ortserve.batching.riders import Rider
 
 @dataclass(slots=True, init=False, eq=False)
 class Group:
-    """Riders of one shape class that run together, and the search for an offender that they belong to."""
+    """Riders of one shape class that run together.
+
+    Attributes:
+        search: For an offender, that they belong to.
+        tries_one_row: Whether the first row is run by itself, to see that the model takes it. The one rider's own rows
+            run afterwards, where it has more.
+    """
 
     shape_class: ShapeClass
     riders: Sequence[Rider]
     rows: int
     search: "Search | None"
+    tries_one_row: bool
 
     def __init__(
-        self, shape_class: ShapeClass, riders: Sequence[Rider], rows: int, search: "Search | None" = None
+        self,
+        shape_class: ShapeClass,
+        riders: Sequence[Rider],
+        rows: int,
+        search: "Search | None" = None,
+        *,
+        tries_one_row: bool = False,
     ) -> None:
         self.shape_class = shape_class
         self.riders = riders
         self.rows = rows
         self.search = search
+        self.tries_one_row = tries_one_row
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import Final
 from ortserve.batching.echo import EchoProfile
 from ortserve.batching.latency import LatencyModel, known_ns
 from ortserve.batching.riders import Rider
+from ortserve.core.shape_class import Alone
 
 MAX_CLASSES: Final = 64
 """Shape classes whose learning is kept while nobody of them waits; the least recently used is forgotten first."""
@@ -32,6 +33,9 @@ class ShapeClass:
         batch_latency: Of a batch, from being chosen to its answers being ready on the loop.
         run_latency: Of the model alone, which decides about runs on the event loop.
         echo: How soon callers come back, and the wait for them.
+        runs_alone: Whether it is the class of one request, which is run as it is, whatever its size.
+        takes_one_row: Whether the model is known to run a single row of this shape. What it refuses alone it may take
+            among others, and mix with them.
     """
 
     __slots__ = (
@@ -45,9 +49,13 @@ class ShapeClass:
         "riders",
         "rows",
         "run_latency",
+        "runs_alone",
+        "takes_one_row",
     )
 
-    def __init__(self, key: Hashable, batch_latency: LatencyModel, run_latency: LatencyModel) -> None:
+    def __init__(
+        self, key: Hashable, batch_latency: LatencyModel, run_latency: LatencyModel, *, takes_one_row: bool = True
+    ) -> None:
         self.key = key
         # A list: taking from its front moves some kilobytes at most, and anybody is found in it by the order.
         self.riders: list[Rider] = []
@@ -55,6 +63,8 @@ class ShapeClass:
         self.batch_latency = batch_latency
         self.run_latency = run_latency
         self.echo = EchoProfile()
+        self.runs_alone = isinstance(key, Alone)
+        self.takes_one_row = takes_one_row
         self._last_open_due_ns = 0.0
         self._open = 0
         self._patience = 0.0
@@ -107,9 +117,20 @@ class RiderQueue:
     """All shape classes of a model; the one whose head is due first goes first. Loop thread only."""
 
     def __init__(
-        self, known_batches: Iterable[tuple[int, float]] = (), known_runs: Iterable[tuple[int, float]] = ()
+        self,
+        known_batches: Iterable[tuple[int, float]] = (),
+        known_runs: Iterable[tuple[int, float]] = (),
+        *,
+        tries_one_row: bool = False,
     ) -> None:
-        """What warm-up measured, rows and nanoseconds: every new shape class begins with it."""
+        """Make an empty queue.
+
+        Args:
+            known_batches: What warm-up measured, rows and nanoseconds: every new shape class begins with it.
+            known_runs: Likewise, of runs.
+            tries_one_row: Whether requests of a new shape class share no batch until one row of it ran.
+        """
+        self._tries_one_row = tries_one_row
         self._known_batches = tuple(known_batches)
         self._known_runs = tuple(known_runs)
         self._classes: OrderedDict[Hashable, ShapeClass] = OrderedDict()
@@ -128,7 +149,10 @@ class RiderQueue:
         known = self._classes.get(key)
         if known is None:
             known = self._classes[key] = ShapeClass(
-                key, LatencyModel(self._known_batches), LatencyModel(self._known_runs, most=_MOST_OF_RUN)
+                key,
+                LatencyModel(self._known_batches),
+                LatencyModel(self._known_runs, most=_MOST_OF_RUN),
+                takes_one_row=not self._tries_one_row,
             )
             self._forget_idle(known)
         elif len(self._classes) > 1:

@@ -76,6 +76,11 @@ def make_batch(riders: Sequence[Rider], rows: int, bucket: int) -> Batch:
     return Batch(tuple(zip(*[rider.inputs for rider in riders], strict=True)), rows, bucket)
 
 
+def make_first_row(rider: Rider) -> Batch:
+    """A batch of nothing but the first row of a request."""
+    return Batch(tuple((array[:1],) for array in rider.inputs), 1, 1)
+
+
 def settle_all(riders: Sequence[Rider], rows: int, taken_ns: int, result: BatchResult) -> int:
     """Give each rider its own rows of ``result``, as views on the batch's outputs.
 

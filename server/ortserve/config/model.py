@@ -59,9 +59,9 @@ class LoadOptions(BaseModel):
     """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process, and one
     for a model whose run of one row takes less than 1 ms."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
-    """Longest time that a version may spend measuring batch sizes before it serves. With 0 nothing is run; then nobody
-    has seen that the execution provider runs the model, nor that rows do not influence each other, and requests run one
-    at a time unless ``batched`` is ``true``."""
+    """Longest time that a version may spend measuring batch sizes before it serves. With 0 nothing is run: nobody has
+    seen the execution provider run the model, and requests run one at a time unless the model's graph proves that rows
+    are independent, or ``batched`` is ``true``."""
     max_rows: int | None = Field(default=None, ge=1, le=65536)
     """Most rows that run together in one batch. Unset: learned in warm-up, which also keeps batches, with a warning, to
     the sizes that find memory on a GPU."""
@@ -169,9 +169,11 @@ class ModelOptions(LoadOptions):
     )
     """Name of the file in each version's folder."""
     batched: bool | None = None
-    """Whether axis 0 of the inputs is a batch axis. Unset: where it looks like one, and warm-up has seen that rows do
-    not influence each other; ``true`` fails the load where it does not look like one, and is believed where warm-up
-    could not try it; with ``false`` each request runs alone."""
+    """Whether rows of several requests may run together. Unset: where the model's graph proves that rows are
+    independent, along whatever axes, and, where it does not tell, where a trial has seen that they are. ``true`` takes
+    axis 0 for the batch axis of all inputs and outputs, whatever their dimensions are called, and is believed, with a
+    warning, where graph or trial speak against it; it fails the load where axis 0 is fixed and the graph proves no
+    other. With ``false`` each request runs alone."""
     inputs: Mapping[str, InputOptions] = Field(default_factory=dict)
     """How clients see an input, by its name. Those that are named are listed first in the metadata, in this order."""
     outputs: Mapping[str, OutputOptions] = Field(default_factory=dict)
@@ -190,6 +192,12 @@ class ModelOptions(LoadOptions):
         json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}"},
     )
     """Which of the versions in the repository are served: the ``n`` highest, all, or those listed."""
+
+    @property
+    def says_batched(self) -> bool:
+        """Whether it says that rows of several requests may run together."""
+        tensors = (*self.inputs.values(), *self.outputs.values())
+        return self.batched is not False and (self.batched or any(each.batch_axis is not None for each in tensors))
 
 
 def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions:

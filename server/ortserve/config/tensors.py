@@ -1,7 +1,7 @@
 """What can be said of a model's inputs and outputs, and of the requests that warm it up."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -15,8 +15,11 @@ FileName = Annotated[str, StringConstraints(pattern=r"^\.*[^./\\\x00][^/\\\x00]*
 """A file's name without a folder, and not ``.`` or ``..``."""
 
 
+NO_ROWS: Final = "none"
+
+
 class TensorOptions(BaseModel):
-    """How clients see an input or output. ``dims`` and ``reshape`` leave out the batch dimension of a batched model."""
+    """How clients see an input or output. ``dims`` and ``reshape`` leave out a batch dimension on axis 0."""
 
     model_config = _CONFIG
 
@@ -26,6 +29,10 @@ class TensorOptions(BaseModel):
     """Checked against the model; a size in the place of a free dimension fixes it."""
     reshape: tuple[Dim, ...] | None = None
     """The model's own dimensions, where clients see ``dims`` of another form and as many elements."""
+    batch_axis: Annotated[int, Field(ge=0, le=63)] | Literal["none"] | None = None
+    """The axis that has one entry for each row, or ``none`` for a tensor that is the same for all rows: requests share
+    a batch where they bring equal values of it. Set for any tensor, the model is batched; axis 0 is taken for those
+    where it is not set and the first dimension is free. Unset for all: as the model's graph tells."""
 
 
 class InputOptions(TensorOptions):

@@ -189,7 +189,7 @@ def can_bind(session: ort.InferenceSession, signature: ModelSignature, padding: 
     return (
         can_tell_leases()
         and list(session.get_providers()) == [CPU]
-        and signature.is_batched
+        and signature.rows_lead
         and signature.has_one_shape_class
         and all(0 not in spec.shape for spec in specs)
         and not any(spec.datatype in _UNBOUND for spec in specs)

@@ -65,12 +65,11 @@ def _why_shapes_vary(signature: ModelSignature) -> str:
         for spec in specs:
             if spec.datatype is DataType.BYTES:
                 return f"{role} '{spec.name}' holds strings"
-    first = 1 if signature.is_batched else 0
     for spec in signature.inputs:
-        if spec.has_any_shape or -1 in spec.shape[first:]:
-            return f"the number of rows does not fix the shape of input '{spec.name}'"
-        if spec.is_whole:
+        if signature.is_batched and spec.is_optional and spec.batch_axis is None:
             return f"a request may bring input '{spec.name}', and then runs alone with any number of rows"
+        if spec.has_any_shape or -1 in spec.row_shape:
+            return f"the number of rows does not fix the shape of input '{spec.name}'"
     return ""
 
 

@@ -16,11 +16,9 @@ from ortserve.engine.binding import HostBinding, can_bind
 from ortserve.engine.device.failures import run_failure
 from ortserve.engine.device.gate import CaptureGate
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
-from ortserve.engine.plain_batch import run_plainly
-from ortserve.engine.plain_run import PlainRun, make_plain_run
+from ortserve.engine.plain_batch import PlainBatches
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.run_options import NEITHER, Termination, graph_options
-from ortserve.engine.staging import HostStaging
 from ortserve.errors import ServeError
 
 
@@ -59,11 +57,9 @@ class Instance:
         run_options = run_options or graph_options(NEITHER)
         self._termination = Termination(run_options)
         self._is_abandoned = False
-        self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
+        self._plain = PlainBatches(session, signature, padding, clock, run_options)
         self.is_single_threaded: Final = runs_on_its_thread(session, intra_op_threads)
         """Whether all work of a run happens on the thread that runs it."""
-        self._clock = clock
-        self._staging = HostStaging(len(signature.inputs), padding)
         self._binding: HostBinding | None = None
         if can_bind(session, signature, padding):
             self._binding = HostBinding(session, signature, clock, run_options)
@@ -76,7 +72,7 @@ class Instance:
     @property
     def staged_elements(self) -> StagedElements:
         """What was staged so far, counted where batches are padded. From any thread."""
-        return self._staging.elements
+        return self._plain.staging.elements
 
     def run(self, batch: Batch) -> BatchResult:
         """Stage and run on the calling thread.
@@ -137,7 +133,7 @@ class Instance:
             del item, batch, done, outcome  # the next wait may be long: hold nobody's arrays meanwhile
         with nullcontext() if self._gate is None else self._gate.shared():
             self._binding = None
-            self._plain_run = None
+            self._plain.close()
 
     def _run(self, batch: Batch) -> BatchResult:
         binding = self._binding
@@ -148,14 +144,13 @@ class Instance:
             return self._run_plainly(batch)
         if self._counts_padding:
             elements = binding.row_elements
-            self._staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
+            self._plain.staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
         return result
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
         """Run on arrays, with outputs that ONNX Runtime allocates."""
-        assert self._plain_run is not None, "the instance was closed"
         try:
-            result, outputs = run_plainly(self._plain_run, self._staging, batch, self._clock)
+            result, outputs = self._plain.run(batch)
         except ORT_ERRORS as error:
             raise self._failure(error) from error
         if self._binding is not None:

@@ -44,8 +44,8 @@ def read_signature(session: ort.InferenceSession, path: Path | None = None) -> M
     inputs.
 
     Axis 0 is taken for the batch axis where every input and output has a free first dimension and no two of them call
-    it by different names. An initializer without one is no input then, but keeps the model's own value: it would be the
-    same for all rows of a batch. Whether rows really are independent is not seen here.
+    it by different names. An initializer without one has no rows. Whether rows really are independent, and whether they
+    are on other axes, is not seen here.
 
     Raises:
         ServeError: unsupported, naming inputs that the model needs but no inference protocol carries, or all of its
@@ -72,8 +72,8 @@ def _read_signature(session: ort.InferenceSession, path: Path | None) -> ModelSi
         if spec is None:
             unserved_inputs[arg.name] = _not_carried(arg)
         else:
-            is_whole = not unbatched_because and bool(_why_unbatched([*inputs, spec], outputs))
-            defaults.append(replace(spec, is_optional=True, is_whole=is_whole))
+            has_rows = not _why_unbatched([*inputs, spec], outputs)
+            defaults.append(replace(spec, is_optional=True, batch_axis=0 if has_rows else None))
     inputs += defaults
     return ModelSignature(tuple(inputs), tuple(outputs), unbatched_because, unserved_inputs, unserved_outputs)
 
@@ -151,12 +151,8 @@ def _why_unbatched(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) 
     names: dict[str, str] = {}
     for role, specs in (("input", inputs), ("output", outputs)):
         for spec in specs:
-            if spec.has_any_shape:
-                return f"the model declares no shape for {role} '{spec.name}'"
-            if not spec.shape:
-                return f"{role} '{spec.name}' has no dimensions"
-            if spec.shape[0] != -1:
-                return f"the first dimension of {role} '{spec.name}' is fixed at {spec.shape[0]}"
+            if why := spec.why_no_rows(role):
+                return why
             if spec.dim_names[0]:
                 names.setdefault(spec.dim_names[0], f"{role} '{spec.name}'")
     if len(names) > 1:

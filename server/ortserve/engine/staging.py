@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import PaddedAxis, Padding, StagedElements
 
@@ -35,21 +36,29 @@ class HostStaging:
     ``elements`` counts what was staged, where there is padding; another thread may read it.
     """
 
-    def __init__(self, inputs: int, padding: Padding | None = None) -> None:
-        """``padding`` is None where no batch is ever padded; then nothing is counted."""
-        self._buffers: list[np.ndarray | None] = [None] * inputs
+    def __init__(self, axes: Sequence[int | None], padding: Padding | None = None) -> None:
+        """Make no buffer yet.
+
+        Args:
+            axes: For each input, on which axis the model has the rows; None where it has none. 0 for all inputs of a
+                model that is not batched.
+            padding: None where no batch is ever padded; then nothing is counted.
+        """
+        self._axes = axes
+        self._buffers: list[np.ndarray | None] = [None] * len(axes)
         self._padding = padding
         self.elements = StagedElements()
 
     def stage(self, parts: Sequence[Arrays], bucket: int) -> list[np.ndarray]:
-        """Make one array of ``bucket`` rows an input, aligned and contiguous.
+        """Make one array of ``bucket`` rows an input, in the model's own form, aligned and contiguous.
 
         What fills a bucket alone and is aligned is not copied. Padded axes are filled up with their declared value.
         Padding rows repeat the last row: real values, which no kernel is slow or fails on.
 
         Args:
-            parts: For each input at least one array of shape ``(rows_i, *item)``, at most ``bucket`` rows in all;
-                ``item`` may differ in the length of a padded axis only, and not once that is padded.
+            parts: For each input at least one array of shape ``(rows_i, *item)``, at most ``bucket`` rows in all; the
+                rows are all the same where the model's input has none. ``item`` may differ in the length of a padded
+                axis only, and not once that is padded.
             bucket: Rows to run. For a model without a batch axis, whose inputs have any shape, it does not count.
 
         Returns:
@@ -90,11 +99,12 @@ class HostStaging:
         return buffer[:bucket]
 
     def _stage(self, index: int, arrays: Arrays, bucket: int) -> np.ndarray:
-        first = arrays[0]
+        first, axis = arrays[0], self._axes[index]
+        if axis != 0:
+            return _stage_off_front(arrays, bucket, axis)
         # One without a single row is of a model without a batch axis: there is no row to repeat, nor any need to.
         if len(arrays) == 1 and (first.ndim == 0 or len(first) >= bucket or len(first) == 0):
-            flags = first.flags
-            return first if flags.c_contiguous and flags.aligned else first.copy()
+            return _as_runnable(first)
         buffer = self._buffer(index, bucket, first.shape[1:], first.dtype)[:bucket]
         stage_rows(arrays, buffer, sum(map(len, arrays)))
         return buffer
@@ -107,3 +117,23 @@ class HostStaging:
         if buffer is None or len(buffer) < bucket or buffer.shape[1:] != item or buffer.dtype != dtype:
             buffer = self._buffers[index] = np.empty((bucket, *item), dtype)
         return buffer
+
+
+def _stage_off_front(arrays: Arrays, bucket: int, axis: int | None) -> np.ndarray:
+    """Rows of an input that has them on another axis than 0, or not at all."""
+    first = arrays[0]
+    if is_absent(first):
+        return first
+    if axis is None:
+        return _as_runnable(first[0])
+    if len(arrays) == 1 and len(first) >= bucket:
+        return _as_runnable(np.moveaxis(first, 0, axis))
+    item = first.shape[1:]
+    staged = np.empty((*item[:axis], bucket, *item[axis:]), first.dtype)
+    stage_rows(arrays, np.moveaxis(staged, axis, 0), sum(map(len, arrays)))
+    return staged
+
+
+def _as_runnable(array: np.ndarray) -> np.ndarray:
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else array.copy()

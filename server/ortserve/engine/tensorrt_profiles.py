@@ -62,7 +62,7 @@ def profile_shapes(signature: ModelSignature, sizes: Sequence[int], given: Mappi
         Nothing where some were configured, where rows do not fix the shapes of all inputs, and for names that an option
         cannot hold.
     """
-    if not sizes or not signature.is_batched or not signature.has_one_shape_class or any(key in given for key in _KEYS):
+    if not sizes or not signature.rows_lead or not signature.has_one_shape_class or any(key in given for key in _KEYS):
         return {}
     if any(mark in spec.name for spec in signature.inputs for mark in ":,"):
         return {}

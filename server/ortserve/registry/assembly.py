@@ -69,6 +69,7 @@ class Assembly:
         queue = RiderQueue(
             [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
             [(size.rows, size.run_ns) for size in found.latencies if is_known],
+            tries_one_row=loaded.signature.is_batched and not is_known,
         )
         depth = min(instance.depth for instance in loaded.instances)
         runs_on_host = all(instance.runs_on_host for instance in loaded.instances)

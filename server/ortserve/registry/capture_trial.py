@@ -33,6 +33,7 @@ class TrialOrder:
         sizes: Rows of the batches to capture.
         settings: Of the session, as ``SessionSettings`` is written as JSON.
         libraries: With operators of the model's own.
+        batched: As the model's options have it.
     """
 
     path: str
@@ -43,6 +44,7 @@ class TrialOrder:
     sizes: Sequence[int]
     settings: Mapping[str, Any]
     libraries: Sequence[str] = ()
+    batched: bool | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

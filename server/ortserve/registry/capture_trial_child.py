@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ortserve.clock import monotonic_ns
+from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.instance import DeviceInstance
@@ -26,6 +27,7 @@ from ortserve.engine.runtime import preload_libraries
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import VERDICT, TrialOrder
+from ortserve.registry.row_axes import find_row_axes
 from ortserve.registry.synthetic import synthetic_inputs
 
 
@@ -64,7 +66,7 @@ def try_capture(order: TrialOrder, tell: Callable[[str], None], uses: Mapping[st
     if no_replay := why_no_replay(choice.name, read_operators(session), settings, shapes_elsewhere=not one_each):
         tell(no_replay.because)
         return
-    signature = read_signature(session, path)
+    signature = find_row_axes(path, ModelOptions(batched=order.batched)).apply(read_signature(session, path))
     instance = DeviceInstance(
         session,
         signature,

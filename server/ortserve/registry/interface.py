@@ -6,7 +6,15 @@ from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.config.tensors import TensorOptions
-from ortserve.core.reshape import Reshape, Reshapes, same_elements
+from ortserve.core.conversion import (
+    Conversion,
+    Conversions,
+    FirstRow,
+    MoveAxis,
+    RepeatForRows,
+    Reshape,
+    same_elements,
+)
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
@@ -21,13 +29,13 @@ class Interface:
     Attributes:
         model: What instances are given and give.
         client: What requests bring and get.
-        reshapes: Between the two; None where they have the same shapes.
+        conversions: Between what clients see and what batches hold; None where they are the same.
         without_effect: What the configuration says in vain, and why.
     """
 
     model: ModelSignature
     client: ModelSignature
-    reshapes: Reshapes | None = None
+    conversions: Conversions | None = None
     without_effect: tuple[str, ...] = ()
 
     def in_vain_alone(self, options: ModelOptions) -> tuple[str, ...]:
@@ -58,11 +66,8 @@ def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Inter
     Raises:
         ServeError: invalid_input, naming the input or output, what the model has and what was configured.
     """
-    if options.batched and not signature.is_batched:
+    if options.says_batched and not signature.is_batched:
         raise invalid_input(f"the configuration says that the model is batched, but {signature.unbatched_because}")
-    if options.batched is False and signature.is_batched:
-        signature = replace(signature, unbatched_because="its configuration says so")
-    first = 1 if signature.is_batched else 0
     inputs = _ordered("input", signature.inputs, options.inputs)
     outputs = _ordered("output", signature.outputs, options.outputs)
     if options.served_outputs:
@@ -74,8 +79,8 @@ def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Inter
         for spec in inputs
         if spec.name in options.inputs and options.inputs[spec.name].optional and not spec.is_optional
     )
-    resolved_inputs = [_resolve(spec, options.inputs.get(spec.name), first) for spec in inputs]
-    resolved_outputs = [_resolve(spec, options.outputs.get(spec.name), first) for spec in outputs]
+    resolved_inputs = [_resolve(spec, options.inputs.get(spec.name)) for spec in inputs]
+    resolved_outputs = [_resolve(spec, options.outputs.get(spec.name)) for spec in outputs]
     model, client = (
         replace(
             signature,
@@ -84,10 +89,10 @@ def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Inter
         )
         for side in (0, 1)
     )
-    to_model = tuple(_reshape(seen, own, first) for own, seen in resolved_inputs)
-    to_client = tuple(_reshape(own, seen, first) for own, seen in resolved_outputs)
-    is_reshaped = any(reshape is not None for reshape in (*to_model, *to_client))
-    return Interface(model, client, Reshapes(to_model, to_client) if is_reshaped else None, in_vain)
+    to_model = tuple(_to_model(own, seen, is_batched=signature.is_batched) for own, seen in resolved_inputs)
+    to_client = tuple(_to_client(own, seen, is_batched=signature.is_batched) for own, seen in resolved_outputs)
+    is_same = not any(conversion is not None for conversion in (*to_model, *to_client))
+    return Interface(model, client, None if is_same else Conversions(to_model, to_client), in_vain)
 
 
 def _ordered(role: str, specs: Sequence[TensorSpec], declared: Mapping[str, TensorOptions]) -> list[TensorSpec]:
@@ -102,10 +107,8 @@ def _check_names(role: str, names: Iterable[str], known: Mapping[str, TensorSpec
             raise invalid_input(f"unexpected inference {role} '{name}', allowed {role}s are: {', '.join(known)}")
 
 
-def _resolve(spec: TensorSpec, declared: TensorOptions | None, first: int) -> tuple[TensorSpec, TensorSpec]:
+def _resolve(spec: TensorSpec, declared: TensorOptions | None) -> tuple[TensorSpec, TensorSpec]:
     """The tensor as the model has it and as clients see it."""
-    if spec.is_whole:
-        first = 0
     if declared is None:
         return spec, spec
     if declared.datatype is not None and declared.datatype is not spec.datatype:
@@ -123,37 +126,60 @@ def _resolve(spec: TensorSpec, declared: TensorOptions | None, first: int) -> tu
             f"'{spec.name}': dims {format_shape(declared.dims)} and reshape {format_shape(own_dims)} "
             "have different numbers of elements"
         )
-    own = _narrow(spec, own_dims, first)
+    own = _narrow(spec, own_dims)
     if declared.reshape is None:
         return own, own
-    return own, replace(spec, shape=(*spec.shape[:first], *declared.dims), dim_names=())
+    if spec.batch_axis:
+        raise invalid_input(f"'{spec.name}': expected no reshape, as its rows are on axis {spec.batch_axis}")
+    return own, replace(spec, shape=(*spec.shape[: spec.leading], *declared.dims), dim_names=())
 
 
-def _narrow(spec: TensorSpec, dims: tuple[int, ...], first: int) -> TensorSpec:
+def _narrow(spec: TensorSpec, dims: tuple[int, ...]) -> TensorSpec:
     """The tensor with the free dimensions that the configuration fixes."""
     if spec.has_any_shape:
         return replace(spec, shape=dims, has_any_shape=False)
-    own = spec.shape[first:]
+    own = spec.shape[spec.leading :]
     if len(dims) != len(own):
-        raise _misfit(spec, dims, first, f"{len(own)} dimensions", f"{len(dims)} dimensions")
+        raise _misfit(spec, dims, f"{len(own)} dimensions", f"{len(dims)} dimensions")
     if any(size not in (-1, dim) for size, dim in zip(own, dims, strict=True)):
-        raise _misfit(spec, dims, first, "shape", "shape")
-    shape = (*spec.shape[:first], *dims)
+        raise _misfit(spec, dims, "shape", "shape")
+    if spec.batch_axis and dims[spec.batch_axis] != -1:
+        raise invalid_input(
+            f"tensor '{spec.name}': expected -1 on axis {spec.batch_axis} of dims {format_shape(dims)}, "
+            "as rows are on it"
+        )
+    shape = (*spec.shape[: spec.leading], *dims)
     names = tuple(name if size == -1 else "" for name, size in zip(spec.dim_names, shape, strict=False))
     return replace(spec, shape=shape, dim_names=names)
 
 
-def _misfit(spec: TensorSpec, dims: tuple[int, ...], first: int, own: str, configured: str) -> ServeError:
-    batch = " after the batch dimension" if first else ""
+def _misfit(spec: TensorSpec, dims: tuple[int, ...], own: str, configured: str) -> ServeError:
+    batch = " after the batch dimension" if spec.leading else ""
     return invalid_input(
-        f"tensor '{spec.name}': the model expects {own}{batch} ({format_shape(spec.shape[first:])}) but the model "
-        f"configuration specifies {configured} ({format_shape(dims)})"
+        f"tensor '{spec.name}': the model expects {own}{batch} ({format_shape(spec.shape[spec.leading :])}) but the "
+        f"model configuration specifies {configured} ({format_shape(dims)})"
     )
 
 
-def _reshape(source: TensorSpec, target: TensorSpec, first: int) -> Reshape | None:
+def _to_model(own: TensorSpec, seen: TensorSpec, *, is_batched: bool) -> Conversion | None:
+    """Of an input."""
+    if is_batched and own.batch_axis is None:
+        return RepeatForRows(_reshape(seen, own))
+    if own.batch_axis:
+        return MoveAxis(own.batch_axis, 0)
+    return _reshape(seen, own)
+
+
+def _to_client(own: TensorSpec, seen: TensorSpec, *, is_batched: bool) -> Conversion | None:
+    """Of an output."""
+    if is_batched and own.batch_axis is None:
+        return FirstRow(_reshape(own, seen))
+    if own.batch_axis:
+        return MoveAxis(0, own.batch_axis)
+    return _reshape(own, seen)
+
+
+def _reshape(source: TensorSpec, target: TensorSpec) -> Reshape | None:
     if source.shape == target.shape:
         return None
-    if source.is_whole:
-        first = 0
-    return Reshape(source.shape[first:], target.shape[first:], first)
+    return Reshape(source.shape[source.leading :], target.shape[target.leading :], source.leading)

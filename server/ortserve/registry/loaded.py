@@ -11,6 +11,7 @@ from ortserve.engine.placement import Placement, total_nodes
 from ortserve.engine.providers import ProviderChoice
 from ortserve.registry.interface import Interface
 from ortserve.registry.on_device import OnDevice
+from ortserve.registry.row_axes import RowAxes
 from ortserve.registry.warmup import WarmUp
 
 
@@ -19,6 +20,7 @@ class LoadedModel:
     """Warm instances, what they take and give, and what was found out about them.
 
     Attributes:
+        rows: Along which axes they run together, and why that is believed.
         providers: The execution provider, and why others were passed over.
         operators: Nodes of the graph, by the execution provider that runs them and by operator.
         intra_op_threads: Threads of a run inside an operator.
@@ -30,6 +32,7 @@ class LoadedModel:
 
     instances: tuple[Instance | DeviceInstance, ...]
     interface: Interface
+    rows: RowAxes
     warm_up: WarmUp
     providers: ProviderChoice
     operators: Placement

@@ -34,7 +34,7 @@ from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threa
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.progress import Progress
 from ortserve.registry.refusals import CpuTrial, refused_rows
-from ortserve.registry.row_proof import judge_rows, why_rows_meet
+from ortserve.registry.row_axes import Grounds, RowAxes, find_row_axes
 from ortserve.registry.samples import Sample, make_samples
 from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
@@ -71,7 +71,10 @@ def load_model(
         ServeError: In words, why it cannot be served.
     """
     runtime, trials = runtime or Runtime(), trials or CaptureTrials()
-    return _Load(path, name, options, clock, folder, runtime, trials, progress or Progress(clock)).run()
+    progress = progress or Progress(clock)
+    progress.begin("following rows through the graph")
+    rows = find_row_axes(path, options)
+    return _Load(path, name, options, rows, clock, folder, runtime, trials, progress).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class _Load:
         path: Path,
         name: str,
         options: ModelOptions,
+        rows: RowAxes,
         clock: Clock,
         folder: Path | None,
         runtime: Runtime,
@@ -120,9 +124,10 @@ class _Load:
         self._folder = folder
         self._runtime = runtime
         self._progress = progress
+        self._rows = rows
         self._labels = read_labels(options, folder)
         self._libraries = tuple(operator_libraries(options, folder))
-        self._opening = Opening(path, name, options, runtime, trials, self._libraries, clock, progress)
+        self._opening = Opening(path, name, options, rows, runtime, trials, self._libraries, clock, progress)
         self._bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
         self._branches = options.session.inter_op_threads if options.session.execution_mode == "parallel" else 1
         limits = [limit for limit in (options.max_rows, max(options.buckets, default=None)) if limit is not None]
@@ -177,9 +182,9 @@ class _Load:
         options = self._options
         self._progress.begin("reading its signature and samples")
         try:
-            own = read_signature(opened.session, self._path)
+            own = self._rows.apply(read_signature(opened.session, self._path))
             if options.pad or options.buckets:
-                own = own.without_whole_inputs("it is the same for all rows, and batches of the model are padded")
+                own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
             interface = resolve_interface(options, own)
             padding = resolve_padding(options, interface.model)
             samples = make_samples(options, interface, self._folder, max_rows=self._most_rows)
@@ -209,6 +214,8 @@ class _Load:
                 padding=padding,
                 progress=self._progress,
                 is_coarse=choice.name in GPU_PROVIDERS,
+                rows_depend=self._rows.known_dependence,
+                samples=contents.samples,
                 bounds=self._bounds,
             )
             if found.refused and not found.has_run and choice.name != CPU:
@@ -223,13 +230,18 @@ class _Load:
             raise
         return _Warm(instance, opened, choice, threads, contents, found)
 
-    def _unless_configured(self, because: str) -> str:
-        """A reason against batches, which the configuration overrules: it is believed, with a warning."""
-        if because and self._options.batched:
+    def _why_alone(self, found: WarmUp) -> str:
+        """Why rows do not run together after all; empty where they do, or the model was not batched anyway."""
+        rows = self._rows
+        if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
+            because = _untried(found, rows.doubt)
+            log_event(logger, logging.WARNING, "requests run one at a time", model=self._name, reason=because)
+            return because
+        if rows.grounds is Grounds.CONFIGURED and (against := (rows.is_mixed and rows.doubt) or found.rows_depend):
             told = "rows run together because the configuration says so"
-            log_event(logger, logging.WARNING, told, model=self._name, reason=because)
+            log_event(logger, logging.WARNING, told, model=self._name, reason=against)
             return ""
-        return because
+        return found.rows_depend
 
     def _cpu_takes_any(self, rows: Sequence[Arrays], contents: _Contents) -> bool:
         """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them."""
@@ -244,13 +256,7 @@ class _Load:
         options, found, instance, opened = self._options, warm.found, warm.instance, warm.opened
         interface, padding = warm.contents.interface, warm.contents.padding
         try:
-            alone_because = found.rows_depend
-            if interface.model.is_batched and not (found.latencies or options.batched):
-                alone_because = _untried(found)
-                told = "requests run one at a time"
-                log_event(logger, logging.WARNING, told, model=self._name, reason=alone_because)
-            if interface.model.is_batched and not alone_because:
-                alone_because = self._unless_configured(why_rows_meet(judge_rows(self._path, interface.model)))
+            alone_because = self._why_alone(found) if interface.model.is_batched else ""
             if alone_because:
                 interface = interface.unbatched(alone_because)
                 padding = resolve_padding(options, interface.model)  # what runs alone is not padded
@@ -270,6 +276,7 @@ class _Load:
         return LoadedModel(
             (instance,),
             interface,
+            self._rows,
             found,
             choice,
             operators,
@@ -331,17 +338,9 @@ class _Load:
         self, instance: Instance | DeviceInstance, opened: OpenedSession, loaded: LoadedModel, samples: Sequence[Sample]
     ) -> None:
         found, progress = loaded.warm_up, self._progress
-        if found.latencies:
-            run_once(
-                instance,
-                loaded.signature,
-                found.latencies[-1].rows if loaded.signature.is_batched else 1,
-                loaded.padding,
-                progress=progress,
-                brings_optional=found.brings_optional,
-                free_dim=found.free_dim,
-                bounds=self._bounds,
-            )
+        if found.latencies and found.make_up is not None:
+            rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
+            run_once(instance, found.make_up, rows, progress=progress, bounds=self._bounds)
         if isinstance(instance, DeviceInstance):
             prepare(instance, opened, self._options, loaded.signature, found, loaded.padding, progress)
         run_samples(instance, samples, progress, self._bounds)
@@ -401,10 +400,10 @@ class _Load:
         return choice.on_device(gpus[number % len(gpus)]) if gpus and self._is_on_gpu(choice) else choice
 
 
-def _untried(found: WarmUp) -> str:
+def _untried(found: WarmUp, doubt: str) -> str:
     """Why rows do not run together of which nothing is known, and nobody said that they may."""
     because = "the model refuses made-up inputs" if found.refused else "the model was not warmed up"
-    return f"nobody has seen whether rows influence each other, as {because}; 'batched: true' says that they do not"
+    return f"{doubt}; rows could not be tried, as {because}; 'batched: true' says that they are independent"
 
 
 def _is_short(found: WarmUp) -> bool:

@@ -9,7 +9,15 @@ from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import RunTimeoutError
-from ortserve.registry.synthetic import FREE_DIM, LARGER_FREE_DIMS, MOST_ELEMENTS, synthetic_inputs
+from ortserve.registry.synthetic import (
+    FREE_DIM,
+    LARGER_FREE_DIMS,
+    MOST_ELEMENTS,
+    USUAL,
+    Spread,
+    first_dimensions,
+    synthetic_inputs,
+)
 
 _MOST_BATCH_ELEMENTS: Final = 2**24
 """Of an input with larger free dimensions: a batch of images, not a film."""
@@ -23,15 +31,21 @@ class MakeUp:
     padding: Padding | None
     brings_optional: bool = False
     free_dim: int = FREE_DIM
+    ones: frozenset[str] = frozenset()
 
     def ways(self) -> list["MakeUp"]:
-        """All ways, that of choice first: optional inputs left out, free dimensions small."""
+        """All ways, that of choice first: optional inputs left out, free dimensions small, a first one that is free 1.
+
+        A first dimension that is not the batch's may be that of a list of anything: one of it is the least.
+        """
+        ones = first_dimensions(self.signature)
         has_free_dims = any(-1 in shape for shape in self._row_shapes())
         larger = [dim for dim in LARGER_FREE_DIMS if has_free_dims and self._row_elements(dim) <= MOST_ELEMENTS]
         return [
-            replace(self, brings_optional=brings_optional, free_dim=free_dim)
+            replace(self, brings_optional=brings_optional, free_dim=free_dim, ones=names)
             for brings_optional in ([False, True] if self.signature.has_optional_inputs else [False])
             for free_dim in (FREE_DIM, *larger)
+            for names in dict.fromkeys((ones, frozenset[str]()))
         ]
 
     @property
@@ -40,14 +54,13 @@ class MakeUp:
         return max(1, _MOST_BATCH_ELEMENTS // self._row_elements(self.free_dim))
 
     def _row_shapes(self) -> list[tuple[int, ...]]:
-        first = 1 if self.signature.is_batched else 0
-        return [spec.shape[first:] for spec in self.signature.inputs]
+        return [spec.row_shape for spec in self.signature.inputs]
 
     def _row_elements(self, free_dim: int) -> int:
         """Of the largest input."""
         return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
 
-    def __call__(self, rows: int, seed: int | None) -> Arrays:
+    def __call__(self, rows: int, seed: int, spread: Spread = USUAL) -> Arrays:
         return synthetic_inputs(
             self.signature,
             rows,
@@ -55,6 +68,8 @@ class MakeUp:
             self.padding,
             brings_optional=self.brings_optional,
             free_dim=self.free_dim,
+            ones=self.ones,
+            spread=spread,
         )
 
 

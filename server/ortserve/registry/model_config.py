@@ -18,23 +18,22 @@ _GRAPH_LEVELS: Final = {"all": 0, "layout": 0, "basic": -1, "extended": 1, "none
 def describe_config(served: ServedModel) -> pb.ModelConfig:
     """Say what holds for a version: what its ``config.pbtxt`` says, completed and corrected by how it is really served.
 
-    ``max_batch_size`` is the most rows that run together, and 0 for a model whose requests run alone; then dims are
-    whole shapes.
+    ``max_batch_size`` is the most rows that run together where they are on axis 0 of all tensors. Clients take it for
+    that: it is 0 elsewhere, and for a model whose requests run alone; then dims are whole shapes.
     """
     options = served.options
     config = pb.ModelConfig()
     config.CopyFrom(served.declared)
     config.name, config.platform, config.backend = served.name, PLATFORM, BACKEND
     _describe_versions(config.version_policy, options)
-    is_batched = served.signature.is_batched
-    config.max_batch_size = served.max_rows if is_batched else 0
+    config.max_batch_size = served.max_rows if served.signature.rows_lead else 0
     _describe_inputs(config, served)
     _describe_outputs(config, served)
     if not config.HasField("optimization"):
         config.optimization.graph.level = _GRAPH_LEVELS[options.session.graph_optimization]
     config.ClearField("dynamic_batching")
     config.ClearField("response_cache")  # clients that see it expect answers out of one
-    if is_batched and served.max_rows > 1:
+    if config.max_batch_size > 1:
         _describe_batching(config.dynamic_batching, options, served.max_rows)
     _describe_instances(config, served)
     config.default_model_filename = options.model_file
@@ -138,7 +137,7 @@ def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:
 
 def _first(served: ServedModel, spec: TensorSpec) -> int:
     """Where the dimensions begin that a configuration names."""
-    return 1 if served.signature.is_batched and not spec.is_whole else 0
+    return spec.leading if served.signature.rows_lead else 0
 
 
 def _data_type(spec: TensorSpec) -> str:

@@ -37,7 +37,9 @@ from ortserve.engine.tensorrt_profiles import (
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 from ortserve.registry.progress import Progress
-from ortserve.registry.warmup import MAX_SWEPT_ROWS, TRIED_ROWS
+from ortserve.registry.row_axes import RowAxes
+from ortserve.registry.row_trial import LEAST_ROWS
+from ortserve.registry.warmup import MAX_SWEPT_ROWS
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class Opening:
         path: Path,
         name: str,
         options: ModelOptions,
+        rows: RowAxes,
         runtime: Runtime,
         trials: CaptureTrials,
         libraries: Sequence[Path],
@@ -101,6 +104,7 @@ class Opening:
         self._path = path
         self._name = name
         self._options = options
+        self._rows = rows
         self._runtime = runtime
         self._trials = trials
         self._libraries = tuple(libraries)
@@ -212,13 +216,14 @@ class Opening:
             self._progress.begin("reading the shapes that TensorRT is to build for")
             as_it_stands = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
             try:
-                self._signature = read_signature(open_session(self._path, self._name, as_it_stands), self._path)
+                session = open_session(self._path, self._name, as_it_stands)
+                self._signature = self._rows.apply(read_signature(session, self._path))
             except ServeError:  # the CPU cannot open every model that TensorRT can
                 self._learns_shapes = True
                 return choice
         signature = self._signature
         most = self._options.buckets or (self._options.max_rows or MAX_SWEPT_ROWS,)
-        sizes = (1, TRIED_ROWS, *most)  # warm-up's are not padded
+        sizes = (1, LEAST_ROWS, *most)  # warm-up's are not padded
         told = profile_shapes(signature, sizes, choice.options)
         return replace(choice, options={**choice.options, **told}) if told else choice
 
@@ -345,6 +350,7 @@ class Opening:
                 sizes,
                 options.session.model_dump(mode="json"),
                 [str(library) for library in self._libraries],
+                options.batched,
             )
         )
         return NoReplay(TRIAL_REFUSED, because) if because else None

@@ -31,6 +31,8 @@ def resolve_padding(options: ModelOptions, signature: ModelSignature) -> Padding
         return Padding((None,) * len(signature.inputs)) if options.buckets and signature.is_batched else None
     if not signature.is_batched:
         raise _bad("pad", f"the model is not batched: {signature.unbatched_because}")
+    if off_front := [spec.name for spec in (*signature.inputs, *signature.outputs) if spec.batch_axis != 0]:
+        raise _bad("pad", f"expected rows on axis 0 of all inputs and outputs, not so of '{off_front[0]}'")
     for name in options.pad:
         if name not in signature.inputs_by_name:
             raise _bad(f"pad.{name}", f"expected one of the inputs {', '.join(signature.inputs_by_name)}, got '{name}'")

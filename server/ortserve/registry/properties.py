@@ -3,18 +3,12 @@
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.placement import describe_elsewhere, describe_operators, describe_placement
 from ortserve.registry.loaded import LoadedModel
+from ortserve.registry.row_axes import Grounds
 
 
 def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
     """The properties of a model's metadata; ``max_rows`` is the most rows of a batch."""
     found = loaded.warm_up
-    batching = f"up to {max_rows} rows run together"
-    if not loaded.signature.is_batched:
-        batching = f"one request at a time: {loaded.signature.unbatched_because}"
-    elif not found.latencies:
-        batching += ", unverified"
-    else:
-        batching += f", verified: a row alone and among others differs by {found.drift:.1e} at most"
     warm_up = "not warmed up"
     if found.refused:
         warm_up = f"not warmed up: the model refuses made-up inputs: {found.refused}"
@@ -25,7 +19,7 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
         "nodes": describe_placement(loaded.nodes),
         "operators": "; ".join(f"{name}: {describe_operators(kinds)}" for name, kinds in loaded.operators.items()),
         "intra_op_threads": str(loaded.intra_op_threads),
-        "batching": batching,
+        "batching": _describe_batching(loaded, max_rows),
         "warm_up": warm_up,
         "event_loop": _describe_loop(loaded),
     }
@@ -34,6 +28,32 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
     if loaded.providers.passed_over:
         properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
     return properties | loaded.on_device.properties() | _interface(loaded.signature)
+
+
+def _describe_batching(loaded: LoadedModel, max_rows: int) -> str:
+    if not loaded.signature.is_batched:
+        return f"not batched because {loaded.signature.unbatched_because}"
+    rows, found = loaded.rows, loaded.warm_up
+    batching = f"up to {max_rows} rows run together, "
+    if rows.grounds is Grounds.PROVEN:
+        return batching + f"proven: the model's graph keeps rows apart{_describe_axes(loaded.signature)}"
+    tried = "not tried"
+    if found.rows_depend:
+        tried = f"tried: {found.rows_depend}"
+    elif found.latencies:
+        tried = f"tried on {found.tried}: a row alone and among others differs by {found.drift:.1e} at most"
+    configured = "configured; " if rows.grounds is Grounds.CONFIGURED else ""
+    return f"{batching}{configured}{tried}{_describe_axes(loaded.signature)}; {rows.doubt}"
+
+
+def _describe_axes(signature: ModelSignature) -> str:
+    """Where rows are on other axes than 0."""
+    told = [
+        f"on axis {spec.batch_axis} of '{spec.name}'" if spec.batch_axis else f"none in '{spec.name}'"
+        for spec in (*signature.inputs, *signature.outputs)
+        if spec.batch_axis != 0
+    ]
+    return f" (rows: {', '.join(told)})" if told else ""
 
 
 def _describe_loop(loaded: LoadedModel) -> str:

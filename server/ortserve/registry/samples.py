@@ -1,6 +1,5 @@
 """The requests that a model's configuration asks to be run before it is ready."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,7 +15,7 @@ from ortserve.core.signature import TensorSpec
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.interface import Interface
 from ortserve.registry.model_folder import read_model_file
-from ortserve.registry.synthetic import FREE_DIM, draw
+from ortserve.registry.synthetic import FREE_DIM, draw, row_sizes
 
 FOLDER: Final = "warmup"
 """Of the files with tensors, in the model's folder."""
@@ -65,27 +64,34 @@ def _make(name: str, sample: WarmupSample, interface: Interface, folder: Path | 
     for unknown in sample.inputs.keys() - signature.inputs_by_name.keys():
         raise invalid_input(f"unexpected input '{unknown}', allowed are: {', '.join(signature.inputs_by_name)}")
     generator = np.random.default_rng(0)
-    first = 1 if is_batched else 0
     arrays: list[np.ndarray] = []
     for spec in signature.inputs:
         if spec.is_optional and spec.name not in sample.inputs:
             arrays.append(absent(rows))
             continue
-        if spec.is_whole and is_batched:
+        if spec.is_optional and is_batched and spec.batch_axis is None:
             raise invalid_input(f"input '{spec.name}' is the same for all rows: expected it to be left out")
         declared = sample.inputs.get(spec.name, WarmupInput())
         if declared.datatype not in (None, spec.datatype):
             raise invalid_input(f"input '{spec.name}': expected {spec.datatype.value}, got {declared.datatype}")
-        shape = ((rows,) if is_batched else ()) + _dims(spec, declared, first)
+        shape = _shape(spec, declared, rows)
         arrays.append(_fill(generator, spec, declared, shape, folder))
     inputs = tuple(arrays)
-    return Sample(name, interface.reshapes.to_model(inputs) if interface.reshapes else inputs, rows, sample.count)
+    if interface.conversions is not None:
+        inputs = interface.conversions.to_model(inputs, rows)
+    return Sample(name, inputs, rows, sample.count)
 
 
-def _dims(spec: TensorSpec, declared: WarmupInput, first: int) -> tuple[int, ...]:
-    own: Sequence[int] = spec.shape[first:]
+def _shape(spec: TensorSpec, declared: WarmupInput, rows: int) -> tuple[int, ...]:
+    """The whole shape of the tensor that clients would send; ``dims`` leave the batch axis out."""
+    dims, axis = _dims(spec, declared), spec.batch_axis
+    return dims if axis is None else (*dims[:axis], rows, *dims[axis:])
+
+
+def _dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
+    own = spec.row_shape
     if declared.dims is None:
-        return tuple(FREE_DIM if dim == -1 else dim for dim in own)
+        return row_sizes(spec, FREE_DIM)
     if len(declared.dims) != len(own) or any(
         dim not in (-1, size) for dim, size in zip(own, declared.dims, strict=True)
     ):

@@ -9,15 +9,16 @@ from typing import Final
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
-from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
 from ortserve.core.promise import Outputs
+from ortserve.core.shape_class import Alone
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
 from ortserve.registry.loaded import LoadedModel
+from ortserve.registry.shape_classes import ShapeClasses
 from ortserve.telemetry.metrics import ModelMetrics
 
 
@@ -82,21 +83,18 @@ class ServedModel:
         self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
         self._instances = loaded.instances
-        self._reshapes = loaded.interface.reshapes
+        self._conversions = loaded.interface.conversions
         options = configuration.options
         self._has_queue_policies = has_queue_policies(options)
         is_usual = options.slo_s is None and not self._has_queue_policies
         self._usual_terms = Terms(options.default_priority_level) if is_usual else None
-        self._has_one_shape_class = self.signature.has_one_shape_class
-        self._has_optional_inputs = self.signature.has_optional_inputs
-        self._whole_inputs = [
-            index for index, spec in enumerate(self.signature.inputs) if spec.is_whole and self.signature.is_batched
-        ]
         self._most_rows_alone = options.max_rows or math.inf
         # As configured: where batches have become smaller for want of memory, requests run in pieces.
         self._most_rows = math.inf if options.max_rows is None else batcher.max_rows
         padding = loaded.padding
         self._padding = padding if padding is not None and padding.pads_requests else None
+        has_one = self._padding is None and self.model_signature.has_one_shape_class
+        self._shape_classes = None if has_one else ShapeClasses(self.model_signature, self._padding)
 
     @property
     def max_rows(self) -> int:
@@ -144,25 +142,16 @@ class ServedModel:
                 a padded dimension; overloaded, deadline, not_ready or internal from the batcher.
         """
         batcher = self._batcher
-        if self._reshapes is not None:
-            inputs = self._reshapes.to_model(inputs)
-        shape_class: Hashable = None
-        if self._padding is not None:
-            shape_class = self._padding.shape_class(inputs)
-        elif not self._has_one_shape_class:
-            first = 1 if self.signature.is_batched else 0
-            shape_class = tuple([array.shape[first:] for array in inputs])
-        if self._has_optional_inputs:
-            shape_class = shape_class, tuple(map(is_absent, inputs))
-            if rows <= self._most_rows_alone and any(not is_absent(inputs[index]) for index in self._whole_inputs):
-                shape_class, rows = _Alone(), 1  # a batch of one, of which the batcher makes neither more nor less
-        if rows > self._most_rows:
-            raise invalid_input(
-                f"inference request batch-size must be <= {self._most_rows} for '{self.name}', got {rows}"
-            )
+        if self._conversions is not None:
+            inputs = self._conversions.to_model(inputs, rows)
+        shape_class = None if self._shape_classes is None else self._shape_classes.find(inputs)
+        is_alone = isinstance(shape_class, Alone)
+        most_rows = self._most_rows_alone if is_alone else self._most_rows
+        if rows > most_rows:
+            raise invalid_input(f"inference request batch-size must be <= {most_rows} for '{self.name}', got {rows}")
         if terms.yields_when_late:
             task = asyncio.create_task(self._run_yielding(inputs, rows, shape_class, timing, terms))
-        elif rows <= batcher.most_rows(inputs, rows):
+        elif is_alone or rows <= batcher.most_rows(inputs, rows):
             rider = batcher.submit(inputs, rows, shape_class, timing, terms)
             return Submission(rider.promise, partial(batcher.leave, rider))
         else:
@@ -180,12 +169,12 @@ class ServedModel:
             ServeError: internal, when an output has not the shape that it is configured to have.
         """
         if self._padding is not None:
-            model_inputs = inputs if self._reshapes is None else self._reshapes.to_model(inputs)
+            model_inputs = inputs if self._conversions is None else self._conversions.to_model(inputs)
             outputs = self._padding.cut_back(outputs, model_inputs)
-        if self._reshapes is None:
+        if self._conversions is None:
             return outputs
         try:
-            return self._reshapes.to_client(outputs)
+            return self._conversions.to_client(outputs)
         except ValueError as error:
             raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
 
@@ -206,7 +195,7 @@ class ServedModel:
 
     async def _run(self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms) -> Arrays:
         batcher = self._batcher
-        if rows > batcher.most_rows(inputs, rows):
+        if rows > batcher.most_rows(inputs, rows) and not isinstance(shape_class, Alone):
             return await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
         rider = batcher.submit(inputs, rows, shape_class, timing, terms)
         try:
@@ -219,10 +208,3 @@ class ServedModel:
         await self._batcher.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
-
-
-class _Alone:
-    """The shape class of one request that no other may join."""
-
-    def __str__(self) -> str:
-        return "alone"

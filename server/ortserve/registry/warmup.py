@@ -11,9 +11,9 @@ from ortserve.core.batch import Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError, invalid_input
-from ortserve.registry.batchability import row_drift, why_no_rows, why_rows_depend
 from ortserve.registry.make_up import USUAL_BOUNDS, MakeUp, RunBounds, WorkerRuns, as_batch
 from ortserve.registry.progress import Progress
+from ortserve.registry.row_trial import RowTrial, TrialOutcome
 from ortserve.registry.samples import Sample
 from ortserve.registry.synthetic import FREE_DIM
 
@@ -23,8 +23,8 @@ _WORTHWHILE: Final = 0.95
 """A bucket is worth having while its time a row is below this share of the bucket's before it."""
 _TRIED_IN_VAIN: Final = 2
 """Sizes in a row that were not: one may have been timed while something else ran on the machine."""
-TRIED_ROWS: Final = 3
-"""Run alone and together, as they are, to see whether rows depend on each other."""
+_TRIAL_SHARE: Final = 0.5
+"""Of the time for warm-up that a trial of the rows may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +53,25 @@ class WarmUp:
     Attributes:
         max_rows: The largest batch worth making.
         latencies: For each batch size that was run, 1 row first.
-        rows_depend: Why rows may not run together, empty where they may.
-        drift: Largest difference of a float between rows alone and the same rows among others.
+        rows_depend: How rows depend on each other, by the model's graph or a trial; empty where none of them shows it.
+        drift: Largest difference of a float between rows alone and the same rows among others, in that trial.
+        tried: In words, what was tried; empty where nothing was.
         refused: What the model said to made-up inputs, empty where it took them; then nothing else is known.
         has_run: Whether any made-up input ran, and be it before another one was refused.
         no_memory: What a size that found too little memory said, empty where all did; ``max_rows`` is then no more than
             the largest that found some, and one of the buckets where there are any.
-        brings_optional: Whether the model had to be brought its optional inputs, else they were left out.
-        free_dim: The size of free dimensions that it took.
+        make_up: What makes inputs that the model takes; None where nothing ran.
     """
 
     max_rows: int
     latencies: tuple[SizeLatency, ...] = ()
     rows_depend: str = ""
     drift: float = 0.0
+    tried: str = ""
     refused: str = ""
     has_run: bool = False
     no_memory: str = ""
-    brings_optional: bool = False
-    free_dim: int = FREE_DIM
+    make_up: MakeUp | None = None
 
 
 def warm_up(
@@ -85,6 +85,8 @@ def warm_up(
     padding: Padding | None = None,
     progress: Progress | None = None,
     is_coarse: bool = False,
+    rows_depend: str | None = None,
+    samples: Sequence[Sample] = (),
     bounds: RunBounds = USUAL_BOUNDS,
 ) -> WarmUp:
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
@@ -93,7 +95,8 @@ def warm_up(
     ``max_rows`` whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A
     budget of 0 runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are
     left out, unless the model refuses that; free dimensions are larger where it refuses small ones. ``is_coarse`` is as
-    in ``core.closeness``.
+    in ``core.closeness``. ``rows_depend`` is how rows of a batched model depend on each other, empty where they do not;
+    where it is None, rows are run alone and together, those of ``samples`` first.
 
     A size that finds too little memory ends the sweep, and batches stay below it. They are padded to ``buckets``, where
     there are any, of which the largest is at least ``max_rows``: then they have no more rows than the largest bucket
@@ -112,7 +115,20 @@ def warm_up(
     worker = WorkerRuns(runner, bounds)
     try:
         make_up = _choose(worker, MakeUp(signature, padding), progress)
-        return _measure(worker, make_up, max_rows, buckets, stop_ns, clock, progress, is_coarse=is_coarse)
+        trial: RowTrial | TrialOutcome = TrialOutcome(rows_depend or "")
+        if rows_depend is None and signature.is_batched:
+            trial = RowTrial(
+                worker,
+                make_up,
+                samples,
+                most_rows=max_rows or MAX_SWEPT_ROWS,
+                is_coarse=is_coarse,
+                stop_ns=clock() + int(budget_s * 1e9 * _TRIAL_SHARE),
+                clock=clock,
+            )
+        return _measure(
+            worker, make_up, max_rows, buckets, stop_ns, clock, progress, trial or TrialOutcome(rows_depend or "")
+        )
     except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
         raise
     except ServeError as error:
@@ -145,22 +161,23 @@ def _measure(
     stop_ns: int,
     clock: Clock,
     progress: Progress,
-    *,
-    is_coarse: bool,
+    trial: RowTrial | TrialOutcome,
 ) -> WarmUp:
     """Raises ServeError: internal, when the model refuses such inputs, or finds no memory, as ``warm_up`` says."""
     signature = make_up.signature
-    rows_depend, drift, no_memory = "", 0.0, ""
-    if signature.is_batched:
+    no_memory = ""
+    if isinstance(trial, TrialOutcome):
+        outcome = trial
+    else:
         progress.begin("warming up: rows alone and together")
         try:
-            rows_depend, drift = _try_rows(worker, make_up, is_coarse=is_coarse)
+            outcome = trial.run()
         except OutOfMemoryError as error:
             no_memory = error.message
-            rows_depend = f"rows could not be tried together, as not even two find memory: {no_memory}"
+            outcome = TrialOutcome(f"rows could not be tried together, as not even two find memory: {no_memory}")
     time_size = partial(_time_runs, worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress)
     sizes = [time_size(1)]
-    if signature.is_batched and not rows_depend:
+    if signature.is_batched and not outcome.problem:
         limit = max_rows or MAX_SWEPT_ROWS
         limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
         if make_up.free_dim != FREE_DIM:
@@ -179,12 +196,12 @@ def _measure(
     return WarmUp(
         most_rows,
         tuple(sizes),
-        rows_depend,
-        drift,
+        outcome.problem,
+        outcome.drift,
+        outcome.extent,
         has_run=True,
         no_memory=no_memory,
-        brings_optional=make_up.brings_optional,
-        free_dim=make_up.free_dim,
+        make_up=make_up,
     )
 
 
@@ -239,15 +256,7 @@ def time_sizes(
 
 
 def run_once(
-    runner: Runner,
-    signature: ModelSignature,
-    rows: int,
-    padding: Padding | None = None,
-    *,
-    progress: Progress,
-    brings_optional: bool = False,
-    free_dim: int = FREE_DIM,
-    bounds: RunBounds = USUAL_BOUNDS,
+    runner: Runner, make_up: MakeUp, rows: int, *, progress: Progress, bounds: RunBounds = USUAL_BOUNDS
 ) -> None:
     """Have an instance allocate what a batch of ``rows`` rows takes; for those beside the one that was measured.
 
@@ -255,7 +264,7 @@ def run_once(
         ServeError: internal, when the model refuses made-up inputs.
     """
     progress.begin(_batches(rows))
-    WorkerRuns(runner, bounds).run(as_batch(MakeUp(signature, padding, brings_optional, free_dim)(rows, 0), rows))
+    WorkerRuns(runner, bounds).run(as_batch(make_up(rows, 0), rows))
 
 
 def run_samples(
@@ -298,52 +307,3 @@ def _time_runs(
         runs.append(worker.run(batch).run_ns)
         round_trips.append(clock() - began_ns)
     return SizeLatency(rows, int(statistics.median(runs)), int(statistics.median(round_trips)), min(round_trips))
-
-
-def _try_rows(worker: WorkerRuns, make_up: MakeUp, *, is_coarse: bool) -> tuple[str, float]:
-    """Run rows alone and together, on drawn inputs and, where some were left out so far, with the optional ones.
-
-    Returns:
-        Why rows depend on each other, and else their drift.
-
-    Raises:
-        OutOfMemoryError: For as few as two of them.
-        ServeError: internal, when the model refuses drawn inputs.
-    """
-    try:
-        return _try_together(worker, make_up, TRIED_ROWS, is_coarse=is_coarse)
-    except OutOfMemoryError:
-        return _try_together(worker, make_up, 2, is_coarse=is_coarse)
-
-
-def _try_together(worker: WorkerRuns, make_up: MakeUp, rows: int, *, is_coarse: bool) -> tuple[str, float]:
-    problem, drift = _compare_rows(worker, make_up, rows, is_coarse=is_coarse)
-    if not problem:
-        # Where data decides how many rows come out, drawn inputs may happen to give as many as went in.
-        try:
-            zeros = worker.run(as_batch(make_up(rows, None), rows)).outputs
-            problem = why_no_rows(make_up.signature, zeros, rows)
-        except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
-            raise
-        except ServeError:  # some models take no zeros
-            pass
-    if not problem and make_up.signature.has_optional_inputs and not make_up.brings_optional:
-        with_them = replace(make_up, brings_optional=True)
-        try:
-            problem, with_optional = _compare_rows(worker, with_them, rows, is_coarse=is_coarse)
-            drift = max(drift, with_optional)
-        except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
-            raise
-        except ServeError as error:
-            problem = (
-                f"rows could not be tried with the optional inputs, of which the model refuses made-up ones: {error}"
-            )
-    return problem, 0.0 if problem else drift
-
-
-def _compare_rows(worker: WorkerRuns, make_up: MakeUp, rows: int, *, is_coarse: bool) -> tuple[str, float]:
-    inputs = make_up(rows, 0)
-    together = worker.run(as_batch(inputs, rows)).outputs
-    alone = [worker.run(as_batch(tuple(array[row : row + 1] for array in inputs), 1)).outputs for row in range(rows)]
-    problem = why_rows_depend(make_up.signature, together, alone, is_coarse=is_coarse)
-    return problem, 0.0 if problem else row_drift(make_up.signature, together, alone)

@@ -11,6 +11,8 @@ alone is a request that the model accepts. A batch may still be refused as a who
 no output needs; its requests then run alone.
 """
 
+from ortserve.rows.graph import Model
+from ortserve.rows.hypotheses import Axes, real_inputs, sum_terms
 from ortserve.rows.reading import TooLargeError, parse_model, read_graph
 from ortserve.rows.symbols import DEPENDENT, N, Number, Product
 from ortserve.rows.values import Facts, Kind, Value
@@ -19,8 +21,10 @@ from ortserve.rows.walk import TooMuchWorkError
 
 __all__ = [
     "DEPENDENT",
+    "Axes",
     "Facts",
     "Kind",
+    "Model",
     "N",
     "Number",
     "Outcome",
@@ -35,4 +39,6 @@ __all__ = [
     "prove_model",
     "prove_rows",
     "read_graph",
+    "real_inputs",
+    "sum_terms",
 ]

@@ -40,6 +40,13 @@ _NAME: Final = re.compile(r"\w")
 _SUM: Final = re.compile(r"[A-Za-z_][\w.\-]*(?: *\+ *(?:[A-Za-z_][\w.\-]*|\d+))+")
 
 
+def sum_terms(name: str) -> tuple[str | int, ...]:
+    """The dimensions and numbers that a name such as ``past + current`` adds up; empty for a name that is no sum."""
+    if not _SUM.fullmatch(name):
+        return ()
+    return tuple(int(part) if part.isdigit() else part for part in (part.strip() for part in name.split("+")))
+
+
 def real_inputs(model: Model) -> list[Declared]:
     """The inputs that a request gives: initializers that may be overridden are not among them."""
     return [declared for declared in model.graph.inputs if declared.name not in model.graph.constants]
@@ -177,11 +184,10 @@ class Beginning:
         is_name = size is not None and _NAME.match(size) is not None  # some exporters write "?"
         if size is None or not is_name or not self._believe_names or size in self._batch_names:
             return self._symbols.fresh(1)
-        if _SUM.fullmatch(size):
-            parts = [part.strip() for part in size.split("+")]
-            if not any(part in self._batch_names for part in parts):
-                self._uses[size] = 2
-                return self._symbols.sum(int(part) if part.isdigit() else self._named(part) for part in parts)
+        parts = sum_terms(size)
+        if parts and not any(part in self._batch_names for part in parts):
+            self._uses[size] = 2
+            return self._symbols.sum(part if isinstance(part, int) else self._named(part) for part in parts)
         return self._named(size)
 
     def _named(self, name: str) -> Number:

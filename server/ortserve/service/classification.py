@@ -22,11 +22,16 @@ _TEXT_WORK: Final = 40  # elements that are searched in the time that spelling o
 
 
 def check_classifiable(output: TensorSpec, model: str) -> None:
-    """Raises ServeError: invalid_input, for an output of a datatype that has no classes."""
+    """Raises ServeError: invalid_input, for an output of a datatype that has no classes, or with rows elsewhere."""
     if output.datatype in _UNORDERED:
         raise invalid_input(
             f"class result not available for output '{output.name}' of model '{model}' "
             f"due to unsupported type '{output.datatype.value}'"
+        )
+    if output.batch_axis:
+        raise invalid_input(
+            f"class result not available for output '{output.name}' of model '{model}': "
+            f"expected rows on axis 0, they are on axis {output.batch_axis}"
         )
 
 

@@ -468,14 +468,16 @@ async def _classify(
     shown = served.cut_back(outputs, inputs)
     for output in asked:
         index = signature.output_index[output.name]
+        spec = signature.outputs[index]
+        has_rows = spec.batch_axis == 0
         work = partial(
             classify,
-            Tensor(output.name, signature.outputs[index].datatype, shown[index]),
+            Tensor(output.name, spec.datatype, shown[index]),
             output.classes,
             served.labels.get(output.name, ()),
-            is_batched=signature.is_batched,
+            is_batched=has_rows,
         )
-        is_inline = is_short(shown[index], output.classes, is_batched=signature.is_batched)
+        is_inline = is_short(shown[index], output.classes, is_batched=has_rows)
         classified[output.name] = work() if is_inline else await asyncio.to_thread(work)
     return outputs
 

@@ -29,7 +29,9 @@ def read_raw_input(data: bytes | memoryview, signature: ModelSignature, model: s
             f"{len(signature.inputs)} inputs in '{model}' model configuration"
         )
     spec = signature.inputs[0]
-    shape = (1, *spec.shape[1:]) if signature.is_batched else spec.shape
+    shape = spec.shape
+    if spec.batch_axis is not None:
+        shape = (*shape[: spec.batch_axis], 1, *shape[spec.batch_axis + 1 :])
     if spec.datatype is DataType.BYTES:
         if any(size != 1 for size in shape):
             raise invalid_input(

@@ -17,7 +17,7 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
 
     Returns:
         The input arrays in the signature's order, absent ones in the place of optional inputs that were left out, and
-        the rows: the common length of axis 0, or 1 for a model without a batch axis.
+        the rows: the common length of the batch axes, or 1 for a model without.
 
     Raises:
         ServeError: invalid_input, naming the input or output, what was expected and what came; unsupported for what
@@ -50,18 +50,19 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
         for size, expected in zip(shape, spec.shape, strict=False):  # of as many axes, where any are declared
             if size != expected and expected != -1:
                 raise _shape_error(tensor, spec, signature, model)
-        if signature.is_batched and not spec.is_whole:
+        axis = spec.batch_axis
+        if axis is not None:
             if is_first:
                 is_first = False
-                rows = shape[0]
+                rows = shape[axis]
                 if rows == 0:
                     raise invalid_input(
                         f"input '{spec.name}' has no rows for model '{model}': expected at least 1, got 0"
                     )
-            elif shape[0] != rows:
+            elif shape[axis] != rows:
                 raise invalid_input(
                     f"input '{spec.name}' batch size does not match other inputs for '{model}': "
-                    f"expected {rows}, got {shape[0]}"
+                    f"expected {rows}, got {shape[axis]}"
                 )
         arrays.append(array)
     if is_complete:
@@ -76,7 +77,7 @@ def _may_do_without(given: dict[str, Tensor], signature: ModelSignature) -> bool
         signature.has_optional_inputs
         and given.keys() <= signature.inputs_by_name.keys()
         and all(spec.is_optional or spec.name in given for spec in signature.inputs)
-        and (not signature.is_batched or any(not signature.inputs_by_name[name].is_whole for name in given))
+        and (not signature.is_batched or any(signature.inputs_by_name[name].batch_axis is not None for name in given))
     )
 
 
@@ -106,7 +107,7 @@ def _names_error(given: dict[str, Tensor], signature: ModelSignature, model: str
             return invalid_input(f"unexpected inference input '{name}' for model '{model}', expected {_listed(known)}")
     missing = [spec.name for spec in signature.inputs if spec.name not in given and not spec.is_optional]
     if not missing:
-        names = _listed([spec.name for spec in signature.inputs if not spec.is_whole])
+        names = _listed([spec.name for spec in signature.inputs if spec.batch_axis is not None])
         return invalid_input(
             f"model '{model}' needs at least one of its inputs {names} to tell how many rows there are"
         )

@@ -22,6 +22,7 @@ from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.promise import Outputs, Promise
+from ortserve.core.shape_class import Alone
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -56,9 +57,12 @@ class Stage:
         """Since the stage was set."""
         return self.clock() - self.began_ns
 
-    def submit(self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS) -> Promise:
+    def submit(
+        self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS, *, is_alone: bool = False
+    ) -> Promise:
         """As a caller who leaves when his promise is cancelled."""
-        rider = self.batcher.submit((rows,), len(rows), rows.shape[1:], timing or Timing(self.clock()), terms)
+        shape_class = Alone() if is_alone else rows.shape[1:]
+        rider = self.batcher.submit((rows,), len(rows), shape_class, timing or Timing(self.clock()), terms)
         rider.promise.add_done_callback(lambda promise: self.batcher.leave(rider) if promise.cancelled() else None)
         return rider.promise
 
@@ -101,13 +105,14 @@ def play(
     compute: Callable[[np.ndarray], Arrays] = answer,
     waits_for_echo: bool = False,
     run_limits: RunLimits | None = None,
+    tries_one_row: bool = False,
 ) -> None:
     """Run ``main`` on a stage where each run takes ``run_ns``; ``known_ns`` is what the batcher believes."""
 
     async def on_stage(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         runners = [FakeRunner(loop, clock, lambda rows: run_ns, compute) for _ in range(instances)]
         known = [(rows, float(known_ns)) for rows in (1, 2, 4, 8, 16)] if known_ns is not None else []
-        queue = RiderQueue(known, known)
+        queue = RiderQueue(known, known, tries_one_row=tries_one_row)
         shared = SharedThreads(device_threads, loop)
         observed: list[int] = []
         given_up: list[bool] = []
@@ -1090,3 +1095,58 @@ def test_a_run_under_a_second_is_not_ended_for_its_deadlines() -> None:
         assert_answered(await stage.submit(rows_of(1), terms=stage.within(100 * MS)), rows_of(1))
 
     play(main, run_ns=900 * MS)
+
+
+def values_of_runs(stage: Stage) -> list[list[int]]:
+    return [first_values(run.parts) for run in stage.runner.runs]
+
+
+def test_requests_of_a_new_shape_share_a_batch_once_one_row_of_it_ran() -> None:
+    """What a model refuses of one row it may take of several, and mix them."""
+
+    async def main(stage: Stage) -> None:
+        requests = [rows_of(1), rows_of(2), rows_of(3, 4)]
+        for outputs, rows in zip(await asyncio.gather(*map(stage.submit, requests)), requests, strict=True):
+            assert_answered(outputs, rows)
+        assert values_of_runs(stage) == [[1], [2, 3, 4]]
+        await asyncio.gather(*(stage.submit(rows_of(value, width=3)) for value in (5, 6)))
+        assert values_of_runs(stage)[2:] == [[5], [6]]
+
+    play(main, tries_one_row=True)
+
+
+def test_first_request_of_a_new_shape_has_its_first_row_tried_alone_and_unpadded() -> None:
+    async def main(stage: Stage) -> None:
+        requests = [rows_of(1, 2, 3), rows_of(4)]
+        for outputs, rows in zip(await asyncio.gather(*map(stage.submit, requests)), requests, strict=True):
+            assert_answered(outputs, rows)
+        assert values_of_runs(stage) == [[1], [1, 2, 3], [4]]
+        assert [run.bucket for run in stage.runner.runs] == [1, 4, 4]
+        assert stage.observed == [3, 1]
+        assert (stage.batcher.decisions.batches, stage.batcher.decisions.padding_rows) == (3, 4)
+
+    play(main, tries_one_row=True, buckets=(4, 8))
+
+
+def test_request_whose_first_row_is_refused_runs_by_itself_and_the_next_is_tried_again() -> None:
+    async def main(stage: Stage) -> None:
+        requests = [rows_of(POISON, 2), rows_of(3), rows_of(4)]
+        first, *others = await asyncio.gather(*map(stage.submit, requests), return_exceptions=True)
+        assert isinstance(first, ServeError)
+        for outputs, rows in zip(others, requests[1:], strict=True):
+            assert not isinstance(outputs, BaseException)
+            assert_answered(outputs, rows)
+        assert values_of_runs(stage) == [[POISON], [POISON, 2], [3], [4]]
+
+    play(main, tries_one_row=True)
+
+
+def test_request_that_runs_alone_is_neither_padded_nor_cut_nor_joined() -> None:
+    async def main(stage: Stage) -> None:
+        large, small = rows_of(*range(10)), rows_of(1)
+        answers = await asyncio.gather(stage.submit(large, is_alone=True), stage.submit(small, is_alone=True))
+        for outputs, rows in zip(answers, (large, small), strict=True):
+            assert_answered(outputs, rows)
+        assert [(run.rows, run.bucket) for run in stage.runner.runs] == [(10, 10), (1, 1)]
+
+    play(main, max_rows=4, buckets=(4,), tries_one_row=True)

@@ -48,9 +48,9 @@ def test_requests_that_may_leave_an_input_out_are_not_all_of_one_class() -> None
 
 
 def test_inputs_that_are_the_same_for_all_rows_can_be_taken_out() -> None:
-    whole = TensorSpec("w", DataType.FP32, (2,), is_optional=True, is_whole=True)
+    whole = TensorSpec("w", DataType.FP32, (2,), is_optional=True, batch_axis=None)
     signature = ModelSignature((spec("a", -1, 4), whole), (spec("y", -1),), "", {"s": "a sequence"}, {"z": "a map"})
-    without = signature.without_whole_inputs("because")
+    without = signature.without_optional_whole("because")
     assert list(without.inputs_by_name) == ["a"]
     assert without.unserved_inputs == {"s": "a sequence", "w": "because"}
     assert without.unserved_outputs == {"z": "a map"}

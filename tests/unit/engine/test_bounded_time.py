@@ -91,7 +91,7 @@ def test_a_model_with_a_loop_names_it(tmp_path: Path) -> None:
         (signature(spec(), alone_because="rows depend on each other"), "does not fix the shape of input 'x'"),
         (signature(spec(datatype=DataType.BYTES)), "input 'x' holds strings"),
         (signature(output=spec("y", DataType.BYTES)), "output 'y' holds strings"),
-        (signature(spec(), spec("w", is_whole=True, is_optional=True)), "a request may bring input 'w'"),
+        (signature(spec(), spec("w", batch_axis=None, is_optional=True)), "a request may bring input 'w'"),
     ],
 )
 def test_an_interface_that_requests_can_stretch_is_not_bounded(tmp_path: Path, of: ModelSignature, told: str) -> None:

@@ -150,7 +150,7 @@ def test_optional_types_and_defaults_are_optional_inputs(tmp_path: Path) -> None
     shape, names = (-1, 4), ("batch", "")
     assert read(interfaces.optional_bias(path)).inputs[1] == TensorSpec("bias", FP32, shape, names, is_optional=True)
     unbatched = read(interfaces.optional_bias(path, rows=2))
-    assert unbatched.inputs[1] == TensorSpec("bias", FP32, (2, 4), is_optional=True)
+    assert unbatched.inputs[1] == TensorSpec("bias", FP32, (2, 4), is_optional=True, batch_axis=None)
     by_row = read(interfaces.default_scale(path, shape=("batch", 1)))
     assert by_row.inputs[1] == TensorSpec("scale", FP32, (-1, 1), is_optional=True)
     assert by_row.is_batched
@@ -160,7 +160,7 @@ def test_default_without_rows_leaves_the_model_batched_and_is_whole(tmp_path: Pa
     for shape, expected in (((1,), (1,)), ((), ()), (("n",), (-1,))):
         signature = read(interfaces.default_scale(tmp_path / "model.onnx", shape=shape))
         assert signature.is_batched
-        assert signature.inputs[1] == TensorSpec("scale", FP32, expected, is_optional=True, is_whole=True)
+        assert signature.inputs[1] == TensorSpec("scale", FP32, expected, is_optional=True, batch_axis=None)
 
 
 def test_tensors_of_any_shape_are_told_from_those_without_axes(tmp_path: Path) -> None:

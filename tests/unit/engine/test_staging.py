@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from ortserve.core.absent import absent
 from ortserve.engine.staging import HostStaging, stage_rows
 
 
@@ -17,7 +18,7 @@ def stage(staging: HostStaging, *parts: np.ndarray, bucket: int = 0) -> np.ndarr
 
 def test_parts_follow_each_other_and_padding_repeats_the_last_row() -> None:
     parts = rows_from(0, 2), rows_from(100, 1)
-    staged = stage(HostStaging(1), *parts, bucket=5)
+    staged = stage(HostStaging([0]), *parts, bucket=5)
     np.testing.assert_array_equal(staged, [*parts[0], *[parts[1][0]] * 3])
     assert staged.flags.c_contiguous
     assert staged.flags.aligned
@@ -25,12 +26,12 @@ def test_parts_follow_each_other_and_padding_repeats_the_last_row() -> None:
 
 def test_single_request_is_padded_too() -> None:
     rows = rows_from(0, 2)
-    np.testing.assert_array_equal(stage(HostStaging(1), rows, bucket=4), [rows[0], rows[1], rows[1], rows[1]])
+    np.testing.assert_array_equal(stage(HostStaging([0]), rows, bucket=4), [rows[0], rows[1], rows[1], rows[1]])
 
 
 def test_what_fills_its_bucket_alone_is_not_copied() -> None:
     rows = rows_from(0, 4)
-    assert stage(HostStaging(1), rows, bucket=4) is rows
+    assert stage(HostStaging([0]), rows, bucket=4) is rows
 
 
 def unaligned(array: np.ndarray) -> np.ndarray:
@@ -43,7 +44,7 @@ def unaligned(array: np.ndarray) -> np.ndarray:
 def test_what_is_not_aligned_or_contiguous_is_copied_into_a_form_that_is(bucket: int) -> None:
     rows = rows_from(0, 4)
     for odd in (unaligned(rows), np.asfortranarray(rows), np.repeat(rows, 2, axis=0)[::2]):
-        staged = stage(HostStaging(1), odd, bucket=bucket)
+        staged = stage(HostStaging([0]), odd, bucket=bucket)
         np.testing.assert_array_equal(staged[:4], rows)
         assert staged.flags.c_contiguous
         assert staged.flags.aligned
@@ -51,7 +52,7 @@ def test_what_is_not_aligned_or_contiguous_is_copied_into_a_form_that_is(bucket:
 
 
 def test_buffer_is_used_again_and_shows_nothing_of_the_last_batch() -> None:
-    staging = HostStaging(1)
+    staging = HostStaging([0])
     large = stage(staging, rows_from(1000, 4), rows_from(2000, 3), bucket=8)
     small = stage(staging, rows_from(0, 1), rows_from(50, 1), bucket=4)
     assert np.shares_memory(large, small)
@@ -59,7 +60,7 @@ def test_buffer_is_used_again_and_shows_nothing_of_the_last_batch() -> None:
 
 
 def test_buffer_of_another_size_shape_or_dtype_is_made_anew() -> None:
-    staging = HostStaging(1)
+    staging = HostStaging([0])
     for parts, bucket in (
         ((rows_from(0, 1), rows_from(5, 1)), 2),
         ((rows_from(0, 1), rows_from(5, 1)), 8),
@@ -73,13 +74,13 @@ def test_buffer_of_another_size_shape_or_dtype_is_made_anew() -> None:
 
 
 def test_inputs_have_buffers_of_their_own() -> None:
-    a, b = HostStaging(2).stage([(rows_from(0, 1), rows_from(3, 1)), (rows_from(6, 1), rows_from(9, 1))], 4)
+    a, b = HostStaging([0, 0]).stage([(rows_from(0, 1), rows_from(3, 1)), (rows_from(6, 1), rows_from(9, 1))], 4)
     assert not np.shares_memory(a, b)
     assert (a[0, 0], b[0, 0]) == (0, 6)
 
 
 def test_texts_are_padded_with_the_last_and_not_kept() -> None:
-    staging = HostStaging(1)
+    staging = HostStaging([0])
     texts = np.array(["a", "b"], object), np.array(["c"], object)
     staged = stage(staging, *texts, bucket=5)
     assert staged.tolist() == ["a", "b", "c", "c", "c"]
@@ -89,7 +90,7 @@ def test_texts_are_padded_with_the_last_and_not_kept() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (5, 0), (7, 2)])
 def test_input_of_a_model_without_a_batch_axis_may_have_any_shape(shape: tuple[int, ...]) -> None:
     array = np.ones(shape, np.float32)
-    (staged,) = HostStaging(1).stage([(array,)], 1)
+    (staged,) = HostStaging([0]).stage([(array,)], 1)
     assert staged is array
 
 
@@ -97,3 +98,22 @@ def test_input_of_a_model_without_a_batch_axis_may_have_any_shape(shape: tuple[i
 def test_rows_of_another_shape_are_refused_and_never_stretched_to_fit(parts: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match=r"shape|dimensions"):
         stage_rows(tuple(np.ones(shape, np.float32) for shape in parts), np.empty((4, 3), np.float32), 2)
+
+
+def test_rows_on_another_axis_are_staged_in_the_models_own_form() -> None:
+    parts = [np.arange(rows * 6).reshape(2, rows, 3) + 100 * rows for rows in (1, 2)]
+    staging = HostStaging([1])
+    (staged,) = staging.stage([tuple(np.moveaxis(part, 1, 0) for part in parts)], 4)
+    assert staged.flags.c_contiguous
+    np.testing.assert_array_equal(staged, np.concatenate([*parts, parts[1][:, -1:]], axis=1))
+    (lone,) = staging.stage([(np.moveaxis(parts[1], 1, 0),)], 2)
+    assert np.shares_memory(lone, parts[1]), "as the caller sent it"
+
+
+def test_input_without_rows_is_staged_once() -> None:
+    table = np.arange(6.0).reshape(2, 3)
+    (staged,) = HostStaging([None]).stage([(np.broadcast_to(table, (1, 2, 3)), np.broadcast_to(table, (2, 2, 3)))], 8)
+    assert np.shares_memory(staged, table)
+    np.testing.assert_array_equal(staged, table)
+    nothing = absent(2)
+    assert HostStaging([None]).stage([(nothing,)], 2)[0] is nothing

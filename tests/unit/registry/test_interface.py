@@ -1,13 +1,17 @@
 """What clients see of a model, and what its configuration may say of it."""
 
+import re
+
+import numpy as np
 import pytest
 
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
+from ortserve.core.conversion import Reshape
 from ortserve.core.dtypes import DataType
-from ortserve.core.reshape import Reshape
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.interface import Interface, resolve_interface
+from ortserve.registry.row_axes import Grounds, RowAxes
 
 BATCHED = ModelSignature(
     (
@@ -57,7 +61,7 @@ def test_sizes_fix_free_dimensions_for_clients_and_warm_up_alike() -> None:
     assert interface.client.inputs_by_name["b"].shape == (-1, 7)
     assert interface.model.inputs_by_name["b"].shape == (-1, 7)
     assert interface.model.inputs_by_name["b"].dim_names == ("batch", "")
-    assert interface.reshapes is None
+    assert interface.conversions is None
 
 
 def test_named_tensors_come_first_and_only_chosen_outputs_are_served() -> None:
@@ -74,9 +78,9 @@ def test_reshape_shows_clients_other_dimensions() -> None:
     )
     assert interface.client.inputs_by_name["a"].shape == (-1, 4, 4)
     assert interface.model.inputs_by_name["a"].shape == (-1, 16)
-    assert interface.reshapes is not None
-    assert interface.reshapes.inputs == (Reshape((4, 4), (16,), 1), None)
-    assert {reshape for reshape in interface.reshapes.outputs if reshape} == {Reshape((), (1,), 1)}
+    assert interface.conversions is not None
+    assert interface.conversions.inputs == (Reshape((4, 4), (16,), 1), None)
+    assert {reshape for reshape in interface.conversions.outputs if reshape} == {Reshape((), (1,), 1)}
 
 
 def test_whole_shapes_are_reshaped_where_requests_run_alone() -> None:
@@ -92,7 +96,8 @@ def test_whole_shapes_are_reshaped_where_requests_run_alone() -> None:
 
 
 def test_batching_can_be_switched_off_and_dims_are_whole_shapes_then() -> None:
-    interface = resolve(BATCHED, batched=False, inputs={"a": {"dims": (-1, 16)}})
+    signature = RowAxes(Grounds.CONFIGURED, is_refused=True).apply(BATCHED)
+    interface = resolve(signature, batched=False, inputs={"a": {"dims": (-1, 16)}})
     assert interface.model.unbatched_because == interface.client.unbatched_because == "its configuration says so"
     assert interface.client.inputs[0].shape == (-1, 16)
 
@@ -153,3 +158,29 @@ def test_what_does_not_fit_the_model_is_told(
 def test_dependent_rows_are_told_on_both_sides() -> None:
     interface = resolve(BATCHED).unbatched("rows mix")
     assert interface.model.unbatched_because == interface.client.unbatched_because == "rows mix"
+
+
+TIME_FIRST = ModelSignature(
+    (TensorSpec("x", DataType.FP32, (-1, -1, 4), ("time", "n", ""), batch_axis=1),),
+    (TensorSpec("y", DataType.FP32, (-1, 2), ("n", "")),),
+)
+
+
+def test_rows_on_another_axis_are_moved_and_clients_send_the_models_own_form() -> None:
+    interface = resolve(TIME_FIRST, inputs={"x": {"dims": (8, -1, 4)}})
+    assert interface.client.inputs[0].shape == (8, -1, 4)
+    assert interface.conversions is not None
+    x = np.arange(8 * 3 * 4.0).reshape(8, 3, 4)
+    np.testing.assert_array_equal(interface.conversions.to_model((x,), 3)[0], np.moveaxis(x, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("declared", "problem"),
+    [
+        ({"dims": (8, 2, 4)}, "expected -1 on axis 1 of dims [8,2,4], as rows are on it"),
+        ({"dims": (-1, -1, 2, 2), "reshape": (-1, -1, 4)}, "expected no reshape, as its rows are on axis 1"),
+    ],
+)
+def test_batch_axis_is_neither_fixed_nor_reshaped(declared: dict[str, object], problem: str) -> None:
+    with pytest.raises(ServeError, match=re.escape(problem)):
+        resolve(TIME_FIRST, inputs={"x": declared})

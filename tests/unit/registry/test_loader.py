@@ -64,7 +64,8 @@ def test_long_runs_get_the_whole_budget(tmp_path: Path) -> None:
 
 def test_dependent_rows_are_the_reason_in_the_signature(tmp_path: Path) -> None:
     loaded = load(builders.row_mixer(tmp_path / "model.onnx"))
-    assert loaded.signature.unbatched_because == "output 'y' of a row depends on the rows beside it"
+    because = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
+    assert loaded.signature.unbatched_because == because
 
 
 CORPUS = Path(__file__).parents[2] / "rows" / "corpus"
@@ -75,8 +76,7 @@ def test_rows_that_no_trial_sees_meet_run_one_at_a_time(tmp_path: Path) -> None:
     """Of the small counts that warm-up makes up, a scale over all rows is the scale of each."""
     path = builders.quantized_counts(tmp_path / "model.onnx")
     loaded = load(path)
-    assert not loaded.warm_up.rows_depend
-    because = "rows may meet at node 'scale': DynamicQuantizeLinear quantizes all rows with one scale"
+    because = "rows may meet: node 'scale': DynamicQuantizeLinear quantizes all rows with one scale"
     assert loaded.signature.unbatched_because.startswith(because)
     assert load(path, QUICK.model_copy(update={"batched": True})).signature.is_batched
 
@@ -102,8 +102,9 @@ def test_each_step_of_a_load_is_told_when_it_begins(tmp_path: Path) -> None:
         {"warmup_s": 60, "max_rows": 4, "instances": 2, "intra_op_threads": 1, "warmup_samples": [{"name": "mine"}]}
     )
     progress = NotedProgress()
-    load(builders.mlp(tmp_path / "model.onnx"), options, progress)
+    load(builders.in_sequence(tmp_path / "model.onnx"), options, progress)
     assert progress.steps == [
+        "following rows through the graph",
         "choosing an execution provider",
         "opening the session on CPUExecutionProvider",
         "reading its signature and samples",
@@ -264,7 +265,7 @@ def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) 
 def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
     (told,) = [record for record in caplog.records if record.message == "configured without effect"]
-    assert "buckets: each request runs alone: output 'y' of a row depends on the rows beside it" in str(vars(told))
+    assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(told))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +317,7 @@ def test_provider_that_does_not_work_fails_the_load_unless_falling_back_is_allow
         load(path, options)
     progress = NotedProgress()
     loaded = load(path, options.model_copy(update={"allow_fallback": True}), progress)
-    assert progress.steps[1:3] == [f"opening the session on {name}" for name in (AZURE, "CPUExecutionProvider")]
+    assert progress.steps[2:4] == [f"opening the session on {name}" for name in (AZURE, "CPUExecutionProvider")]
     assert (loaded.execution_provider, loaded.nodes) == ("CPUExecutionProvider", {"CPUExecutionProvider": 4})
     assert loaded.providers.passed_over == (
         f"execution_providers: {AZURE} takes none of the model's nodes; CPUExecutionProvider takes 4",
@@ -490,9 +491,8 @@ def test_model_that_the_cpu_refuses_to_run_too_is_served_as_one_that_refuses_mad
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, allow_fallback: bool
 ) -> None:
     providers = Providers(monkeypatch, {})
-    loaded = load_on(
-        builders.refuses_synthetic(tmp_path / "model.onnx"), [provider, "cpu"], allow_fallback=allow_fallback
-    )
+    path = builders.refuses_synthetic(tmp_path / "model.onnx", is_proven=False)
+    loaded = load_on(path, [provider, "cpu"], allow_fallback=allow_fallback)
     assert (loaded.execution_provider, loaded.providers.passed_over) == (provider, ())
     assert "indices element out of data bounds" in loaded.warm_up.refused
     assert "refuses made-up inputs" in loaded.signature.unbatched_because

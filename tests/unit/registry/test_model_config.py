@@ -1,6 +1,7 @@
 """The effective configuration, of versions that the real ONNX Runtime serves."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.registry.model_config import describe_config
 from ortserve.registry.registry import Registry
 from ortserve.telemetry.metrics import Metrics
+from rows.exported import CORPUS
 
 
 async def describe(
@@ -108,9 +110,26 @@ async def test_requests_that_run_alone_are_described_with_whole_shapes_and_no_ba
     assert "dynamic_batching" not in shown
 
 
-async def test_rows_that_depend_on_each_other_are_no_batch_whatever_the_file_says(tmp_path: Path) -> None:
-    shown = await describe(tmp_path, builders.row_mixer, "config.pbtxt", "max_batch_size: 8")
+async def test_rows_that_depend_on_each_other_are_a_batch_only_if_the_file_says_so(tmp_path: Path) -> None:
+    shown = await describe(tmp_path / "one", builders.row_mixer, "model.yaml", "max_rows: 8")
     assert (shown["max_batch_size"], shown["input"][0]["dims"]) == (0, [-1, 4])
+    shown = await describe(tmp_path / "other", builders.row_mixer, "config.pbtxt", "max_batch_size: 8")
+    assert (shown["max_batch_size"], shown["input"][0]["dims"]) == (8, [4])
+
+
+async def test_first_dimensions_of_different_names_are_a_batch_as_the_file_says(tmp_path: Path) -> None:
+    shown = await describe(tmp_path, builders.two_batch_names, "config.pbtxt", "max_batch_size: 8")
+    assert (shown["max_batch_size"], shown["input"][0]["dims"]) == (8, [4])
+
+
+async def test_rows_elsewhere_than_on_axis_0_are_no_batch_to_clients(tmp_path: Path) -> None:
+    """They would put the batch dimension before the others."""
+
+    def time_first(path: Path) -> Path:
+        return Path(shutil.copy(CORPUS / "torch_lstm_time_first.onnx", path))
+
+    shown = await describe(tmp_path, time_first)
+    assert (shown["max_batch_size"], [len(each["dims"]) for each in shown["input"]]) == (0, [3])
 
 
 async def test_what_config_pbtxt_says_is_shown_where_it_holds(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from ortserve.registry.on_device import OnDevice, doubling
 from ortserve.registry.opening import Opening
 from ortserve.registry.progress import Progress
 from ortserve.registry.properties import describe_properties
+from ortserve.registry.row_axes import find_row_axes
 
 
 class Trials(CaptureTrials):
@@ -296,7 +297,8 @@ def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: 
     path = builders.mlp(tmp_path / "m.onnx")
     runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: HostDevice())}))
     options = ModelOptions(graph_replay=True)
-    opening = Opening(path, "m", options, runtime, trials, (), time.monotonic_ns, Progress(time.monotonic_ns))
+    rows, clock = find_row_axes(path, options), time.monotonic_ns
+    opening = Opening(path, "m", options, rows, runtime, trials, (), clock, Progress(clock))
     refused = opening._why_no_replay(ProviderChoice(CPU, options={"tunable_op_tuning_enable": "1"}), 1)
     assert refused is not None
     assert (refused.reason, trials.orders) == ("tunes", [])
@@ -380,7 +382,7 @@ def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> Non
     ("build", "options", "because"),
     [
         (builders.fixed_batch, {}, "none: requests run one at a time: "),
-        (builders.row_mixer, {}, "none: requests run one at a time: output 'y' of a row depends on the rows beside it"),
+        (builders.row_mixer, {}, "none: requests run one at a time: rows may meet: node 'ReduceMean #0'"),
         (builders.variable_length, {}, "none: the number of rows does not fix the shapes of its inputs"),
         (builders.mlp, {"warmup_s": 0}, "none: the model was not warmed up"),
     ],

@@ -23,11 +23,22 @@ from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_inpu
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.opening import Opening, model_nbytes
 from ortserve.registry.progress import Progress
+from ortserve.registry.row_axes import find_row_axes
 
 
 def opening_of(path: Path, options: ModelOptions, progress: Progress | None = None) -> Opening:
     clock = time.monotonic_ns
-    return Opening(path, "m/1", options, Runtime(), CaptureTrials(), (), clock, progress or Progress(clock))
+    return Opening(
+        path,
+        "m/1",
+        options,
+        find_row_axes(path, options),
+        Runtime(),
+        CaptureTrials(),
+        (),
+        clock,
+        progress or Progress(clock),
+    )
 
 
 def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
@@ -124,7 +135,17 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
     choice = choose_provider([wish, "cuda", "cpu"], lambda name: Offer())
     runtime, trials = Runtime(devices=Devices(uses)), CaptureTrials(("true",))
     path = build(tmp_path / "m.onnx")
-    opening = Opening(path, "m/1", options, runtime, trials, (), time.monotonic_ns, Progress(time.monotonic_ns))
+    opening = Opening(
+        path,
+        "m/1",
+        options,
+        find_row_axes(path, options),
+        runtime,
+        trials,
+        (),
+        time.monotonic_ns,
+        Progress(time.monotonic_ns),
+    )
     opened = opening.open(choice, 1)
     assert opened.open_for_graph is None
     if asked:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -257,30 +258,36 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "batched")
     put(tmp_path, builders.row_mixer, "mixer")
     put(tmp_path, builders.fixed_batch, "fixed")
-    put(tmp_path, builders.refuses_synthetic, "refuses")
-    put(tmp_path, builders.identity, "cold", options="warmup_s: 0")
-    put(tmp_path, builders.identity, "believed", options="warmup_s: 0\nbatched: true")
+    put(tmp_path, builders.in_sequence, "tried")
+    put(tmp_path, partial(builders.refuses_synthetic, is_proven=False), "refuses")
+    put(tmp_path, builders.in_sequence, "cold", options="warmup_s: 0")
+    put(tmp_path, builders.in_sequence, "believed", options="warmup_s: 0\nbatched: true")
     registry = await load(intra_op_threads=1)
-    names = ("batched", "mixer", "fixed", "refuses", "cold", "believed")
+    names = ("batched", "mixer", "fixed", "tried", "refuses", "cold", "believed")
     properties = {name: registry.find(name, "").properties for name in names}
     for told in properties.values():
         assert told["execution_provider"] == "CPUExecutionProvider"
         assert told["intra_op_threads"] == "1"
-    assert properties["batched"]["batching"].endswith(
-        " rows run together, verified: a row alone and among others differs by 0.0e+00 at most"
+    assert properties["batched"]["batching"].endswith(" rows run together, proven: the model's graph keeps rows apart")
+    unknown = "the graph does not tell whether rows meet: node 'SequenceConstruct #0': "
+    assert re.search(
+        " rows run together, tried on [1-4] sets? of inputs, of up to [0-9]+ rows: a row alone and among others "
+        f"differs by 0.0e[+]00 at most; {unknown}",
+        properties["tried"]["batching"],
     )
     assert properties["batched"]["warm_up"].startswith("1: ")
     assert properties["mixer"]["batching"] == (
-        "one request at a time: output 'y' of a row depends on the rows beside it"
+        "not batched because rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
     )
-    assert properties["fixed"]["batching"] == "one request at a time: the first dimension of input 'x' is fixed at 1"
-    unseen = (
-        "one request at a time: nobody has seen whether rows influence each other, as the model {}; 'batched: true'"
+    assert properties["fixed"]["batching"] == "not batched because the first dimension of input 'x' is fixed at 1"
+    unknown_node = unknown.replace("#0", "#.")
+    untried = f"not batched because {unknown_node}.*; rows could not be tried, as the model {{}}; 'batched: true' says "
+    assert re.match(untried.format("refuses made-up inputs"), properties["refuses"]["batching"])
+    assert properties["believed"]["batching"].startswith(
+        f"up to 64 rows run together, configured; not tried; {unknown}"
     )
-    assert properties["refuses"]["batching"].startswith(unseen.format("refuses made-up inputs"))
-    assert properties["believed"]["batching"] == "up to 64 rows run together, unverified"
     assert properties["refuses"]["warm_up"].startswith("not warmed up: the model refuses made-up inputs: ")
-    assert properties["cold"]["batching"].startswith(unseen.format("was not warmed up"))
+    assert re.match(untried.format("was not warmed up"), properties["cold"]["batching"])
     assert properties["cold"]["warm_up"] == "not warmed up"
 
 
@@ -397,7 +404,7 @@ async def test_instances_run_at_the_same_time_and_answers_are_ones_own(tmp_path:
 
 async def test_options_of_batching_reach_the_batcher(tmp_path: Path, load: Load) -> None:
     options = "queue_delay_s: 0.02\npreferred_rows: [3, 2]\nbuckets: [8, 4]\nwarmup_s: 0\nbatched: true"
-    put(tmp_path, builders.unnamed_dims, "m", options=options)
+    put(tmp_path, builders.identity, "m", options=options)
     served = (await load()).find("m", "")
     assert served.learned().max_rows == 8
     row = np.ones((1, 4), np.float32)

@@ -8,7 +8,7 @@ from ortserve.core.bfloat16 import widen
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.registry.synthetic import FREE_DIM, synthetic_inputs
+from ortserve.registry.synthetic import FREE_DIM, ZEROS, synthetic_inputs
 
 
 def signature(datatype: DataType, *shape: int, unbatched_because: str = "") -> ModelSignature:
@@ -56,8 +56,8 @@ def test_same_seed_gives_the_same_and_another_does_not() -> None:
 
 
 @pytest.mark.parametrize("datatype", DataType)
-def test_without_a_seed_everything_is_nothing(datatype: DataType) -> None:
-    (array,) = synthetic_inputs(signature(datatype, -1, 2), rows=3, seed=None)
+def test_without_a_spread_everything_is_nothing(datatype: DataType) -> None:
+    (array,) = synthetic_inputs(signature(datatype, -1, 2), rows=3, seed=0, spread=ZEROS)
     assert array.shape == (3, 2)
     assert array.dtype == datatype.numpy
     assert set(array.flat) == {"a" if datatype is DataType.BYTES else 0}

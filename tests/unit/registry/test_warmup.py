@@ -86,9 +86,17 @@ def sweep(
     budget_s: float = 60,
     max_rows: int | None = None,
     signature: ModelSignature = BATCHED,
+    rows_depend: str | None = "",
 ) -> WarmUp:
     clock = FakeClock()
-    return warm_up(TimedRunner(clock, latency_ns), signature, budget_s=budget_s, max_rows=max_rows, clock=clock)
+    return warm_up(
+        TimedRunner(clock, latency_ns),
+        signature,
+        budget_s=budget_s,
+        max_rows=max_rows,
+        clock=clock,
+        rows_depend=rows_depend,
+    )
 
 
 def sizes(found: WarmUp) -> list[int]:
@@ -133,7 +141,7 @@ def test_maximum_that_was_set_is_kept_whatever_it_gains(max_rows: int, swept: li
 
 def test_budget_ends_the_sweep() -> None:
     # Five runs to try the rows, six of size 1, and of size 2 those until the time is over.
-    found = sweep(lambda rows: 100 * MS, budget_s=1.35)
+    found = sweep(lambda rows: 100 * MS, budget_s=1.35, rows_depend=None)
     assert sizes(found) == [1, 2]
     assert found.max_rows == 2
     assert not found.refused
@@ -368,7 +376,9 @@ def test_model_that_has_no_answer_for_small_images_is_warmed_with_larger_ones(
     warm: Callable[[Callable[[Path], Path]], WarmUp], build: Callable[[Path], Path], free_dim: int
 ) -> None:
     found = warm(build)
-    assert (found.refused, found.rows_depend, found.free_dim) == ("", "", free_dim)
+    assert (found.refused, found.rows_depend) == ("", "")
+    assert found.make_up is not None
+    assert found.make_up.free_dim == free_dim
     assert found.latencies
 
 
@@ -425,7 +435,8 @@ def test_optional_inputs_are_left_out_and_rows_tried_with_them_too(
 ) -> None:
     for build in (interfaces.optional_bias, partial(interfaces.default_scale, shape=("batch", 1))):
         found = warm(build)
-        assert not found.brings_optional
+        assert found.make_up is not None
+        assert not found.make_up.brings_optional
         assert not found.rows_depend
         assert sizes(found)[0] == 1
 
@@ -471,7 +482,8 @@ def test_model_that_needs_its_optional_inputs_is_brought_them() -> None:
         return both
 
     found = with_optional(mix)
-    assert found.brings_optional
+    assert found.make_up is not None
+    assert found.make_up.brings_optional
     assert not found.rows_depend
     assert found.latencies
 

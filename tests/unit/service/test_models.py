@@ -143,7 +143,7 @@ async def test_model_metadata(registry: Registry) -> None:
     assert (metadata.name, metadata.versions, metadata.platform) == ("m", ("2", "3"), "onnxruntime_onnx")
     assert metadata.inputs == (TensorSpec("x", DataType.FP32, (-1, 4)),)
     assert metadata.outputs == (TensorSpec("y", DataType.FP32, (-1, 4)),)
-    assert metadata.properties["batching"].startswith("one request at a time: nobody has seen whether rows influence")
+    assert metadata.properties["batching"].startswith("up to 64 rows run together, proven")
     assert models.model_metadata("m", "2").versions == ("2",)
     with pytest.raises(ServeError) as caught:
         models.model_metadata("m", "9")

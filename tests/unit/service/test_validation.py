@@ -159,7 +159,7 @@ OPTIONAL = ModelSignature(
     (
         TensorSpec("a", FP32, (-1, 4), is_optional=True),
         TensorSpec("b", INT32, (-1,)),
-        TensorSpec("w", FP32, (2,), is_optional=True, is_whole=True),
+        TensorSpec("w", FP32, (2,), is_optional=True, batch_axis=None),
     ),
     (TensorSpec("y", FP32, (-1,)),),
     "",
@@ -167,7 +167,7 @@ OPTIONAL = ModelSignature(
     {"z": "it is a map"},
 )
 ALL_OPTIONAL = ModelSignature(
-    (TensorSpec("a", FP32, (-1, 4), is_optional=True), TensorSpec("w", FP32, (2,), is_optional=True, is_whole=True)),
+    (TensorSpec("a", FP32, (-1, 4), is_optional=True), TensorSpec("w", FP32, (2,), is_optional=True, batch_axis=None)),
     (TensorSpec("y", FP32, (-1,)),),
 )
 

@@ -304,6 +304,8 @@ def why_unbound(signature: ModelSignature, padding: Padding | None) -> str:
         return "this Python does not tell who reads an answer"
     if not signature.is_batched:
         return f"requests run one at a time: {signature.unbatched_because}"
+    if not signature.rows_lead:
+        return "rows are not on axis 0 of all inputs and outputs"
     if not signature.has_one_shape_class or (padding is not None and padding.pads_requests):
         return "the number of rows does not fix the shapes of its inputs"
     if any(0 in spec.shape for spec in (*signature.inputs, *signature.outputs)):

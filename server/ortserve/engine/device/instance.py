@@ -24,11 +24,9 @@ from ortserve.engine.device.lane import Lane
 from ortserve.engine.device.preparation import MakeInputs, OnStep, Preparation, Prepared
 from ortserve.engine.device.sessions import InstanceSessions, OpenForGraph
 from ortserve.engine.ort_errors import without_paths
-from ortserve.engine.plain_batch import run_plainly
-from ortserve.engine.plain_run import PlainRun, make_plain_run
+from ortserve.engine.plain_batch import PlainBatches
 from ortserve.engine.row_layout import RowLayout, input_layouts
 from ortserve.engine.run_options import NEITHER, Termination, graph_options
-from ortserve.engine.staging import HostStaging
 from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
 
 _Result = TypeVar("_Result")
@@ -89,8 +87,7 @@ class DeviceInstance:
         run_options = run_options or graph_options(NEITHER)
         self._termination = Termination(run_options)
         self._is_abandoned = False
-        self._plain_run: PlainRun | None = make_plain_run(session, signature, run_options)
-        self._staging = HostStaging(len(signature.inputs), padding)
+        self._plain = PlainBatches(session, signature, padding, clock, run_options)
         self._row_elements = sum(int(np.prod(layout.item)) for layout in input_layouts(signature))
         self._binding: DeviceBinding | None = None
         self._unbound = "not_prepared"
@@ -110,7 +107,7 @@ class DeviceInstance:
     @property
     def staged_elements(self) -> StagedElements:
         """What was staged so far, counted where batches are padded. From any thread."""
-        return self._staging.elements
+        return self._plain.staging.elements
 
     @property
     def lost(self) -> str:
@@ -248,7 +245,7 @@ class DeviceInstance:
             raise
         if self._padding is not None:
             elements = self._row_elements
-            self._staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
+            self._plain.staging.count(elements * batch.bucket, elements * (batch.bucket - batch.rows))
         return flight
 
     def _land(self) -> None:
@@ -273,14 +270,12 @@ class DeviceInstance:
             del item, flight, done, outcome
 
     def _run_plainly(self, batch: Batch) -> BatchResult:
-        assert self._plain_run is not None, "the instance was closed"
         self._termination.allow_runs()
-        return run_plainly(self._plain_run, self._staging, batch, self._clock)[0]
+        return self._plain.run(batch)[0]
 
     def _prepare(self, sizes: Sequence[int], make_inputs: MakeInputs, on_step: OnStep) -> Prepared:
         def plainly(inputs: Arrays) -> Sequence[np.ndarray]:
-            assert self._plain_run is not None
-            return self._plain_run(inputs)
+            return self._plain.run_arrays(inputs)
 
         preparation = Preparation(
             self._signature,
@@ -358,7 +353,7 @@ class DeviceInstance:
 
     def _free(self) -> None:
         binding, self._binding = self._binding, None
-        self._plain_run = None
+        self._plain.close()
         if binding is not None:
             binding.close()
         del binding

@@ -1,0 +1,113 @@
+"""No answer depends on the other requests of its batch: models by real exporters, with 16 callers at a time."""
+
+import asyncio
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import tritonclient.grpc.aio as triton
+
+from ortserve.core.closeness import agree
+from ortserve.core.dtypes import DataType
+from ortserve.rows import Outcome
+from rows.brute_force import Arrays, join
+from rows.exported import PACKAGES, Exported, committed, packaged
+from servers import ServerProcess, serving, wire_datatype
+
+CALLERS: Final = 16
+REQUESTS: Final = 96
+SEEDS: Final = 4
+DECLARED_FIXED: Final = {"lightgbm_classifier"}
+"""Declare one row in an output that has as many as there are: ONNX Runtime would warn of each batch."""
+MODELS: Final = [*committed(), *(packaged(Path(PACKAGES)) if PACKAGES else [])]
+
+
+def served_name(model: Exported) -> str:
+    return model.name.replace("/", "_").removesuffix(".onnx")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """All of the models, without any configuration."""
+    repository = tmp_path_factory.mktemp("corpus")
+    for model in MODELS:
+        folder = repository / served_name(model) / "1"
+        folder.mkdir(parents=True)
+        shutil.copy(model.path, folder / "model.onnx")
+        for beside in model.path.parent.glob(f"{model.path.name}*.data"):
+            shutil.copy(beside, folder)
+    with serving(repository, "--warmup-s", "0.3", "--intra-op-threads", "1") as process:
+        yield process
+
+
+@dataclass
+class Request:
+    """A request, and what ONNX Runtime answers to it alone."""
+
+    inputs: Arrays
+    expected: Arrays
+
+
+def make_requests(model: Exported, outputs: Sequence[str]) -> list[Request]:
+    """Of one to three rows; those of different seeds may differ in inputs without rows."""
+    session = ort.InferenceSession(model.path, providers=["CPUExecutionProvider"])
+    rows = [model.rows(seed) for seed in range(SEEDS)]
+    requests: dict[tuple[int, tuple[int, ...]], Request] = {}
+    made = []
+    for number in range(REQUESTS):
+        seed = number % SEEDS
+        first, count = number % len(rows[seed]), 1 + number // SEEDS % 3
+        chosen = tuple((first + step) % len(rows[seed]) for step in range(count))
+        key = seed, chosen
+        if key not in requests:
+            inputs = join([rows[seed][row] for row in chosen], model.row_axes)
+            requests[key] = Request(inputs, dict(zip(outputs, session.run(list(outputs), inputs), strict=True)))
+        made.append(requests[key])
+    return made
+
+
+async def ask_all(server: ServerProcess, name: str, requests: Sequence[Request]) -> list[Mapping[str, np.ndarray]]:
+    """The answers to all requests, 16 of which are on their way at a time."""
+    places = asyncio.Semaphore(CALLERS)
+
+    async def ask(client: triton.InferenceServerClient, request: Request) -> Mapping[str, np.ndarray]:
+        inputs = []
+        for key, array in request.inputs.items():
+            tensor = triton.InferInput(key, array.shape, wire_datatype(array))
+            tensor.set_data_from_numpy(array)
+            inputs.append(tensor)
+        async with places:
+            answer = await client.infer(name, inputs)
+        return {key: answer.as_numpy(key) for key in request.expected}
+
+    async with triton.InferenceServerClient(server.grpc) as client:
+        return await asyncio.gather(*(ask(client, request) for request in requests))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
+async def test_every_answer_is_that_of_onnx_runtime_to_the_request_alone(
+    server: ServerProcess, model: Exported
+) -> None:
+    name = served_name(model)
+    async with triton.InferenceServerClient(server.grpc) as client:
+        metadata = await client.get_model_metadata(name)
+        requests = make_requests(model, [output.name for output in metadata.outputs])
+        answers = await ask_all(server, name, requests)
+        statistics = (await client.get_inference_statistics(name)).model_stats[0]
+    datatypes = {output.name: DataType(output.datatype) for output in metadata.outputs}
+    for request, answer in zip(requests, answers, strict=True):
+        for key, array in answer.items():
+            expected = request.expected[key]
+            assert array.shape == expected.shape
+            if datatypes[key] is DataType.BYTES:
+                assert [each.decode() for each in array.flat] == [str(each) for each in expected.flat]
+            else:
+                assert agree(array, expected, datatypes[key]), key
+    is_proven = model.verdict.outcome is Outcome.PROVEN and not model.at_shape
+    if is_proven and model.name not in DECLARED_FIXED:
+        assert statistics.execution_count < statistics.inference_count
