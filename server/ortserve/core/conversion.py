@@ -72,7 +72,8 @@ class FirstRow:
     reshape: Reshape | None = None
 
     def apply(self, array: np.ndarray, rows: int) -> np.ndarray:
-        return array[0] if self.reshape is None else self.reshape.apply(array[0], rows)
+        first = array[0, ...]  # an array, also where the whole is a single number
+        return first if self.reshape is None else self.reshape.apply(first, rows)
 
 
 def repeated(array: np.ndarray, rows: int) -> np.ndarray:

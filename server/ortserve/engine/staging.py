@@ -125,7 +125,7 @@ def _stage_off_front(arrays: Arrays, bucket: int, axis: int | None) -> np.ndarra
     if is_absent(first):
         return first
     if axis is None:
-        return _as_runnable(first[0])
+        return _as_runnable(first[0, ...])
     if len(arrays) == 1 and len(first) >= bucket:
         return _as_runnable(np.moveaxis(first, 0, axis))
     item = first.shape[1:]

@@ -60,7 +60,7 @@ class ShapeClasses:
         for index, is_optional in self._wholes:
             if shapes[index] is None:
                 continue
-            value = inputs[index][0]
+            value = inputs[index][0, ...]
             if is_optional or value.nbytes > _MOST_VALUE_BYTES:
                 return Alone()
             elements = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()

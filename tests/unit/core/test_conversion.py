@@ -90,3 +90,6 @@ def test_what_has_no_rows_is_repeated_without_a_copy_and_given_back_once() -> No
     assert second.shape == (5, 6)
     assert np.shares_memory(second, table)
     np.testing.assert_array_equal(conversions.to_client((second,))[0], table.reshape(6))
+    (back,) = conversions.to_client((first,))
+    assert isinstance(back, np.ndarray), "a number is no array"
+    assert back == 8000

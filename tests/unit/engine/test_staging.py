@@ -115,5 +115,7 @@ def test_input_without_rows_is_staged_once() -> None:
     (staged,) = HostStaging([None]).stage([(np.broadcast_to(table, (1, 2, 3)), np.broadcast_to(table, (2, 2, 3)))], 8)
     assert np.shares_memory(staged, table)
     np.testing.assert_array_equal(staged, table)
+    (number,) = HostStaging([None]).stage([(np.broadcast_to(np.array(8000), (2,)),)], 2)
+    assert isinstance(number, np.ndarray), "ONNX Runtime takes no other"
     nothing = absent(2)
     assert HostStaging([None]).stage([(nothing,)], 2)[0] is nothing
