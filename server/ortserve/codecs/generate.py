@@ -115,7 +115,7 @@ def encode_generate_response(response: InferResponse) -> bytes:
     for tensor in response.outputs:
         data: Any = encode_json_data(tensor.array, tensor.datatype)
         document[tensor.name] = _bare(data[0]) if tensor.array.size == 1 else data
-    return write_json(document, response.outputs)
+    return bytes(write_json(document, response.outputs))
 
 
 class GenerateEncoder:

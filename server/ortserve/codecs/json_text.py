@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from ortserve.core.dtypes import DataType
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.tensor import Tensor
 from ortserve.errors import invalid_input
 
@@ -56,8 +57,13 @@ class LongArray:
         self.pieces: Final = pieces
 
 
-def write_json(document: dict[str, Any], outputs: Sequence[Tensor]) -> bytes:
-    """Write a document whose numpy arrays and numbers, wherever they are in it, come from ``outputs``."""
+def write_json(
+    document: dict[str, Any], outputs: Sequence[Tensor], memory: LargeMemory | None = None
+) -> bytes | memoryview:
+    """Write a document whose numpy arrays and numbers, wherever they are in it, come from ``outputs``.
+
+    Long arrays are put together in ``memory``, where there is some.
+    """
     long: list[LongArray] = []
     text = orjson.dumps(document, default=partial(_stand_in, long), option=orjson.OPT_SERIALIZE_NUMPY)
     # orjson writes NaN and the infinities as null. Looking for it in the text costs next to nothing; only a hit makes
@@ -67,7 +73,7 @@ def write_json(document: dict[str, Any], outputs: Sequence[Tensor]) -> bytes:
         text = orjson.dumps(
             document, default=partial(_stand_in, long)
         )  # not told of numpy, it asks for what is numpy's
-    return text if not long else _with_long_arrays(text, long)
+    return text if not long else _with_long_arrays(text, long, memory)
 
 
 def write_array(elements: np.ndarray | list[str]) -> LongArray:
@@ -94,14 +100,15 @@ def _stand_in(long: list[LongArray], value: object) -> orjson.Fragment:
     raise TypeError(type(value).__name__)
 
 
-def _with_long_arrays(text: bytes, long: list[LongArray]) -> bytes:
+def _with_long_arrays(text: bytes, long: list[LongArray], memory: LargeMemory | None) -> bytes | memoryview:
     """Put the arrays into their places. Joining releases the interpreter lock, which orjson keeps while it copies."""
     around = text.split(_PLACE)
-    pieces = [around[0]]
+    pieces: list[bytes | memoryview] = [around[0]]
     for array, after in zip(long, around[1:], strict=True):
         pieces += array.pieces
+        array.pieces.clear()
         pieces.append(after)
-    return b"".join(pieces)
+    return b"".join(pieces) if memory is None else memory.join(pieces)
 
 
 def _finite(literal: str) -> float:

@@ -162,11 +162,12 @@ def encode_rest_response(
     }
     if response.id:
         document["id"] = response.id
-    head = write_json(document, response.outputs)
+    head = write_json(document, response.outputs, memory)
     if not any(map(len, tail)):  # all binary outputs empty: plain JSON, as Triton answers
         return EncodedResponse(head, None)
     parts = [head, *tail]
-    return EncodedResponse(b"".join(parts) if memory is None else memory.join(parts), len(head))
+    head_size = len(head)
+    return EncodedResponse(b"".join(parts) if memory is None else memory.join(parts), head_size)
 
 
 class RestEncoder:

@@ -60,7 +60,7 @@ def test_block_remembers_what_was_written() -> None:
 def test_parts_are_joined_in_order() -> None:
     memory = LargeMemory()
     parts: list[bytes | memoryview] = [b"head", b"", np.arange(10_000, dtype=np.float32).view(np.uint8).data, b"tail"]
-    joined = memory.join(parts)
+    joined = memory.join(list(parts))
     assert joined == b"".join(parts)
     assert joined.readonly
 
