@@ -85,8 +85,8 @@ class LargeMemory:
     def join(self, parts: list[bytes | memoryview]) -> memoryview:
         """All parts one after the other, read-only. Copies without the interpreter lock, unlike ``bytes.join``.
 
-        ``parts`` is emptied from its end: the memory of each part is freed by itself, the last to be made first, so that
-        the kernel takes little at a time back, and the interpreter lock is free in between.
+        ``parts`` is emptied from its end: each part is freed by itself, the last to be made first, so that the kernel
+        takes little memory back at a time, and the interpreter lock is free in between.
         """
         end = sum([len(part) for part in parts])
         room = self.take(end)
