@@ -185,7 +185,8 @@ class _Load:
         options = self._options
         self._progress.begin("reading its signature and samples")
         try:
-            own = self._rows.apply(read_signature(opened.session, self._path))
+            signature = read_signature(opened.session, self._path, served_outputs=options.served_outputs)
+            own = self._rows.apply(signature)
             if options.pad or options.buckets:
                 own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
             interface = resolve_interface(options, own)

@@ -73,6 +73,7 @@ def _interface(signature: ModelSignature) -> dict[str, str]:
     found = {
         "optional_inputs": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.is_optional),
         "any_shape": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.has_any_shape),
+        "sequences": ", ".join(f"'{spec.name}'" for spec in signature.outputs if spec.is_sequence),
         "not_served": "; ".join(
             [f"input '{name}': {why}" for name, why in signature.unserved_inputs.items()]
             + [f"output '{name}': {why}" for name, why in signature.unserved_outputs.items()]
