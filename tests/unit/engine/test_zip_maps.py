@@ -1,5 +1,6 @@
 """Sequences of maps as tensors: what the session gives, against the maps of ONNX Runtime itself."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from models import builders, interfaces
+from ortserve.core.batch import Batch
+from ortserve.engine.binding import can_bind
+from ortserve.engine.instance import Instance
+from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.engine.zip_maps import read_classes, with_score_tensors
@@ -113,6 +118,28 @@ def test_everything_else_of_the_model_stays(path: Path) -> None:
         model.graph.ClearField(changed)
         edited.graph.ClearField(changed)
     assert edited == model
+
+
+def test_runs_are_bound_to_buffers(path: Path) -> None:
+    session = opened(interfaces.zipmap_classifier(path, (4, 9, 2)))
+    signature = read_signature(session, path)
+    assert can_bind(session, signature, None)
+    instance = Instance(session, signature, name="m/1", intra_op_threads=1, clock=time.monotonic_ns)
+    try:
+        for rows in (8, 8, 3):
+            label, scores = instance.run(Batch(((X[:rows],),), rows, rows)).outputs
+            assert label.tolist() == [(4, 9, 2)[index] for index in X[:rows].argmax(axis=1)]
+            np.testing.assert_allclose(scores.sum(axis=1), 1, rtol=1e-5)
+    finally:
+        instance.close()
+
+
+def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:
+    whole = interfaces.zipmap_classifier(path, ("a", "b")).read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with_score_tensors(path)
+        assert read_classes(path) in ({}, {"probabilities": ("a", "b")})
 
 
 def test_models_without_such_an_output_are_opened_from_their_file(path: Path) -> None:
