@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import onnx
-from onnx import OptionalProto, TensorProto, numpy_helper
+from onnx import OptionalProto, SequenceProto, TensorProto, numpy_helper
 
 from apart import CACHE, keep, run_tool
 
@@ -31,12 +31,12 @@ ATOL: Final = 1e-7
 
 
 class _NoTensor:
-    """What a stored sequence is read as."""
+    """What a stored optional sequence is read as."""
 
 
 NO_TENSOR: Final = _NoTensor()
-Value: TypeAlias = np.ndarray | _NoTensor | None
-"""A stored input or output; None for an optional one that is empty."""
+Value: TypeAlias = np.ndarray | list[np.ndarray] | _NoTensor | None
+"""A stored input or output, a list for a sequence of tensors; None for an optional one that is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,10 @@ def _read_value(info: onnx.ValueInfoProto, file: Path) -> Value:
     content = file.read_bytes()
     if kind == "tensor_type":
         return _as_array(TensorProto.FromString(content))
+    if kind == "sequence_type":
+        sequence = SequenceProto.FromString(content)
+        if sequence.elem_type == SequenceProto.TENSOR:
+            return [_as_array(tensor) for tensor in sequence.tensor_values]
     if kind == "optional_type":
         optional = OptionalProto.FromString(content)
         if optional.elem_type == OptionalProto.UNDEFINED:

@@ -128,6 +128,10 @@ def _judge(case: NodeCase, rest: httpx.Client, wires: Mapping[str, Ask]) -> Verd
     if brought != feeds.keys():
         return Verdict(case.name, fate, why)  # the stored inputs are not for this part
     names = [spec["name"] for spec in metadata["outputs"]]
+    if any(_differ(case.outputs[name]) for name in names):
+        refusals = {wire: _refusal(ask, case.name, feeds) for wire, ask in wires.items()}
+        failures = [f"{wire}: {text}" for wire, text in refusals.items() if "makes no tensor" not in text]
+        return Verdict(case.name, Fate.NOT_SERVED, refusals["http"].partition("<id_unknown>] ")[2], tuple(failures))
     expected: dict[str, np.ndarray] = {name: _comparable(case.outputs[name]) for name in names}
     try:
         plain = _run_plainly(session, names, feeds)
@@ -148,6 +152,11 @@ def _judge(case: NodeCase, rest: httpx.Client, wires: Mapping[str, Ask]) -> Verd
         except Exception as error:
             failures.append(f"{wire}: {' '.join(str(error).split())[:300]}")
     return Verdict(case.name, fate, why, tuple(failures))
+
+
+def _differ(value: Any) -> bool:
+    """Whether it is a sequence of tensors of different shapes."""
+    return isinstance(value, list) and len({tensor.shape for tensor in value}) > 1
 
 
 def _run_plainly(
@@ -200,7 +209,7 @@ def _is_similar(expected: np.ndarray, got: np.ndarray) -> bool:
 
 
 def _comparable(value: Any) -> np.ndarray:
-    """Texts as str, BF16 as float32, which numpy can compare."""
+    """Texts as str, BF16 as float32, which numpy can compare; a sequence of tensors stacked."""
     array = as_text(np.asarray(value)) if _holds_bytes(value) else np.asarray(value)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 

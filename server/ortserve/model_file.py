@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 LENGTH_DELIMITED: Final = 2
 """The wire type of texts, messages and packed numbers (protobuf.dev/programming-guides/encoding)."""
-_VARINT: Final = 0
+VARINT: Final = 0
+"""The wire type of single numbers."""
 _FIXED64: Final = 1
 _FIXED32: Final = 5
 
@@ -68,7 +69,7 @@ def fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, t
             if size >= 0x80:
                 size, start = varint(data, start - 1)
             after = start + size
-        elif wire_type == _VARINT:
+        elif wire_type == VARINT:
             _, after = varint(data, start)
         elif wire_type in (_FIXED64, _FIXED32):
             after = start + (8 if wire_type == _FIXED64 else 4)

@@ -37,7 +37,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         interfaces.optional_sequence,
         interfaces.positive,
         interfaces.sequence_input,
-        interfaces.zipmap_classifier,
     ):
         add_model(repository, build.__name__, build)
     add_model(repository, "default_scale_by_row", interfaces.default_scale, shape=("batch", 1))
@@ -82,28 +81,14 @@ def test_bfloat16_that_cannot_be_handed_out_beside_strings_is_left_out(server: S
     assert "output 'y'" in properties(server, "bfloat16_and_text")["not_served"]
 
 
-@IN_EVERY_ENCODING
-def test_classifier_with_a_zipmap_is_served_for_its_labels(server: ServerProcess, infer: Infer) -> None:
-    answer = infer(server, "zipmap_classifier", {"x": np.array([[1, 2], [2, 1]], np.float32)})
-    assert list(answer) == ["label"]
-    assert answer["label"].tolist() == [1, 0]
-    told = properties(server, "zipmap_classifier")
-    assert told["not_served"] == (
-        "output 'probabilities': it has type seq(map(int64,tensor(float))), which no datatype of the protocol holds"
-    )
-    assert "rows run together, proven" in told["batching"]
-
-
 def test_what_is_not_served_is_refused_by_name(server: ServerProcess) -> None:
-    x = {"x": np.array([[1, 2]], np.float32)}
+    texts = {"x": np.array([1], ml_dtypes.bfloat16), "s": np.array(["one"], object)}
     sequence = {"x": X[0], "more": X[0]}
     with triton_clients(server) as (http, rpc):
         for library, client, status in ((triton_http, http, "501"), (triton_grpc, rpc, "StatusCode.UNIMPLEMENTED")):
-            asked = [library.InferRequestedOutput("probabilities")]
-            with pytest.raises(
-                InferenceServerException, match="'probabilities' of model 'zipmap_classifier' is not"
-            ) as e:
-                client.infer("zipmap_classifier", triton_inputs(library, x), outputs=asked)
+            asked = [library.InferRequestedOutput("y")]
+            with pytest.raises(InferenceServerException, match="'y' of model 'bfloat16_and_text' is not served") as e:
+                client.infer("bfloat16_and_text", triton_inputs(library, texts), outputs=asked)
             assert e.value.status() == status
             with pytest.raises(
                 InferenceServerException, match="'more' of model 'optional_sequence' is not served"

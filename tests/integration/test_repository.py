@@ -14,7 +14,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
-from models import builders
+from models import builders, interfaces
 from servers import (
     LONG_S,
     SHORT_WARMUP,
@@ -45,7 +45,7 @@ def mixed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     repository = tmp_path_factory.mktemp("mixed")
     add_model(repository, "good", builders.identity)
     add_model(repository, "a_no_model", builders.not_onnx)
-    add_model(repository, "a_sequence", builders.sequence_output)
+    add_model(repository, "a_float8", interfaces.float8_output)
     (add_model(repository, "bad_options", builders.identity) / "model.yaml").write_text("max_rows: many\nmax_row: 5\n")
     (add_model(repository, "no_yaml", builders.identity) / "model.yaml").write_text("max_rows: [")
     (add_model(repository, "for_triton", builders.identity) / "config.pbtxt").write_text('backend: "python"\n')
@@ -68,7 +68,7 @@ def test_broken_models_keep_no_other_from_being_served(mixed_server: ServerProce
     ("model", "words"),
     [
         ("a_no_model", ("ONNX Runtime cannot load the model",)),
-        ("a_sequence", ("output 'y' has type seq(tensor(float))",)),
+        ("a_float8", ("output 'y' has type tensor(float8e4m3fn)",)),
         ("bad_options", ("max_rows: expected integer, 1 to 65536, got 'many'", "max_row: unknown key")),
         ("no_yaml", ("is not YAML",)),
         ("for_triton", ("config.pbtxt: backend: expected 'onnxruntime', got 'python'",)),

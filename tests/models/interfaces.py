@@ -5,7 +5,7 @@ As ``models.builders``: every builder writes a model file to ``path`` and return
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -60,31 +60,112 @@ def sequence_input(path: Path) -> Path:
     return _write(path, nodes, inputs, [_tensor("n", DataType.INT64)])
 
 
-def zipmap_classifier(path: Path) -> Path:
-    """As scikit-learn's classifiers are converted: x FP32 [batch, 2] → label INT64 [batch], probabilities, maps.
+def zipmap_classifier(path: Path, classes: Sequence[int] | Sequence[str] = (0, 1), *, is_tree: bool = False) -> Path:
+    """As scikit-learn's classifiers are converted: x FP32 [batch, n] → label [batch], probabilities, maps; n classes.
 
-    The label is 1 where the second element is the larger one.
+    The label is the class of the largest element; of a tree, the first class where x[0] is 0.5 at most, else the last.
     """
-    nodes = [
-        helper.make_node(
+    count, is_text = len(classes), isinstance(classes[0], str)
+    numbers = "classlabels_int64s" if is_tree else "classlabels_ints"
+    names: dict[str, Any] = {"classlabels_strings" if is_text else numbers: list(classes)}
+    if is_tree:
+        node = helper.make_node(
+            "TreeEnsembleClassifier",
+            ["x"],
+            ["label", "scores"],
+            domain="ai.onnx.ml",
+            nodes_treeids=[0, 0, 0],
+            nodes_nodeids=[0, 1, 2],
+            nodes_featureids=[0, 0, 0],
+            nodes_modes=["BRANCH_LEQ", "LEAF", "LEAF"],
+            nodes_values=[0.5, 0.0, 0.0],
+            nodes_truenodeids=[1, 0, 0],
+            nodes_falsenodeids=[2, 0, 0],
+            class_treeids=[0, 0, 0, 0],
+            class_nodeids=[1, 1, 2, 2],
+            class_ids=[0, count - 1, 0, count - 1],
+            class_weights=[0.75, 0.25, 0.125, 0.875],
+            post_transform="NONE",
+            **names,
+        )
+    else:
+        node = helper.make_node(
             "LinearClassifier",
             ["x"],
             ["label", "scores"],
             domain="ai.onnx.ml",
-            classlabels_ints=[0, 1],
-            coefficients=[1.0, 0.0, 0.0, 1.0],
-            intercepts=[0.0, 0.0],
+            coefficients=np.eye(count, dtype=np.float32).ravel().tolist(),
+            intercepts=[0.0] * count,
             multi_class=0,
             post_transform="SOFTMAX",
-        ),
-        helper.make_node("ZipMap", ["scores"], ["probabilities"], domain="ai.onnx.ml", classlabels_int64s=[0, 1]),
+            **names,
+        )
+    label = _tensor("label", DataType.BYTES if is_text else DataType.INT64, "batch")
+    nodes = [node, zip_map(classes, "scores")]
+    return _write(path, nodes, [_tensor("x", DataType.FP32, "batch", count)], [label, maps(classes)])
+
+
+def zip_map(classes: Sequence[int] | Sequence[str], scores: str) -> onnx.NodeProto:
+    """The node that makes maps of scores, ``probabilities``."""
+    keys = "classlabels_strings" if isinstance(classes[0], str) else "classlabels_int64s"
+    names: dict[str, Any] = {keys: list(classes)}
+    return helper.make_node("ZipMap", [scores], ["probabilities"], domain="ai.onnx.ml", **names)
+
+
+def maps(classes: Sequence[int] | Sequence[str]) -> onnx.ValueInfoProto:
+    """The output of such a node."""
+    key = TensorProto.STRING if isinstance(classes[0], str) else TensorProto.INT64
+    row = helper.make_map_type_proto(key, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    return helper.make_value_info("probabilities", helper.make_sequence_type_proto(row))
+
+
+def zipped_scores(path: Path, classes: Sequence[int] = (0, 1, 2), shape: Sequence[int | str] = ("batch", 3)) -> Path:
+    """Maps of what comes: x FP32 ``shape`` → probabilities, maps."""
+    return _write(path, [zip_map(classes, "x")], [_tensor("x", DataType.FP32, *shape)], [maps(classes)])
+
+
+def split_sequence(path: Path, lengths: Sequence[int] = (2, 2), shape: Sequence[int | str] = ("batch", 4)) -> Path:
+    """A sequence of tensors: x FP32 ``shape`` → parts, x split along axis 1 by ``lengths``, and y FP32, x."""
+    given = numpy_helper.from_array(np.array(lengths, np.int64), "lengths")
+    nodes = [
+        helper.make_node("SplitToSequence", ["x", "lengths"], ["parts"], axis=1),
+        helper.make_node("Identity", ["x"], ["y"]),
     ]
-    row = helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, None))
-    outputs = [
-        _tensor("label", DataType.INT64, "batch"),
-        helper.make_value_info("probabilities", helper.make_sequence_type_proto(row)),
+    parts = helper.make_tensor_sequence_value_info("parts", TensorProto.FLOAT, None)
+    return _write(
+        path, nodes, [_tensor("x", DataType.FP32, *shape)], [parts, _tensor("y", DataType.FP32, *shape)], [given]
+    )
+
+
+def bfloat16_and_sequence(path: Path) -> Path:
+    """A sequence beside BF16: x FP32 [batch] → y BF16 [batch], x, and parts, a sequence of x."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["y"], to=TensorProto.BFLOAT16),
+        helper.make_node("SequenceConstruct", ["x"], ["parts"]),
     ]
-    return _write(path, nodes, [_tensor("x", DataType.FP32, "batch", 2)], outputs)
+    parts = helper.make_tensor_sequence_value_info("parts", TensorProto.FLOAT, None)
+    return _write(path, nodes, [_tensor("x", DataType.FP32, "batch")], [_tensor("y", DataType.BF16, "batch"), parts])
+
+
+def text_sequence(path: Path) -> Path:
+    """Sequences of texts: x BYTES [n] → y, the sequence of x and x, and parts, that of each text of x, without axes."""
+    nodes = [
+        helper.make_node("SequenceConstruct", ["x", "x"], ["y"]),
+        helper.make_node("SplitToSequence", ["x"], ["parts"], axis=0, keepdims=0),
+    ]
+    outputs = [helper.make_tensor_sequence_value_info(name, TensorProto.STRING, None) for name in ("y", "parts")]
+    return _write(path, nodes, [_tensor("x", DataType.BYTES, "n")], outputs)
+
+
+def empty_sequence(path: Path) -> Path:
+    """A sequence without tensors: x FP32 [batch, 4] → none, a sequence of INT64 [2, n], and y FP32 [batch, 4], x."""
+    nodes = [
+        helper.make_node("SequenceEmpty", [], ["none"], dtype=TensorProto.INT64),
+        helper.make_node("Identity", ["x"], ["y"]),
+    ]
+    none = helper.make_tensor_sequence_value_info("none", TensorProto.INT64, [2, "n"])
+    outputs = [none, _tensor("y", DataType.FP32, "batch", 4)]
+    return _write(path, nodes, [_tensor("x", DataType.FP32, "batch", 4)], outputs)
 
 
 def default_scale(path: Path, shape: Sequence[int | str] = (1,)) -> Path:

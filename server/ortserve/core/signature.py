@@ -14,7 +14,8 @@ class TensorSpec:
     tuple is empty where nobody asked. A request may leave an input out that ``is_optional``.
     ``batch_axis`` is the axis with one entry for each row. It is None for a tensor without rows, which is the same for
     a whole batch, and for all tensors of a model that is not batched. ``has_any_shape`` says that the model declares no
-    shape, not even how many axes; ``shape`` is empty then.
+    shape, not even how many axes; ``shape`` is empty then. ``is_sequence`` marks an output that is a sequence of
+    tensors in the model; axis 0 is then the place in the sequence, and never the batch axis.
     """
 
     name: str
@@ -24,6 +25,7 @@ class TensorSpec:
     is_optional: bool = False
     batch_axis: int | None = 0
     has_any_shape: bool = False
+    is_sequence: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -36,6 +38,8 @@ class TensorSpec:
         axis = self.batch_axis
         if axis is None:
             return ""
+        if self.is_sequence and axis == 0:
+            return f"{role} '{self.name}' is a sequence of tensors"
         if self.has_any_shape:
             return f"the model declares no shape for {role} '{self.name}'"
         if axis >= len(self.shape):
@@ -69,6 +73,7 @@ class ModelSignature:
     unserved_outputs: Mapping[str, str] = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
     has_optional_inputs: bool = field(init=False, repr=False, compare=False)
+    has_sequences: bool = field(init=False, repr=False, compare=False)
     inputs_by_name: Mapping[str, TensorSpec] = field(init=False, repr=False, compare=False)
     output_index: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
@@ -78,6 +83,7 @@ class ModelSignature:
                 specs = tuple(replace(spec, batch_axis=None) for spec in getattr(self, role))
                 object.__setattr__(self, role, specs)
         object.__setattr__(self, "has_optional_inputs", any(spec.is_optional for spec in self.inputs))
+        object.__setattr__(self, "has_sequences", any(spec.is_sequence for spec in self.outputs))
         object.__setattr__(self, "inputs_by_name", {spec.name: spec for spec in self.inputs})
         object.__setattr__(self, "output_index", {spec.name: i for i, spec in enumerate(self.outputs)})
 

@@ -4,7 +4,7 @@ ONNX Runtime's Python API shows such a tensor as one without axes, and takes any
 apart: it is one protobuf message, of which no more than the graph's interface is looked at here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,9 @@ _GRAPH_OUTPUT: Final = 12
 _VALUE_NAME: Final = 1
 _VALUE_TYPE: Final = 2
 _TYPE_TENSOR: Final = 1
+_TYPE_SEQUENCE: Final = 4
 _TYPE_OPTIONAL: Final = 9
+_SEQUENCE_ELEMENT: Final = 1
 _OPTIONAL_ELEMENT: Final = 1
 _TENSOR_SHAPE: Final = 2
 _SHAPE_DIM: Final = 1
@@ -33,19 +35,23 @@ _DIM_DENOTATION: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One of a graph input's, as the file declares it.
+    """One of a graph's input or output, as the file declares it.
 
     Attributes:
         axis: Which it is.
-        is_free: Whether requests say how long it is.
+        length: -1 where it is free: of an input, each request has its own.
         name: Empty where it has none.
         denotation: What it is for, such as ``DATA_BATCH``; empty where that is not said, which is usual.
     """
 
     axis: int
-    is_free: bool
+    length: int
     name: str = ""
     denotation: str = ""
+
+    @property
+    def is_free(self) -> bool:
+        return self.length == -1
 
 
 def names_without_shape(path: Path) -> frozenset[str]:
@@ -61,30 +67,51 @@ def input_dimensions(path: Path) -> list[Dimension]:
     return read_model(path, _dimensions)
 
 
+def sequence_dimensions(path: Path) -> dict[str, list[Dimension]]:
+    """Those of the tensors in each graph output that is a sequence of tensors of a declared shape. Blocks on the file.
+
+    Empty for a file in another format.
+    """
+    return dict(read_model(path, _sequences))
+
+
 def external_files(path: Path) -> frozenset[str]:
     """Files that initializers of the graph lie in, by their paths from its folder. Blocks on the file."""
     return frozenset(read_model(path, _locations))
 
 
 def _dimensions(model: memoryview) -> Iterator[Dimension]:
-    spans = [(0, len(model))]
-    for number in (_MODEL_GRAPH, _GRAPH_INPUT, _VALUE_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE):
+    path = (_MODEL_GRAPH, _GRAPH_INPUT, _VALUE_TYPE, _TYPE_TENSOR, _TENSOR_SHAPE)
+    for shape in _inner(model, (0, len(model)), path):
+        yield from _of_shape(model, *shape)
+
+
+def _sequences(model: memoryview) -> Iterator[tuple[str, list[Dimension]]]:
+    path = (_VALUE_TYPE, _TYPE_SEQUENCE, _SEQUENCE_ELEMENT, _TYPE_TENSOR, _TENSOR_SHAPE)
+    for value in _inner(model, (0, len(model)), (_MODEL_GRAPH, _GRAPH_OUTPUT)):
+        for shape in _inner(model, value, path):
+            yield text(model, *value, _VALUE_NAME), list(_of_shape(model, *shape))
+
+
+def _inner(model: memoryview, span: tuple[int, int], numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """The messages at the end of a path of field numbers."""
+    spans = [span]
+    for number in numbers:
         spans = [inner for span in spans for inner in messages(model, *span, number)]
-    for span in spans:
-        for axis, dimension in enumerate(messages(model, *span, _SHAPE_DIM)):
-            lengths = [
-                varint(model, span[0])[0] for number, _, span in fields(model, *dimension) if number == _DIM_LENGTH
-            ]
-            name, denotation = (text(model, *dimension, number) for number in (_DIM_NAME, _DIM_DENOTATION))
-            # Some exporters say -1 for free, which has all of its 64 bits set.
-            yield Dimension(axis, not any(length < 2**63 for length in lengths), name, denotation)
+    return spans
+
+
+def _of_shape(model: memoryview, start: int, end: int) -> Iterator[Dimension]:
+    for axis, dimension in enumerate(messages(model, start, end, _SHAPE_DIM)):
+        lengths = [varint(model, span[0])[0] for number, _, span in fields(model, *dimension) if number == _DIM_LENGTH]
+        name, denotation = (text(model, *dimension, number) for number in (_DIM_NAME, _DIM_DENOTATION))
+        # Some exporters write -1 for a free dimension, which has all of its 64 bits set.
+        length = next((length for length in lengths if length < 2**63), -1)
+        yield Dimension(axis, length, name, denotation)
 
 
 def _locations(model: memoryview) -> Iterator[str]:
-    spans = [(0, len(model))]
-    for number in (_MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_EXTERNAL):
-        spans = [inner for span in spans for inner in messages(model, *span, number)]
-    for span in spans:
+    for span in _inner(model, (0, len(model)), (_MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_EXTERNAL)):
         if text(model, *span, _ENTRY_KEY) == "location":
             yield text(model, *span, _ENTRY_VALUE)
 

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.bfloat16 import can_give_bfloat16
-from ortserve.engine.declared_shapes import names_without_shape
+from ortserve.engine.declared_shapes import Dimension, names_without_shape, sequence_dimensions
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 _ELEMENTS: Final = {
@@ -32,39 +32,52 @@ _ELEMENTS: Final = {
 }
 
 _TENSOR: Final = re.compile(r"tensor\((\w+)\)")
+_SEQUENCE: Final = re.compile(r"seq\(tensor\((\w+)\)\)")
 _OPTIONAL_TENSOR: Final = re.compile(r"optional\(tensor\((\w+)\)\)")
 _OPTIONAL: Final = "optional("
 
 
-def read_signature(session: ort.InferenceSession, path: Path | None = None) -> ModelSignature:
+def read_signature(
+    session: ort.InferenceSession, path: Path | None = None, *, served_outputs: Collection[str] = ()
+) -> ModelSignature:
     """Derive what the model takes and gives.
 
-    Sequences, maps and element types without a datatype in the protocol are left out where the model can do without:
-    as outputs beside others, and as inputs of an optional type. Initializers that are graph inputs, too, are optional
-    inputs.
+    Sequences of tensors are outputs with a new leading axis, without rows. Other sequences, maps and element types
+    without a datatype in the protocol are left out where the model can do without: as outputs beside others, and as
+    inputs of an optional type. Initializers that are graph inputs, too, are optional inputs.
 
     Axis 0 is taken for the batch axis where every input and output has a free first dimension and no two of them call
     it by different names. An initializer without one has no rows. Whether rows really are independent, and whether they
     are on other axes, is not seen here.
+
+    Args:
+        session: Of the model.
+        path: Its file, which declares what the API does not tell; None where nobody asks for that.
+        served_outputs: If any, sequences among the outputs are left out unless they are in it.
 
     Raises:
         ServeError: unsupported, naming inputs that the model needs but no inference protocol carries, or all of its
             outputs where none can be served; invalid_input for names that are no text.
     """
     try:
-        return _read_signature(session, path)
+        return _read_signature(session, path, served_outputs)
     except UnicodeDecodeError as error:  # which is as much as ONNX Runtime's Python API tells
         name = error.object.decode("utf-8", "backslashreplace")
         raise invalid_input(f"names of inputs, outputs and dimensions: expected UTF-8, got '{name:.100}'") from None
 
 
-def _read_signature(session: ort.InferenceSession, path: Path | None) -> ModelSignature:
+def _read_signature(
+    session: ort.InferenceSession, path: Path | None, served_outputs: Collection[str]
+) -> ModelSignature:
     inputs, unserved_inputs = _read_inputs(session.get_inputs())
-    outputs, unserved_outputs = _read_outputs(session.get_outputs(), inputs)
+    outputs, unserved_outputs = _read_outputs(session.get_outputs(), inputs, served_outputs)
     if path is not None and not all(spec.shape for spec in (*inputs, *outputs)):
         # Without axes, or without a shape: the API does not tell.
         names = names_without_shape(path)
         inputs, outputs = _with_any_shape(inputs, names), _with_any_shape(outputs, names)
+    if any(spec.is_sequence for spec in outputs):
+        dimensions = {} if path is None else sequence_dimensions(path)
+        outputs = [_of_sequence(spec, dimensions.get(spec.name)) if spec.is_sequence else spec for spec in outputs]
     unbatched_because = _why_unbatched(inputs, outputs)
     defaults: list[TensorSpec] = []
     for arg in session.get_overridable_initializers():
@@ -80,6 +93,14 @@ def _read_signature(session: ort.InferenceSession, path: Path | None) -> ModelSi
 
 def _with_any_shape(specs: Sequence[TensorSpec], names: Collection[str]) -> list[TensorSpec]:
     return [replace(spec, has_any_shape=True) if spec.name in names and not spec.shape else spec for spec in specs]
+
+
+def _of_sequence(spec: TensorSpec, dimensions: Sequence[Dimension] | None) -> TensorSpec:
+    """With the shape of the stacked tensors, as far as it is declared."""
+    if dimensions is None:
+        return replace(spec, has_any_shape=True)
+    shape = (-1, *(dimension.length for dimension in dimensions))
+    return replace(spec, shape=shape, dim_names=("", *(dimension.name for dimension in dimensions)))
 
 
 def _read_inputs(args: Sequence[ort.NodeArg]) -> tuple[list[TensorSpec], dict[str, str]]:
@@ -102,22 +123,36 @@ def _read_inputs(args: Sequence[ort.NodeArg]) -> tuple[list[TensorSpec], dict[st
     return inputs, unserved
 
 
-def _read_outputs(args: Sequence[ort.NodeArg], inputs: Sequence[TensorSpec]) -> tuple[list[TensorSpec], dict[str, str]]:
+def _read_outputs(
+    args: Sequence[ort.NodeArg], inputs: Sequence[TensorSpec], served: Collection[str]
+) -> tuple[list[TensorSpec], dict[str, str]]:
     outputs: list[TensorSpec] = []
     unserved: dict[str, str] = {}
     for arg in args:
-        spec = _read_spec(arg, _TENSOR)
+        spec = _read_spec(arg, _TENSOR) or _read_sequence(arg)
         if spec is None:
             unserved[arg.name] = _not_carried(arg)
         elif spec.datatype is DataType.BF16 and not can_give_bfloat16(inputs):
             unserved[arg.name] = (
                 f"it has type {arg.type}, which ONNX Runtime's Python API hands out of no model with string inputs"
             )
+        elif spec.is_sequence and served and arg.name not in served:
+            unserved[arg.name] = "it is a sequence, and not among the outputs that the configuration names"
         else:
             outputs.append(spec)
+    if any(spec.datatype is DataType.BF16 for spec in outputs):
+        why = "it is a sequence beside BF16 outputs, and ONNX Runtime's Python API hands out both in no run"
+        unserved |= {spec.name: why for spec in outputs if spec.is_sequence}
+        outputs = [spec for spec in outputs if not spec.is_sequence]
     if unserved and not outputs:
         raise _unsupported([f"output '{arg.name}' has type {arg.type}" for arg in args])
     return outputs, unserved
+
+
+def _read_sequence(arg: ort.NodeArg) -> TensorSpec | None:
+    """Of tensors that stack; BF16 ones, which numpy cannot hold, come out of no run."""
+    spec = _read_spec(arg, _SEQUENCE)
+    return None if spec is None or spec.datatype is DataType.BF16 else replace(spec, is_sequence=True)
 
 
 def _read_spec(arg: ort.NodeArg, pattern: re.Pattern[str]) -> TensorSpec | None:

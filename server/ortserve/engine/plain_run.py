@@ -1,15 +1,19 @@
 """Running a session on host arrays, in whatever way its types and optional inputs take."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnxruntime as ort
 
 from ortserve.core.absent import is_absent
 from ortserve.core.dtypes import DataType
+from ortserve.core.sequences import stack
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.bfloat16 import BFloat16Run
+
+_Run: TypeAlias = Callable[[Mapping[str, np.ndarray]], list[Any]]
+"""From inputs by name to outputs as ONNX Runtime hands them out: lists where they are sequences."""
 
 PlainRun: TypeAlias = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 """From staged inputs to outputs, both in the signature's order. ONNX Runtime allocates the outputs."""
@@ -24,7 +28,7 @@ def make_plain_run(
     """
     input_names = [spec.name for spec in signature.inputs]
     output_names = [spec.name for spec in signature.outputs]
-    run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
+    run: _Run
     if any(spec.datatype is DataType.BF16 for spec in (*signature.inputs, *signature.outputs)):
         run = BFloat16Run(session, signature.inputs, signature.outputs, run_options)
     else:
@@ -33,8 +37,17 @@ def make_plain_run(
             outputs: list[np.ndarray] = session.run(output_names, feeds, run_options)
             return outputs
 
+    if signature.has_sequences:
+        run = _stacking(run, signature)
     if signature.has_optional_inputs:
         return lambda staged: run(
             {name: array for name, array in zip(input_names, staged, strict=True) if not is_absent(array)}
         )
     return lambda staged: run(dict(zip(input_names, staged, strict=True)))
+
+
+def _stacking(run: _Run, signature: ModelSignature) -> _Run:
+    specs = signature.outputs
+    return lambda feeds: [
+        stack(output, spec) if spec.is_sequence else output for spec, output in zip(specs, run(feeds), strict=True)
+    ]

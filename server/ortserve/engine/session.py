@@ -16,10 +16,14 @@ from ortserve.engine.placement import RECORD_ENTRY, check_placement, read_placem
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.engine.providers import CPU, ProviderChoice, attach_providers, check_providers
 from ortserve.engine.runtime import missing_library
+from ortserve.engine.zip_maps import with_score_tensors
 from ortserve.errors import ServeError, invalid_input
 
 _NO_CPU: Final = "session.disable_cpu_ep_fallback"
 """The entry that makes it an error where a node would be left to the CPU; the CPU itself must not be asked for then."""
+
+_WEIGHTS_FOLDER: Final = "session.model_external_initializers_file_folder_path"
+"""The entry that says where the files of a model lie that is given as bytes."""
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
 
@@ -59,7 +63,8 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
     """Open a model file.
 
     Args:
-        path: The ``.onnx`` file. A path, not bytes: ONNX Runtime would keep those beside its own copy of the weights.
+        path: The ``.onnx`` file. ONNX Runtime is given the path, not the bytes, which its Python API would keep beside
+            its own copy of the weights; where ``zip_maps`` changes the model, the bytes are released after loading.
         name: What log lines of ONNX Runtime call the model.
         options: See there.
 
@@ -75,12 +80,17 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
     try:
         native = _native_options(name, options, varies=_has_varying_shapes(dimensions, options.settings))
         has_cpu = option_text(options.settings.entries.get(_NO_CPU, False)) != "1"
+        edited = with_score_tensors(path)
+        if edited is not None and _WEIGHTS_FOLDER not in options.settings.entries:
+            native.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
         session = make_session(
-            str(path),
+            edited or str(path),
             sess_options=native,
             providers=attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu),
             enable_fallback=0,  # else the wrapper retries on the CPU by itself, whatever failed
         )
+        if edited is not None:
+            session._model_bytes = None  # read again only by the wrapper's own fallback, which is off
     except ORT_ERRORS as error:
         # The model's own folder by its text: it may hold spaces, at which a pattern would stop.
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))

@@ -9,6 +9,7 @@ from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.placement import Placement, total_nodes
 from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.zip_maps import Classes
 from ortserve.registry.interface import Interface
 from ortserve.registry.on_device import OnDevice
 from ortserve.registry.row_axes import RowAxes
@@ -25,6 +26,8 @@ class LoadedModel:
         operators: Nodes of the graph, by the execution provider that runs them and by operator.
         intra_op_threads: Threads of a run inside an operator.
         run_threads: Threads that a run may keep busy in all.
+        labels: Names of the elements of an output, by its name; its classes where none are configured.
+        classes: Of each output that is a sequence of maps in the file, by its name.
         on_device: What runs on buffers of a device.
         unbounded_because: Why the number of rows does not bound the time of a run; empty where it does.
         placed: On which device each instance was placed; empty where all are on the execution provider's.
@@ -43,6 +46,7 @@ class LoadedModel:
     on_device: OnDevice = field(default_factory=OnDevice)
     placed: tuple[int, ...] = ()
     unbounded_because: str = ""
+    classes: Mapping[str, Classes] = field(default_factory=dict)
 
     @property
     def nodes(self) -> Mapping[str, int]:

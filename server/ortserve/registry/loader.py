@@ -22,6 +22,7 @@ from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_f
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import affinities_key
 from ortserve.engine.tensorrt_profiles import most_rows
+from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.interface import Interface, resolve_interface
@@ -125,7 +126,9 @@ class _Load:
         self._runtime = runtime
         self._progress = progress
         self._rows = rows
-        self._labels = read_labels(options, folder)
+        self._classes = read_classes(path)
+        names = {output: tuple(map(str, classes)) for output, classes in self._classes.items()}
+        self._labels = names | read_labels(options, folder)
         self._libraries = tuple(operator_libraries(options, folder))
         self._opening = Opening(path, name, options, rows, runtime, trials, self._libraries, clock, progress)
         self._bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
@@ -182,7 +185,8 @@ class _Load:
         options = self._options
         self._progress.begin("reading its signature and samples")
         try:
-            own = self._rows.apply(read_signature(opened.session, self._path))
+            signature = read_signature(opened.session, self._path, served_outputs=options.served_outputs)
+            own = self._rows.apply(signature)
             if options.pad or options.buckets:
                 own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
             interface = resolve_interface(options, own)
@@ -286,6 +290,7 @@ class _Load:
             self._labels,
             on_device,
             unbounded_because=unbounded_because,
+            classes=self._classes,
         )
 
     def _timed_on(

@@ -51,7 +51,7 @@ class MakeUp:
     @property
     def most_rows(self) -> int:
         """How many rows may be made up at a time, where their free dimensions are larger than usual."""
-        return max(1, _MOST_BATCH_ELEMENTS // self._row_elements(self.free_dim))
+        return max(1, _MOST_BATCH_ELEMENTS // max(1, self._row_elements(self.free_dim)))
 
     def _row_shapes(self) -> list[tuple[int, ...]]:
         return [spec.row_shape for spec in self.signature.inputs]

@@ -1,5 +1,7 @@
 """What operators may read of a loaded model: how it is run, and why."""
 
+import json
+
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.placement import describe_elsewhere, describe_operators, describe_placement
 from ortserve.registry.loaded import LoadedModel
@@ -27,6 +29,9 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
         properties["nodes_elsewhere"] = elsewhere
     if loaded.providers.passed_over:
         properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
+    served = loaded.signature.output_index
+    if classes := {output: names for output, names in loaded.classes.items() if output in served}:
+        properties["classes"] = json.dumps(classes, ensure_ascii=False)
     return properties | loaded.on_device.properties() | _interface(loaded.signature)
 
 
@@ -68,6 +73,7 @@ def _interface(signature: ModelSignature) -> dict[str, str]:
     found = {
         "optional_inputs": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.is_optional),
         "any_shape": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.has_any_shape),
+        "sequences": ", ".join(f"'{spec.name}'" for spec in signature.outputs if spec.is_sequence),
         "not_served": "; ".join(
             [f"input '{name}': {why}" for name, why in signature.unserved_inputs.items()]
             + [f"output '{name}': {why}" for name, why in signature.unserved_outputs.items()]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
+import numpy as np
+
 from ortserve.clock import Clock
 from ortserve.codecs.bounds import INLINE_ELEMENTS, JSON_GROWTH, TEXT_BYTES
 from ortserve.core.activity import DECODE, ENCODE, NOTHING, LoopActivity
@@ -16,6 +18,7 @@ from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Re
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.promise import Outputs
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.sequences import why_not_stacked
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
@@ -469,6 +472,8 @@ async def _classify(
     for output in asked:
         index = signature.output_index[output.name]
         spec = signature.outputs[index]
+        if spec.is_sequence:
+            _check_stacked(output.name, shown[index], served)
         has_rows = spec.batch_axis == 0
         work = partial(
             classify,
@@ -480,6 +485,16 @@ async def _classify(
         is_inline = is_short(shown[index], output.classes, is_batched=has_rows)
         classified[output.name] = work() if is_inline else await asyncio.to_thread(work)
     return outputs
+
+
+def _check_stacked(name: str, array: np.ndarray, served: ServedModel) -> None:
+    """Raises ServeError: unsupported, where an output is a sequence that makes no tensor."""
+    if why := why_not_stacked(array):
+        raise ServeError(
+            ErrorKind.UNSUPPORTED,
+            f"inference output '{name}' of model '{served.name}' is a sequence that makes no tensor: {why}; "
+            "other outputs can be requested by name",
+        )
 
 
 def _response(pending: Pending, request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:
@@ -494,6 +509,9 @@ def _response(pending: Pending, request: InferRequest, served: ServedModel, outp
         tensors = [
             Tensor(spec.name, spec.datatype, array) for spec, array in zip(signature.outputs, outputs, strict=True)
         ]
+    if signature.has_sequences:
+        for tensor in tensors:
+            _check_stacked(tensor.name, tensor.array, served)
     placed = request.regions.outputs if request.regions is not None else ()
     return InferResponse(served.name, served.version, request.id, tensors, placed)
 

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 
 from models import builders, interfaces
 from ortserve.core.dtypes import DataType
-from ortserve.engine.declared_shapes import Dimension, input_dimensions, names_without_shape
+from ortserve.engine.declared_shapes import Dimension, input_dimensions, names_without_shape, sequence_dimensions
 
 
 @pytest.fixture
@@ -63,23 +63,29 @@ def test_pipe_says_nothing_and_is_not_waited_for(path: Path) -> None:
 
 def test_dimensions_are_those_of_inputs(path: Path) -> None:
     assert input_dimensions(builders.two_batch_names(path)) == [
-        Dimension(axis, is_free=not dimension.HasField("dim_value"), name=dimension.dim_param)
+        Dimension(axis, length=dimension.dim_value if dimension.HasField("dim_value") else -1, name=dimension.dim_param)
         for value in onnx.load(path).graph.input
         for axis, dimension in enumerate(value.type.tensor_type.shape.dim)
     ]
     assert input_dimensions(builders.identity(path, DataType.FP32, ("rows", None, 3))) == [
-        Dimension(0, True, "rows"),
-        Dimension(1, True),
-        Dimension(2, False),
+        Dimension(0, -1, "rows"),
+        Dimension(1, -1),
+        Dimension(2, 3),
     ]
 
 
 def test_denotations_are_told_of_free_dimensions_and_of_others(path: Path) -> None:
     assert input_dimensions(builders.denoted(path)) == [
-        Dimension(0, True, "batch", "DATA_BATCH"),
-        Dimension(1, False, "", "DATA_CHANNEL"),
-        Dimension(2, True, "", "DATA_FEATURE"),
+        Dimension(0, -1, "batch", "DATA_BATCH"),
+        Dimension(1, 3, "", "DATA_CHANNEL"),
+        Dimension(2, -1, "", "DATA_FEATURE"),
     ]
+
+
+def test_sequences_of_a_declared_shape_have_its_dimensions(path: Path) -> None:
+    assert sequence_dimensions(interfaces.empty_sequence(path)) == {"none": [Dimension(0, 2), Dimension(1, -1, "n")]}
+    assert sequence_dimensions(interfaces.split_sequence(path)) == {}
+    assert sequence_dimensions(interfaces.zipmap_classifier(path)) == {}
 
 
 def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:

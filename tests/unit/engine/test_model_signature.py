@@ -73,7 +73,7 @@ def test_every_datatype_is_read(tmp_path: Path, datatype: DataType) -> None:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (builders.sequence_output, "output 'y' has type seq(tensor(float)), which is not served; served are"),
+        (interfaces.float8_output, "output 'y' has type tensor(float8e4m3fn), which is not served; served are"),
         (
             interfaces.sequence_input,
             "input 'x' has type seq(tensor(float)), which is not served",
@@ -116,12 +116,6 @@ def test_free_dimensions_are_known_by_their_names(tmp_path: Path) -> None:
 
 
 def test_what_a_model_can_do_without_is_named_and_left_out(tmp_path: Path) -> None:
-    classifier = read(interfaces.zipmap_classifier(tmp_path / "model.onnx"))
-    assert list(classifier.output_index) == ["label"]
-    assert list(classifier.unserved_outputs) == ["probabilities"]
-    assert "seq(map(int64,tensor(float)))" in classifier.unserved_outputs["probabilities"]
-    assert classifier.is_batched
-
     sequence = read(interfaces.optional_sequence(tmp_path / "model.onnx"))
     assert list(sequence.inputs_by_name) == ["x"]
     assert "optional(seq(tensor(float)))" in sequence.unserved_inputs["more"]
@@ -129,6 +123,40 @@ def test_what_a_model_can_do_without_is_named_and_left_out(tmp_path: Path) -> No
     texts = read(interfaces.bfloat16_and_text(tmp_path / "model.onnx"))
     assert list(texts.output_index) == ["wide", "t"]
     assert "string inputs" in texts.unserved_outputs["y"]
+
+
+def test_maps_are_a_tensor_with_a_column_for_each_class(tmp_path: Path) -> None:
+    classifier = read(interfaces.zipmap_classifier(tmp_path / "model.onnx", ("a", "b", "c")))
+    assert classifier.is_batched
+    assert not classifier.unserved_outputs
+    assert classifier.outputs[1] == TensorSpec("probabilities", FP32, (-1, 3))
+
+
+def test_sequences_are_tensors_with_a_leading_axis_and_without_rows(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    declared = read(builders.sequence_output(path))
+    assert declared.outputs == (TensorSpec("y", FP32, (-1, -1, 4), is_sequence=True, batch_axis=None),)
+    assert declared.outputs[0].dim_names == ("", "batch", "")
+    assert declared.unbatched_because == "output 'y' is a sequence of tensors"
+    any_shape = read(interfaces.split_sequence(path))
+    assert any_shape.outputs[0] == TensorSpec("parts", FP32, (), is_sequence=True, has_any_shape=True, batch_axis=None)
+    assert any_shape.outputs[1].shape == (-1, 4)
+
+
+def test_sequence_that_the_configuration_leaves_out_keeps_no_rows_apart(tmp_path: Path) -> None:
+    path = interfaces.split_sequence(tmp_path / "model.onnx")
+    session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
+    signature = read_signature(session, path, served_outputs=["y"])
+    assert list(signature.output_index) == ["y"]
+    assert signature.is_batched
+    assert "not among the outputs" in signature.unserved_outputs["parts"]
+    assert not read_signature(session, path, served_outputs=["y", "parts"]).is_batched
+
+
+def test_sequence_beside_bfloat16_is_left_out(tmp_path: Path) -> None:
+    signature = read(interfaces.bfloat16_and_sequence(tmp_path / "model.onnx"))
+    assert list(signature.output_index) == ["y"]
+    assert "beside BF16 outputs" in signature.unserved_outputs["parts"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from models import builders, interfaces
 from ortserve.core.absent import absent
 from ortserve.core.dtypes import DataType
+from ortserve.core.sequences import why_not_stacked
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.providers import CPU, ProviderChoice
@@ -18,7 +19,7 @@ X = np.array([[1, 2, 3, 4]], np.float32)
 
 def open_run(path: Path) -> PlainRun:
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
-    return make_plain_run(session, read_signature(session))
+    return make_plain_run(session, read_signature(session, path))
 
 
 @pytest.mark.parametrize("datatype", DataType)
@@ -40,8 +41,32 @@ def test_absent_inputs_are_not_handed_to_the_model(tmp_path: Path) -> None:
 
 
 def test_only_what_is_served_is_fetched(tmp_path: Path) -> None:
-    (label,) = open_run(interfaces.zipmap_classifier(tmp_path / "model.onnx"))([X[:, :2]])
-    assert label.tolist() == [1]
+    path = interfaces.split_sequence(tmp_path / "model.onnx")
+    session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
+    (y,) = make_plain_run(session, read_signature(session, path, served_outputs=["y"]))([X])
+    np.testing.assert_array_equal(y, X)
+
+
+def test_tensors_of_a_sequence_are_stacked(tmp_path: Path) -> None:
+    parts, _ = open_run(interfaces.split_sequence(tmp_path / "model.onnx"))([X])
+    np.testing.assert_array_equal(parts, [[[1, 2]], [[3, 4]]])
+    assert why_not_stacked(parts) == ""
+    none, _ = open_run(interfaces.empty_sequence(tmp_path / "model.onnx"))([X])
+    assert none.shape == (0, 2, 0)
+    assert none.dtype == np.int64
+
+
+def test_texts_of_a_sequence_are_stacked(tmp_path: Path) -> None:
+    run = open_run(interfaces.text_sequence(tmp_path / "model.onnx"))
+    both, each = run([np.array(["a", "öl"], object)])
+    assert both.tolist() == [["a", "öl"], ["a", "öl"]]
+    assert each.tolist() == ["a", "öl"]
+
+
+def test_tensors_of_different_shapes_are_no_tensor_and_leave_the_other_outputs(tmp_path: Path) -> None:
+    parts, y = open_run(interfaces.split_sequence(tmp_path / "model.onnx", lengths=(1, 3)))([X])
+    assert why_not_stacked(parts) == "its 2 tensors have different shapes, [1,1] and [1,3]"
+    np.testing.assert_array_equal(y, X)
 
 
 def test_inputs_that_do_not_fit_are_an_error_of_onnx_runtime(tmp_path: Path) -> None:

@@ -4,13 +4,24 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from models import builders
+from models import builders, interfaces
 from ortserve.config.model import ModelOptions
 from ortserve.engine.providers import ProviderChoice
 from ortserve.registry.loader import load_model
 from ortserve.registry.properties import describe_properties
 
 CPU = "CPUExecutionProvider"
+
+
+def test_classes_of_maps_are_told_and_label_the_columns(tmp_path: Path) -> None:
+    path = interfaces.zipmap_classifier(tmp_path / "m.onnx", (3, -1))
+    for served, told in (((), '{"probabilities": [3, -1]}'), (("label",), None)):
+        options = ModelOptions(warmup_s=0, intra_op_threads=1, served_outputs=served)
+        loaded = load_model(path, "m", options, time.monotonic_ns)
+        for instance in loaded.instances:
+            instance.close()
+        assert describe_properties(loaded, 1).get("classes") == told
+        assert loaded.labels == {"probabilities": ("3", "-1")}
 
 
 def test_nodes_that_the_chosen_provider_does_not_run_are_named(tmp_path: Path) -> None:

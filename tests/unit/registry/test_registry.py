@@ -17,7 +17,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from interpreted import interpreted_only
-from models import builders
+from models import builders, interfaces
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.terms import NO_TERMS, Terms
@@ -83,7 +83,7 @@ def refusal(registry: Registry, name: str, version: str = "") -> ServeError:
 async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.not_onnx, "a_broken")
     put(tmp_path, builders.unnamed_dims, "b_good")
-    put(tmp_path, builders.sequence_output, "c_unserved")
+    put(tmp_path, interfaces.float8_output, "c_unserved")
     put(tmp_path, builders.identity, "d_options", options="max_rows: many")
     put(tmp_path, builders.identity, "e_policy", options="version_policy: {specific: [4]}")
     (tmp_path / "f_empty").mkdir()
@@ -97,7 +97,7 @@ async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Lo
         np.testing.assert_array_equal(await double(registry, name), np.full((1, 4), 2))
     reasons = {
         "a_broken": (1, "Protobuf parsing failed"),
-        "c_unserved": (1, "output 'y' has type seq(tensor(float)), which is not served"),
+        "c_unserved": (1, "output 'y' has type tensor(float8e4m3fn), which is not served"),
         "d_options": (0, "model.yaml: max_rows: expected integer, 1 to 65536, got 'many'"),
         "e_policy": (4, "version_policy: expected versions out of 1, got 4"),
         "f_empty": (0, "no version folder"),
@@ -158,7 +158,7 @@ async def test_only_the_latest_version_is_served_unless_told_otherwise(tmp_path:
 
 async def test_what_does_not_serve_is_told_in_the_words_clients_know(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "good")
-    put(tmp_path, builders.sequence_output, "bad")
+    put(tmp_path, interfaces.float8_output, "bad")
     registry = await load()
     (reason,) = (record.reason for record in registry.records() if record.model == "bad")
     expected = {

@@ -355,6 +355,12 @@ def test_rows_that_do_not_are_batched(
     assert all(0 < size.run_ns <= size.round_trip_ns for size in found.latencies)
 
 
+def test_rows_without_elements_are_warmed(warm: Callable[[Callable[[Path], Path]], WarmUp]) -> None:
+    found = warm(lambda path: builders.identity(path, DataType.FP32, ("batch", 0)))
+    assert found.latencies
+    assert not found.rows_depend
+
+
 def test_model_that_refuses_made_up_inputs_is_not_warmed(warm: Callable[[Callable[[Path], Path]], WarmUp]) -> None:
     found = warm(builders.refuses_synthetic)
     assert "indices element out of data bounds" in found.refused

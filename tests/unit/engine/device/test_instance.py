@@ -26,7 +26,7 @@ from device_models import (
     use_of,
     wait_for_capture,
 )
-from models import builders
+from models import builders, interfaces
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.engine.device import preparation
@@ -108,6 +108,17 @@ def test_several_inputs_and_outputs_keep_their_places(tmp_path: Path) -> None:
         whole = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         for output, expected in zip(outputs, made.plainly(whole), strict=True):
             np.testing.assert_allclose(output, expected, rtol=1e-5)
+
+
+def test_scores_of_maps_are_on_the_device_like_any_tensor(tmp_path: Path) -> None:
+    with on_device(interfaces.zipmap_classifier(tmp_path / "m.onnx", (4, 9, 2)), HostDevice(pace=Pace.LATE)) as made:
+        assert made.prepared.bound == SIZES
+        parts = [tuple(_drawn(made, rows, seed=rows)) for rows in (1, 2, 3)]
+        label, scores = landed(made.start(batch_of(*parts, bucket=8)))
+        whole = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        expected_label, expected_scores = made.plainly(whole)
+        assert label.tolist() == expected_label.tolist()
+        np.testing.assert_allclose(scores, expected_scores, rtol=1e-5)
 
 
 def test_what_does_not_fit_a_bucket_runs_plainly_and_is_counted(tmp_path: Path) -> None:
@@ -335,6 +346,7 @@ def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> N
     ("build", "told"),
     [
         (builders.fixed_batch, "requests run one at a time: "),
+        (builders.sequence_output, "requests run one at a time: output 'y' is a sequence of tensors"),
         (builders.unnamed_dims, "the number of rows does not fix the shapes of its inputs"),
         (lambda path: builders.identity(path, DataType.BYTES), "texts are on the host"),
     ],
