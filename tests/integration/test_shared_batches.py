@@ -56,6 +56,13 @@ class Request:
     expected: Arrays
 
 
+def as_tensor(output: np.ndarray | list[dict[int | str, float]]) -> np.ndarray:
+    """An output of ONNX Runtime; of a list of maps the values in the order of the keys."""
+    if isinstance(output, np.ndarray):
+        return output
+    return np.array([[value for _, value in sorted(row.items())] for row in output], np.float32)
+
+
 def make_requests(model: Exported, outputs: Sequence[str]) -> list[Request]:
     """Of one to three rows that the model takes; those of different seeds may differ in inputs without rows."""
     session = ort.InferenceSession(model.path, providers=["CPUExecutionProvider"])
@@ -74,7 +81,7 @@ def make_requests(model: Exported, outputs: Sequence[str]) -> list[Request]:
             except ORT_ERRORS:
                 assert count > 1, "each row alone is a request"
                 continue
-            requests[key] = Request(inputs, dict(zip(outputs, answer, strict=True)))
+            requests[key] = Request(inputs, dict(zip(outputs, map(as_tensor, answer), strict=True)))
         made.append(requests[key])
     return made
 

@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from ortserve.codecs.json_text import parse_json, write_json
+from ortserve.codecs.json_text import parse_json, write_array, write_json
 from ortserve.core.dtypes import DataType
+from ortserve.core.large_memory import LargeMemory
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ErrorKind, ServeError
 
@@ -28,7 +29,7 @@ def test_what_is_no_json_is_refused(text: bytes) -> None:
 
 
 def spell(array: np.ndarray, datatype: DataType, text: str = "") -> bytes:
-    return write_json({"data": array, "text": text}, [Tensor("y", datatype, array)])
+    return bytes(write_json({"data": array, "text": text}, [Tensor("y", datatype, array)]))
 
 
 def test_tokens_are_written_and_negative_zero_keeps_its_sign() -> None:
@@ -79,3 +80,13 @@ def test_half_a_surrogate_pair_is_refused_beside_the_bare_tokens_too() -> None:
     with pytest.raises(ServeError, match="failed to parse the request JSON buffer"):
         parse_json(b'{"id": "\\ud800", "data": [NaN]}')
     assert parse_json(b'{"id": "\\ud83d\\ude00", "data": [Infinity]}') == {"id": "😀", "data": [math.inf]}
+
+
+def test_long_arrays_are_put_together_in_lent_memory() -> None:
+    array = np.arange(100_000, dtype=np.float32)
+    array[7] = np.nan
+    tensor, memory = Tensor("y", DataType.FP32, array), LargeMemory()
+    text = write_json({"data": write_array(array), "more": write_array(array[:5000])}, [tensor], memory)
+    assert isinstance(text, memoryview)
+    assert memory.kept_bytes >= len(text)
+    assert bytes(text) == write_json({"data": write_array(array), "more": write_array(array[:5000])}, [tensor])
