@@ -18,9 +18,10 @@ from ortserve.batching.instances import Instances
 from ortserve.batching.isolation import Group, halve
 from ortserve.batching.learned import Decisions, Learned, describe
 from ortserve.batching.pieces import run_in_pieces
-from ortserve.batching.planner import BatchPolicy, lower_cap
+from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
 from ortserve.batching.queue import RiderQueue, ShapeClass
 from ortserve.batching.riders import Rider, make_batch, make_first_row, settle_all
+from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_watch import RunEvents, RunLimits, RunWatch
 from ortserve.batching.saturation import saturation
 from ortserve.batching.shared_threads import SharedThreads
@@ -62,6 +63,8 @@ class Batcher:
         name: str = "",
         run_limits: RunLimits | None = None,
         run_events: RunEvents | None = None,
+        row_checks: RowChecks | None = None,
+        on_difference: Callable[[Difference], object] | None = None,
     ) -> None:
         """Open for requests.
 
@@ -84,6 +87,8 @@ class Batcher:
             name: Of the model, for errors and the log.
             run_limits: Of runs on workers; None for those that are derived.
             run_events: Called for runs over their limits; None for nothing.
+            row_checks: Of requests that shared batches; None for a model that is not checked.
+            on_difference: Called with the first difference that they find, once no batch holds several requests.
         """
         self._instances = Instances(runners, depth)
         self._policy = policy
@@ -100,6 +105,8 @@ class Batcher:
         self._has_texts = has_texts
         self._name = name
         self._idle: asyncio.Event | None = None
+        self._row_checks = row_checks
+        self._on_difference = on_difference
         self._divided = 0  # requests that run in pieces, of which some may still be to come
         self._arrivals = ArrivalRate()
         self._answer_time = AnswerTime()
@@ -132,11 +139,12 @@ class Batcher:
 
     @property
     def max_rows(self) -> int:
-        return self._policy.max_rows
+        """Most rows that run together, of several requests or, where each runs alone, of one."""
+        return self._policy.request_rows
 
     def most_rows(self, inputs: Arrays, rows: int) -> int:
         """The most rows of such a request that run together: ``max_rows``, or fewer where they have much text."""
-        max_rows = self._policy.max_rows
+        max_rows = self._policy.request_rows
         return most_rows(text_units(inputs), rows, max_rows) if self._has_texts else max_rows
 
     def submit(
@@ -300,7 +308,8 @@ class Batcher:
             self._loop.call_soon(self._pump)
 
     def _wake_if_needed(self) -> None:
-        if self._boarding:
+        checks = self._row_checks
+        if self._boarding or (checks is not None and checks.is_due and not self._closed_because):
             self._wake()
         else:
             self._note_idle()
@@ -318,6 +327,8 @@ class Batcher:
         if not self._share.may_start():
             return  # it is called when it is this model's turn
         group = self._boarding.next_group(self._policy, now_ns)
+        if group is None and self._row_checks is not None:
+            group = self._next_check(self._row_checks, now_ns)
         if not isinstance(group, Group):
             if group is not None:
                 self._alarm.set(group.due_ns, now_ns)
@@ -326,15 +337,34 @@ class Batcher:
             return
         batch = self._make_batch(group)
         bucket = batch.bucket
-        self._admission.on_batch(batch.rows)
-        self.decisions.batches += 1
-        self.decisions.padding_rows += bucket - batch.rows
+        if not group.is_check:
+            self._admission.on_batch(batch.rows)
+            self.decisions.batches += 1
+            self.decisions.padding_rows += bucket - batch.rows
         if group.search is not None:
             self.decisions.retries += 1
         elif self._inline_runs is not None and self._inline_runs.take(group.shape_class.run_latency.predict_ns(bucket)):
             self._run_here(self._inline_runs, group, batch, bucket, now_ns)
             return
         self._run_on_worker(group, batch, bucket, now_ns)
+
+    def _next_check(self, checks: RowChecks, now_ns: int) -> Group | None:
+        """The request that is to run again alone, where an instance is idle."""
+        if self._closed_because or self._instances.busy_ns(now_ns):
+            return None
+        group = checks.next_group()
+        if group is not None:
+            group.riders[0].promise.add_done_callback(partial(self._on_checked, checks))
+        return group
+
+    def _on_checked(self, checks: RowChecks, promise: Promise) -> None:
+        difference = checks.judge(promise)
+        if difference is None:
+            return
+        self._row_checks = None
+        self._policy = run_requests_alone(self._policy)
+        if self._on_difference is not None:
+            self._on_difference(difference)
 
     def _make_batch(self, group: Group) -> Batch:
         if group.tries_one_row:
@@ -344,7 +374,7 @@ class Batcher:
 
     def _run_here(self, inline: InlineRuns, group: Group, batch: Batch, bucket: int, now_ns: int) -> None:
         latency = group.shape_class.batch_latency
-        self.decisions.inline += 1
+        self.decisions.inline += not group.is_check
         self._share.charge(latency.predict_ns(bucket), wants_more=bool(self._boarding))
         began_cpu_ns = inline.begin()
         outcome: BatchResult | Exception
@@ -410,10 +440,11 @@ class Batcher:
             if self._instances.lends_ahead:
                 self._instances.observe_staging(outcome.staged_ns - taken_ns)
             group.shape_class.batch_latency.observe(bucket, now_ns - began_ns)
-            group.shape_class.echo.on_answer(self._clock(), group.shape_class.batch_latency.predict_ns(1) or 0.0)
-            if self._queue.rows >= self._policy.max_rows:
-                # A full batch waits: no newcomer could change it, so the instance need not wait for the answers.
-                self._pump()
+            if not group.is_check:  # no client waits for its answer, and its outcome decides about the next batch
+                group.shape_class.echo.on_answer(self._clock(), group.shape_class.batch_latency.predict_ns(1) or 0.0)
+                if self._queue.rows >= self._policy.max_rows:
+                    # A full batch waits: no newcomer could change it, so the instance need not wait for the answers.
+                    self._pump()
             self._on_computed(group, bucket, taken_ns, outcome)
         # Else answers come first: their callers' next requests may arrive before the next batch is chosen.
         self._wake_if_needed()
@@ -426,7 +457,10 @@ class Batcher:
             if group.rows > 1:
                 self._run_whole(group)
                 return
-        self._observe_batch(group.rows, taken_ns, result, now_ns)
+        if not group.is_check:
+            self._observe_batch(group.rows, taken_ns, result, now_ns)
+        if self._row_checks is not None:
+            self._row_checks.observe(group, result)
         try:
             self.decisions.wasted_rows += settle_all(group.riders, group.rows, taken_ns, result)
         except ServeError as error:

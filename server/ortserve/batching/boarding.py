@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from ortserve.batching.exits import Exits
-from ortserve.batching.isolation import Group
+from ortserve.batching.isolation import Group, separate
 from ortserve.batching.latency import known_ns
 from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, may_wait, plan_batch
@@ -38,7 +38,9 @@ class Boarding:
         """
         while self._again:
             group = self._exits.leave_search(self._again.popleft(), now_ns)
-            if group.riders:
+            if policy.lone_rows is not None and len(group.riders) > 1:
+                self._again.extendleft(reversed(separate(group)))
+            elif group.riders:
                 return group
         earliest: WaitUntil | None = None
         for shape_class in self._queue.waiting():

@@ -15,6 +15,8 @@ class Group:
         search: For an offender, that they belong to.
         tries_one_row: Whether the first row is run by itself, to see that the model takes it. The one rider's own rows
             run afterwards, where it has more.
+        is_check: Whether a request that was answered runs again, for ``row_checks``: no client waits for it, and no
+            metric counts it as a batch.
     """
 
     shape_class: ShapeClass
@@ -22,6 +24,7 @@ class Group:
     rows: int
     search: "Search | None"
     tries_one_row: bool
+    is_check: bool
 
     def __init__(
         self,
@@ -31,12 +34,14 @@ class Group:
         search: "Search | None" = None,
         *,
         tries_one_row: bool = False,
+        is_check: bool = False,
     ) -> None:
         self.shape_class = shape_class
         self.riders = riders
         self.rows = rows
         self.search = search
         self.tries_one_row = tries_one_row
+        self.is_check = is_check
 
 
 @dataclass(slots=True)
@@ -44,6 +49,11 @@ class Search:
     """Shared by all parts of one failed batch: how many runs it may still take."""
 
     runs_left: int
+
+
+def separate(group: Group) -> list[Group]:
+    """Split a group into one for each of its riders."""
+    return [Group(group.shape_class, (rider,), rider.rows, group.search) for rider in group.riders]
 
 
 def halve(failed: Group) -> list[Group]:

@@ -22,6 +22,8 @@ class BatchPolicy:
         preferred_rows: A batch of one of these sizes leaves without the delay. Empty: only ``max_rows`` does.
         waits_for_echo: Whether a batch is put off for a moment where callers who were just answered soon come back.
         buckets: Ascending sizes that batches are padded to, the last at least ``max_rows``. Empty: no padding.
+        lone_rows: Most rows of a batch that holds a single request, where no batch holds several; None where batches
+            may. ``max_rows`` is 1 then: no request waits for another to join it, and queued work is counted by the row.
     """
 
     max_rows: int
@@ -29,6 +31,12 @@ class BatchPolicy:
     preferred_rows: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
     waits_for_echo: bool = False
+    lone_rows: int | None = None
+
+    @property
+    def request_rows(self) -> int:
+        """Most rows of one request that run together."""
+        return self.max_rows if self.lone_rows is None else self.lone_rows
 
     def bucket_for(self, rows: int) -> int:
         """The size that a batch of ``rows`` rows is padded to; its own beyond the largest bucket."""
@@ -42,11 +50,23 @@ def lower_cap(policy: BatchPolicy, failed_rows: int) -> BatchPolicy:
     Half as many rows at most, in smaller buckets where there are any. The same for a second failure of that size, and
     never less than the smallest bucket, or a row.
     """
-    max_rows = max(1, min(policy.max_rows, failed_rows // 2))
-    if not policy.buckets:
-        return replace(policy, max_rows=max_rows)
-    buckets = tuple(bucket for bucket in policy.buckets if bucket < failed_rows) or policy.buckets[:1]
-    return replace(policy, max_rows=min(max_rows, buckets[-1]), buckets=buckets)
+    rows = max(1, min(policy.request_rows, failed_rows // 2))
+    buckets = policy.buckets
+    if buckets:
+        buckets = tuple(bucket for bucket in buckets if bucket < failed_rows) or buckets[:1]
+        rows = min(rows, buckets[-1])
+    if policy.lone_rows is not None:
+        return replace(policy, lone_rows=rows, buckets=buckets)
+    return replace(policy, max_rows=rows, buckets=buckets)
+
+
+def run_requests_alone(policy: BatchPolicy) -> BatchPolicy:
+    """The policy of a model whose requests must not share batches: as many rows of one request run together as did."""
+    if policy.lone_rows is not None:
+        return policy
+    return replace(
+        policy, max_rows=1, queue_delay_ns=0, preferred_rows=(), waits_for_echo=False, lone_rows=policy.max_rows
+    )
 
 
 @dataclass(slots=True, init=False)

@@ -174,6 +174,11 @@ class ModelOptions(LoadOptions):
     axis 0 for the batch axis of all inputs and outputs, whatever their dimensions are called, and is believed, with a
     warning, where graph or trial speak against it; it fails the load where axis 0 is fixed and the graph proves no
     other. With ``false`` each request runs alone."""
+    row_checks: bool | None = None
+    """Whether requests that shared a batch are run again alone at times, to compare both answers: at most one in 100
+    batches, in at most about 1 % of the time of the model's runs, and only while no request waits. Where two runs alone
+    agree with each other and not with the batch, each request runs alone until the version is loaded anew. Unset: where
+    the model's graph does not prove that rows are independent."""
     inputs: Mapping[str, InputOptions] = Field(default_factory=dict)
     """How clients see an input, by its name. Those that are named are listed first in the metadata, in this order."""
     outputs: Mapping[str, OutputOptions] = Field(default_factory=dict)

@@ -21,22 +21,45 @@ _COARSE: Final = 1e-2
 """Relative to a value, and to what values of the answer usually are."""
 
 
-def agree(one: np.ndarray, other: np.ndarray, datatype: DataType, *, is_coarse: bool = False) -> bool:
+def agree(
+    one: np.ndarray, other: np.ndarray, datatype: DataType, *, is_coarse: bool = False, is_scaled: bool = False
+) -> bool:
     """Whether two arrays of one shape hold the same answer: equal, for floats within the tolerance of the datatype.
 
     ``is_coarse`` is for GPUs, which may compute with less than the datatype promises (TF32 has ten bits of FP32's 23),
     and by other kernels for other batch sizes: values near zero then differ by a share of the larger ones beside them.
+    ``is_scaled`` is for comparisons without an end, which sooner or later meet the sum that nearly cancels: values near
+    zero may differ by the relative tolerance of the median magnitude beside them, which no mask value can raise.
     """
     tolerance = TOLERANCES.get(datatype)
     if tolerance is None:
         return bool(np.array_equal(one, other))
     relative, absolute = tolerance
     left, right = as_float64(one, datatype), as_float64(other, datatype)
+    if is_scaled and right.size:
+        magnitudes = np.abs(right)
+        usual = float(np.median(magnitudes[np.isfinite(magnitudes)])) if np.isfinite(magnitudes).any() else 0.0
+        absolute = max(absolute, relative * usual)
     if is_coarse:
         finite = right[np.isfinite(right)]
         usual = float(np.sqrt(np.mean(np.square(finite)))) if finite.size else 0.0
         relative, absolute = max(relative, _COARSE), max(absolute, _COARSE * usual)
     return bool(np.allclose(left, right, rtol=relative, atol=absolute, equal_nan=True))
+
+
+def describe_difference(one: np.ndarray, other: np.ndarray, datatype: DataType) -> str:
+    """How far two arrays of one shape are from each other: how many elements differ, and by how much numbers do.
+
+    No element itself is named.
+    """
+    if datatype in (DataType.BYTES, DataType.BOOL):
+        return f"{np.count_nonzero(one != other)} of {one.size} values differ"
+    left, right = as_float64(one, datatype), as_float64(other, datatype)
+    with np.errstate(invalid="ignore"):  # the difference of two infinities, which is left out
+        distance = np.abs(left - right)
+    count = np.count_nonzero((left != right) & ~(np.isnan(left) & np.isnan(right)))
+    most = float(np.max(distance, initial=0.0, where=np.isfinite(distance)))
+    return f"{count} of {one.size} values differ, by {most:.1e} at most"
 
 
 def as_float64(array: np.ndarray, datatype: DataType) -> np.ndarray:

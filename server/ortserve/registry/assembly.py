@@ -1,10 +1,12 @@
 """From a loaded model to one that answers: its instances behind a queue and a batcher, its numbers in the metrics."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Final
 
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.alarm import best_alarm
@@ -13,6 +15,7 @@ from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.learned import Learned
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.row_checks import Difference, RowChecks
 from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
@@ -24,13 +27,18 @@ from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.readings import read_runs
 from ortserve.engine.device.replay import NO_BUFFERS
 from ortserve.engine.instance import Instance
+from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.lateness import requests_limits
 from ortserve.registry.loaded import LoadedModel
-from ortserve.registry.properties import describe_properties
+from ortserve.registry.properties import describe_ended_sharing, describe_properties
+from ortserve.registry.row_axes import Grounds
 from ortserve.registry.served import ServedModel
 from ortserve.telemetry.devices import DeviceRuns
+from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
+
+logger: Final = logging.getLogger(__name__)
 
 
 class Assembly:
@@ -71,6 +79,7 @@ class Assembly:
             [(size.rows, size.run_ns) for size in found.latencies if is_known],
             tries_one_row=loaded.signature.is_batched and not is_known,
         )
+        checks = _row_checks(loaded, options, self._clock)
         depth = min(instance.depth for instance in loaded.instances)
         runs_on_host = all(instance.runs_on_host for instance in loaded.instances)
         batcher = Batcher(
@@ -92,8 +101,10 @@ class Assembly:
             name=metrics.name,
             run_limits=_run_limits(options),
             run_events=run_events,
+            row_checks=checks,
+            on_difference=lambda difference: _end_sharing(served, difference),
         )
-        metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue))
+        metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks))
         metrics.set_saturation_source(batcher.saturation)
         # What warm-up staged was nobody's.
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
@@ -102,7 +113,7 @@ class Assembly:
         elif loaded.on_device.no_buffers_because:
             captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
             metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count}, captures))
-        return ServedModel(
+        served = ServedModel(
             metrics.name,
             metrics.version,
             loaded,
@@ -111,6 +122,7 @@ class Assembly:
             configuration=configuration,
             properties=describe_properties(loaded, batcher.max_rows),
         )
+        return served
 
     def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
         works_on_its_thread = all(
@@ -141,7 +153,32 @@ def _run_limits(options: ModelOptions) -> RunLimits:
     return RunLimits(None if timeout_s is None else round(timeout_s * 1e9), round(options.run_grace_s * 1e9))
 
 
-def _numbers(learned: Learned, queue: RiderQueue) -> BatchingNumbers:
+def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> RowChecks | None:
+    """The checks of a model whose requests share batches, on grounds that are less than a proof unless it says more."""
+    is_checked = options.row_checks
+    if is_checked is None:
+        is_checked = loaded.rows.grounds is not Grounds.PROVEN
+    if not is_checked or not loaded.signature.is_batched or loaded.warm_up.max_rows == 1:
+        return None
+    return RowChecks(loaded.signature, clock, is_coarse=loaded.execution_provider in GPU_PROVIDERS)
+
+
+def _end_sharing(served: ServedModel, difference: Difference) -> None:
+    """Say to operators that each request of a model runs alone from now on."""
+    told = "requests share no batch any more: one had another answer among others than it has alone"
+    log_event(
+        logger,
+        logging.ERROR,
+        told,
+        model=served.name,
+        version=served.version,
+        difference=difference.reason,
+        neighbours=difference.neighbours,
+    )
+    served.properties = {**served.properties, "batching": describe_ended_sharing(difference, served.max_rows)}
+
+
+def _numbers(learned: Learned, queue: RiderQueue, checks: RowChecks | None) -> BatchingNumbers:
     latest = learned.classes[0] if learned.classes else None
     return BatchingNumbers(
         learned.queued_rows,
@@ -149,6 +186,7 @@ def _numbers(learned: Learned, queue: RiderQueue) -> BatchingNumbers:
         {rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
         latest.error_ms / 1e3 if latest else 0.0,
         sum(len(shape_class.riders) for shape_class in queue.classes()),
+        {} if checks is None else checks.counts.copy(),
     )
 
 

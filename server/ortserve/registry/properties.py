@@ -2,6 +2,7 @@
 
 import json
 
+from ortserve.batching.row_checks import Difference
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.placement import describe_elsewhere, describe_operators, describe_placement
 from ortserve.registry.loaded import LoadedModel
@@ -33,6 +34,19 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
     if classes := {output: names for output, names in loaded.classes.items() if output in served}:
         properties["classes"] = json.dumps(classes, ensure_ascii=False)
     return properties | loaded.on_device.properties() | _interface(loaded.signature)
+
+
+def describe_ended_sharing(difference: Difference, max_rows: int) -> str:
+    """The property ``batching`` of a model whose rows were found to depend on each other while it served.
+
+    Args:
+        difference: What was found.
+        max_rows: The most rows of one request that run together.
+    """
+    return (
+        "each request runs alone: a request had another answer among others than it has alone, "
+        f"{difference.reason}; up to {max_rows} rows of one request run together"
+    )
 
 
 def _describe_batching(loaded: LoadedModel, max_rows: int) -> str:

@@ -74,6 +74,7 @@ class ServedModel:
         """Names of the elements of an output, by its name; outputs without labels are not in it."""
         self.metrics = metrics
         self.properties = properties
+        """Replaced as a whole where one of them changes."""
         self.options: Final = configuration.options
         self.declared: Final = configuration.declared
         """Its ``config.pbtxt`` as it stands; empty where it has none."""

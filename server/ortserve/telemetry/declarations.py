@@ -70,6 +70,14 @@ BATCHING_DECISIONS: Final = Declaration(
     "(batches asked to end, and those that did not); out_of_memory (batches after "
     "which the most rows of a batch were halved).",
 )
+ROW_CHECKS: Final = Declaration(
+    "ortserve_row_checks_total",
+    "counter",
+    ("model", "version", "outcome"),
+    "Requests that shared a batch and were run again alone, by what the comparison of both answers showed: agreed; "
+    "differed, after which each request of the version runs alone until it is loaded anew; not_deterministic (two runs "
+    "alone differ from each other); failed (the run). No series for a model that is not checked (row_checks).",
+)
 BATCH_LATENCY: Final = Declaration(
     "ortserve_batch_latency_seconds",
     "gauge",
@@ -281,6 +289,7 @@ DECLARATIONS: Final = (
     QUEUE_ROWS,
     SATURATION,
     BATCHING_DECISIONS,
+    ROW_CHECKS,
     BATCH_LATENCY,
     BATCH_LATENCY_ERROR,
     STAGED_ELEMENTS,

@@ -50,6 +50,7 @@ from ortserve.telemetry.declarations import (
     QUEUE_ROWS,
     REJECTED,
     REQUEST_DURATION,
+    ROW_CHECKS,
     SATURATION,
     STAGED_ELEMENTS,
     UNAUTHORIZED,
@@ -83,13 +84,14 @@ class BatchSeries:
 
 @dataclass(frozen=True, slots=True)
 class BatchingNumbers:
-    """What a batcher shows of itself at a scrape; times are seconds, latencies by rows."""
+    """What a batcher shows of itself at a scrape; times are seconds, latencies by rows, checks of rows by outcome."""
 
     queue_rows: int = 0
     decisions: Mapping[str, int] = field(default_factory=dict)
     latency_s: Mapping[int, float] = field(default_factory=dict)
     latency_error_s: float = 0.0
     queue_requests: int = 0
+    row_checks: Mapping[str, int] = field(default_factory=dict)
 
 
 class ModelMetrics:
@@ -407,6 +409,8 @@ def _batching(known: Sequence[tuple[Labels, BatchingNumbers]]) -> Iterator[Metri
         (*labels, decision): count for labels, numbers in known for decision, count in numbers.decisions.items()
     }
     yield Family(BATCHING_DECISIONS, decisions)
+    checks = {(*labels, outcome): count for labels, numbers in known for outcome, count in numbers.row_checks.items()}
+    yield Family(ROW_CHECKS, checks)
     latency = {(*labels, str(rows)): s for labels, numbers in known for rows, s in numbers.latency_s.items()}
     yield Family(BATCH_LATENCY, latency)
     yield Family(BATCH_LATENCY_ERROR, {labels: numbers.latency_error_s for labels, numbers in known})

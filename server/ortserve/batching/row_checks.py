@@ -1,0 +1,212 @@
+"""Whether the rows of a batch are independent, checked while serving: a request that shared a batch runs again alone.
+
+The batcher offers each batch to a model's ``RowChecks``, and runs what they have to run once no request waits. At most
+one request is kept at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from ortserve.batching.isolation import Group
+from ortserve.batching.queue import ShapeClass
+from ortserve.batching.riders import Rider
+from ortserve.clock import Clock
+from ortserve.core.absent import is_absent
+from ortserve.core.batch import Arrays, BatchResult
+from ortserve.core.closeness import agree, describe_difference
+from ortserve.core.promise import Promise
+from ortserve.core.signature import ModelSignature
+from ortserve.core.timing import Timing
+
+EVERY_BATCHES: Final = 100
+"""Of the batches of several requests, one in so many is checked at most. The first is checked."""
+SHARE: Final = 100
+"""Checks take no more than one part in so many of the time of a model's runs, and one check."""
+MAX_INPUT_BYTES: Final = 8 * 2**20
+"""A request with larger inputs is not kept. The copy takes the event loop up to 2 ms (measured)."""
+MAX_VALUES: Final = 16_384
+"""Values of all outputs of a request that are compared; of more, evenly spaced ones. It takes the event loop 1 ms."""
+_MOST_KINDS: Final = 3
+"""Of neighbours, that are described."""
+
+AGREED: Final = "agreed"
+DIFFERED: Final = "differed"
+NOT_DETERMINISTIC: Final = "not_deterministic"
+FAILED: Final = "failed"
+OUTCOMES: Final = (AGREED, DIFFERED, NOT_DETERMINISTIC, FAILED)
+
+Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
+"""Of the inputs of a request; None for one that is absent."""
+
+
+class Answer:
+    """What is kept of a request's outputs to compare them: their shapes, and values of each."""
+
+    __slots__ = ("shapes", "values")
+
+    def __init__(self, outputs: Arrays) -> None:
+        most = max(1, MAX_VALUES // max(1, len(outputs)))
+        self.shapes = [output.shape for output in outputs]
+        # An odd step, so that it does not meet the same place of each line.
+        self.values = [output.flat[:: -(-output.size // most) | 1] for output in outputs]
+
+
+class Difference:
+    """A request had another answer in a batch than it has alone, twice.
+
+    Attributes:
+        reason: Which output, and how far the answers are from each other.
+        neighbours: The shapes of the other requests of the batch.
+    """
+
+    __slots__ = ("neighbours", "reason")
+
+    def __init__(self, reason: str, neighbours: str) -> None:
+        self.reason = reason
+        self.neighbours = neighbours
+
+
+class Sample:
+    """A request that is to run alone, its answer among others, and later the one that it had alone first."""
+
+    __slots__ = ("alone", "inputs", "nbytes", "neighbours", "rows", "shape_class", "text_units", "together")
+
+    def __init__(self, shape_class: ShapeClass, rider: Rider, together: Answer, neighbours: dict[Shapes, int]) -> None:
+        self.shape_class = shape_class
+        # Copies: a client may write to its own memory once it is answered.
+        self.inputs = tuple([array.copy() for array in rider.inputs])
+        self.rows = rider.rows
+        self.nbytes = rider.nbytes
+        self.text_units = rider.text_units
+        self.together = together
+        self.alone: Answer | None = None
+        self.neighbours = neighbours
+
+
+class RowChecks:
+    """Decides which requests run again, and judges what comes of it. Loop thread only, but for ``counts``."""
+
+    def __init__(self, signature: ModelSignature, clock: Clock, *, is_coarse: bool = False) -> None:
+        """Check a batched model of this signature; ``is_coarse`` as in ``core.closeness``."""
+        self._inputs = signature.inputs
+        self._outputs = signature.outputs
+        self._is_coarse = is_coarse
+        self._clock = clock
+        self._is_on = True
+        self._sample: Sample | None = None
+        self._is_running = False
+        self._began_ns = 0
+        self._batches = 0
+        self._next_batch = 1
+        self._samples = 0
+        self._ran_ns = 0
+        self._spent_ns = 0
+        self.counts: Final = dict.fromkeys(OUTCOMES, 0)
+        """Checks by their outcome. Read from any thread."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a request waits to run alone."""
+        return self._sample is not None and not self._is_running
+
+    def observe(self, group: Group, result: BatchResult) -> None:
+        """Take note of a batch that ran, before its requests are answered; keep one of them where that is due."""
+        self._ran_ns += result.run_ns
+        if len(group.riders) < 2:
+            return
+        self._batches += 1
+        if (
+            self._batches >= self._next_batch
+            and self._is_on
+            and self._sample is None
+            and self._spent_ns * SHARE <= self._ran_ns
+        ):
+            self._next_batch = self._batches + EVERY_BATCHES
+            self._sample = self._take(group, result.outputs)
+
+    def next_group(self) -> Group | None:
+        """The request to run alone now that an instance is idle; None where there is none."""
+        sample = self._sample
+        if sample is None or self._is_running:
+            return None
+        self._is_running = True
+        self._began_ns = self._clock()
+        rider = Rider(
+            sample.inputs,
+            sample.rows,
+            Promise(),
+            Timing(self._began_ns, self._began_ns),
+            nbytes=sample.nbytes,
+            key=sample.shape_class.key,
+            text_units=sample.text_units,
+        )
+        return Group(sample.shape_class, (rider,), rider.rows, is_check=True)
+
+    def judge(self, promise: Promise) -> Difference | None:
+        """Learn what came of the run: the difference that ends the sharing of batches, None where there is none."""
+        sample = self._sample
+        assert sample is not None, "a run of a check has ended that did not begin"
+        self._is_running = False
+        outcome = FAILED if promise.exception() is not None else self._judge(sample, Answer(promise.result()))
+        self._spent_ns += self._clock() - self._began_ns
+        if not outcome:
+            return None
+        self._sample = None
+        self.counts[outcome] += 1
+        if outcome != DIFFERED:
+            return None
+        self._is_on = False
+        assert sample.alone is not None
+        return Difference(self._compare(sample.together, sample.alone), self._describe(sample.neighbours))
+
+    def _judge(self, sample: Sample, alone: Answer) -> str:
+        """The outcome of a check; empty where the request has to run once more."""
+        if not self._compare(sample.together, alone):
+            return AGREED if sample.alone is None else NOT_DETERMINISTIC
+        if sample.alone is None:
+            sample.alone = alone
+            return ""
+        return NOT_DETERMINISTIC if self._compare(sample.alone, alone) else DIFFERED
+
+    def _take(self, group: Group, outputs: Arrays) -> Sample | None:
+        """Keep a request of a batch, another place each time, of one row where there is one; None for a large one."""
+        for output in outputs:
+            if output.ndim == 0 or len(output) != group.rows:
+                return None  # its requests are not answered
+        riders = group.riders
+        places = [place for place, rider in enumerate(riders) if rider.rows == 1] or list(range(len(riders)))
+        chosen = places[self._samples % len(places)]
+        self._samples += 1
+        if riders[chosen].nbytes > MAX_INPUT_BYTES:
+            return None
+        first = sum([rider.rows for rider in riders[:chosen]])
+        after = first + riders[chosen].rows
+        neighbours: dict[Shapes, int] = {}
+        for place, rider in enumerate(riders):
+            if place != chosen:
+                shapes = tuple([None if is_absent(array) else array.shape for array in rider.inputs])
+                neighbours[shapes] = neighbours.get(shapes, 0) + 1
+        together = Answer(tuple([output[first:after] for output in outputs]))
+        return Sample(group.shape_class, riders[chosen], together, neighbours)
+
+    def _compare(self, one: Answer, other: Answer) -> str:
+        """Say how the answers differ; empty where they do not."""
+        for index, spec in enumerate(self._outputs):
+            if one.shapes[index] != other.shapes[index]:
+                shapes = f"{list(one.shapes[index])} and {list(other.shapes[index])}"
+                return f"output '{spec.name}' has the shapes {shapes}"
+            left, right = one.values[index], other.values[index]
+            if not agree(left, right, spec.datatype, is_coarse=self._is_coarse, is_scaled=True):
+                return f"output '{spec.name}': {describe_difference(left, right, spec.datatype)}"
+        return ""
+
+    def _describe(self, neighbours: dict[Shapes, int]) -> str:
+        kinds = [f"{count} of {self._spell(shapes)}" for shapes, count in neighbours.items()]
+        more = len(kinds) - _MOST_KINDS
+        return ", ".join(kinds[:_MOST_KINDS]) + (f" and {more} more shapes" if more > 0 else "")
+
+    def _spell(self, shapes: Sequence[tuple[int, ...] | None]) -> str:
+        named = [
+            f"{spec.name}{list(shape)}" for spec, shape in zip(self._inputs, shapes, strict=True) if shape is not None
+        ]
+        return " ".join(named[:_MOST_KINDS])

@@ -1,0 +1,400 @@
+"""Requests that shared a batch and run again alone: which, when, and what their answers lead to."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from fakes.runner import FakeRunner, answer, rows_of
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.boarding import Boarding
+from ortserve.batching.exits import Exits
+from ortserve.batching.inline import InlineBudget, InlineRuns
+from ortserve.batching.isolation import Group
+from ortserve.batching.learned import Decisions
+from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
+from ortserve.batching.queue import RiderQueue
+from ortserve.batching.riders import Rider
+from ortserve.batching.row_checks import EVERY_BATCHES, MAX_INPUT_BYTES, SHARE, Answer, Difference, RowChecks
+from ortserve.batching.run_watch import RunLimits
+from ortserve.batching.shared_threads import SharedThreads
+from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
+from ortserve.core.promise import Promise
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+MS = 1_000_000
+LOUD = 1000
+"""A row with this value changes the answers of the rows beside it, in the models below."""
+SIGNATURE = ModelSignature(
+    (TensorSpec("x", DataType.INT64, (-1, -1)),),
+    (TensorSpec("y", DataType.INT64, (-1, -1)), TensorSpec("sum", DataType.INT64, (-1,))),
+)
+
+
+def mixing(rows: np.ndarray) -> Arrays:
+    """Rows meet, where one is loud: the others have another answer than alone."""
+    y, total = answer(rows)
+    return (y + ((rows != LOUD) & (rows == LOUD).any()), total)
+
+
+@dataclass
+class Stage:
+    """A batcher with its fakes. ``differences`` are those that it reported."""
+
+    loop: VirtualTimeLoop
+    clock: FakeClock
+    runner: FakeRunner
+    queue: RiderQueue
+    checks: RowChecks
+    batcher: Batcher
+    observed: list[int]
+    differences: list[Difference] = field(default_factory=list)
+
+    def submit(self, rows: np.ndarray) -> Promise:
+        return self.batcher.submit((rows,), len(rows), rows.shape[1:], Timing(self.clock())).promise
+
+    async def ask(self, *requests: np.ndarray) -> Sequence[Arrays]:
+        """The answers to requests that share a batch."""
+        return await asyncio.gather(*[self.submit(rows) for rows in requests])
+
+    def sizes(self) -> list[list[int]]:
+        """Of each run, the rows of each request."""
+        return [run.sizes for run in self.runner.runs]
+
+    async def rest(self) -> None:
+        """Let whatever is to run while no request waits do so."""
+        await asyncio.sleep(10)
+
+
+def play(
+    main: Callable[[Stage], Coroutine[Any, Any, None]],
+    compute: Callable[[np.ndarray], Arrays] = answer,
+    *,
+    run_ns: Callable[[int], int] = lambda rows: MS * rows,
+    max_rows: int = 8,
+    buckets: tuple[int, ...] = (),
+    is_inline: bool = False,
+    run_limits: RunLimits | None = None,
+) -> None:
+    """Run ``main`` with a model that ``compute`` computes, whose batches of ``rows`` rows take ``run_ns(rows)``."""
+
+    async def on_stage(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runner = FakeRunner(loop, clock, run_ns, compute)
+        known = [(rows, 10_000.0 if is_inline else float(MS * rows)) for rows in (1, 2, 4, 8)]
+        queue = RiderQueue(known, known)
+        checks = RowChecks(SIGNATURE, clock)
+        shared = SharedThreads(1, loop)
+        observed: list[int] = []
+        differences: list[Difference] = []
+        batcher = Batcher(
+            [runner],
+            BatchPolicy(max_rows, buckets=buckets),
+            queue,
+            limits=QueueLimits(4096, 2**30),
+            shared=shared,
+            threads=1,
+            inline=InlineRuns(InlineBudget(loop)),
+            loop=loop,
+            clock=clock,
+            observe_batch=lambda rows, *_: observed.append(rows),
+            run_limits=run_limits,
+            row_checks=checks,
+            on_difference=differences.append,
+        )
+        await main(Stage(loop, clock, runner, queue, checks, batcher, observed, differences))
+        await batcher.close()
+        assert not runner.violations
+        assert (queue.rows, queue.nbytes) == (0, 0)
+
+    run_virtual(on_stage)
+
+
+def test_request_of_a_batch_runs_again_alone_and_is_no_batch_in_the_metrics() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(2), rows_of(3))
+        await stage.rest()
+        assert stage.sizes() == [[1, 1, 1], [1]]
+        assert stage.checks.counts == {"agreed": 1, "differed": 0, "not_deterministic": 0, "failed": 0}
+        assert stage.observed == [3]
+        assert (stage.batcher.decisions.batches, stage.batcher.decisions.inline) == (1, 0)
+
+    play(main)
+
+
+def test_requests_that_ran_alone_are_not_checked() -> None:
+    async def main(stage: Stage) -> None:
+        for value in range(3):
+            await stage.ask(rows_of(value, value))
+        await stage.rest()
+        assert stage.sizes() == [[2]] * 3
+
+    play(main)
+
+
+def test_short_check_runs_on_the_event_loop_as_any_short_run() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(2))
+        await stage.rest()
+        assert [run.is_inline for run in stage.runner.runs] == [True, True]
+        assert stage.batcher.decisions.inline == 1
+
+    play(main, run_ns=lambda rows: 10_000, is_inline=True)
+
+
+def test_difference_has_each_request_run_alone_and_loses_no_request() -> None:
+    async def main(stage: Stage) -> None:
+        wrong, _ = await stage.ask(rows_of(1), rows_of(LOUD))
+        assert not np.array_equal(wrong[0], answer(rows_of(1))[0])
+        await asyncio.sleep(0.0015)  # the second of the two runs alone has begun
+        assert stage.sizes() == [[1, 1], [1]]
+        requests = [rows_of(value, *[LOUD] * (value % 3)) for value in range(20)]
+        answers = await stage.ask(*requests)
+        for rows, outputs in zip(requests, answers, strict=True):
+            np.testing.assert_array_equal(outputs[0], mixing(rows)[0])
+        assert stage.sizes() == [[1, 1], [1], [1], *[[len(rows)] for rows in requests]]
+        assert stage.checks.counts == {"agreed": 0, "differed": 1, "not_deterministic": 0, "failed": 0}
+        (difference,) = stage.differences
+        assert difference.reason == "output 'y': 2 of 2 values differ, by 1.0e+00 at most"
+        assert difference.neighbours == "1 of x[1, 2]"
+        assert stage.batcher.learned().max_rows == 1
+        assert stage.batcher.max_rows == 8  # of one request
+        await stage.rest()
+        assert stage.checks.counts["differed"] == 1
+
+    play(main, mixing)
+
+
+def test_large_request_still_runs_in_pieces_of_as_many_rows_as_before() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(LOUD))
+        await stage.rest()
+        rows = rows_of(*range(20))
+        await stage.batcher.submit_in_pieces((rows,), 20, rows.shape[1:], Timing(stage.clock()))
+        assert stage.sizes()[3:] == [[8], [8], [4]]
+
+    play(main, mixing)
+
+
+def test_policy_of_requests_alone_keeps_the_rows_of_each_together() -> None:
+    policy = run_requests_alone(BatchPolicy(8, 5, (4,), (1, 4, 8), waits_for_echo=True))
+    assert policy == BatchPolicy(1, buckets=(1, 4, 8), lone_rows=8)
+    assert run_requests_alone(policy) == policy
+    assert lower_cap(policy, 8) == BatchPolicy(1, buckets=(1, 4), lone_rows=4)
+
+
+def test_parts_of_a_failed_batch_that_are_still_to_run_are_separated_as_well() -> None:
+    async def main(stage: Stage) -> None:
+        shape_class = stage.queue.shape_class((2,))
+        riders = [
+            Rider((rows_of(value),), 1, Promise(), Timing(stage.clock()), key=shape_class.key) for value in range(3)
+        ]
+        decisions = Decisions()
+        boarding = Boarding(stage.queue, Exits(stage.queue, decisions, stage.loop, stage.clock), decisions)
+        boarding.run_again([Group(shape_class, riders, 3)])
+        policy = run_requests_alone(BatchPolicy(8))
+        for rider in riders:
+            group = boarding.next_group(policy, stage.clock())
+            assert isinstance(group, Group)
+            assert (list(group.riders), group.rows) == ([rider], 1)
+        assert boarding.next_group(policy, stage.clock()) is None
+
+    play(main)
+
+
+def test_answer_that_two_runs_alone_do_not_share_blames_no_batch() -> None:
+    drawn = iter(range(1000))
+
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(2))
+        await stage.rest()
+        assert stage.sizes() == [[1, 1], [1], [1]]
+        assert stage.checks.counts == {"agreed": 0, "differed": 0, "not_deterministic": 1, "failed": 0}
+        assert not stage.differences
+        await stage.ask(rows_of(1), rows_of(2))
+        assert stage.sizes()[-1] == [1, 1]
+
+    play(main, lambda rows: (answer(rows)[0] + next(drawn), answer(rows)[1]))
+
+
+def test_check_that_fails_blames_no_batch() -> None:
+    def refuses_one(rows: np.ndarray) -> Arrays:
+        if len(rows) == 1:
+            raise ServeError(ErrorKind.INTERNAL, "one row is too few")
+        return answer(rows)
+
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(2))
+        await stage.rest()
+        assert stage.checks.counts["failed"] == 1
+        assert not stage.differences
+
+    play(main, refuses_one)
+
+
+def test_no_check_begins_while_a_request_waits() -> None:
+    async def main(stage: Stage) -> None:
+        first = [stage.submit(rows_of(value)) for value in range(8)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        later = [stage.submit(rows_of(value)) for value in range(3)]  # while the first run
+        await asyncio.gather(*first)
+        await asyncio.gather(*later)
+        assert stage.sizes() == [[1] * 8, [1] * 3]
+        await stage.rest()
+        assert stage.sizes() == [[1] * 8, [1] * 3, [1]]
+
+    play(main)
+
+
+def test_checks_are_one_in_many_batches_and_another_place_each_time() -> None:
+    async def main(stage: Stage) -> None:
+        batches = 2 * EVERY_BATCHES + 1
+        for _ in range(batches):
+            await stage.ask(rows_of(7), rows_of(8), rows_of(9))
+            await stage.rest()
+        checked = [int(run.parts[0][0, 0]) for run in stage.runner.runs if run.sizes == [1]]
+        assert checked == [7, 8, 9]
+        assert stage.checks.counts["agreed"] == 3
+
+    play(main, run_ns=lambda rows: 10 * MS if rows == 3 else 1000)
+
+
+def test_checks_take_a_hundredth_of_the_time_of_runs() -> None:
+    async def main(stage: Stage) -> None:
+        for _ in range(10 * EVERY_BATCHES):
+            await stage.ask(rows_of(7), rows_of(8))
+            await stage.rest()
+        runs = stage.runner.runs
+        spent = [sum(run.ended_ns - run.began_ns for run in runs if len(run.sizes) == size) for size in (1, 2)]
+        assert 2 <= stage.checks.counts["agreed"] <= 5
+        assert spent[0] <= spent[1] / SHARE + 4 * MS
+
+    play(main, run_ns=lambda rows: 4 * MS if rows == 1 else MS)
+
+
+def test_request_of_one_row_is_preferred_and_rows_of_another_stay_together() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1, 2), rows_of(3), rows_of(4, 5))
+        await stage.rest()
+        assert stage.sizes() == [[2, 1, 2], [1]]
+
+    play(main)
+
+    async def without(stage: Stage) -> None:
+        await stage.ask(rows_of(1, 2), rows_of(4, 5))
+        await stage.rest()
+        assert stage.sizes() == [[2, 2], [2]]
+        assert stage.checks.counts["agreed"] == 1
+
+    play(without)
+
+
+def test_check_runs_in_the_bucket_that_the_request_alone_would_have() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.ask(*[rows_of(value) for value in range(4)])
+        await stage.rest()
+        assert [run.bucket for run in stage.runner.runs] == [4, 2]
+
+    play(main, buckets=(2, 4, 8))
+
+
+def test_inputs_are_those_of_the_batch_although_their_memory_is_written_to_after_the_answer() -> None:
+    async def main(stage: Stage) -> None:
+        memory = rows_of(1)
+        await stage.ask(memory, rows_of(2))
+        memory[:] = LOUD
+        await stage.rest()
+        assert stage.sizes() == [[1, 1], [1]]
+        assert stage.checks.counts["agreed"] == 1
+
+    play(main)
+
+
+def test_large_request_is_not_kept() -> None:
+    async def main(stage: Stage) -> None:
+        wide = rows_of(1, width=MAX_INPUT_BYTES // 8 + 1)
+        await stage.ask(wide, wide)
+        await stage.rest()
+        assert stage.sizes() == [[1, 1]]
+
+    play(main)
+
+
+def test_wrong_number_of_rows_is_no_sample() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(2))
+        await stage.rest()
+        assert set(stage.checks.counts.values()) == {0}
+
+    play(main, lambda rows: (rows[:1], rows[:1, 0]))
+
+
+def test_output_of_another_shape_is_a_difference() -> None:
+    def longest(rows: np.ndarray) -> Arrays:
+        return np.zeros((len(rows), rows.max()), np.int64), rows.sum(axis=1)
+
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(3))
+        await stage.rest()
+        assert [found.reason for found in stage.differences] == ["output 'y' has the shapes [1, 3] and [1, 1]"]
+
+    play(main, longest)
+
+
+def test_server_that_stops_begins_no_check_and_waits_for_the_one_that_runs() -> None:
+    async def main(stage: Stage) -> None:
+        closing: list[asyncio.Task[None]] = []
+        for value in range(2):  # the server stops as soon as they are answered
+            stage.submit(rows_of(value)).add_done_callback(
+                lambda _: closing.append(stage.loop.create_task(stage.batcher.close()))
+            )
+        await stage.rest()
+        await asyncio.gather(*closing)
+        assert stage.sizes() == [[1, 1]]
+
+    play(main)
+
+    async def during(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(2))
+        await asyncio.sleep(0.0005)
+        await stage.batcher.close()
+        assert stage.sizes() == [[1, 1], [1]]
+        assert stage.checks.counts["agreed"] == 1
+
+    play(during)
+
+
+def test_check_that_does_not_end_is_ended_and_its_instance_given_up_as_for_any_run() -> None:
+    async def main(stage: Stage) -> None:
+        stage.runner.is_endless = True
+        await stage.ask(rows_of(1), rows_of(2))
+        await asyncio.sleep(8)
+        assert (stage.runner.terminated, stage.runner.is_abandoned) == (1, True)
+        assert stage.checks.counts["failed"] == 1
+        assert not stage.batcher.has_instances
+
+    limits = RunLimits(timeout_ns=1000 * MS, grace_ns=1000 * MS)
+    play(main, run_ns=lambda rows: 100_000 * MS if rows == 1 else MS, run_limits=limits)
+
+
+@pytest.mark.parametrize("shape", [(1, 300_000), (2, 3, 5), (1, 0), (1,)])
+def test_answer_keeps_shapes_and_values_that_are_spread_over_the_whole(shape: tuple[int, ...]) -> None:
+    output = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    answered = Answer((output, output))
+    assert answered.shapes == [shape, shape]
+    (values, _) = answered.values
+    assert values.size <= 16_384 // 2
+    if output.size > 100_000:
+        assert values[-1] > 0.99 * output.size
+    else:
+        assert values.size == output.size
+    assert not np.shares_memory(values, output)
