@@ -185,7 +185,7 @@ def test_rules_are_loaded_and_evaluated_without_complaint(prometheus: Prometheus
     assert prometheus.wait_for_numbers("job:ortserve_saturation:avg")
     rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
-    assert len(rules) == 16
+    assert len(rules) == 17
 
 
 def test_server_is_scraped_where_the_configuration_says(prometheus: Prometheus) -> None:

@@ -70,8 +70,8 @@ BATCHING_DECISIONS: Final = Declaration(
     "(batches asked to end, and those that did not); out_of_memory (batches after "
     "which the most rows of a batch were halved).",
 )
-ROW_CHECKS: Final = Declaration(
-    "ortserve_row_checks_total",
+CHECKED_REQUESTS: Final = Declaration(
+    "ortserve_checked_requests_total",
     "counter",
     ("model", "version", "outcome"),
     "Requests that shared a batch and were run again alone, by what the comparison of both answers showed: agreed; "
@@ -289,7 +289,7 @@ DECLARATIONS: Final = (
     QUEUE_ROWS,
     SATURATION,
     BATCHING_DECISIONS,
-    ROW_CHECKS,
+    CHECKED_REQUESTS,
     BATCH_LATENCY,
     BATCH_LATENCY_ERROR,
     STAGED_ELEMENTS,

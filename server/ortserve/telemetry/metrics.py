@@ -34,6 +34,7 @@ from ortserve.telemetry.declarations import (
     BUILD_INFO,
     CERTIFICATE_EXPIRATION,
     CERTIFICATE_RELOADS,
+    CHECKED_REQUESTS,
     DECLARATIONS,
     DROPPED_SPANS,
     EXPORTED_SPANS,
@@ -50,7 +51,6 @@ from ortserve.telemetry.declarations import (
     QUEUE_ROWS,
     REJECTED,
     REQUEST_DURATION,
-    ROW_CHECKS,
     SATURATION,
     STAGED_ELEMENTS,
     UNAUTHORIZED,
@@ -410,7 +410,7 @@ def _batching(known: Sequence[tuple[Labels, BatchingNumbers]]) -> Iterator[Metri
     }
     yield Family(BATCHING_DECISIONS, decisions)
     checks = {(*labels, outcome): count for labels, numbers in known for outcome, count in numbers.row_checks.items()}
-    yield Family(ROW_CHECKS, checks)
+    yield Family(CHECKED_REQUESTS, checks)
     latency = {(*labels, str(rows)): s for labels, numbers in known for rows, s in numbers.latency_s.items()}
     yield Family(BATCH_LATENCY, latency)
     yield Family(BATCH_LATENCY_ERROR, {labels: numbers.latency_error_s for labels, numbers in known})

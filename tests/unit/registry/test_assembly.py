@@ -3,10 +3,12 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry
 
 from models import builders
@@ -122,3 +124,26 @@ async def test_a_run_takes_no_more_text_than_the_loop_can_wait_for(tmp_path: Pat
         assert metrics.model("texts", "1").batches[64].count == 1
     finally:
         await served.close()
+
+
+@pytest.mark.parametrize(
+    ("build", "chosen", "is_checked"),
+    [
+        (builders.mlp, {}, False),
+        (builders.mlp, {"row_checks": True}, True),
+        (builders.mlp, {"row_checks": True, "max_rows": 1}, False),
+        (builders.quantized_counts, {"batched": True}, True),
+        (builders.quantized_counts, {"batched": True, "row_checks": False}, False),
+        (builders.quantized_counts, {"row_checks": True}, False),
+    ],
+    ids=["proven", "asked for", "single rows", "configured", "refused", "not batched"],
+)
+async def test_rows_are_checked_where_they_are_not_proven_or_the_configuration_says_so(
+    tmp_path: Path, build: Callable[[Path], Path], chosen: dict[str, Any], is_checked: bool
+) -> None:
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    metrics = Metrics(CollectorRegistry())
+    path = build(tmp_path / "model.onnx")
+    served = serve(assembly, path, None, metrics, **{"max_rows": 4} | chosen)
+    assert bool(metrics.model("model", "1").batching().row_checks) is is_checked
+    await served.close()
