@@ -36,12 +36,14 @@ def agree(
         return bool(np.array_equal(one, other))
     relative, absolute = tolerance
     left, right = as_float64(one, datatype), as_float64(other, datatype)
-    if is_scaled and right.size:
-        magnitudes = np.abs(right)
-        usual = float(np.median(magnitudes[np.isfinite(magnitudes)])) if np.isfinite(magnitudes).any() else 0.0
-        absolute = max(absolute, relative * usual)
+    if np.allclose(left, right, rtol=relative, atol=absolute, equal_nan=True):
+        return True
+    if not is_coarse and not is_scaled:
+        return False
+    finite = right[np.isfinite(right)]
+    if is_scaled and finite.size:
+        absolute = max(absolute, relative * float(np.median(np.abs(finite))))
     if is_coarse:
-        finite = right[np.isfinite(right)]
         usual = float(np.sqrt(np.mean(np.square(finite)))) if finite.size else 0.0
         relative, absolute = max(relative, _COARSE), max(absolute, _COARSE * usual)
     return bool(np.allclose(left, right, rtol=relative, atol=absolute, equal_nan=True))
