@@ -8,7 +8,7 @@ import asyncio
 import math
 import os
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
@@ -26,10 +26,13 @@ from ortserve.batching.inline import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
+from ortserve.batching.row_checks import RowChecks
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.compiled import IS_COMPILED
+from ortserve.core.dtypes import DataType
 from ortserve.core.promise import Outputs
+from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -42,6 +45,17 @@ US = 1_000
 MS = 1_000_000
 TIMER_ROUNDING_NS = 2
 PLENTY = 4096
+
+SIGNATURE = ModelSignature(
+    (TensorSpec("x", DataType.INT64, (-1, -1)),),
+    tuple(TensorSpec(name, DataType.INT64, (-1,)) for name in ("y", "sum", "size")),
+)
+
+
+def answer_and(size: Callable[[np.ndarray], int]) -> Callable[[np.ndarray], Arrays]:
+    """As ``answer``, with another output that only checks look at."""
+    return lambda rows: (*answer(rows), np.full(len(rows), size(rows)))
+
 
 Belief = Literal["right", "none", "too long", "too short", "no number"]
 BELIEFS: Sequence[Belief] = ("right", "none", "too long", "too short", *(() if IS_COMPILED else ("no number",)))
@@ -65,6 +79,8 @@ class Model:
     is_practised: bool
     close_ns: int | None
     depth: int = 1
+    checks: Literal["", "agree", "differ"] = ""
+    """Whether its rows are checked, and what that finds."""
 
     def latency_ns(self, rows: int) -> int:
         return self.base_ns + rows * self.row_ns
@@ -131,6 +147,8 @@ class Play:
     begin_ns: int
     closing_ns: int | None
     closed_ns: int
+    found: int = 0
+    """Checks of rows that came to an end."""
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -224,6 +242,8 @@ class Theatre:
         self.queues = [self._make_queue(model, schedule) for model in schedule.models]
         self.runners = [[self._make_runner(model) for _ in range(model.instances)] for model in schedule.models]
         self.observed: list[list[int]] = [[] for _ in schedule.models]
+        self.differed_ns: list[int | None] = [None for _ in schedule.models]
+        self.checks = [RowChecks(SIGNATURE, clock) if model.checks else None for model in schedule.models]
         self.batchers = [self._make_batcher(index, model) for index, model in enumerate(schedule.models)]
         self.callers = [
             Caller(arrival, len(arrival.rows) > schedule.models[arrival.model].policy.max_rows)
@@ -243,6 +263,7 @@ class Theatre:
                 self.violations += runner.violations
             runs = sorted((run for runner in self.runners[index] for run in runner.runs), key=lambda run: run.began_ns)
             callers = [caller for caller in self.callers if caller.arrival.model == index]
+            runs = self._without_checks(index, runs)
             _note_runs(callers, runs)
             assert sorted(self.observed[index]) == sorted(run.rows for run in runs if not run.has_failed)
             assert (self.queues[index].rows, self.queues[index].nbytes, bool(self.queues[index])) == (0, 0, False)
@@ -256,11 +277,39 @@ class Theatre:
                     self.batchers[index],
                     self.begin_ns,
                     *times[index],
+                    sum(checks.counts.values()) if (checks := self.checks[index]) is not None else 0,
                 )
             )
         assert self.shared.free_threads == self.schedule.device_threads
         assert not self.violations, self.violations
         return plays
+
+    def _without_checks(self, index: int, runs: Sequence[FakeRun]) -> Sequence[FakeRun]:
+        """The runs of requests: those of checks repeat what ran without failing."""
+        checks = self.checks[index]
+        if checks is None:
+            return runs
+        done: set[int] = set()
+        kept: list[FakeRun] = []
+        for run in runs:
+            rows = {int(row) for part in run.parts for row in part[:, 0]}
+            if rows & done:
+                assert len(run.parts) == 1
+            else:
+                kept.append(run)
+                done |= set() if run.has_failed else rows
+        differed_ns = self.differed_ns[index]
+        counts = checks.counts
+        # Two runs find a difference; the second of one may never have been made.
+        assert len(runs) - len(kept) in {counts["agreed"] + 2 * counts["differed"] + more for more in (0, 1)}
+        assert bool(counts["differed"]) is (differed_ns is not None)
+        assert not counts["not_deterministic"] + counts["failed"]
+        assert differed_ns is None or all(len(run.parts) == 1 for run in kept if run.began_ns > differed_ns)
+        return kept
+
+    def _differ(self, index: int) -> None:
+        assert self.differed_ns[index] is None, "it is told once"
+        self.differed_ns[index] = self.clock()
 
     def _make_queue(self, model: Model, schedule: Schedule) -> RiderQueue:
         factor = {"right": 1.0, "too long": 100.0, "too short": 0.01}.get(model.belief)
@@ -281,7 +330,8 @@ class Theatre:
                 self.violations.append(f"{self.shared.free_threads} threads are free")
             return model.latency_ns(rows)
 
-        return FakeRunner(self.loop, self.clock, latency_ns, depth=model.depth)
+        compute = answer_and(len) if model.checks == "differ" else answer_and(lambda rows: 0)
+        return FakeRunner(self.loop, self.clock, latency_ns, compute, depth=model.depth)
 
     def _make_batcher(self, index: int, model: Model) -> Batcher:
         return Batcher(
@@ -296,6 +346,8 @@ class Theatre:
             clock=self.clock,
             observe_batch=lambda rows, *_: self.observed[index].append(rows),
             depth=model.depth,
+            row_checks=self.checks[index],
+            on_difference=lambda _: self._differ(index),
         )
 
     def _arrive(self, caller: Caller) -> None:
@@ -356,7 +408,7 @@ def _outcome(future: "asyncio.Future[Arrays]") -> Arrays | ServeError | Literal[
         return "cancelled"
     error = future.exception()
     if error is None:
-        return future.result()
+        return future.result()[:2]
     assert isinstance(error, ServeError)
     return error
 
@@ -400,6 +452,24 @@ def test_promises_hold_where_instances_take_two_batches_at_a_time() -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("checks", ["agree", "differ"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_promises_hold_where_rows_are_checked(checks: Literal["agree", "differ"], depth: int) -> None:
+    found = 0
+    for seed in range(FIRST_SEED, FIRST_SEED + SCHEDULES // 10):
+        schedule = draw_schedule(seed)
+        models = [replace(model, depth=depth, checks=checks) for model in schedule.models]
+        try:
+            for one in play(replace(schedule, models=models)):
+                for check in CHECKS_OF_CHECKED:
+                    check(one)
+                found += one.found
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert found > SCHEDULES // 100, "most schedules have no batch of several requests, and some must"
 
 
 def check_everyone_is_told_once(one: Play) -> None:
@@ -631,3 +701,13 @@ CHECKS_OF_ANSWERS = (
     check_close,
 )
 """The others are of when batches leave, which is another matter where one is chosen before the one before it ends."""
+
+
+CHECKS_OF_CHECKED = (
+    check_everyone_is_told_once,
+    check_answers_are_ones_own,
+    check_failures_are_deserved,
+    check_batches,
+    check_close,
+)
+"""A search for an offender is not halving any more once requests run alone."""
