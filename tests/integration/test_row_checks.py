@@ -14,7 +14,7 @@ from servers import LONG_S, ServerProcess, add_model, decisions, read_metrics, s
 
 CALLERS = 16
 BATCHED = "batched: true\nmax_rows: 32\nqueue_delay_s: 0.05\n"
-TOLD = "requests share no batch any more"
+TOLD = "batching stopped: an answer depended on the other requests of its batch"
 ROUNDS = 200
 """Of requests, until one is checked that has a neighbour with larger counts; nearly always the first."""
 
@@ -72,7 +72,7 @@ def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_pat
         with triton_clients(server) as (client, _):
             batching = client.get_model_metadata("counts")["properties"]["batching"]
             assert client.get_model_config("counts")["max_batch_size"] == 32
-        assert batching.startswith("each request runs alone: a request had another answer among others")
+        assert batching.startswith("each request runs alone: an answer depended on the other requests of its batch")
         assert sum(TOLD in line for line in server.lines) == 1
 
         (folder / "model.yaml").write_text(f"{BATCHED}instances: {instances}\nrow_checks: false\n")

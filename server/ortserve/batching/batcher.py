@@ -144,7 +144,8 @@ class Batcher:
 
     def most_rows(self, inputs: Arrays, rows: int) -> int:
         """The most rows of such a request that run together: ``max_rows``, or fewer where they have much text."""
-        max_rows = self._policy.request_rows
+        policy = self._policy
+        max_rows = policy.max_rows if policy.lone_rows is None else policy.lone_rows  # no call: each request asks
         return most_rows(text_units(inputs), rows, max_rows) if self._has_texts else max_rows
 
     def submit(

@@ -19,16 +19,17 @@ from ortserve.core.signature import ModelSignature
 from ortserve.core.timing import Timing
 
 EVERY_BATCHES: Final = 100
-"""Of the batches of several requests, one in so many is checked at most. The first is checked."""
+"""At most one in this many batches of several requests is checked, beginning with the first."""
 SHARE: Final = 100
-"""Checks take no more than one part in so many of the time of a model's runs, and one check."""
+"""A check begins only while all checks together took at most 1/SHARE of the time of the model's runs."""
 MAX_INPUT_BYTES: Final = 8 * 2**20
-"""A request with larger inputs is not kept. The copy takes the event loop 1 ms (measured)."""
+"""Requests with larger inputs are not checked. Copying this many takes the event loop 1 ms (measured)."""
 MAX_VALUES: Final = 16_384
-"""Values of all outputs of a request that are compared; of more, evenly spaced ones. The event loop takes 0.4 ms for so
-many of one output, 0.06 ms for few, and 3 ms where they are of 50 outputs (measured)."""
-_MOST_KINDS: Final = 3
-"""Of neighbours, that are described."""
+"""Bound on the compared values of all outputs of a request; larger outputs are compared at evenly spaced places. The
+comparison takes the event loop 0.4 ms for one output, and 3 ms for 50 outputs (measured)."""
+_MOST_KINDS: Final = 2
+_MOST_INPUTS: Final = 3
+"""Bounds on the description of neighbours, so that a log line stays short."""
 
 AGREED: Final = "agreed"
 DIFFERED: Final = "differed"
@@ -41,19 +42,19 @@ Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class Answer:
-    """What is kept of a request's outputs to compare them: their shapes, and values of each."""
+    """The part of a request's outputs that is compared: the shapes, and a bounded number of values of each."""
 
     __slots__ = ("shapes", "values")
 
     def __init__(self, outputs: Arrays) -> None:
         most = max(1, MAX_VALUES // max(1, len(outputs)))
         self.shapes = [output.shape for output in outputs]
-        # An odd step, so that it does not meet the same place of each line.
+        # An odd step: an even one would visit the same few columns of most images and matrices.
         self.values = [output.flat[:: -(-output.size // most) | 1] for output in outputs]
 
 
 class Difference:
-    """A request had another answer in a batch than it has alone, twice.
+    """The answer to a request depended on its batch: two runs alone agree with each other and not with the batch.
 
     Attributes:
         reason: Which output, and how far the answers are from each other.
@@ -68,7 +69,7 @@ class Difference:
 
 
 class Sample:
-    """A request that is to run alone, its answer among others, and later the one that it had alone first."""
+    """A request to run alone, its answer in the batch (``together``), and its first answer alone once that is there."""
 
     __slots__ = ("alone", "inputs", "nbytes", "neighbours", "rows", "shape_class", "text_units", "together")
 
@@ -85,7 +86,7 @@ class Sample:
 
 
 class RowChecks:
-    """Decides which requests run again, and judges what comes of it. Loop thread only, but for ``counts``."""
+    """Decides which requests run again, and judges their answers. Loop thread only, except ``counts``."""
 
     def __init__(self, signature: ModelSignature, clock: Clock, *, is_coarse: bool = False) -> None:
         """Check a batched model of this signature; ``is_coarse`` as in ``core.closeness``."""
@@ -111,7 +112,7 @@ class RowChecks:
         return self._sample is not None and not self._is_running
 
     def observe(self, group: Group, result: BatchResult) -> None:
-        """Take note of a batch that ran, before its requests are answered; keep one of them where that is due."""
+        """Count a batch that ran, before its requests are settled; keep a copy of one of them where a check is due."""
         self._ran_ns += result.run_ns
         if len(group.riders) < 2:
             return
@@ -144,9 +145,9 @@ class RowChecks:
         return Group(sample.shape_class, (rider,), rider.rows, is_check=True)
 
     def judge(self, promise: Promise) -> Difference | None:
-        """Learn what came of the run: the difference that ends the sharing of batches, None where there is none."""
+        """Judge the run of ``next_group``'s request. Returns the difference that ends batching, None without one."""
         sample = self._sample
-        assert sample is not None, "a run of a check has ended that did not begin"
+        assert sample is not None, "no check is running"
         self._is_running = False
         outcome = FAILED if promise.exception() is not None else self._judge(sample, Answer(promise.result()))
         self._spent_ns += self._clock() - self._began_ns
@@ -170,10 +171,10 @@ class RowChecks:
         return NOT_DETERMINISTIC if self._compare(sample.alone, alone) else DIFFERED
 
     def _take(self, group: Group, outputs: Arrays) -> Sample | None:
-        """Keep a request of a batch, another place each time, of one row where there is one; None for a large one."""
+        """Copy one request of a batch, at another place each time, with one row if possible; None for a large one."""
         for output in outputs:
             if output.ndim == 0 or len(output) != group.rows:
-                return None  # its requests are not answered
+                return None  # the batch fails
         riders = group.riders
         places = [place for place, rider in enumerate(riders) if rider.rows == 1] or list(range(len(riders)))
         chosen = places[self._samples % len(places)]
@@ -210,4 +211,4 @@ class RowChecks:
         named = [
             f"{spec.name}{list(shape)}" for spec, shape in zip(self._inputs, shapes, strict=True) if shape is not None
         ]
-        return " ".join(named[:_MOST_KINDS])
+        return " ".join(named[:_MOST_INPUTS])

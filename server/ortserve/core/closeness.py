@@ -59,7 +59,8 @@ def describe_difference(one: np.ndarray, other: np.ndarray, datatype: DataType) 
     left, right = as_float64(one, datatype), as_float64(other, datatype)
     with np.errstate(invalid="ignore"):  # the difference of two infinities, which is left out
         distance = np.abs(left - right)
-    count = np.count_nonzero((left != right) & ~(np.isnan(left) & np.isnan(right)))
+    is_float = datatype in TOLERANCES
+    count = np.count_nonzero((left != right) & ~(np.isnan(left) & np.isnan(right)) if is_float else one != other)
     most = float(np.max(distance, initial=0.0, where=np.isfinite(distance)))
     return f"{count} of {one.size} values differ, by {most:.1e} at most"
 

@@ -154,7 +154,7 @@ def _run_limits(options: ModelOptions) -> RunLimits:
 
 
 def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> RowChecks | None:
-    """The checks of a model whose requests share batches, on grounds that are less than a proof unless it says more."""
+    """The checks of a batched model; None where its rows are proven to be independent or the configuration says so."""
     is_checked = options.row_checks
     if is_checked is None:
         is_checked = loaded.rows.grounds is not Grounds.PROVEN
@@ -164,12 +164,11 @@ def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> Row
 
 
 def _end_sharing(served: ServedModel, difference: Difference) -> None:
-    """Say to operators that each request of a model runs alone from now on."""
-    told = "requests share no batch any more: one had another answer among others than it has alone"
+    """Report to operators that each request of a model runs alone from now on."""
     log_event(
         logger,
         logging.ERROR,
-        told,
+        "batching stopped: an answer depended on the other requests of its batch",
         model=served.name,
         version=served.version,
         difference=difference.reason,

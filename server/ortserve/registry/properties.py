@@ -37,14 +37,14 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
 
 
 def describe_ended_sharing(difference: Difference, max_rows: int) -> str:
-    """The property ``batching`` of a model whose rows were found to depend on each other while it served.
+    """The property ``batching`` of a model whose batching stopped because an answer depended on its batch.
 
     Args:
-        difference: What was found.
+        difference: Between the answers in the batch and alone.
         max_rows: The most rows of one request that run together.
     """
     return (
-        "each request runs alone: a request had another answer among others than it has alone, "
+        "each request runs alone: an answer depended on the other requests of its batch, "
         f"{difference.reason}; up to {max_rows} rows of one request run together"
     )
 

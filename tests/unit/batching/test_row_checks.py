@@ -24,7 +24,7 @@ from ortserve.batching.riders import Rider
 from ortserve.batching.row_checks import EVERY_BATCHES, MAX_INPUT_BYTES, SHARE, Answer, Difference, RowChecks
 from ortserve.batching.run_watch import RunLimits
 from ortserve.batching.shared_threads import SharedThreads
-from ortserve.core.batch import Arrays
+from ortserve.core.batch import Arrays, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.core.promise import Promise
 from ortserve.core.signature import ModelSignature, TensorSpec
@@ -336,6 +336,29 @@ def test_wrong_number_of_rows_is_no_sample() -> None:
         assert set(stage.checks.counts.values()) == {0}
 
     play(main, lambda rows: (rows[:1], rows[:1, 0]))
+
+
+@pytest.mark.parametrize(("is_coarse", "outcome"), [(True, "agreed"), (False, "differed")])
+def test_floats_of_gpus_are_compared_within_their_tolerance(is_coarse: bool, outcome: str) -> None:
+    signature = ModelSignature(SIGNATURE.inputs, (TensorSpec("y", DataType.FP32, (-1, -1)),))
+    checks = RowChecks(signature, FakeClock(), is_coarse=is_coarse)
+    rider = Rider((rows_of(1),), 1, Promise(), Timing(0))
+    outputs = (np.array([[1.005], [7.0]], np.float32),)
+    checks.observe(Group(RiderQueue().shape_class(None), [rider, rider], 2), BatchResult(outputs, 0, 0, 0))
+    while (group := checks.next_group()) is not None:
+        group.riders[0].promise.set_result((np.array([[1.0]], np.float32),))
+        checks.judge(group.riders[0].promise)
+    assert {key for key, count in checks.counts.items() if count} == {outcome}
+
+
+def test_neighbours_are_described_by_their_shapes_in_few_words() -> None:
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(LOUD), rows_of(3), *[rows_of(*range(rows)) for rows in (2, 3)])
+        await stage.rest()
+        (difference,) = stage.differences
+        assert difference.neighbours == "2 of x[1, 2], 1 of x[2, 2] and 1 more shapes"
+
+    play(main, mixing)
 
 
 def test_output_of_another_shape_is_a_difference() -> None:

@@ -47,6 +47,7 @@ def test_integers_and_texts_are_equal_or_differ() -> None:
         (fp32(np.nan, np.inf, 1), fp32(np.nan, 1, 2), DataType.FP32, "2 of 3 values differ, by 1.0e+00 at most"),
         (fp32(np.inf), fp32(-np.inf), DataType.FP32, "1 of 1 values differ, by 0.0e+00 at most"),
         (np.array([7, 8]), np.array([7, 5]), DataType.INT64, "1 of 2 values differ, by 3.0e+00 at most"),
+        (np.array([2**62]), np.array([2**62 + 1]), DataType.INT64, "1 of 1 values differ, by 0.0e+00 at most"),
         (ONE, TWO, DataType.BF16, "1 of 1 values differ, by 1.0e+00 at most"),
         (np.array(["secret", "b"], object), np.array(["c", "b"], object), DataType.BYTES, "1 of 2 values differ"),
         (np.array([True, False]), np.array([False, False]), DataType.BOOL, "1 of 2 values differ"),
