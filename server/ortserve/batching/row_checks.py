@@ -4,6 +4,7 @@ The batcher offers each batch to a model's ``RowChecks``, and runs what they hav
 one request is kept at a time.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -17,6 +18,8 @@ from ortserve.core.closeness import agree, describe_difference
 from ortserve.core.promise import Promise
 from ortserve.core.signature import ModelSignature
 from ortserve.core.timing import Timing
+
+logger: Final = logging.getLogger(__name__)
 
 EVERY_BATCHES: Final = 100
 """At most one in this many batches of several requests is checked, beginning with the first."""
@@ -94,7 +97,6 @@ class RowChecks:
         self._outputs = signature.outputs
         self._is_coarse = is_coarse
         self._clock = clock
-        self._is_on = True
         self._sample: Sample | None = None
         self._is_running = False
         self._began_ns = 0
@@ -117,14 +119,12 @@ class RowChecks:
         if len(group.riders) < 2:
             return
         self._batches += 1
-        if (
-            self._batches >= self._next_batch
-            and self._is_on
-            and self._sample is None
-            and self._spent_ns * SHARE <= self._ran_ns
-        ):
+        if self._batches >= self._next_batch and self._sample is None and self._spent_ns * SHARE <= self._ran_ns:
             self._next_batch = self._batches + EVERY_BATCHES
-            self._sample = self._take(group, result.outputs)
+            try:
+                self._sample = self._take(group, result.outputs)
+            except Exception:  # such as a MemoryError; the batch is still to be answered
+                logger.exception("a request could not be kept for a check")
 
     def next_group(self) -> Group | None:
         """The request to run alone now that an instance is idle; None where there is none."""
@@ -148,16 +148,15 @@ class RowChecks:
         """Judge the run of ``next_group``'s request. Returns the difference that ends batching, None without one."""
         sample = self._sample
         assert sample is not None, "no check is running"
-        self._is_running = False
+        self._sample, self._is_running = None, False
         outcome = FAILED if promise.exception() is not None else self._judge(sample, Answer(promise.result()))
         self._spent_ns += self._clock() - self._began_ns
         if not outcome:
+            self._sample = sample
             return None
-        self._sample = None
         self.counts[outcome] += 1
         if outcome != DIFFERED:
             return None
-        self._is_on = False
         assert sample.alone is not None
         return Difference(self._compare(sample.together, sample.alone), self._describe(sample.neighbours))
 

@@ -319,6 +319,37 @@ def test_inputs_are_those_of_the_batch_although_their_memory_is_written_to_after
     play(main)
 
 
+class TooLargeToCopy(np.ndarray):
+    """An array of which no copy finds memory."""
+
+    def copy(self, order: str | None = "C") -> np.ndarray:
+        raise MemoryError
+
+
+def test_request_that_cannot_be_copied_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(stage: Stage) -> None:
+        for _ in range(2):
+            for (y, _), value in zip(
+                await stage.ask(*[rows_of(n).view(TooLargeToCopy) for n in (1, 2)]), (1, 2), strict=True
+            ):
+                np.testing.assert_array_equal(y, answer(rows_of(value))[0])
+        await stage.rest()
+        assert stage.sizes() == [[1, 1], [1, 1]]
+
+    play(main)
+    assert [record.message for record in caplog.records] == ["a request could not be kept for a check"]
+
+
+def test_answer_that_cannot_be_compared_ends_the_check(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(stage: Stage) -> None:
+        await stage.ask(rows_of(1), rows_of(2))
+        await stage.rest()
+        assert stage.sizes() == [[1, 1], [1]]
+
+    play(main, lambda rows: (rows,))
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
 def test_large_request_is_not_kept() -> None:
     async def main(stage: Stage) -> None:
         wide = rows_of(1, width=MAX_INPUT_BYTES // 8 + 1)
