@@ -35,9 +35,12 @@ class ErrorKind(StrEnum):
     UNSUPPORTED = "unsupported"
     """Known to the protocol, not to this server."""
     NOT_READY = "not_ready"
-    """The model or the server is loading, draining or failed."""
+    """The model or the server is loading, draining or failed; or the model rejected a batch in which the request
+    that it does not accept was not found. A later try may succeed."""
     DEADLINE = "deadline"
     """Time ran out; the message says in which phase."""
+    REJECTED_BY_MODEL = "rejected_by_model"
+    """The model ran and rejected the request's values or shapes. Sending it again gives the same answer."""
     INTERNAL = "internal"
     """A run or the server failed."""
 
@@ -89,6 +92,18 @@ class ContentsError(ServeError):
         self.request_id = request_id
         self.model = model
         self.model_version = model_version
+
+
+class ModelRejectionError(ServeError):
+    """The model rejected the values or shapes that it was run on.
+
+    ``message`` may quote elements of tensors and is for the caller alone; ``node`` names the operator and the node
+    that rejected them, is empty where ONNX Runtime rejected the inputs before it ran a node, and may be logged.
+    """
+
+    def __init__(self, message: str, node: str) -> None:
+        super().__init__(ErrorKind.REJECTED_BY_MODEL, message)
+        self.node = node
 
 
 class OutOfMemoryError(ServeError):

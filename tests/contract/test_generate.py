@@ -74,7 +74,7 @@ def test_body_is_read_whatever_its_type_is_said_to_be(server: ServerProcess) -> 
         ("echo", b"", 400, "missing required input(s) ['x']"),
         ("echo", b"{", 400, "failed to parse the request JSON buffer"),
         ("digits", {}, 400, "missing required input(s)"),
-        ("poison", {"x": [99, 1, 1, 1]}, 500, "[request id: <id_unknown>]"),
+        ("poison", {"x": [99, 1, 1, 1]}, 400, "[request id: <id_unknown>]"),
         ("broken", {}, 503, "broken"),
         ("nobody", {}, 404, "Request for unknown model: 'nobody' is not found"),
     ],

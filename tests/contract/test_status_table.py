@@ -22,6 +22,7 @@ def test_each_kind_of_error_has_its_status_on_both_protocols() -> None:
         "unsupported": (501, StatusCode.UNIMPLEMENTED),
         "not_ready": (503, StatusCode.UNAVAILABLE),
         "deadline": (504, StatusCode.DEADLINE_EXCEEDED),
+        "rejected_by_model": (400, StatusCode.INVALID_ARGUMENT),
         "internal": (500, StatusCode.INTERNAL),
     }
 

@@ -70,11 +70,15 @@ def test_json_lines_tell_of_every_request_by_its_id_and_nothing_of_its_tensors(t
         for name, model, outcome in (
             ("words", "words", "ok"),
             ("numbers", "numbers", "ok"),
-            ("bad-poison", "poison", "internal"),
+            ("bad-poison", "poison", "rejected_by_model"),
             ("bad-numbers", "numbers", "invalid_input"),
         )
     }
     assert outcomes.items() >= expected.items()
+    # One line for the four requests that the model rejected within a minute.
+    (rejected,) = [line for line in lines if line["message"] == "model rejected requests"]
+    assert (rejected["level"], rejected["model"], rejected["requests"]) == ("info", "poison", 1)
+    assert rejected["by"] == "Gather"
 
 
 def test_text_lines_are_the_default_and_tell_nothing_of_tensors_either(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def _send_traffic(server: ServerProcess) -> None:
     refused("identity", np.ones((1, 4), np.float32), 404, version="7")
     refused("broken", np.ones((1, 4), np.float32), 503)
     refused(UNKNOWN, np.ones((1, 4), np.float32), 404)
-    refused("poison", np.full((1, 4), builders.POISON), 500)
+    refused("poison", np.full((1, 4), builders.POISON), 400)
     assert httpx.post(rest_url(server, "identity"), content=b"{", timeout=LONG_S).status_code == 400
     assert httpx.post(rest_url(server, "identity"), headers={"Content-Encoding": "br"}).status_code == 501
     with triton_clients(server) as (_, grpc):
@@ -71,7 +71,7 @@ def test_requests_are_counted_by_model_version_protocol_and_outcome(samples: Sam
         "identity 1 http ok": 3,
         "identity 1 grpc ok": 2,
         "identity 1 http invalid_input": 2,
-        "poison 1 http internal": 1,
+        "poison 1 http rejected_by_model": 1,
         "  http not_found": 2,
         "  http not_ready": 1,
         "  http invalid_input": 1,

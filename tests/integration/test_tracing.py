@@ -174,12 +174,12 @@ def test_failures_are_spans_with_their_kind_and_status(traced: Traced) -> None:
     assert _rest(server, "bad-shape", SAMPLED, array=np.ones((1, 5), np.float32)).status_code == 400
     poisoned = {"id": "bad-run", "inputs": [json_input("x", np.full((1, 4), builders.POISON))]}
     url = rest_url(server, "poison", "1")
-    assert httpx.post(url, json=poisoned, headers=SAMPLED, timeout=LONG_S).status_code == 500
+    assert httpx.post(url, json=poisoned, headers=SAMPLED, timeout=LONG_S).status_code == 400
     with pytest.raises(grpc.RpcError):
         _unary(server, _message("bad-name", model="nobody"), **SAMPLED)
     expected: dict[str, dict[str, Any]] = {
         "bad-shape": {"http.response.status_code": 400, "error.type": "invalid_input"},
-        "bad-run": {"http.response.status_code": 500, "error.type": "internal"},
+        "bad-run": {"http.response.status_code": 400, "error.type": "rejected_by_model"},
         "bad-name": {"rpc.response.status_code": "NOT_FOUND", "error.type": "not_found"},
     }
     for request_id, told in expected.items():

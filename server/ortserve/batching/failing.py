@@ -1,11 +1,18 @@
-"""What the riders of a run that failed are told: each about itself, and nothing of the others."""
+"""Settles the requests of a failed run: each gets an error about itself, and nothing of the others."""
 
 import logging
 from typing import Final
 
 from ortserve.batching.isolation import Group
 from ortserve.batching.riders import settle
-from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, RunTimeoutError, ServeError
+from ortserve.errors import (
+    DeviceLostError,
+    ErrorKind,
+    ModelRejectionError,
+    OutOfMemoryError,
+    RunTimeoutError,
+    ServeError,
+)
 
 logger: Final = logging.getLogger(__name__)
 
@@ -28,4 +35,7 @@ def _told(error: Exception, *, is_lone: bool) -> ServeError:
         error = ServeError(ErrorKind.INTERNAL, "the run failed")
     if is_lone or isinstance(error, OutOfMemoryError | DeviceLostError | RunTimeoutError):  # these quote no request
         return error
-    return ServeError(ErrorKind.INTERNAL, _NOT_TOLD_APART)  # its own text may quote any of them
+    # The error's own text may quote any of the requests.
+    if isinstance(error, ModelRejectionError):  # of another request, perhaps: sent again, this one may succeed
+        return ServeError(ErrorKind.NOT_READY, _NOT_TOLD_APART, retry_after_s=1)
+    return ServeError(ErrorKind.INTERNAL, _NOT_TOLD_APART)

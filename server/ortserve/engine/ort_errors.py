@@ -5,7 +5,7 @@ from typing import Final
 
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ErrorKind, ModelRejectionError, ServeError
 
 # ONNX Runtime's own classes derive straight from Exception, each on its own; bindings and strings raise built-in ones.
 ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
@@ -13,6 +13,32 @@ ORT_ERRORS: Final[tuple[type[Exception], ...]] = (
     RuntimeError,
     ValueError,
 )
+
+OUT_OF_MEMORY: Final = re.compile(
+    r"out of memory|cudaErrorMemoryAllocation|Failed to allocate memory for requested buffer|"
+    r"smaller than requested bytes|bad_alloc|"
+    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+
+# Kernels reject inputs with INVALID_ARGUMENT, FAIL (failed assertions, such as a Reshape to another number of
+# elements), RUNTIME_EXCEPTION (exceptions of libraries) or NOT_IMPLEMENTED (a rank without an implementation).
+_REJECTIONS: Final = (
+    ort_errors.InvalidArgument,
+    ort_errors.Fail,
+    ort_errors.RuntimeException,
+    ort_errors.NotImplemented,
+)
+_NODE: Final = re.compile(r"Non-zero status code returned while running (\S+) node\. Name:'([^']*)'")
+"""An executor's text; within If, Loop and Scan it stands once for each level, the innermost last."""
+_NOT_OF_INPUTS: Final = re.compile(
+    r"CUDA (?:failure|error)|cudaError|\b(?:CUDNN|CUBLAS|CUFFT|CURAND|CUSPARSE|NCCL|TensorRT|TRT)|"
+    r"Resource temporarily unavailable|terminate flag",
+    re.IGNORECASE,
+)
+"""Failures of libraries, devices and threads, which kernels report with the same codes; and runs that were ended."""
+_MAX_NODE: Final = 128
+"""Characters: exporters make names of the modules that a node stands in, one within the other."""
 
 _PATH: Final = re.compile(r"(?<![\w.])/[^\s:'\",)]+")
 _SOURCE: Final = (".cc", ".h", ".cpp", ".cu", ".hpp")
@@ -37,5 +63,20 @@ def _last_part(path: re.Match[str]) -> str:
 
 
 def run_error(error: Exception) -> ServeError:
-    """What callers of a failed run are told."""
-    return ServeError(ErrorKind.INTERNAL, f"ONNX Runtime failed to run the model: {without_paths(str(error))}")
+    """The error for the caller of a failed run: ``ModelRejectionError`` for rejected inputs, else internal."""
+    text = without_paths(str(error))
+    node = _rejecting_node(error, text)
+    if node is not None:
+        return ModelRejectionError(f"the model rejected the inputs: {text}", node)
+    return ServeError(ErrorKind.INTERNAL, f"ONNX Runtime failed to run the model: {text}")
+
+
+def _rejecting_node(error: Exception, text: str) -> str | None:
+    """The node that rejected the inputs, empty if ONNX Runtime did so before any node ran; None for other failures."""
+    if not isinstance(error, _REJECTIONS) or OUT_OF_MEMORY.search(text) or _NOT_OF_INPUTS.search(text):
+        return None
+    nodes = _NODE.findall(text)
+    if not nodes:
+        return "" if isinstance(error, ort_errors.InvalidArgument) else None
+    operator, name = nodes[-1]
+    return f"{operator} '{name[:_MAX_NODE]}'" if name else str(operator)

@@ -29,6 +29,7 @@ STATUSES: Final = {
     ErrorKind.UNSUPPORTED: Status(501, grpc.StatusCode.UNIMPLEMENTED),
     ErrorKind.NOT_READY: Status(503, grpc.StatusCode.UNAVAILABLE),
     ErrorKind.DEADLINE: Status(504, grpc.StatusCode.DEADLINE_EXCEEDED),
+    ErrorKind.REJECTED_BY_MODEL: Status(400, grpc.StatusCode.INVALID_ARGUMENT),
     ErrorKind.INTERNAL: Status(500, grpc.StatusCode.INTERNAL),
 }
 """499 is for logs and metrics only: there is nobody left to send it to."""

@@ -20,6 +20,7 @@ from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_b
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.shape_classes import ShapeClasses
 from ortserve.telemetry.metrics import ModelMetrics
+from ortserve.telemetry.rejection_log import RejectionLog
 
 
 @dataclass(slots=True, init=False)
@@ -73,6 +74,7 @@ class ServedModel:
         self.labels: Final[Mapping[str, Sequence[str]]] = loaded.labels
         """Names of the elements of an output, by its name; outputs without labels are not in it."""
         self.metrics = metrics
+        self.rejections: Final = RejectionLog(name, version)
         self.properties = properties
         """Replaced as a whole where one of them changes."""
         self.options: Final = configuration.options

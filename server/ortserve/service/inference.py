@@ -22,7 +22,7 @@ from ortserve.core.sequences import why_not_stacked
 from ortserve.core.tensor import Tensor
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ContentsError, ErrorKind, ServeError, of_request, out_of_memory
+from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, ServeError, of_request, out_of_memory
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.accounts import Accounts, named
@@ -421,6 +421,8 @@ class InferenceService:
         elif not isinstance(error, ServeError):
             log_fault(logger, "a request failed unexpectedly", error, **named(call, request, served))
             error = ServeError(ErrorKind.INTERNAL, "internal error")
+        elif isinstance(error, ModelRejectionError) and served is not None:
+            served.rejections.note(error, self._clock())
         self._accounts.failed(call, request, served, error.kind)
         return _for_caller(error, request, served)
 

@@ -17,6 +17,7 @@ FAILURE_REASONS: Final[Mapping[ErrorKind, str]] = {
     ErrorKind.DEADLINE: "REJECTED",
     ErrorKind.NOT_READY: "REJECTED",
     ErrorKind.CANCELLED: "CANCELED",
+    ErrorKind.REJECTED_BY_MODEL: "BACKEND",
     ErrorKind.INTERNAL: "BACKEND",
     ErrorKind.CONFLICT: "OTHER",
 }

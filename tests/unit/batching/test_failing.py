@@ -8,15 +8,27 @@ from ortserve.batching.queue import RiderQueue
 from ortserve.batching.riders import Rider
 from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
-from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError, invalid_input
+from ortserve.errors import (
+    DeviceLostError,
+    ErrorKind,
+    ModelRejectionError,
+    OutOfMemoryError,
+    ServeError,
+    invalid_input,
+)
 
 
-def told(riders: int, error: Exception) -> set[str]:
+def settled(riders: int, error: Exception) -> list[ServeError]:
     waiting = [Rider((), 1, Promise(), Timing(0)) for _ in range(riders)]
     fail(Group(RiderQueue().shape_class(None), waiting, riders), 7, error)
     assert all(rider.timing.taken_ns == 7 for rider in waiting)
     found = [rider.promise.exception() for rider in waiting]
-    assert all(isinstance(one, ServeError) for one in found)
+    return [one for one in found if isinstance(one, ServeError)]
+
+
+def told(riders: int, error: Exception) -> set[str]:
+    found = settled(riders, error)
+    assert len(found) == riders
     return {str(one) for one in found}
 
 
@@ -43,3 +55,11 @@ def test_fault_of_ours_is_logged_and_its_text_told_to_nobody(caplog: pytest.LogC
     (text,) = told(riders, ZeroDivisionError("tensors: 1, 2"))
     assert "tensors" not in text
     assert [record.message for record in caplog.records] == ["a run failed unexpectedly"]
+
+
+def test_lone_request_is_blamed_for_a_rejection_and_one_of_several_may_try_again() -> None:
+    rejection = ModelRejectionError("idx=700", "Gather")
+    assert settled(1, rejection) == [rejection]
+    for error in settled(3, rejection):
+        assert (error.kind, error.retry_after_s) == (ErrorKind.NOT_READY, 1)
+    assert {error.kind for error in settled(3, ServeError(ErrorKind.INTERNAL, "EP_FAIL"))} == {ErrorKind.INTERNAL}

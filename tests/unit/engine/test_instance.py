@@ -190,8 +190,8 @@ def test_failed_run_says_why_without_paths_and_the_next_one_works(
     outcome, _ = run_on_worker(instance, batch_of(bad))
     assert isinstance(outcome, ServeError)
     for error in (caught.value, outcome):
-        assert error.kind is ErrorKind.INTERNAL
-        assert error.message.startswith("ONNX Runtime failed to run the model: ")
+        assert error.kind is ErrorKind.REJECTED_BY_MODEL
+        assert error.message.startswith("the model rejected the inputs: ")
         assert reason in error.message
         assert not re.search(r"(^|\s)/", error.message)
         assert "\n" not in error.message

@@ -178,7 +178,7 @@ async def test_each_outcome_is_counted_once_where_it_belongs(stage: Stage) -> No
         ("double", "1", "grpc", "ok"): 1,
         ("double", "1", "http", "invalid_input"): 1,
         ("slow", "3", "http", "invalid_input"): 1,
-        ("poison", "1", "http", "internal"): 1,
+        ("poison", "1", "http", "rejected_by_model"): 1,
         ("", "", "http", "not_found"): 2,
         ("", "", "http", "not_ready"): 1,
         ("", "", "http", "invalid_input"): 1,
@@ -279,9 +279,9 @@ async def test_caller_of_classes_who_leaves_is_counted_once_and_leaves_the_queue
 
 async def test_failed_run_of_classes_is_counted_and_told_like_any_other(stage: Stage) -> None:
     error = await stage.refusal(replace(poisoned("7"), outputs=[RequestedOutput("y", classes=1)]))
-    assert error.kind is ErrorKind.INTERNAL
+    assert error.kind is ErrorKind.REJECTED_BY_MODEL
     assert error.message.startswith("[request id: 7] ")
-    assert stage.counts() == {("poison", "1", "http", "internal"): 1}
+    assert stage.counts() == {("poison", "1", "http", "rejected_by_model"): 1}
 
 
 async def test_request_that_a_thread_reads_is_answered_and_counted_like_any_other(stage: Stage) -> None:
@@ -313,7 +313,7 @@ async def test_errors_of_a_request_that_a_thread_reads_are_counted_where_they_be
         ("double", "1", "http", "invalid_input"): 1,
         ("", "", "http", "internal"): 1,
         ("", "", "http", "not_found"): 1,
-        ("poison", "1", "http", "internal"): 1,
+        ("poison", "1", "http", "rejected_by_model"): 1,
     }
 
 
@@ -405,7 +405,7 @@ async def test_error_of_a_request_whose_model_is_known_begins_with_its_id(
         f"[request id: {spelled}] inference input 'x' data-type is 'INT32', but model 'double' expects 'FP32'"
     )
     failed = await stage.refusal(poisoned(request_id))
-    assert failed.message.startswith(f"[request id: {spelled}] ONNX Runtime failed to run the model: ")
+    assert failed.message.startswith(f"[request id: {spelled}] the model rejected the inputs: ")
     unknown = await stage.refusal(request("none", request_id=request_id))
     assert unknown.message == "Request for unknown model: 'none' is not found"
 

@@ -76,5 +76,5 @@ def test_every_failure_counts_but_the_callers_own_mistakes(model: ModelMetrics) 
         ErrorKind.HEADERS_TOO_LARGE,
         ErrorKind.TOO_SLOW,
     }
-    assert numbers.failures == {"REJECTED": 6, "CANCELED": 2, "BACKEND": 2, "OTHER": 2}
-    assert numbers.inference.fail == Duration(12, 120)
+    assert numbers.failures == {"REJECTED": 6, "CANCELED": 2, "BACKEND": 4, "OTHER": 2}
+    assert numbers.inference.fail == Duration(14, 140)

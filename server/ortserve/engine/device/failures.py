@@ -6,18 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from ortserve.engine.ort_errors import ORT_ERRORS, run_error, without_paths
+from ortserve.engine.ort_errors import ORT_ERRORS, OUT_OF_MEMORY, run_error, without_paths
 from ortserve.errors import DeviceLostError, OutOfMemoryError, ServeError
 
 DEVICE_ERRORS: Final = ORT_ERRORS
 """What ONNX Runtime raises and what cupy does, whose ``CUDARuntimeError`` is a ``RuntimeError``."""
-
-_OUT_OF_MEMORY: Final = re.compile(
-    r"out of memory|cudaErrorMemoryAllocation|Failed to allocate memory for requested buffer|"
-    r"smaller than requested bytes|bad_alloc|"
-    r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
-    re.IGNORECASE,
-)
 
 # Errors after which every call of the process on the device fails (CUDA runtime, cudaError: "the process must be
 # terminated and relaunched"), by number and by name; 900 and more are of captures that were broken off, 46 of a device
@@ -62,6 +55,6 @@ def run_failure(error: Exception, device: str) -> ServeError:
     text = without_paths(str(error))
     if says_lost(error):
         return DeviceLostError(f"{device} is lost: {text}")
-    if _OUT_OF_MEMORY.search(text):
+    if OUT_OF_MEMORY.search(text):
         return OutOfMemoryError(f"{device} has too little memory for the batch: {text}")
     return run_error(error)
