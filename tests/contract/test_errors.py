@@ -253,11 +253,11 @@ BAD_REQUESTS: Final[dict[str, tuple[Request, int, StatusCode, tuple[str, ...]]]]
         StatusCode.INVALID_ARGUMENT,
         ("'INPUT1' batch size does not match", "expected 1, got 2"),
     ),
-    "no rows": (
-        replace(GOOD, inputs=[replace(INPUT0, shape=[0, 16], values=[]), replace(INPUT1, shape=[0, 16], values=[])]),
+    "no rows in one input": (
+        replace(GOOD, inputs=[INPUT0, replace(INPUT1, shape=[0, 16], values=[])]),
         400,
         StatusCode.INVALID_ARGUMENT,
-        ("'INPUT0' has no rows",),
+        ("'INPUT1' batch size does not match", "expected 1, got 0"),
     ),
     "unknown output": (
         replace(GOOD, outputs=["OUTPUT9"]),

@@ -24,7 +24,7 @@ from encodings_of_requests import (
 )
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.core.dtypes import DataType
-from servers import LONG_S, ServerProcess, json_input, rest_url, triton_clients
+from servers import LONG_S, ServerProcess, rest_url, triton_clients
 
 IN_EVERY_ENCODING = pytest.mark.parametrize("infer", ENCODINGS, ids=lambda infer: infer.__name__)
 
@@ -260,13 +260,6 @@ def test_model_that_refused_the_made_up_inputs_of_warm_up_answers_real_ones(
 ) -> None:
     answer = infer(zoo_server, "refuses_synthetic", {"x": np.array([[2, 3, 10, 33]], np.int64)})
     assert_same(answer["y"], np.array([[0.0, 0.5, 4.0, 15.5]], np.float32))
-
-
-def test_request_without_rows_is_refused_where_rows_are_batched(zoo_server: ServerProcess) -> None:
-    document = {"inputs": [json_input("x", np.empty((0, 4), np.float32))]}
-    answer = httpx.post(rest_url(zoo_server, "identity_fp32"), json=document, timeout=LONG_S)
-    assert answer.status_code == 400
-    assert "'x' has no rows" in answer.json()["error"]
 
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:

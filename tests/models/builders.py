@@ -133,6 +133,32 @@ def poison(path: Path) -> Path:
     return _write(path, nodes, [_int64("x", "batch", 4)], [_fp32("y", "batch", 4)], table)
 
 
+def recurrent(path: Path, operator: str = "LSTM") -> Path:
+    """An LSTM or GRU over the steps of each row: x FP32 [batch, steps, 2] → y FP32 [batch, 3], its last state.
+
+    ONNX Runtime 1.31.1 ends the process where either is empty.
+    """
+    gates = {"GRU": 3, "LSTM": 4}[operator]
+    rng = np.random.default_rng(0)
+    weights = [
+        numpy_helper.from_array(rng.standard_normal((1, gates * 3, 2), np.float32), "weights"),
+        numpy_helper.from_array(rng.standard_normal((1, gates * 3, 3), np.float32), "recurrence"),
+        numpy_helper.from_array(np.array([0], np.int64), "first"),
+    ]
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["steps_first"], perm=[1, 0, 2]),
+        helper.make_node(operator, ["steps_first", "weights", "recurrence"], ["", "state"], hidden_size=3),
+        helper.make_node("Squeeze", ["state", "first"], ["y"]),
+    ]
+    return _write(path, nodes, [_fp32("x", "batch", "steps", 2)], [_fp32("y", "batch", 3)], weights)
+
+
+def diagonal_products(path: Path) -> Path:
+    """An Einsum over rows: x FP32 [batch, 2, 3], z FP32 [batch, 3, 2] → y FP32 [batch, 2, 2], their matrix products."""
+    nodes = [helper.make_node("Einsum", ["x", "z"], ["y"], equation="bij,bjk->bik")]
+    return _write(path, nodes, [_fp32("x", "batch", 2, 3), _fp32("z", "batch", 3, 2)], [_fp32("y", "batch", 2, 2)])
+
+
 def fixed_batch(path: Path) -> Path:
     """No free axis, so nothing to batch along: x FP32 [1, 4] → y FP32 [1, 4], y = 2x."""
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]

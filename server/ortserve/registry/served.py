@@ -16,6 +16,7 @@ from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.configuration import Configuration
+from ortserve.registry.empty_inputs import check_not_empty, crashing_operators, drop_rows, make_up_row
 from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.shape_classes import ShapeClasses
@@ -87,6 +88,7 @@ class ServedModel:
         self._batcher = batcher
         self._instances = loaded.instances
         self._conversions = loaded.interface.conversions
+        self._crashing = crashing_operators(loaded.operators)
         options = configuration.options
         self._has_queue_policies = has_queue_policies(options)
         is_usual = options.slo_s is None and not self._has_queue_policies
@@ -133,7 +135,8 @@ class ServedModel:
 
         Args:
             inputs: Checked against the signature, in its order, absent ones where optional inputs were left out.
-            rows: Length of the batch axis, 1 for a model without one.
+            rows: Length of the batch axis, 1 for a model without one. For 0 the model runs one made-up row, and the
+                outputs have no rows.
             timing: Stamped on the way.
             terms: Priority and deadlines.
 
@@ -141,10 +144,16 @@ class ServedModel:
             What to wait for, and how to leave.
 
         Raises:
-            ServeError: invalid_input for more rows than the model's configured maximum, and for inputs that disagree on
-                a padded dimension; overloaded, deadline, not_ready or internal from the batcher.
+            ServeError: invalid_input for more rows than the model's configured maximum, for inputs that disagree on a
+                padded dimension, and for empty ones that one of the model's operators crashes on; overloaded, deadline,
+                not_ready or internal from the batcher.
         """
+        if rows == 0:
+            running = asyncio.create_task(self._run_without_rows(inputs, timing, terms))
+            return Submission(running, running.cancel)
         batcher = self._batcher
+        if self._crashing and self._shape_classes is not None:
+            check_not_empty(inputs, self.signature, self.name, self._crashing)
         if self._conversions is not None:
             inputs = self._conversions.to_model(inputs, rows)
         shape_class = None if self._shape_classes is None else self._shape_classes.find(inputs)
@@ -180,6 +189,15 @@ class ServedModel:
             return self._conversions.to_client(outputs)
         except ValueError as error:
             raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
+
+    async def _run_without_rows(self, inputs: Arrays, timing: Timing, terms: Terms) -> Arrays:
+        """Answer a request of 0 rows, which many models reject or crash on, by a row that ONNX Runtime takes."""
+        submission = self.submit(make_up_row(inputs, self.signature, self.name), 1, timing, terms)
+        try:
+            return drop_rows(await submission.outputs, self.signature)
+        except asyncio.CancelledError:
+            submission.leave()
+            raise
 
     async def _run_yielding(
         self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms

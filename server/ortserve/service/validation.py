@@ -17,7 +17,7 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
 
     Returns:
         The input arrays in the signature's order, absent ones in the place of optional inputs that were left out, and
-        the rows: the common length of the batch axes, or 1 for a model without.
+        the rows: the common length of the batch axes, which may be 0, or 1 for a model without.
 
     Raises:
         ServeError: invalid_input, naming the input or output, what was expected and what came; unsupported for what
@@ -55,10 +55,6 @@ def check_request(request: InferRequest, signature: ModelSignature, model: str) 
             if is_first:
                 is_first = False
                 rows = shape[axis]
-                if rows == 0:
-                    raise invalid_input(
-                        f"input '{spec.name}' has no rows for model '{model}': expected at least 1, got 0"
-                    )
             elif shape[axis] != rows:
                 raise invalid_input(
                     f"input '{spec.name}' batch size does not match other inputs for '{model}': "

@@ -52,12 +52,13 @@ def test_model_without_a_batch_axis_counts_as_one_row() -> None:
     assert rows == 1
 
 
-def test_free_dimension_may_be_empty_but_the_batch_may_not() -> None:
+def test_free_dimension_and_batch_may_be_empty() -> None:
     assert check_request(request(tensor("a", FP32, 1, 4), tensor("b", INT32, 1, 0, 2)), BATCHED, "m")[1] == 1
     assert check_request(request(tensor("a", FP32, 1, 0), tensor("s", INT32)), UNBATCHED, "m")[1] == 1
+    assert check_request(request(tensor("a", FP32, 0, 4), tensor("b", INT32, 0, 1, 2)), BATCHED, "m")[1] == 0
     expect_invalid(
-        request(tensor("a", FP32, 0, 4), tensor("b", INT32, 0, 1, 2)),
-        "input 'a' has no rows for model 'm': expected at least 1, got 0",
+        request(tensor("a", FP32, 0, 4), tensor("b", INT32, 1, 1, 2)),
+        "input 'b' batch size does not match other inputs for 'm': expected 0, got 1",
     )
 
 

@@ -1,0 +1,104 @@
+"""Requests with empty tensors: of 0 rows, batched or not, and those that ONNX Runtime would crash on."""
+
+from collections.abc import Iterator
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException
+
+from encodings_of_requests import ENCODINGS, Arrays, Infer, grpc_raw, rest_json, triton_inputs
+from models import builders, interfaces
+from ortserve.core.dtypes import DataType
+from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, triton_clients
+
+IN_EVERY_ENCODING = pytest.mark.parametrize("infer", ENCODINGS, ids=lambda infer: infer.__name__)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Models whose rows run together, and ``<name>_alone`` for each, whose requests run one at a time."""
+    repository = tmp_path_factory.mktemp("empty")
+    for suffix, options in (("", ""), ("_alone", "batched: false\n")):
+        folders = [
+            add_model(repository, f"mlp{suffix}", builders.mlp),
+            add_model(repository, f"words{suffix}", builders.identity, datatype=DataType.BYTES),
+            add_model(repository, f"half{suffix}", builders.identity, datatype=DataType.BF16),
+            add_model(repository, f"free{suffix}", builders.identity, shape=("batch", "length")),
+            add_model(repository, f"scale{suffix}", interfaces.default_scale),
+            add_model(repository, f"recurrent{suffix}", builders.recurrent),
+            add_model(repository, f"gated{suffix}", builders.recurrent, operator="GRU"),
+            add_model(repository, f"einsum{suffix}", builders.diagonal_products),
+        ]
+        for folder in folders:
+            (folder / "model.yaml").write_text(options)
+    with serving(repository, *SHORT_WARMUP) as running:
+        yield running
+        # All that follows: nothing of the above ended the process.
+        np.testing.assert_array_equal(
+            rest_json(running, "free", {"x": np.ones((1, 2), np.float32)})["y"], np.ones((1, 2), np.float32)
+        )
+
+
+@IN_EVERY_ENCODING
+@pytest.mark.parametrize("suffix", ["", "_alone"], ids=["batched", "alone"])
+def test_request_of_no_rows_gets_an_answer_of_no_rows(server: ServerProcess, infer: Infer, suffix: str) -> None:
+    def ask(model: str, **inputs: np.ndarray) -> np.ndarray:
+        (answer,) = infer(server, model + suffix, inputs).values()
+        return answer
+
+    for model, inputs, item in (
+        ("mlp", {"x": np.empty((0, 64), np.float32)}, (10,)),
+        ("words", {"x": np.empty((0, 4), object)}, (4,)),
+        ("free", {"x": np.empty((0, 7), np.float32)}, (7,)),
+        ("scale", {"x": np.empty((0, 4), np.float32), "scale": np.array([3], np.float32)}, (4,)),
+    ):
+        answer = ask(model, **inputs)
+        assert answer.shape == (0, *item), model
+        assert answer.dtype == inputs["x"].dtype
+
+
+@pytest.mark.parametrize("model", ["recurrent", "gated"])
+def test_batched_recurrence_answers_no_rows_and_one_that_is_not_batched_rejects_them(
+    server: ServerProcess, model: str
+) -> None:
+    no_rows, no_steps = np.empty((0, 5, 2), np.float32), np.empty((2, 0, 2), np.float32)
+    assert rest_json(server, model, {"x": no_rows})["y"].shape == (0, 3)
+    for name, empty in ((f"{model}_alone", no_rows), (f"{model}_alone", no_steps), (model, no_steps)):
+        check_rejected(server, name, {"x": empty}, f"'x' is empty for model '{name}'")
+
+
+def test_einsum_of_no_rows_is_answered_batched_and_rejected_alone(server: ServerProcess) -> None:
+    empty = {"x": np.empty((0, 2, 3), np.float32), "z": np.empty((0, 3, 2), np.float32)}
+    assert rest_json(server, "einsum", empty)["y"].shape == (0, 2, 2)
+    check_rejected(server, "einsum_alone", empty, "Einsum")
+
+
+def test_row_that_is_made_up_is_bounded(server: ServerProcess) -> None:
+    check_rejected(server, "free", {"x": np.empty((0, 2**40), np.float32)}, "at most 8388608 elements a row")
+
+
+def test_answer_of_no_rows_is_counted_without_rows(server: ServerProcess) -> None:
+    def counted() -> tuple[int, int]:
+        url = f"http://{server.http}/v2/models/half/stats"
+        (stats,) = httpx.get(url, timeout=LONG_S).json()["model_stats"]
+        return stats["inference_count"], stats["inference_stats"]["success"]["count"]
+
+    rows, requests = counted()
+    assert grpc_raw(server, "half", {"x": np.empty((0, 4), ml_dtypes.bfloat16)})["y"].shape == (0, 4)
+    assert counted() == (rows, requests + 1)
+
+
+def check_rejected(server: ServerProcess, model: str, inputs: Arrays, text: str) -> None:
+    document = {"inputs": [json_input(name, array) for name, array in inputs.items()]}
+    answer = httpx.post(rest_url(server, model), json=document, timeout=LONG_S)
+    assert (answer.status_code, text in answer.json()["error"]) == (400, True), answer.text
+    with triton_clients(server) as (http, grpc):
+        for client, module in ((http, triton_http), (grpc, triton_grpc)):
+            with pytest.raises(InferenceServerException) as caught:
+                client.infer(model, triton_inputs(module, inputs))
+            assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+            assert text in caught.value.message()
