@@ -23,10 +23,11 @@ CRASHING: Final[Mapping[str, bool]] = {
     "Einsum": False,
     "GRU": True,
     "LSTM": True,
+    "Unique": True,
 }
-"""Operators that end the process on an empty tensor: GRU and LSTM by ``std::terminate``, for 0 rows or 0 steps, Einsum
-by a division by 0, for 0 rows. False for those that are only known to do so where axis 0 is empty: a decoder may have
-an Einsum and begin with a past of length 0."""
+"""Operators that end the process on an empty tensor: GRU, LSTM and Unique by ``std::terminate``, the former for 0 rows
+or 0 steps, the latter where another axis than its own is empty; Einsum by a division by 0, for 0 rows. False for those
+that are only known to do so where axis 0 is empty: a decoder may have an Einsum and begin with a past of length 0."""
 
 _MOST_ELEMENTS: Final = 2**23
 """Of a made-up row of an input with free dimensions, which a request without data chooses at will: 32 MiB of FP32."""
