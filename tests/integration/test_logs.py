@@ -24,6 +24,7 @@ def _add_models(repository: Path) -> None:
     add_model(repository, "words", builders.identity, datatype=DataType.BYTES)
     add_model(repository, "numbers", builders.identity)
     add_model(repository, "poison", builders.poison)  # fails on the secret number
+    add_model(repository, "words_on_many_nodes_" * 8, builders.mlp)
 
 
 def _send_secrets(server: ServerProcess) -> None:
@@ -88,6 +89,12 @@ def test_text_lines_are_the_default_and_tell_nothing_of_tensors_either(tmp_path:
     assert SECRET_TEXT not in server.output
     assert str(SECRET_NUMBER) not in server.output
     assert "request_id=grpc-words outcome=ok" in server.output
+    ready = [line for line in server.lines if "model is ready" in line]
+    assert len(ready) == 4
+    for line in ready:
+        assert " operators=" not in line.partition(" batching=")[0]
+        assert " batching=" in line
+        assert len(line) < 400
 
 
 def test_lines_are_turned_off_and_on_by_severity_while_the_server_runs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.loader import load_model
 from ortserve.registry.progress import Progress
 from ortserve.registry.source import VersionSource
-from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
 
 logger: Final = logging.getLogger(__name__)
@@ -116,15 +116,13 @@ class VersionLoader:
         record.metrics.load_ns = self._clock() - began_ns
         record.advance(State.READY)
         self._metrics.loaded(record.model, is_ok=True)
-        log_event(
-            logger,
-            logging.INFO,
-            "model is ready",
-            model=record.model,
-            version=record.version,
-            seconds=round(record.metrics.load_ns / 1e9, 2),
+        fields = {
+            "model": record.model,
+            "version": record.version,
+            "seconds": round(record.metrics.load_ns / 1e9, 2),
             **record.served.properties,
-        )
+        }
+        log_event(logger, logging.INFO, "model is ready", **fit_fields(fields, logger.name, "model is ready"))
         return ""
 
     def _run_events(self, record: VersionRecord) -> RunEvents:

@@ -10,7 +10,7 @@ from ortserve.registry.row_axes import Grounds
 
 
 def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
-    """The properties of a model's metadata; ``max_rows`` is the most rows of a batch."""
+    """The properties of a model's metadata, the long ones last; ``max_rows`` is the most rows of a batch."""
     found = loaded.warm_up
     warm_up = "not warmed up"
     if found.refused:
@@ -19,21 +19,25 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
         warm_up = ", ".join(f"{size.rows}: {size.run_ns / 1e6:.3f} ms" for size in found.latencies)
     properties = {
         "execution_provider": loaded.execution_provider,
-        "nodes": describe_placement(loaded.nodes),
-        "operators": "; ".join(f"{name}: {describe_operators(kinds)}" for name, kinds in loaded.operators.items()),
-        "intra_op_threads": str(loaded.intra_op_threads),
         "batching": _describe_batching(loaded, max_rows),
+        "intra_op_threads": str(loaded.intra_op_threads),
         "warm_up": warm_up,
         "event_loop": _describe_loop(loaded),
+        "nodes": describe_placement(loaded.nodes),
     }
-    if elsewhere := describe_elsewhere(loaded.execution_provider, loaded.operators):
-        properties["nodes_elsewhere"] = elsewhere
     if loaded.providers.passed_over:
         properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
     served = loaded.signature.output_index
     if classes := {output: names for output, names in loaded.classes.items() if output in served}:
         properties["classes"] = json.dumps(classes, ensure_ascii=False)
     return properties | loaded.on_device.properties() | _interface(loaded.signature)
+    properties |= loaded.on_device.properties() | _interface(loaded.signature)
+    properties["operators"] = "; ".join(
+        f"{name}: {describe_operators(kinds)}" for name, kinds in loaded.operators.items()
+    )
+    if elsewhere := describe_elsewhere(loaded.execution_provider, loaded.operators):
+        properties["nodes_elsewhere"] = elsewhere
+    return properties
 
 
 def describe_ended_sharing(difference: Difference, max_rows: int) -> str:

@@ -27,6 +27,10 @@ _KEYS: Final = ("time", "level", "logger", "message", "exception")
 """Of a JSON line; fields of these names get others."""
 
 
+_MOST_IN_LINE: Final = 399
+"""Characters of a line of text, so that logs stay readable."""
+
+
 class LineFormatter(logging.Formatter):
     """``2030-01-31T12:00:00.123Z INFO ortserve.registry version is ready model=simple version=1``, in UTC."""
 
@@ -146,6 +150,29 @@ def log_event(logger: logging.Logger, level: int, message: str, **fields: object
         fields: In the order they are written.
     """
     logger.log(level, "%s", message, extra={"fields": fields}, stacklevel=2)
+
+
+def fit_fields(fields: Mapping[str, object], logger: str, message: str) -> dict[str, object]:
+    """The leading fields of an event that its line has room for: the one that exceeds ``_MOST_IN_LINE`` is cut.
+
+    For events with long fields, which something else, such as a model's metadata, has in full. Lines are measured as
+    text; as JSON they are a little longer.
+    """
+    room = _MOST_IN_LINE - len(text_line(0, "WARNING", logger, message, {}))
+    fitting: dict[str, object] = {}
+    for key, value in fields.items():
+        room -= len(f" {key}=")
+        spelled = len(_spell(value))
+        if spelled > room:
+            text = str(value)
+            while text and len(_spell(f"{text}…")) > room:
+                text = text[: room - len(_spell(f"{text}…"))]  # by as many as are too many, some of which are escaped
+            if text:
+                fitting[key] = f"{text}…"
+            break
+        fitting[key] = value
+        room -= spelled
+    return fitting
 
 
 def log_fault(logger: logging.Logger, message: str, fault: BaseException, /, **fields: object) -> None:

@@ -11,7 +11,14 @@ from typing import Literal
 import hpack
 import pytest
 
-from ortserve.telemetry.logs import LogSwitches, StderrHandler, configure_logging, log_event, log_fault
+from ortserve.telemetry.logs import (
+    LogSwitches,
+    StderrHandler,
+    configure_logging,
+    fit_fields,
+    log_event,
+    log_fault,
+)
 
 LOGGER = logging.getLogger("ortserve.test")
 
@@ -36,6 +43,29 @@ def test_event_is_one_line_with_time_level_logger_message_and_fields(capsys: pyt
         r'version is ready model=m version=1 reason="two words"\n',
         capsys.readouterr().err,
     )
+
+
+@pytest.mark.parametrize("long", ["a" * 5000, "two words " * 500, 'é "\n' * 1000, "x" * 290])
+@pytest.mark.parametrize("model", ["m", "m" * 350, "m" * 500])
+def test_fields_fit_a_line_in_their_order_and_the_last_is_cut(
+    capsys: pytest.CaptureFixture[str], long: str, model: str
+) -> None:
+    configure_logging("info")
+    fields = {"model": model, "version": 1, "batching": long, "operators": "1 Add"}
+    fitting = fit_fields(fields, LOGGER.name, "model is ready")
+    log_event(LOGGER, logging.INFO, "model is ready", **fitting)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert 390 <= len(line) < 400 or fitting == fields or len(fitting) < 3
+    assert len(line) < 400
+    assert list(fitting) == list(fields)[: len(fitting)]
+    *whole, last = fitting
+    assert all(fitting[key] == fields[key] for key in whole)
+    assert str(fields[last]).startswith(str(fitting[last]).removesuffix("…"))
+
+
+def test_fields_of_a_short_line_stay_as_they_are() -> None:
+    fields = {"model": "m", "seconds": 0.5, "operators": "1 Add"}
+    assert fit_fields(fields, LOGGER.name, "model is ready") == fields
 
 
 def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str]) -> None:
