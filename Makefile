@@ -26,6 +26,8 @@ SEED ?= 1
 .PHONY: serve test test-compiled fuzz check audit protos reference clean
 
 serve: .venv/serve.done
+	@locale -a | grep -qix 'en_US\.utf-\?8' || echo 'The locale en_US.UTF-8 is missing, which models with a' \
+		'StringNormalizer need: apt-get install locales && localedef -i en_US -f UTF-8 en_US.UTF-8' >&2
 	$(BIN)/ortserve serve --example
 
 test: .venv/dev.done

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from manifests import ROOT, is_pinned
+from models import builders
 from ortserve import __version__
 from ortserve.config.options import ENV_PREFIX, ServerOptions, read_options
 from servers import LONG_S, SHORT_WARMUP
@@ -92,12 +93,42 @@ def test_image_has_nothing_that_builds(name: str) -> None:
     (installed,) = stage.all("RUN")
     packages = installed.partition("--no-install-recommends")[2].partition("&&")[0].split()
     assert packages == ["python3", "tini"]
-    assert stage.all("COPY") == [f"--from=environment-{name} /opt/ortserve /opt/ortserve"]
+    assert stage.all("COPY") == [
+        f"--from=environment-{name} /opt/ortserve /opt/ortserve",
+        "--from=wheel /opt/locale /usr/lib/locale",
+    ]
     made = " ".join(STAGES[f"environment-{name}"].all("RUN"))
     assert "--without-pip /opt/ortserve" in made
     assert "--only-binary :all:" in made
     assert "--constraint constraints.txt" in made
     assert made.rstrip().endswith(f'[{name},otel]"')
+
+
+def test_images_have_the_locale_that_string_normalizer_needs(tmp_path: Path) -> None:
+    """The step that makes it, taken here, and a model that lower-cases texts with what it makes."""
+    installed, _ = STAGES["wheel"].all("RUN")
+    assert "locales" in installed.split()
+    (step,) = [step for step in installed.split("&&") if "localedef" in step]
+    if shutil.which("localedef") is None or not Path("/usr/share/i18n/locales/en_US").exists():
+        pytest.skip("needs the package locales")
+    subprocess.run(shlex.split(step.replace("/opt/locale", str(tmp_path))), check=True, timeout=LONG_S)
+    builders.lower_case(tmp_path / "model.onnx")
+    code = (
+        "import numpy, onnxruntime; session = onnxruntime.InferenceSession('model.onnx');"
+        "print(session.run(None, {'x': numpy.array(['ÀÉ Groß'], object)})[0][0])"
+    )
+    for paths, expected in ((str(tmp_path), "àé groß"), ("/nowhere", "")):
+        environment = {"PATH": os.environ["PATH"], "LOCPATH": paths, "PYTHONIOENCODING": "utf-8"}
+        run = subprocess.run(
+            [sys.executable, "-X", "utf8", "-c", code],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+            timeout=LONG_S,
+        )
+        assert run.stdout.strip() == expected, run.stderr
 
 
 def test_path_of_requests_is_compiled_in_the_images() -> None:

@@ -159,6 +159,14 @@ def diagonal_products(path: Path) -> Path:
     return _write(path, nodes, [_fp32("x", "batch", 2, 3), _fp32("z", "batch", 3, 2)], [_fp32("y", "batch", 2, 2)])
 
 
+def lower_case(path: Path, locale: str = "") -> Path:
+    """A StringNormalizer: x BYTES [n] → y BYTES [n]; it needs a locale of the system, en_US.UTF-8 unless one is named."""
+    named = {"locale": locale} if locale else {}
+    node = helper.make_node("StringNormalizer", ["x"], ["y"], case_change_action="LOWER", **named)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.STRING, ["n"]) for name in ("x", "y"))
+    return _write(path, [node], [x], [y])
+
+
 def fixed_batch(path: Path) -> Path:
     """No free axis, so nothing to batch along: x FP32 [1, 4] → y FP32 [1, 4], y = 2x."""
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]

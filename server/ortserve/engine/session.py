@@ -1,5 +1,6 @@
 """Opening a model file as an ONNX Runtime session, and saying in our words what is wrong with it."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ _NO_CPU: Final = "session.disable_cpu_ep_fallback"
 
 _WEIGHTS_FOLDER: Final = "session.model_external_initializers_file_folder_path"
 """The entry that says where the files of a model lie that is given as bytes."""
+_LOCALE: Final = re.compile(r"Failed to construct locale with name:\s?([A-Za-z_]+(?:\.[A-Za-z0-9-]+)?):")
 
 _AFFINITIES: Final = "session.intra_op_thread_affinities"
 
@@ -95,7 +97,7 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
         # The model's own folder by its text: it may hold spaces, at which a pattern would stop.
         reason = without_paths(str(error).replace(f"{path.parent}/", ""))
         where = "" if provider.name == CPU else f" on {provider.name}"
-        missing = missing_library(provider.name)
+        missing = missing_library(provider.name) or _missing_locale(reason)
         error.__traceback__ = None  # its frames have what there is of the session, as below
         raise invalid_input(f"ONNX Runtime cannot load the model{where}: {reason}{missing}") from error
     try:
@@ -105,6 +107,18 @@ def open_session(path: Path, name: str, options: SessionOptions) -> ort.Inferenc
         del session  # else the traceback would have it, for longer than there are the streams that it was told of
         raise
     return session
+
+
+def _missing_locale(reason: str) -> str:
+    """How to install the locale that a StringNormalizer did not find, in words; empty for other reasons."""
+    found = _LOCALE.search(reason)
+    if found is None:
+        return ""
+    language, _, encoding = found[1].partition(".")
+    return (
+        f"; install the locale '{found[1]}' that the model's StringNormalizer needs: on Debian and Ubuntu, "
+        f"apt-get install locales && localedef -i {language} -f {encoding or 'UTF-8'} {found[1]}"
+    )
 
 
 def affinities_key(settings: SessionSettings) -> str:

@@ -397,3 +397,13 @@ def test_leaving_nodes_to_the_cpu_can_be_forbidden(tmp_path: Path) -> None:
         ServeError, match=r"cannot load the model on AzureExecutionProvider: .*fallback to CPU EP has been"
     ):
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", options)
+
+
+def test_missing_locale_is_named_with_the_way_to_install_it(tmp_path: Path) -> None:
+    with pytest.raises(ServeError) as caught:
+        open_session(builders.lower_case(tmp_path / "model.onnx", locale="xx_XX.UTF-8"), "m", OPTIONS)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message.endswith(
+        "; install the locale 'xx_XX.UTF-8' that the model's StringNormalizer needs: on Debian and Ubuntu, "
+        "apt-get install locales && localedef -i xx_XX -f UTF-8 xx_XX.UTF-8"
+    )
