@@ -25,6 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     for suffix, options in (("", ""), ("_alone", "batched: false\n")):
         folders = [
             add_model(repository, f"mlp{suffix}", builders.mlp),
+            add_model(repository, f"positive{suffix}", builders.refuses_synthetic),
             add_model(repository, f"words{suffix}", builders.identity, datatype=DataType.BYTES),
             add_model(repository, f"half{suffix}", builders.identity, datatype=DataType.BF16),
             add_model(repository, f"free{suffix}", builders.identity, shape=("batch", "length")),
@@ -75,6 +76,13 @@ def test_einsum_of_no_rows_is_answered_batched_and_rejected_alone(server: Server
     empty = {"x": np.empty((0, 2, 3), np.float32), "z": np.empty((0, 3, 2), np.float32)}
     assert rest_json(server, "einsum", empty)["y"].shape == (0, 2, 2)
     check_rejected(server, "einsum_alone", empty, "Einsum")
+
+
+def test_model_that_rejects_zeros_says_so_of_the_made_up_row(server: ServerProcess) -> None:
+    document = {"inputs": [json_input("x", np.empty((0, 4), np.int64))]}
+    answer = httpx.post(rest_url(server, "positive"), json=document, timeout=LONG_S)
+    assert answer.status_code == 400
+    assert "of the made-up row of zeros in their place the model rejected the inputs" in answer.json()["error"]
 
 
 def test_row_that_is_made_up_is_bounded(server: ServerProcess) -> None:

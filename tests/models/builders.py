@@ -160,7 +160,7 @@ def diagonal_products(path: Path) -> Path:
 
 
 def lower_case(path: Path, locale: str = "") -> Path:
-    """A StringNormalizer: x BYTES [n] → y BYTES [n]; it needs a locale of the system, en_US.UTF-8 unless one is named."""
+    """A StringNormalizer: x BYTES [n] → y BYTES [n]; it needs a locale of the system, usually en_US.UTF-8."""
     named = {"locale": locale} if locale else {}
     node = helper.make_node("StringNormalizer", ["x"], ["y"], case_change_action="LOWER", **named)
     x, y = (helper.make_tensor_value_info(name, TensorProto.STRING, ["n"]) for name in ("x", "y"))

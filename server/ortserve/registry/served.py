@@ -14,7 +14,7 @@ from ortserve.core.promise import Outputs
 from ortserve.core.shape_class import Alone
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.empty_inputs import check_not_empty, crashing_operators, drop_rows, make_up_row
 from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
@@ -195,6 +195,9 @@ class ServedModel:
         submission = self.submit(make_up_row(inputs, self.signature, self.name), 1, timing, terms)
         try:
             return drop_rows(await submission.outputs, self.signature)
+        except ModelRejectionError as error:
+            told = f"the request has no rows, and of the made-up row of zeros in their place {error.message}"
+            raise ModelRejectionError(told, error.node) from None
         except asyncio.CancelledError:
             submission.leave()
             raise

@@ -232,7 +232,7 @@ def test_sample_that_the_model_refuses_fails_the_load(tmp_path: Path) -> None:
     options = ModelOptions.model_validate(
         {"warmup_s": 0.05, "warmup_samples": ({"name": "mine", "inputs": {"x": {"data": "zeros"}}},)}
     )
-    with pytest.raises(ServeError, match="warm-up sample 'mine': ONNX Runtime failed to run the model") as caught:
+    with pytest.raises(ServeError, match="warm-up sample 'mine': the model rejected the inputs") as caught:
         load(path, options)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert not workers()
