@@ -30,7 +30,6 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
     served = loaded.signature.output_index
     if classes := {output: names for output, names in loaded.classes.items() if output in served}:
         properties["classes"] = json.dumps(classes, ensure_ascii=False)
-    return properties | loaded.on_device.properties() | _interface(loaded.signature)
     properties |= loaded.on_device.properties() | _interface(loaded.signature)
     properties["operators"] = "; ".join(
         f"{name}: {describe_operators(kinds)}" for name, kinds in loaded.operators.items()

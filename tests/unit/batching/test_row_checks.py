@@ -322,7 +322,7 @@ def test_inputs_are_those_of_the_batch_although_their_memory_is_written_to_after
 class TooLargeToCopy(np.ndarray):
     """An array of which no copy finds memory."""
 
-    def copy(self, order: str | None = "C") -> np.ndarray:
+    def copy(self, order: str | None = "C") -> "TooLargeToCopy":
         raise MemoryError
 
 
