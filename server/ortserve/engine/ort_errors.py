@@ -29,7 +29,10 @@ _REJECTIONS: Final = (
     ort_errors.RuntimeException,
     ort_errors.NotImplemented,
 )
-_NODE: Final = re.compile(r"Non-zero status code returned while running (\S+) node\. Name:'([^']*)'")
+_CODE: Final = re.compile(r"(?:\[ONNXRuntimeError\] : \d+ : \w+ : )?")
+_NODE: Final = re.compile(
+    r"Non-zero status code returned while running (\S+) node\. Name:'([^']*)'(?: Status Message: ?)?"
+)
 """An executor's text; within If, Loop and Scan it stands once for each level, the innermost last."""
 _NOT_OF_INPUTS: Final = re.compile(
     r"CUDA (?:failure|error)|cudaError|\b(?:CUDNN|CUBLAS|CUFFT|CURAND|CUSPARSE|NCCL|TensorRT|TRT)|"
@@ -75,8 +78,12 @@ def _rejecting_node(error: Exception, text: str) -> str | None:
     """The node that rejected the inputs, empty if ONNX Runtime did so before any node ran; None for other failures."""
     if not isinstance(error, _REJECTIONS) or OUT_OF_MEMORY.search(text) or _NOT_OF_INPUTS.search(text):
         return None
-    nodes = _NODE.findall(text)
-    if not nodes:
+    found = None
+    code = _CODE.match(text)
+    end = code.end() if code else 0
+    while inner := _NODE.match(text, end):  # and not elsewhere: a kernel's own text may quote what a request brought
+        found, end = inner, inner.end()
+    if found is None:
         return "" if isinstance(error, ort_errors.InvalidArgument) else None
-    operator, name = nodes[-1]
+    operator, name = found[1], found[2]
     return f"{operator} '{name[:_MAX_NODE]}'" if name else str(operator)

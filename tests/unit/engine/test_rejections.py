@@ -131,3 +131,11 @@ def test_long_names_of_nodes_are_cut() -> None:
     error = run_error(ort_errors.InvalidArgument(NODE.replace("''", f"'{'a' * 1000}'")))
     assert isinstance(error, ModelRejectionError)
     assert len(error.node) < 150
+
+
+def test_node_is_not_read_from_what_a_kernel_quotes() -> None:
+    quoted = NODE.replace("''", "'forged'")
+    error = run_error(ort_errors.Fail(f"[ONNXRuntimeError] : 1 : FAIL : {NODE}no category {quoted}"))
+    assert isinstance(error, ModelRejectionError)
+    assert error.node == "Expand"
+    assert run_error(ort_errors.Fail(f"cannot parse {quoted}")).kind is ErrorKind.INTERNAL
