@@ -45,6 +45,9 @@ logger: Final = logging.getLogger(__name__)
 ONE_THREAD_BELOW_NS: Final = 1_000_000
 """A run of one row shorter than this gains less from a second thread than waking it costs."""
 
+_LEAST_EFFORT_S: Final = 0.05
+"""For measuring larger batches of a model that is opened in less."""
+
 
 def load_model(
     path: Path,
@@ -134,11 +137,12 @@ class _Load:
         self._bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
         self._branches = options.session.inter_op_threads if options.session.execution_mode == "parallel" else 1
         limits = [limit for limit in (options.max_rows, max(options.buckets, default=None)) if limit is not None]
+        self._spent_s = 0.0
         self._most_rows = min(limits, default=None)  # a batch over the largest bucket could not be padded to any
 
     def run(self) -> LoadedModel:
         warm = self._warm_on_first()
-        if warm.threads > 1 and self._may_take_one_thread() and _is_short(warm.found):
+        if self._may_change_threads(warm.threads) and _is_short(warm.found):
             warm.instance.close()
             warm = self._warm(self._opening.open(warm.choice, 1), warm.choice, 1, warm.contents)
         loaded = self._add_instances(self._prepare_first(warm), warm.contents.samples)
@@ -211,7 +215,7 @@ class _Load:
             found = warm_up(
                 instance,
                 signature,
-                budget_s=self._options.warmup_s,
+                budget_s=self._left_s(),
                 max_rows=self._most_rows_on(choice),
                 clock=self._clock,
                 buckets=self._options.buckets,
@@ -221,7 +225,10 @@ class _Load:
                 rows_depend=self._rows.known_dependence,
                 samples=contents.samples,
                 bounds=self._bounds,
+                effort_s=max(opened.opening_s, _LEAST_EFFORT_S) if choice.name == CPU else None,
+                ends_below_ns=ONE_THREAD_BELOW_NS if self._may_change_threads(threads) else 0,
             )
+            self._spent_s += found.spent_ns / 1e9
             if found.refused and not found.has_run and choice.name != CPU:
                 rows = refused_rows(instance, signature, padding, self._progress, self._bounds)
                 if rows and self._cpu_takes_any(rows, contents):
@@ -308,13 +315,13 @@ class _Load:
             instance,
             signature,
             on_device.sizes,
-            budget_s=self._options.warmup_s,
+            budget_s=self._left_s(),
             clock=self._clock,
             progress=self._progress,
             padding=padding,
             bounds=self._bounds,
         )
-        return replace(found, latencies=sizes)
+        return replace(found, latencies=sizes or found.latencies)
 
     def _add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
         """Open and prepare those beside the first."""
@@ -385,9 +392,18 @@ class _Load:
             return self._options.intra_op_threads
         return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self._branches)
 
-    def _may_take_one_thread(self) -> bool:
-        """Whether nobody has said how many threads a run may use, or on which processors they are."""
+    def _left_s(self) -> float:
+        """What is left of the time for warm-up."""
+        return max(0.0, self._options.warmup_s - self._spent_s)
+
+    def _may_change_threads(self, threads: int) -> bool:
+        """Whether a session of so many threads gives way to one of a single thread, where runs of one row are short.
+
+        Not where the configuration says how many threads a run may use, or on which processors they are.
+        """
         options = self._options
+        if threads == 1:
+            return False
         is_open = options.intra_op_threads is None and not affinities_key(options.session)
         return is_open and not self._runtime.has_global_threads
 

@@ -39,7 +39,7 @@ from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
 from ortserve.registry.progress import Progress
 from ortserve.registry.row_axes import RowAxes
 from ortserve.registry.row_trial import LEAST_ROWS
-from ortserve.registry.warmup import MAX_SWEPT_ROWS
+from ortserve.registry.sweep import MAX_SWEPT_ROWS
 
 
 @dataclass(slots=True)
@@ -55,6 +55,7 @@ class OpenedSession:
         is_whole: Whether all of it is on one execution provider.
         no_buffers_because: In words, where it has no lane.
         no_replay: Why no graph is captured, although that was asked for; else None.
+        opening_s: How long it took to open.
     """
 
     session: Session
@@ -65,6 +66,7 @@ class OpenedSession:
     is_whole: bool = True
     no_buffers_because: str = ""
     no_replay: NoReplay | None = None
+    opening_s: float = 0.0
 
     @property
     def no_replay_because(self) -> str:
@@ -128,8 +130,11 @@ class Opening:
             DeviceLostError: Now or before, which all who use the device know from now on.
         """
         told = self.with_profile(choice) if choice.name == TENSORRT and not self._learns_shapes else choice
+        began_ns = self._clock()
         try:
-            return self._open(told, threads)
+            opened = self._open(told, threads)
+            opened.opening_s = (self._clock() - began_ns) / 1e9
+            return opened
         except ServeError as error:
             if told is choice or not wants_more_profiles(error):
                 raise

@@ -16,6 +16,11 @@ from ortserve.registry.synthetic import USUAL, ZEROS, Spread
 
 LEAST_ROWS: Final = 3
 """Of the first set of inputs, each of which also runs alone."""
+_SET_RUNS: Final = 4 * LEAST_ROWS
+"""Runs of one row that take as long as the first set: together, for the first time, each alone, and zeros."""
+_SHORT_SET_NS: Final = 20_000_000
+"""A set that takes no longer is tried in any case: it decides whether rows run together for as long as the model is
+loaded, and a busy machine may have used the time for warm-up up."""
 _COMPARED: Final = 3
 """Rows of a larger set that also run alone."""
 WIDER: Final = (Spread(8, 10.0), Spread(256, 0.1), Spread(2**15, 100.0))
@@ -47,8 +52,10 @@ class RowTrial:
         samples: Sequence[Sample],
         *,
         most_rows: int,
+        row_ns: int,
         is_coarse: bool,
         stop_ns: int,
+        ends_ns: int,
         clock: Clock,
     ) -> None:
         """Prepare a trial.
@@ -58,8 +65,10 @@ class RowTrial:
             make_up: Makes inputs that the model takes.
             samples: Configured requests, which are tried first.
             most_rows: As many rows as will run together, as far as the time suffices; at least ``LEAST_ROWS``.
+            row_ns: How long a run of one row takes.
             is_coarse: As in ``core.closeness``.
             stop_ns: No further set of inputs is begun then (monotonic).
+            ends_ns: A set that decides whether rows run together is not begun if it would last longer.
             clock: Monotonic nanoseconds.
         """
         self._worker = worker
@@ -69,19 +78,22 @@ class RowTrial:
         self._most_rows = max(most_rows, LEAST_ROWS)
         self._is_coarse = is_coarse
         self._stop_ns = stop_ns
+        self._ends_ns = ends_ns
         self._clock = clock
         self._drift = 0.0
         self._sets = 0
         self._rows = 0
-        self._row_ns = 0
+        self._row_ns = row_ns
 
     def run(self) -> TrialOutcome:
-        """Run it.
+        """Run it, unless not even the first set of inputs has time.
 
         Raises:
             OutOfMemoryError: Not even two rows find memory.
             ServeError: internal, when the model refuses made-up inputs.
         """
+        if not self._has_time_for_a_set():
+            return TrialOutcome("rows could not be tried together in the time for warm-up")
         problem = self._try_samples() or self._try_usual()
         if not problem and self._signature.has_optional_inputs and not self._make_up.brings_optional:
             problem = self._try_optional()
@@ -118,7 +130,13 @@ class RowTrial:
             return ""
         return why_no_rows(self._signature, zeros, rows)
 
+    def _has_time_for_a_set(self) -> bool:
+        set_ns = _SET_RUNS * self._row_ns
+        return set_ns <= _SHORT_SET_NS or self._clock() + set_ns <= self._ends_ns
+
     def _try_optional(self) -> str:
+        if not self._has_time_for_a_set():
+            return "rows could not be tried with the optional inputs in the time for warm-up"
         make_up = replace(self._make_up, brings_optional=True)
         try:
             return self._compare(make_up(LEAST_ROWS, 0, USUAL), LEAST_ROWS)

@@ -1,9 +1,8 @@
 """Running a fresh instance until it is warm, and learning its latency, batch size and batchability on the way."""
 
-import statistics
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ortserve.clock import Clock
@@ -15,35 +14,12 @@ from ortserve.registry.make_up import USUAL_BOUNDS, MakeUp, RunBounds, WorkerRun
 from ortserve.registry.progress import Progress
 from ortserve.registry.row_trial import RowTrial, TrialOutcome
 from ortserve.registry.samples import Sample
+from ortserve.registry.size_timer import SizeLatency, SizeTimer, warming_batches
+from ortserve.registry.sweep import MAX_SWEPT_ROWS, next_rows, row_ns_to_beat, worthwhile_rows
 from ortserve.registry.synthetic import FREE_DIM
 
-MAX_SWEPT_ROWS: Final = 64
-_RUNS: Final = 5
-_WORTHWHILE: Final = 0.95
-"""A bucket is worth having while its time a row is below this share of the bucket's before it."""
-_TRIED_IN_VAIN: Final = 2
-"""Sizes in a row that were not: one may have been timed while something else ran on the machine."""
 _TRIAL_SHARE: Final = 0.5
 """Of the time for warm-up that a trial of the rows may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class SizeLatency:
-    """Medians for one batch size: of the run alone, and of the whole way to the worker and back.
-
-    ``least_ns`` is the shortest of these ways.
-    """
-
-    rows: int
-    run_ns: int
-    round_trip_ns: int
-    least_ns: int
-
-    @property
-    def ns_per_row(self) -> float:
-        """At its best: what else ran on the machine meanwhile says nothing of what batching is worth."""
-        # The way to the worker is part of what the rows of a batch share.
-        return self.least_ns / self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +37,7 @@ class WarmUp:
         no_memory: What a size that found too little memory said, empty where all did; ``max_rows`` is then no more than
             the largest that found some, and one of the buckets where there are any.
         make_up: What makes inputs that the model takes; None where nothing ran.
+        spent_ns: How long warm-up took.
     """
 
     max_rows: int
@@ -72,6 +49,7 @@ class WarmUp:
     has_run: bool = False
     no_memory: str = ""
     make_up: MakeUp | None = None
+    spent_ns: int = field(default=0, compare=False)
 
 
 def warm_up(
@@ -88,11 +66,13 @@ def warm_up(
     rows_depend: str | None = None,
     samples: Sequence[Sample] = (),
     bounds: RunBounds = USUAL_BOUNDS,
+    effort_s: float | None = None,
+    ends_below_ns: int = 0,
 ) -> WarmUp:
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
 
-    Batch sizes double from 1 until two in a row have not made the time a row fall by 5 %, up to 64 rows, or up to
-    ``max_rows`` whatever it gains, and as long as ``budget_s`` lasts; the size being run when it ends is finished. A
+    One row runs first. Then batch sizes double until two in a row have not made the time a row fall by 5 %, up to 64
+    rows, or up to ``max_rows`` whatever it gains. A run is begun only if it is predicted to end within ``budget_s``. A
     budget of 0 runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are
     left out, unless the model refuses that; free dimensions are larger where it refuses small ones. ``is_coarse`` is as
     in ``core.closeness``. ``rows_depend`` is how rows of a batched model depend on each other, empty where they do not;
@@ -102,6 +82,10 @@ def warm_up(
     there are any, of which the largest is at least ``max_rows``: then they have no more rows than the largest bucket
     that finds memory, so that those above it are padded to by none.
 
+    Where no ``max_rows`` asks for them, larger sizes are measured for no longer than ``effort_s`` and a run of one row;
+    what they would gain beyond is computed from the sizes that were measured. None sets no such limit. Warm-up ends
+    after one row whose run takes less than ``ends_below_ns``: the session will not be kept.
+
     Raises:
         DeviceLostError: Whatever the model takes, it cannot be run.
         RunTimeoutError: A run took longer than ``bounds`` say.
@@ -110,36 +94,77 @@ def warm_up(
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
     if budget_s == 0:
         return unknown
-    stop_ns = clock() + int(budget_s * 1e9)
+    began_ns = clock()
+    stop_ns = began_ns + int(budget_s * 1e9)
     progress = progress or Progress(clock)
     worker = WorkerRuns(runner, bounds)
     try:
-        make_up = _choose(worker, MakeUp(signature, padding), progress)
-        trial: RowTrial | TrialOutcome = TrialOutcome(rows_depend or "")
+        make_up = _choose(worker, MakeUp(signature, padding), progress, stop_ns, clock)
+        timer = SizeTimer(worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=is_coarse)
+        one_row = timer.time_size(1)
+        if one_row.run_ns < ends_below_ns:
+            return WarmUp(1, (one_row,), has_run=True, make_up=make_up, spent_ns=clock() - began_ns)
+        outcome, no_memory = TrialOutcome(rows_depend or ""), ""
         if rows_depend is None and signature.is_batched:
+            progress.begin("warming up: rows alone and together")
             trial = RowTrial(
                 worker,
                 make_up,
                 samples,
                 most_rows=max_rows or MAX_SWEPT_ROWS,
+                row_ns=one_row.least_ns,
                 is_coarse=is_coarse,
-                stop_ns=clock() + int(budget_s * 1e9 * _TRIAL_SHARE),
+                stop_ns=min(stop_ns, clock() + int(budget_s * 1e9 * _TRIAL_SHARE)),
+                ends_ns=stop_ns,
                 clock=clock,
             )
-        return _measure(
-            worker, make_up, max_rows, buckets, stop_ns, clock, progress, trial or TrialOutcome(rows_depend or "")
+            try:
+                outcome = trial.run()
+            except OutOfMemoryError as error:
+                no_memory = error.message
+                told = f"rows could not be tried together, as not even two find memory: {no_memory}"
+                outcome = TrialOutcome(told)
+        sizes = [one_row]
+        most_rows = max_rows or 1
+        if signature.is_batched and not outcome.problem:
+            if effort_s is not None and max_rows is None:
+                timer.limit_effort(int(effort_s * 1e9) + one_row.least_ns)
+            limit = max_rows or MAX_SWEPT_ROWS
+            limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
+            if make_up.free_dim != FREE_DIM:
+                limit = min(limit, make_up.most_rows)
+            no_memory = _sweep(timer, sizes, limit, buckets, is_set=max_rows is not None)
+            most_rows = max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
+        if no_memory:
+            most_rows = min(most_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
+        return WarmUp(
+            most_rows,
+            tuple(sizes),
+            outcome.problem,
+            outcome.drift,
+            outcome.extent,
+            has_run=True,
+            no_memory=no_memory,
+            make_up=make_up,
+            spent_ns=clock() - began_ns,
         )
     except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
         raise
     except ServeError as error:
-        return replace(unknown, refused=error.message, has_run=worker.has_run)
+        return replace(unknown, refused=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)
 
 
-def _choose(worker: WorkerRuns, make_up: MakeUp, progress: Progress) -> MakeUp:
-    """The first of the ways to make inputs up that the model takes, and has an answer for: of no elements is none."""
+def _choose(worker: WorkerRuns, make_up: MakeUp, progress: Progress, stop_ns: int, clock: Clock) -> MakeUp:
+    """The first of the ways to make inputs up that the model takes, and has an answer for: of no elements is none.
+
+    Returns:
+        The first way that the model takes, or ``make_up``, where none of them has such an answer before ``stop_ns``.
+    """
     taken: MakeUp | None = None
     ways = make_up.ways()
     for way in ways if len(ways) > 1 else ():
+        if clock() >= stop_ns:
+            break
         progress.begin("warming up: looking for inputs that the model takes")
         try:
             outputs = worker.run(as_batch(way(1, 0), 1)).outputs
@@ -153,70 +178,21 @@ def _choose(worker: WorkerRuns, make_up: MakeUp, progress: Progress) -> MakeUp:
     return taken or make_up
 
 
-def _measure(
-    worker: WorkerRuns,
-    make_up: MakeUp,
-    max_rows: int | None,
-    buckets: Sequence[int],
-    stop_ns: int,
-    clock: Clock,
-    progress: Progress,
-    trial: RowTrial | TrialOutcome,
-) -> WarmUp:
-    """Raises ServeError: internal, when the model refuses such inputs, or finds no memory, as ``warm_up`` says."""
-    signature = make_up.signature
+def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequence[int], *, is_set: bool) -> str:
+    """Measure larger sizes as long as they are worth it, and add them to ``sizes``.
+
+    Returns:
+        What a size that found no memory said; empty where all did.
+    """
     no_memory = ""
-    if isinstance(trial, TrialOutcome):
-        outcome = trial
-    else:
-        progress.begin("warming up: rows alone and together")
+    while (rows := next_rows(sizes, limit, is_set=is_set)) and timer.can_begin(rows, sizes[-1]):
         try:
-            outcome = trial.run()
+            sizes.append(timer.time_size(rows, math.inf if is_set else row_ns_to_beat(sizes)))
         except OutOfMemoryError as error:
             no_memory = error.message
-            outcome = TrialOutcome(f"rows could not be tried together, as not even two find memory: {no_memory}")
-    time_size = partial(_time_runs, worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress)
-    sizes = [time_size(1)]
-    if signature.is_batched and not outcome.problem:
-        limit = max_rows or MAX_SWEPT_ROWS
-        limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
-        if make_up.free_dim != FREE_DIM:
-            limit = min(limit, make_up.most_rows)
-        while sizes[-1].rows < limit and clock() < stop_ns and (max_rows or _in_vain(sizes) < _TRIED_IN_VAIN):
-            rows = min(2 * sizes[-1].rows, limit)
-            try:
-                sizes.append(time_size(rows))
-            except OutOfMemoryError as error:
-                no_memory = error.message
-                fitted = sizes[-1].rows
-                limit = max((bucket for bucket in buckets if fitted < bucket < rows), default=fitted)
-    most_rows = max_rows or _best(sizes).rows
-    if no_memory:
-        most_rows = min(most_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
-    return WarmUp(
-        most_rows,
-        tuple(sizes),
-        outcome.problem,
-        outcome.drift,
-        outcome.extent,
-        has_run=True,
-        no_memory=no_memory,
-        make_up=make_up,
-    )
-
-
-def _best(sizes: Sequence[SizeLatency]) -> SizeLatency:
-    """The last size that was worth having, as ``_WORTHWHILE`` says; ``sizes`` ascend."""
-    best = sizes[0]
-    for size in sizes[1:]:
-        if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
-            best = size
-    return best
-
-
-def _in_vain(sizes: Sequence[SizeLatency]) -> int:
-    """How many sizes there were since then."""
-    return len(sizes) - 1 - sizes.index(_best(sizes))
+            fitted = sizes[-1].rows
+            limit = max((bucket for bucket in buckets if fitted < bucket < rows), default=fitted)
+    return no_memory
 
 
 def _largest_that_fits(rows: int, buckets: Sequence[int], no_memory: str) -> int:
@@ -247,12 +223,23 @@ def time_sizes(
 ) -> tuple[SizeLatency, ...]:
     """Time batches of these sizes, once an instance runs them in another way than when it was warmed up.
 
+    Returns:
+        Those that are predicted to end within the budget; the smallest first.
+
     Raises:
         ServeError: internal, when a run fails.
     """
-    stop_ns = clock() + int(budget_s * 1e9)
+    if budget_s <= 0:
+        return ()
     worker, make_up = WorkerRuns(runner, bounds), MakeUp(signature, padding)
-    return tuple(_time_runs(worker, make_up, rows, stop_ns, clock, progress) for rows in sorted(sizes))
+    stop_ns = clock() + int(budget_s * 1e9)
+    timer = SizeTimer(worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=True)
+    timed: list[SizeLatency] = []
+    for rows in sorted(sizes):
+        if timed and not timer.can_begin(rows, timed[-1]):
+            break
+        timed.append(timer.time_size(rows))
+    return tuple(timed)
 
 
 def run_once(
@@ -263,7 +250,7 @@ def run_once(
     Raises:
         ServeError: internal, when the model refuses made-up inputs.
     """
-    progress.begin(_batches(rows))
+    progress.begin(warming_batches(rows))
     WorkerRuns(runner, bounds).run(as_batch(make_up(rows, 0), rows))
 
 
@@ -287,23 +274,3 @@ def run_samples(
             raise
         except ServeError as error:
             raise invalid_input(f"warm-up sample '{sample.name}': {error.message}") from None
-
-
-def _batches(rows: int) -> str:
-    return f"warming up: batches of {rows} rows"
-
-
-def _time_runs(
-    worker: WorkerRuns, make_up: MakeUp, rows: int, stop_ns: int, clock: Clock, progress: Progress
-) -> SizeLatency:
-    """Time a few runs of one size; the first, in which memory is allocated, does not count."""
-    progress.begin(_batches(rows))
-    batch = as_batch(make_up(rows, rows), rows)
-    worker.run(batch)
-    runs: list[int] = []
-    round_trips: list[int] = []
-    while len(runs) < _RUNS and (not runs or clock() < stop_ns):
-        began_ns = clock()
-        runs.append(worker.run(batch).run_ns)
-        round_trips.append(clock() - began_ns)
-    return SizeLatency(rows, int(statistics.median(runs)), int(statistics.median(round_trips)), min(round_trips))
