@@ -7,6 +7,7 @@ import ctypes
 import importlib
 import pkgutil
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def missing_library(name: str, folder: Path = _LIBRARIES) -> str:
 
 
 class Runtime:
-    """The process's ONNX Runtime. Make one; all but the constructor is for the thread that loads models."""
+    """The process's ONNX Runtime. Make one; all but the constructor is for the threads that load models."""
 
     def __init__(
         self, libraries: Sequence[Path] = (), *, global_threads: bool = False, devices: Devices | None = None
@@ -101,6 +102,7 @@ class Runtime:
         if global_threads:
             ort.set_global_thread_pool_sizes(cpu_budget(), 1)
         self._has_shared_arena = False
+        self._changing = threading.Lock()
         self.devices: Final = devices or Devices()
         """Where sessions may have buffers."""
 
@@ -111,6 +113,10 @@ class Runtime:
         once it is registered. A plug-in must not be asked for by its name: ONNX Runtime would make a session on the
         CPU, and say nothing.
         """
+        with self._changing:
+            return self._offer(name)
+
+    def _offer(self, name: str) -> Offer:
         if devices := _devices(name):  # first, because ONNX Runtime lists the names of plug-ins among its own
             return Offer(devices=devices)
         if name in ort.get_available_providers():
@@ -139,10 +145,11 @@ class Runtime:
 
     def share_arena(self) -> None:
         """Have an arena that sessions may share."""
-        if not self._has_shared_arena:
-            memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-            ort.create_and_register_allocator(memory, None)
-            self._has_shared_arena = True
+        with self._changing:
+            if not self._has_shared_arena:
+                memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+                ort.create_and_register_allocator(memory, None)
+                self._has_shared_arena = True
 
 
 def _devices(name: str) -> tuple[ort.OrtEpDevice, ...]:

@@ -55,7 +55,7 @@ class TrialOrder:
 
 
 class CaptureTrials:
-    """Tries each model until it was captured once, as long as its file stays the same. Loader thread only."""
+    """Tries each model until it was captured once, as long as its file stays the same. Not for two loads at once."""
 
     def __init__(self, command: Sequence[str] = _COMMAND, timeout_s: float = TIMEOUT_S) -> None:
         """``command`` starts the child, ``timeout_s`` is how long it may take."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,17 +27,19 @@ from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.interface import Interface, resolve_interface
+from ortserve.registry.load_turns import LoadTurn, LoadTurns
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.make_up import RunBounds
 from ortserve.registry.model_folder import operator_libraries, read_labels
 from ortserve.registry.on_device import OnDevice, prepare
-from ortserve.registry.opening import OpenedSession, Opening
+from ortserve.registry.opening import OpenedSession, Opening, model_nbytes
 from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threads_in_vain
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.progress import Progress
 from ortserve.registry.refusals import CpuTrial, refused_rows
 from ortserve.registry.row_axes import Grounds, RowAxes, find_row_axes
 from ortserve.registry.samples import Sample, make_samples
+from ortserve.registry.size_timer import SizeLatency
 from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
 
@@ -45,6 +48,7 @@ logger: Final = logging.getLogger(__name__)
 ONE_THREAD_BELOW_NS: Final = 1_000_000
 """A run of one row shorter than this gains less from a second thread than waking it costs."""
 
+_FEW_WEIGHTS_NBYTES: Final = 4 * 1024**2
 _LEAST_EFFORT_S: Final = 0.05
 """For measuring larger batches of a model that is opened in less."""
 
@@ -58,6 +62,7 @@ def load_model(
     runtime: Runtime | None = None,
     trials: CaptureTrials | None = None,
     progress: Progress | None = None,
+    turns: LoadTurns | None = None,
 ) -> LoadedModel:
     """Open a model and warm it up.
 
@@ -70,15 +75,18 @@ def load_model(
         runtime: The process's; None for a plain one.
         trials: Of captures, the process's; None for those of this load.
         progress: Told of each step that begins; None where nobody asks.
+        turns: By which it shares processors and devices with other loads; None where there are none.
 
     Raises:
         ServeError: In words, why it cannot be served.
     """
     runtime, trials = runtime or Runtime(), trials or CaptureTrials()
-    progress = progress or Progress(clock)
-    progress.begin("following rows through the graph")
-    rows = find_row_axes(path, options)
-    return _Load(path, name, options, rows, clock, folder, runtime, trials, progress).run()
+    turns, progress = turns or LoadTurns(cpu_budget()), progress or Progress(clock)
+    with turns.turn(partial(progress.begin, "waiting for other loads")) as turn:
+        with turns.proving():
+            progress.begin("following rows through the graph")
+            rows = find_row_axes(path, options)
+        return _Load(path, name, options, rows, clock, folder, runtime, trials, progress, turn).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +128,7 @@ class _Load:
         runtime: Runtime,
         trials: CaptureTrials,
         progress: Progress,
+        turn: LoadTurn,
     ) -> None:
         self._path = path
         self._name = name
@@ -128,6 +137,7 @@ class _Load:
         self._folder = folder
         self._runtime = runtime
         self._progress = progress
+        self._turn = turn
         self._rows = rows
         self._classes = read_classes(path)
         names = {output: tuple(map(str, classes)) for output, classes in self._classes.items()}
@@ -142,9 +152,10 @@ class _Load:
 
     def run(self) -> LoadedModel:
         warm = self._warm_on_first()
-        if self._may_change_threads(warm.threads) and _is_short(warm.found):
+        threads = self._wanted_threads(warm.choice, warm.found.latencies)
+        if threads != warm.threads:
             warm.instance.close()
-            warm = self._warm(self._opening.open(warm.choice, 1), warm.choice, 1, warm.contents)
+            warm = self._warm(self._opening.open(warm.choice, threads), warm.choice, threads, warm.contents)
         loaded = self._add_instances(self._prepare_first(warm), warm.contents.samples)
         self._warn(loaded)
         return loaded
@@ -154,6 +165,8 @@ class _Load:
         options = self._options
         self._progress.begin("choosing an execution provider")
         choice = choose_provider(options.execution_providers, self._runtime.offer)
+        if choice.name != CPU:
+            self._turn.move_to_device()
         if options.session.shared_arena:
             self._runtime.share_arena()
         warm, choice = open_on_first(choice, self._try_on, allow_fallback=options.allow_fallback)
@@ -176,13 +189,13 @@ class _Load:
             ServeError: What is wrong on this provider.
         """
         choice = self._place(choice, 0)
-        threads = self._usual_threads(choice)
+        threads = self._first_threads(choice)
         opened = self._opening.open(choice, threads)
         try:
             contents = self._read(opened)
         except ServeError as error:
             return ServeError(error.kind, error.message)  # a new one: the traceback of that has the session
-        return self._warm(opened, choice, threads, contents)
+        return self._warm(opened, choice, threads, contents, is_first=True)
 
     def _read(self, opened: OpenedSession) -> _Contents:
         """What the session tells of the model, as it is configured; the session is freed where that fails."""
@@ -201,8 +214,18 @@ class _Load:
             opened.abandon()
             raise
 
-    def _warm(self, opened: OpenedSession, choice: ProviderChoice, threads: int, contents: _Contents) -> _Warm:
+    def _warm(
+        self,
+        opened: OpenedSession,
+        choice: ProviderChoice,
+        threads: int,
+        contents: _Contents,
+        *,
+        is_first: bool = False,
+    ) -> _Warm:
         """An instance of the session, warmed up, with nothing left of it where that fails.
+
+        Warm-up of the first session ends early where another number of threads is wanted.
 
         Raises:
             ServeError: It finds no memory, or takes nothing, although the CPU does.
@@ -210,24 +233,26 @@ class _Load:
         signature, padding = contents.interface.model, contents.padding
         instance = self._opening.make_instance(opened, choice, signature, self._name, threads, padding)
         opened.forget()
+
         try:
             self._progress.begin_warming()
-            found = warm_up(
-                instance,
-                signature,
-                budget_s=self._left_s(),
-                max_rows=self._most_rows_on(choice),
-                clock=self._clock,
-                buckets=self._options.buckets,
-                padding=padding,
-                progress=self._progress,
-                is_coarse=choice.name in GPU_PROVIDERS,
-                rows_depend=self._rows.known_dependence,
-                samples=contents.samples,
-                bounds=self._bounds,
-                effort_s=max(opened.opening_s, _LEAST_EFFORT_S) if choice.name == CPU else None,
-                ends_below_ns=ONE_THREAD_BELOW_NS if self._may_change_threads(threads) else 0,
-            )
+            with self._turn.measuring(threads):
+                found = warm_up(
+                    instance,
+                    signature,
+                    budget_s=self._left_s(),
+                    max_rows=self._most_rows_on(choice),
+                    clock=self._clock,
+                    buckets=self._options.buckets,
+                    padding=padding,
+                    progress=self._progress,
+                    is_coarse=choice.name in GPU_PROVIDERS,
+                    rows_depend=self._rows.known_dependence,
+                    samples=contents.samples,
+                    bounds=self._bounds,
+                    effort_s=max(opened.opening_s, _LEAST_EFFORT_S) if choice.name == CPU else None,
+                    keeps_session=lambda one_row: not is_first or self._wanted_threads(choice, [one_row]) == threads,
+                )
             self._spent_s += found.spent_ns / 1e9
             if found.refused and not found.has_run and choice.name != CPU:
                 rows = refused_rows(instance, signature, padding, self._progress, self._bounds)
@@ -396,14 +421,24 @@ class _Load:
         """What is left of the time for warm-up."""
         return max(0.0, self._options.warmup_s - self._spent_s)
 
-    def _may_change_threads(self, threads: int) -> bool:
-        """Whether a session of so many threads gives way to one of a single thread, where runs of one row are short.
+    def _first_threads(self, choice: ProviderChoice) -> int:
+        """Of a run, in the session that says how short runs are.
 
-        Not where the configuration says how many threads a run may use, or on which processors they are.
+        Runs of a model with few weights are mostly short, and then it need not be opened again.
         """
+        usual = self._usual_threads(choice)
+        if usual == 1 or choice.name != CPU or not self._options.warmup_s or not self._may_take_one_thread():
+            return usual
+        return 1 if model_nbytes(self._path) < _FEW_WEIGHTS_NBYTES else usual
+
+    def _wanted_threads(self, choice: ProviderChoice, latencies: Sequence[SizeLatency]) -> int:
+        """Of a run, once it is known how short runs are, as far as ``latencies`` say."""
+        is_short = bool(latencies) and latencies[0].run_ns < ONE_THREAD_BELOW_NS
+        return 1 if is_short and self._may_take_one_thread() else self._usual_threads(choice)
+
+    def _may_take_one_thread(self) -> bool:
+        """Whether nobody has said how many threads a run may use, or on which processors they are."""
         options = self._options
-        if threads == 1:
-            return False
         is_open = options.intra_op_threads is None and not affinities_key(options.session)
         return is_open and not self._runtime.has_global_threads
 
@@ -425,7 +460,3 @@ def _untried(found: WarmUp, doubt: str) -> str:
     """Why rows do not run together of which nothing is known, and nobody said that they may."""
     because = "the model refuses made-up inputs" if found.refused else "the model was not warmed up"
     return f"{doubt}; rows could not be tried, as {because}; 'batched: true' says that they are independent"
-
-
-def _is_short(found: WarmUp) -> bool:
-    return bool(found.latencies) and found.latencies[0].run_ns < ONE_THREAD_BELOW_NS

@@ -1,4 +1,4 @@
-"""Loading one version, from its record to a served model, on the loader thread."""
+"""Loading versions side by side, each from its record to a served model, on a loader thread."""
 
 import asyncio
 import logging
@@ -17,6 +17,7 @@ from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.assembly import Assembly
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.load_turns import MOST_LOADS, LoadTurns
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.loader import load_model
 from ortserve.registry.progress import Progress
@@ -31,10 +32,7 @@ TOLD_EVERY_S: Final = 10.0
 
 
 class VersionLoader:
-    """Opens models one after the other. Loop thread only, but for the loading itself.
-
-    ONNX Runtime does not promise that sessions may be made in parallel, and one at a time keeps the peak of memory low.
-    """
+    """Opens models side by side, as ``LoadTurns`` allow. Loop thread only, but for the loading itself."""
 
     def __init__(
         self,
@@ -64,7 +62,9 @@ class VersionLoader:
         self._on_lost = on_lost
         self._on_given_up = on_given_up
         self._told_every_s = told_every_s
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
+        processors = cpu_budget()
+        self._turns = LoadTurns(processors)
+        self._threads = ThreadPoolExecutor(min(processors, MOST_LOADS), thread_name_prefix="load")
 
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
         """Load a version.
@@ -89,14 +89,22 @@ class VersionLoader:
                 raise invalid_input(source.problem)
             options = source.configuration.options
             return load_model(
-                source.path, name, options, self._clock, source.folder, self._runtime, self._trials, progress
+                source.path,
+                name,
+                options,
+                self._clock,
+                source.folder,
+                self._runtime,
+                self._trials,
+                progress,
+                self._turns,
             )
 
         on_lost = partial(self._on_lost, record) if self._on_lost is not None else None
         loaded: LoadedModel | None = None
         telling = self._loop.create_task(self._tell(record, progress, began_ns))
         try:
-            loaded = await self._loop.run_in_executor(self._thread, load)
+            loaded = await self._loop.run_in_executor(self._threads, load)
             events = self._run_events(record)
             record.served = self._assembly.serve(loaded, source.configuration, record.metrics, on_lost, events)
         except Exception as error:
@@ -150,8 +158,8 @@ class VersionLoader:
             )
 
     def close(self) -> None:
-        """Begin no further load. Does not wait for one that runs, which would stop the loop."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Begin no further load. Does not wait for those that run, which would stop the loop."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _advance_to_warming(record: VersionRecord) -> None:

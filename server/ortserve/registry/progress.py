@@ -11,7 +11,7 @@ from typing import Final
 from ortserve.clock import Clock
 
 WAITING: Final = "waiting for its turn"
-"""What a load does while another one is under way."""
+"""What a load does while as many others as may are under way."""
 
 
 @dataclass(frozen=True, slots=True)

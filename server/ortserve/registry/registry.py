@@ -123,9 +123,9 @@ class Registry:
             ServeError: invalid_input, when a repository cannot be read.
         """
         found = {source.name: source for source in await self._read()}
-        for name in found if only is None else sorted(only):
-            async with self._lock(name):
-                await self._apply(found.get(name) or ModelSource(name, problem="it is in no repository"))
+        names = found if only is None else sorted(only)
+        missing = "it is in no repository"
+        await self._apply_all([found.get(name) or ModelSource(name, problem=missing) for name in names])
         self._catalog.is_whole = True
         self.on_change()
 
@@ -191,7 +191,7 @@ class Registry:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _read(self) -> list[ModelSource]:
-        # Not on the loader thread, where it would wait for a model that is loading.
+        # Not on a loader thread, where it would wait for a model that is loading.
         return await asyncio.to_thread(read_sources, self._repositories, self._defaults)
 
     async def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
@@ -241,13 +241,24 @@ class Registry:
 
     async def _poll(self) -> None:
         found = await self._read()
-        for source in found:
-            if self._sources.get(source.name) != source or self._retries.is_due(source.name, self._clock()):
-                async with self._lock(source.name):
-                    await self._apply(source)
+        now_ns = self._clock()
+        await self._apply_all(
+            source
+            for source in found
+            if self._sources.get(source.name) != source or self._retries.is_due(source.name, now_ns)
+        )
         for name in self._sources.keys() - {source.name for source in found}:
             log_event(logger, logging.INFO, "model is no longer in the repositories", model=name)
             await self._unload(name)
+
+    async def _apply_all(self, sources: Iterable[ModelSource]) -> None:
+        """Apply sources of different models side by side."""
+
+        async def apply(source: ModelSource) -> None:
+            async with self._lock(source.name):
+                await self._apply(source)
+
+        await asyncio.gather(*map(apply, sources))
 
     async def _apply(self, source: ModelSource) -> list[str]:
         """Make what serves of a model what ``source`` says; called with the model's lock.

@@ -1,7 +1,7 @@
 """Running a fresh instance until it is warm, and learning its latency, batch size and batchability on the way."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -67,7 +67,7 @@ def warm_up(
     samples: Sequence[Sample] = (),
     bounds: RunBounds = USUAL_BOUNDS,
     effort_s: float | None = None,
-    ends_below_ns: int = 0,
+    keeps_session: Callable[[SizeLatency], bool] = lambda one_row: True,
 ) -> WarmUp:
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
 
@@ -84,7 +84,7 @@ def warm_up(
 
     Where no ``max_rows`` asks for them, larger sizes are measured for no longer than ``effort_s`` and a run of one row;
     what they would gain beyond is computed from the sizes that were measured. None sets no such limit. Warm-up ends
-    after one row whose run takes less than ``ends_below_ns``: the session will not be kept.
+    after one row where ``keeps_session`` says by its time that another session will be warmed up instead.
 
     Raises:
         DeviceLostError: Whatever the model takes, it cannot be run.
@@ -102,7 +102,7 @@ def warm_up(
         make_up = _choose(worker, MakeUp(signature, padding), progress, stop_ns, clock)
         timer = SizeTimer(worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=is_coarse)
         one_row = timer.time_size(1)
-        if one_row.run_ns < ends_below_ns:
+        if not keeps_session(one_row):
             return WarmUp(1, (one_row,), has_run=True, make_up=make_up, spent_ns=clock() - began_ns)
         outcome, no_memory = TrialOutcome(rows_depend or ""), ""
         if rows_depend is None and signature.is_batched:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry import retries
+from ortserve.registry import loading, retries
 from ortserve.registry.lifecycle import State, VersionRecord
 from ortserve.registry.registry import MOST_ABANDONED, Registry
 from ortserve.telemetry.metrics import Metrics
@@ -231,6 +232,84 @@ async def test_models_that_wait_for_their_turn_are_known_but_not_ready(tmp_path:
     assert registry.is_loaded
     assert registry.find("a", "").name == "a"
     await registry.close()
+
+
+@pytest.fixture
+def pipes(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes models that ONNX Runtime opens for as long as nobody writes them."""
+    made: list[Path] = []
+
+    def make_pipe(name: str) -> Path:
+        made.append(tmp_path / f"{name}.onnx")
+        os.mkfifo(made[-1])
+        return made[-1]
+
+    yield make_pipe
+    for pipe in made:
+        with suppress(OSError):  # nobody reads any more, unless the test failed: then the loader's thread would stay
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+
+
+async def is_reached(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError
+
+
+def is_opening(registry: Registry, name: str) -> bool:
+    return any("opening" in record.explanation for record in registry.models().get(name, ()))
+
+
+UNMEASURED = LoadOptions(warmup_s=0, intra_op_threads=1)
+
+
+async def test_models_are_opened_side_by_side_and_a_slow_one_delays_no_other(
+    tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "cpu_budget", lambda: 3)
+    slow = [pipes("a_slow"), pipes("b_slow")]
+    put(tmp_path, builders.not_onnx, "c_broken")
+    names = [f"m{number}" for number in range(8)]
+    for name in names:
+        put(tmp_path, builders.unnamed_dims, name)
+    registry = Registry([tmp_path], UNMEASURED, Metrics(CollectorRegistry()), time.monotonic_ns)
+    loading_all = asyncio.create_task(registry.load_all())
+    await is_reached(lambda: all(registry.ready_versions(name) for name in names))
+    assert state_of(registry, "c_broken")[1][0] is State.FAILED
+    assert all(is_opening(registry, path.stem) for path in slow)
+    for name in names:
+        np.testing.assert_array_equal(await double(registry, name), np.full((1, 4), 2))
+    await registry.unload("m1")
+    assert registry.ready_versions("m1") == []
+    unloading = asyncio.create_task(registry.unload("a_slow"))
+    content = builders.unnamed_dims(tmp_path.parent / "real").read_bytes()
+    for path in slow:
+        await asyncio.to_thread(path.write_bytes, content)
+    await loading_all
+    await unloading
+    assert registry.ready_versions("a_slow") == []
+    np.testing.assert_array_equal(await double(registry, "b_slow"), np.full((1, 4), 2))
+    await registry.close()
+
+
+async def test_loading_that_is_cancelled_begins_no_further_model(
+    tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "cpu_budget", lambda: 2)
+    slow = [pipes("a_slow"), pipes("b_slow")]
+    put(tmp_path, builders.unnamed_dims, "m")
+    registry = Registry([tmp_path], UNMEASURED, Metrics(CollectorRegistry()), time.monotonic_ns)
+    loading_all = asyncio.create_task(registry.load_all())
+    await is_reached(lambda: all(is_opening(registry, path.stem) for path in slow))
+    loading_all.cancel()
+    await asyncio.gather(loading_all, return_exceptions=True)
+    await asyncio.wait_for(registry.close(), 30)
+    content = builders.unnamed_dims(tmp_path.parent / "real").read_bytes()
+    for path in slow:
+        await asyncio.to_thread(path.write_bytes, content)
+    assert state_of(registry, "m") == {1: (State.LOADING, "")}
 
 
 async def test_repository_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

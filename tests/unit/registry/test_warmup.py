@@ -226,10 +226,12 @@ def test_size_that_is_clearly_worth_having_is_not_run_more_often() -> None:
 
 def test_session_that_will_not_be_kept_runs_one_row_alone() -> None:
     clock = FakeClock()
-    runner = TimedRunner(clock, lambda rows: MS)
-    found = warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, ends_below_ns=2 * MS)
-    assert (sizes(found), runner.ran) == ([1], [1] * 6)
-    assert sizes(warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, ends_below_ns=MS))[-1] == 64
+    for is_kept, most in ((False, 1), (True, 64)):
+        runner = TimedRunner(clock, lambda rows: MS)
+        found = warm_up(
+            runner, BATCHED, budget_s=60, max_rows=None, clock=clock, keeps_session=lambda one_row, keeps=is_kept: keeps
+        )
+        assert (found.max_rows, max(runner.ran)) == (most, most)
 
 
 @pytest.mark.parametrize(("max_rows", "kept"), [(None, MAX_SWEPT_ROWS), (7, 7)])
