@@ -175,6 +175,10 @@ class HostBinding:
 
     def _give_up(self) -> None:
         self._is_given_up = True
+        self.release_buffers()
+
+    def release_buffers(self) -> None:
+        """Let go of all buffers; the next plain run makes new ones, for as many rows as it has."""
         self._bindings.clear()
         self._staging = []
         self._pool = None

@@ -83,6 +83,21 @@ class Instance:
         self._termination.allow_runs()
         return self._run(batch)
 
+    def give_back_memory(self, batch: Batch) -> None:
+        """Free what larger batches took: bound buffers, and the arena's free memory after a run of this one.
+
+        On the calling thread. For sessions that are on the CPU alone, and have an arena there.
+
+        Raises:
+            ServeError: internal, with ONNX Runtime's reason.
+        """
+        if self._binding is not None:
+            self._binding.release_buffers()
+        try:
+            self._plain.run_shrinking(batch)
+        except ORT_ERRORS as error:
+            raise self._failure(error) from error
+
     def start(self, batch: Batch, done: BatchDone) -> None:
         """Run on the worker thread, which calls ``done`` with the result or a ``ServeError``."""
         self._termination.allow_runs()  # not on the worker, where it would undo what came before the run began

@@ -11,6 +11,7 @@ from ortserve.core.conversion import repeated
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.plain_run import PlainRun, make_plain_run
+from ortserve.engine.run_options import shrinking_options
 from ortserve.engine.staging import HostStaging
 
 
@@ -27,6 +28,7 @@ class PlainBatches:
     ) -> None:
         """Keep the session until ``close``; ``padding`` is as for ``HostStaging``."""
         self._run: PlainRun | None = make_plain_run(session, signature, run_options)
+        self._shrinking_run: PlainRun | None = make_plain_run(session, signature, shrinking_options())
         self.staging = HostStaging(_axes(signature, signature.inputs), padding)
         axes = _axes(signature, signature.outputs)
         self._output_axes = axes if any(axis != 0 for axis in axes) else ()
@@ -59,9 +61,19 @@ class PlainBatches:
         assert self._run is not None, "the instance was closed"
         return self._run(inputs)
 
+    def run_shrinking(self, batch: Batch) -> None:
+        """Run on the calling thread, and have the CPU's arena give its free memory back.
+
+        Raises:
+            Exception: What ONNX Runtime raised, one of ``ORT_ERRORS``.
+        """
+        assert self._shrinking_run is not None, "the instance was closed"
+        self._shrinking_run(self.staging.stage(batch.parts, batch.bucket))
+
     def close(self) -> None:
         """Let go of the session."""
         self._run = None
+        self._shrinking_run = None
 
 
 def _axes(signature: ModelSignature, specs: Sequence[TensorSpec]) -> list[int | None]:

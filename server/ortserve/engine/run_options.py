@@ -41,6 +41,11 @@ def run_options(settings: SessionSettings, *, device_id: int = 0, gpus: Sequence
     return graph_options(NEITHER, arenas_of(settings, device_id, gpus))
 
 
+def shrinking_options() -> ort.RunOptions:
+    """Options of a plain run after which the CPU's arena gives its free memory back."""
+    return graph_options(NEITHER, ("cpu:0",))
+
+
 class Termination:
     """Ends the runs of one instance by their options. ONNX Runtime looks at them before each node, in loops, too."""
 

@@ -1,7 +1,7 @@
 """From a model file to a warm instance. Blocks for as long as that takes: runs on the loader's thread."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
-from ortserve.core.batch import Arrays
+from ortserve.core.batch import Arrays, Batch
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.bounded_time import why_unbounded
@@ -251,6 +251,7 @@ class _Load:
                     samples=contents.samples,
                     bounds=self._bounds,
                     effort_s=max(opened.opening_s, _LEAST_EFFORT_S) if choice.name == CPU else None,
+                    give_back_memory=self._gives_memory_back(instance, choice),
                     keeps_session=lambda one_row: not is_first or self._wanted_threads(choice, [one_row]) == threads,
                 )
             self._spent_s += found.spent_ns / 1e9
@@ -420,6 +421,15 @@ class _Load:
     def _left_s(self) -> float:
         """What is left of the time for warm-up."""
         return max(0.0, self._options.warmup_s - self._spent_s)
+
+    def _gives_memory_back(
+        self, instance: Instance | DeviceInstance, choice: ProviderChoice
+    ) -> Callable[[Batch], None] | None:
+        """What frees the memory that an instance needs in warm-up alone; None where it has no arena of its own."""
+        settings = self._options.session
+        has_arena = settings.memory_arena and not settings.shared_arena and not settings.shrink_arenas
+        is_on_cpu = choice.name == CPU and not choice.behind
+        return instance.give_back_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
 
     def _first_threads(self, choice: ProviderChoice) -> int:
         """Of a run, in the session that says how short runs are.

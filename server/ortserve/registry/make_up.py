@@ -93,6 +93,8 @@ class WorkerRuns:
         self._bounds = bounds
         self.has_run = False
         """Whether any of them ran."""
+        self.most_rows = 0
+        """Of the largest batch that ran."""
 
     def run(self, batch: Batch) -> BatchResult:
         """Run one batch.
@@ -127,6 +129,7 @@ class WorkerRuns:
                 # room beside the next: it must not wait for the garbage collector.
                 del outcome
         self.has_run = True
+        self.most_rows = max(self.most_rows, batch.rows)
         return outcome
 
 

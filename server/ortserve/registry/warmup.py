@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.core.batch import Runner
+from ortserve.core.batch import Batch, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError, invalid_input
@@ -67,6 +67,7 @@ def warm_up(
     samples: Sequence[Sample] = (),
     bounds: RunBounds = USUAL_BOUNDS,
     effort_s: float | None = None,
+    give_back_memory: Callable[[Batch], None] | None = None,
     keeps_session: Callable[[SizeLatency], bool] = lambda one_row: True,
 ) -> WarmUp:
     """Run the instance on made-up inputs, on its own worker, from the loader's thread.
@@ -85,6 +86,8 @@ def warm_up(
     Where no ``max_rows`` asks for them, larger sizes are measured for no longer than ``effort_s`` and a run of one row;
     what they would gain beyond is computed from the sizes that were measured. None sets no such limit. Warm-up ends
     after one row where ``keeps_session`` says by its time that another session will be warmed up instead.
+    ``give_back_memory`` runs a batch, and frees what larger ones took: it is called, with one row, where a batch of
+    warm-up had more rows than are worth having.
 
     Raises:
         DeviceLostError: Whatever the model takes, it cannot be run.
@@ -137,6 +140,10 @@ def warm_up(
             most_rows = max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
         if no_memory:
             most_rows = min(most_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
+        if give_back_memory is not None and worker.most_rows > most_rows:
+            give_back_memory(as_batch(make_up(1, 0), 1))
+            if timer.can_begin(most_rows, one_row):
+                worker.run(as_batch(make_up(most_rows, 0), most_rows))
         return WarmUp(
             most_rows,
             tuple(sizes),

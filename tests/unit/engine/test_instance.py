@@ -1,5 +1,6 @@
 """Runs of the real ONNX Runtime, on the caller's thread and on the worker's."""
 
+import os
 import queue
 import re
 import threading
@@ -333,3 +334,28 @@ def test_an_abandoned_instance_is_not_waited_for(open_instance: Open, tmp_path: 
     while instance.is_running:
         time.sleep(0.001)
     assert outcomes.empty(), "the loop that would be told may be gone"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_of_large_batches_is_given_back(open_instance: Open, tmp_path: Path) -> None:
+    instance = open_instance(builders.mlp(tmp_path / "model.onnx", inputs=4, hidden=65536, outputs=1))
+    small, large = batch_of(np.ones((1, 4), np.float32)), batch_of(np.ones((512, 4), np.float32))
+    answer = instance.run(small).outputs[0].copy()
+    before = resident_bytes()
+    instance.run(large)
+    grown = resident_bytes() - before
+    assert grown > 2**27
+    instance.give_back_memory(small)
+    assert resident_bytes() - before < grown / 4
+    np.testing.assert_array_equal(instance.run(small).outputs[0], answer)
+    assert instance.run(large).outputs[0].shape == (512, 1)
+
+
+def test_batch_that_the_model_refuses_gives_nothing_back(open_instance: Open, tmp_path: Path) -> None:
+    instance = open_instance(builders.mlp(tmp_path / "model.onnx"))
+    with pytest.raises(ServeError) as caught:
+        instance.give_back_memory(batch_of(np.ones((1, 5), np.float32)))
+    assert caught.value.kind is ErrorKind.INTERNAL

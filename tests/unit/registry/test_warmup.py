@@ -24,13 +24,10 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
 from ortserve.registry.progress import Progress
 from ortserve.registry.refusals import refused_rows, takes_any
 from ortserve.registry.samples import Sample
+from ortserve.registry.size_timer import SizeLatency
+from ortserve.registry.sweep import MAX_SWEPT_ROWS
 from ortserve.registry.synthetic import LARGER_FREE_DIMS
-from ortserve.registry.warmup import (
-    MAX_SWEPT_ROWS,
-    WarmUp,
-    run_samples,
-    warm_up,
-)
+from ortserve.registry.warmup import WarmUp, run_samples, warm_up
 
 MS = 1_000_000
 X, Y = TensorSpec("x", DataType.FP32, (-1, 4)), TensorSpec("y", DataType.FP32, (-1, 4))
@@ -224,13 +221,37 @@ def test_size_that_is_clearly_worth_having_is_not_run_more_often() -> None:
     assert runner.ran == [1] * 6 + [rows for size in (2, 4, 8, 16, 32, 64) for rows in (size, size)]
 
 
+@pytest.mark.parametrize(
+    ("latency_ns", "most", "given_back"), [(lambda rows: MS * rows, 1, [1]), (lambda rows: MS, 64, [])]
+)
+def test_memory_of_batches_that_are_not_worth_having_is_given_back(
+    latency_ns: Callable[[int], int], most: int, given_back: list[int]
+) -> None:
+    clock = FakeClock()
+    runner = TimedRunner(clock, latency_ns)
+    ran: list[int] = []
+
+    def give_back_memory(batch: Batch) -> None:
+        ran.append(batch.rows)
+        runner.ran.clear()
+
+    found = warm_up(
+        runner, BATCHED, budget_s=60, max_rows=None, clock=clock, rows_depend="", give_back_memory=give_back_memory
+    )
+    assert (found.max_rows, ran) == (most, given_back)
+    if given_back:
+        assert runner.ran == [most]  # what serving needs is there again
+
+
 def test_session_that_will_not_be_kept_runs_one_row_alone() -> None:
     clock = FakeClock()
     for is_kept, most in ((False, 1), (True, 64)):
         runner = TimedRunner(clock, lambda rows: MS)
-        found = warm_up(
-            runner, BATCHED, budget_s=60, max_rows=None, clock=clock, keeps_session=lambda one_row, keeps=is_kept: keeps
-        )
+
+        def keeps_session(one_row: SizeLatency, is_kept: bool = is_kept) -> bool:
+            return is_kept
+
+        found = warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, keeps_session=keeps_session)
         assert (found.max_rows, max(runner.ran)) == (most, most)
 
 
