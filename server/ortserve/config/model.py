@@ -59,9 +59,11 @@ class LoadOptions(BaseModel):
     """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process, and one
     for a model whose run of one row takes less than 1 ms."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
-    """Longest time that a version may spend measuring batch sizes before it serves. With 0 nothing is run: nobody has
-    seen the execution provider run the model, and requests run one at a time unless the model's graph proves that rows
-    are independent, or ``batched`` is ``true``."""
+    """Longest time of warm-up, in which batch sizes are measured, before a version serves; only the first run, and
+    configured samples, may exceed it. Without ``max_rows``, sizes over one row are measured on the CPU for no longer
+    than the model took to open, or 30 ms, and what others would gain is computed. With 0 nothing is run: the execution
+    provider has not been seen to run the model, and requests run one at a time unless the model's graph proves that
+    rows are independent, or ``batched`` is ``true``."""
     max_rows: int | None = Field(default=None, ge=1, le=65536)
     """Most rows that run together in one batch. Unset: learned in warm-up, which also keeps batches, with a warning, to
     the sizes that find memory on a GPU."""

@@ -33,6 +33,9 @@ from ortserve.engine.staging import stage_rows
 LENT_BYTES: Final = 64 * 1024
 """From this size on a caller's own array is bound, and the buffer again afterwards, instead of copied. Measured as even
 within 2 % at 64 and 128 KiB, where it leaves the processor's cache to others, 4 % less at 256 KiB, 13 % at 1 MiB."""
+_LONGEST_NS: Final = 20_000_000
+"""Of runs that are bound: the 2 µs that binding saves are nothing in longer ones, and their buffers would take memory,
+and a further run to try them."""
 _UNBOUND: Final = (DataType.BYTES, DataType.BF16)
 """Texts cannot be bound; BF16 has a way of its own (``engine/bfloat16``)."""
 _MAX_BINDINGS: Final = 512
@@ -113,14 +116,20 @@ class HostBinding:
                 bound.binding.bind_cpu_input(self._names[index], bound.inputs[index])
         return BatchResult(outputs.first_rows(batch.rows), staged_ns, computed_ns, computed_ns - staged_ns)
 
-    def observe(self, batch: Batch, outputs: Sequence[np.ndarray]) -> None:
-        """Learn from a plain run of a batch that ``run`` did not want. ``outputs`` are whole, with padding rows."""
+    def observe(self, batch: Batch, outputs: Sequence[np.ndarray], run_ns: int) -> None:
+        """Learn from a plain run of a batch that ``run`` did not want, and how long it took.
+
+        ``outputs`` are whole, with padding rows.
+        """
         if self._is_given_up:
             return
         if self._has_failed:  # bound, while it went well plainly: shapes depend on more than the number of rows
             self._give_up()
-        elif (self._pool is None or batch.bucket > self._pool.rows) and fits(batch, self._layouts):
+        elif run_ns <= _LONGEST_NS and self._is_larger(batch) and fits(batch, self._layouts):
             self._make_buffers(batch, outputs)
+
+    def _is_larger(self, batch: Batch) -> bool:
+        return self._pool is None or batch.bucket > self._pool.rows
 
     def _stage(self, bound: _Bound, batch: Batch, lent: list[int]) -> None:
         is_lone = len(batch.parts[0]) == 1 and batch.rows == batch.bucket

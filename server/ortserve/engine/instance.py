@@ -169,7 +169,7 @@ class Instance:
         except ORT_ERRORS as error:
             raise self._failure(error) from error
         if self._binding is not None:
-            self._binding.observe(batch, outputs)
+            self._binding.observe(batch, outputs, result.run_ns)
         return result
 
     def _failure(self, error: Exception) -> ServeError:

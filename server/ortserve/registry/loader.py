@@ -49,7 +49,7 @@ ONE_THREAD_BELOW_NS: Final = 1_000_000
 """A run of one row shorter than this gains less from a second thread than waking it costs."""
 
 _FEW_WEIGHTS_NBYTES: Final = 4 * 1024**2
-_LEAST_EFFORT_S: Final = 0.05
+_LEAST_EFFORT_S: Final = 0.03
 """For measuring larger batches of a model that is opened in less."""
 
 

@@ -83,11 +83,11 @@ def warm_up(
     there are any, of which the largest is at least ``max_rows``: then they have no more rows than the largest bucket
     that finds memory, so that those above it are padded to by none.
 
-    Where no ``max_rows`` asks for them, larger sizes are measured for no longer than ``effort_s`` and a run of one row;
-    what they would gain beyond is computed from the sizes that were measured. None sets no such limit. Warm-up ends
-    after one row where ``keeps_session`` says by its time that another session will be warmed up instead.
-    ``give_back_memory`` runs a batch, and frees what larger ones took: it is called, with one row, where a batch of
-    warm-up had more rows than are worth having.
+    Where no ``max_rows`` asks for them, larger sizes are measured for no longer than ``effort_s``; what they would gain
+    beyond is computed from the sizes that were measured. None sets no such limit. Warm-up ends after one row where
+    ``keeps_session`` says by its time that another session will be warmed up instead. ``give_back_memory`` runs a
+    batch, and frees what larger ones took: it is called, with one row, where a batch of warm-up had more rows than are
+    worth having.
 
     Raises:
         DeviceLostError: Whatever the model takes, it cannot be run.
@@ -131,7 +131,7 @@ def warm_up(
         most_rows = max_rows or 1
         if signature.is_batched and not outcome.problem:
             if effort_s is not None and max_rows is None:
-                timer.limit_effort(int(effort_s * 1e9) + one_row.least_ns)
+                timer.limit_effort(int(effort_s * 1e9))
             limit = max_rows or MAX_SWEPT_ROWS
             limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
             if make_up.free_dim != FREE_DIM:

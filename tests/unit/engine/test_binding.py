@@ -20,7 +20,7 @@ from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import PaddedAxis, Padding, StagedElements
 from ortserve.engine import staging
-from ortserve.engine.binding import LENT_BYTES
+from ortserve.engine.binding import LENT_BYTES, HostBinding
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.output_buffers import MAX_SET_BYTES, MAX_SETS, OutputPool
@@ -188,6 +188,16 @@ def test_buffers_grow_with_the_batches_and_old_answers_stay(tmp_path: Path, open
         np.testing.assert_array_equal(output, rows_of(rows, rows))
     assert model.pool is not None
     assert model.pool.rows == 32
+
+
+def test_runs_that_take_so_long_that_binding_saves_nothing_are_not_tried_a_second_time(tmp_path: Path) -> None:
+    session = open_session(builders.identity(tmp_path / "model.onnx"), "m/1", SessionOptions(ProviderChoice(CPU), 1))
+    binding = HostBinding(session, read_signature(session), time.monotonic_ns)
+    rows = rows_of(1, 2)
+    binding.observe(batch_of(rows), [rows], 20_000_001)
+    assert binding.pool is None
+    binding.observe(batch_of(rows), [rows], 20_000_000)
+    assert binding.pool is not None
 
 
 @pytest.mark.parametrize("build", [input_as_output, drawn, constant_rows], ids=lambda build: build.__name__)

@@ -341,7 +341,7 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
     put(tmp_path, partial(builders.refuses_synthetic, is_proven=False), "refuses")
     put(tmp_path, builders.in_sequence, "cold", options="warmup_s: 0")
     put(tmp_path, builders.in_sequence, "believed", options="warmup_s: 0\nbatched: true")
-    registry = await load(intra_op_threads=1)
+    registry = await load(intra_op_threads=1, warmup_s=1)
     names = ("batched", "mixer", "fixed", "tried", "refuses", "cold", "believed")
     properties = {name: registry.find(name, "").properties for name in names}
     for told in properties.values():
