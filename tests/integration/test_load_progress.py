@@ -12,6 +12,7 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
 from models import builders
+from ortserve.engine.cpu_budget import cpu_budget
 from servers import starting, triton_clients
 
 OPENING = r"opening the session on CPUExecutionProvider, for \d+ s"
@@ -43,4 +44,26 @@ def test_load_that_lasts_says_what_it_is_doing_on_both_protocols_and_in_the_log(
             server.wait_until_loaded()
             assert http.get_model_repository_index() == [{"name": "m", "version": "1", "state": "READY"}]
             http.infer("m", triton_inputs(triton_http, ONES))
+        server.stop()
+
+
+@pytest.mark.skipif(cpu_budget() < 2, reason="loads are as many as processors")
+def test_model_that_takes_long_to_open_delays_no_other_and_not_the_end_of_the_server(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    os.mkfifo(repository / "a_slow.onnx")
+    (repository / "b_broken.onnx").write_bytes(b"no model")
+    names = [f"m{number}" for number in range(8)]
+    for name in names:
+        builders.identity(repository / f"{name}.onnx")
+    with starting(repository, "--warmup-s", "0.5") as server:
+        for name in names:
+            server.wait_for_line("model is ready", f"model={name} ")
+        with triton_clients(server) as (http, grpc):
+            states = {entry["name"]: entry["state"] for entry in http.get_model_repository_index()}
+            assert states == {"a_slow": "LOADING", "b_broken": "UNAVAILABLE"} | dict.fromkeys(names, "READY")
+            for name in names:
+                for client, library in ((http, triton_http), (grpc, triton_grpc)):
+                    answer = client.infer(name, triton_inputs(library, ONES))
+                    np.testing.assert_array_equal(answer.as_numpy("y"), ONES["x"])
         server.stop()

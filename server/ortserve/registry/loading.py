@@ -64,10 +64,12 @@ class VersionLoader:
         self._told_every_s = told_every_s
         processors = cpu_budget()
         self._turns = LoadTurns(processors)
-        self._threads = ThreadPoolExecutor(min(processors, MOST_LOADS), thread_name_prefix="load")
+        most = min(processors, MOST_LOADS)
+        self._slots = asyncio.Semaphore(most)  # so that nothing is told of loads, or timed, before they begin
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="load")
 
     async def load(self, record: VersionRecord, source: VersionSource) -> str:
-        """Load a version.
+        """Load a version, once no more loads are under way than may be.
 
         Args:
             record: Of this load; READY with what answers, or FAILED, when this returns.
@@ -76,6 +78,10 @@ class VersionLoader:
         Returns:
             Why it failed, empty where it did not.
         """
+        async with self._slots:
+            return await self._load(record, source)
+
+    async def _load(self, record: VersionRecord, source: VersionSource) -> str:
         began_ns = self._clock()
         name = f"{record.model}/{record.version}"
 

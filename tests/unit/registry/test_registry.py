@@ -26,6 +26,7 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry import loading, retries
 from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.progress import WAITING
 from ortserve.registry.registry import MOST_ABANDONED, Registry
 from ortserve.telemetry.metrics import Metrics
 
@@ -310,6 +311,7 @@ async def test_loading_that_is_cancelled_begins_no_further_model(
     for path in slow:
         await asyncio.to_thread(path.write_bytes, content)
     assert state_of(registry, "m") == {1: (State.LOADING, "")}
+    assert [record.explanation for record in registry.models()["m"]] == [WAITING]
 
 
 async def test_repository_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
