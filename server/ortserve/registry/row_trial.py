@@ -181,10 +181,13 @@ class RowTrial:
         problem = self._judge(together, chosen, alone)
         if among and not problem:
             places = [*chosen[1:], chosen[0]]
-            mixed = tuple(array.copy() for array in among)
-            for array, own in zip(mixed, inputs, strict=True):
-                array[places] = own[chosen]
-            problem = self._judge(self._run(mixed, rows), places, alone)
+            mixed = [array.copy() for array in among]
+            for index, (spec, own) in enumerate(zip(self._signature.inputs, inputs, strict=True)):
+                if spec.batch_axis is None:  # the same for all rows, those alone among them
+                    mixed[index] = own
+                else:
+                    mixed[index][places] = own[chosen]
+            problem = self._judge(self._run(tuple(mixed), rows), places, alone)
         self._sets += 1
         self._rows = max(self._rows, rows)
         return problem

@@ -66,8 +66,10 @@ def attempt(
         MakeUp(signature, None),
         [Sample(str(number), (rows,), len(rows), 1) for number, rows in enumerate(samples)],
         most_rows=most_rows,
+        row_ns=run_ns,
         is_coarse=False,
         stop_ns=clock() + budget_ns,
+        ends_ns=clock() + budget_ns,
         clock=clock,
     )
     return trial.run(), runner
