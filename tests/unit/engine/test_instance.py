@@ -358,4 +358,4 @@ def test_batch_that_the_model_refuses_gives_nothing_back(open_instance: Open, tm
     instance = open_instance(builders.mlp(tmp_path / "model.onnx"))
     with pytest.raises(ServeError) as caught:
         instance.give_back_memory(batch_of(np.ones((1, 5), np.float32)))
-    assert caught.value.kind is ErrorKind.INTERNAL
+    assert caught.value.kind is ErrorKind.REJECTED_BY_MODEL

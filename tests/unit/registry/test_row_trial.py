@@ -69,7 +69,7 @@ def attempt(
         row_ns=run_ns,
         is_coarse=False,
         stop_ns=clock() + budget_ns,
-        ends_ns=clock() + budget_ns,
+        ends_ns=clock() + 4 * budget_ns,
         clock=clock,
     )
     return trial.run(), runner
@@ -149,3 +149,9 @@ def test_little_memory_makes_sets_small_and_no_memory_is_an_error() -> None:
     assert attempt(fits(2))[0].extent == "1 set of inputs, of up to 2 rows"
     with pytest.raises(OutOfMemoryError):
         attempt(fits(1))
+
+
+def test_trial_for_which_there_is_no_time_is_none_and_rows_stay_apart() -> None:
+    found, runner = attempt(lambda x: x, run_ns=10**10, budget_ns=10**9)
+    assert found.problem == "rows could not be tried together in the time for warm-up"
+    assert not runner.rows
