@@ -49,6 +49,7 @@ ONE_THREAD_BELOW_NS: Final = 1_000_000
 """A run of one row shorter than this gains less from a second thread than waking it costs."""
 
 _FEW_WEIGHTS_NBYTES: Final = 4 * 1024**2
+_LEAST_S: Final = 0.001
 _LEAST_EFFORT_S: Final = 0.03
 """For measuring larger batches of a model that is opened in less."""
 
@@ -347,7 +348,8 @@ class _Load:
             padding=padding,
             bounds=self._bounds,
         )
-        return replace(found, latencies=sizes or found.latencies)
+        left = [size for size in found.latencies if size.rows > sizes[-1].rows and size.rows in on_device.sizes]
+        return replace(found, latencies=(*sizes, *left))
 
     def _add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
         """Open and prepare those beside the first."""
@@ -419,8 +421,8 @@ class _Load:
         return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self._branches)
 
     def _left_s(self) -> float:
-        """What is left of the time for warm-up."""
-        return max(0.0, self._options.warmup_s - self._spent_s)
+        """What is left of the time for warm-up; enough for the first run of a session, unless nothing is to run."""
+        return max(min(_LEAST_S, self._options.warmup_s), self._options.warmup_s - self._spent_s)
 
     def _gives_memory_back(
         self, instance: Instance | DeviceInstance, choice: ProviderChoice

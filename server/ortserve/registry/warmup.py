@@ -231,13 +231,11 @@ def time_sizes(
     """Time batches of these sizes, once an instance runs them in another way than when it was warmed up.
 
     Returns:
-        Those that are predicted to end within the budget; the smallest first.
+        The smallest, and those that are predicted to end within the budget; they ascend.
 
     Raises:
         ServeError: internal, when a run fails.
     """
-    if budget_s <= 0:
-        return ()
     worker, make_up = WorkerRuns(runner, bounds), MakeUp(signature, padding)
     stop_ns = clock() + int(budget_s * 1e9)
     timer = SizeTimer(worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=True)

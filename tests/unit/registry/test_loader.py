@@ -30,9 +30,11 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer, Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
+from ortserve.registry import loader
 from ortserve.registry.assembly import _policy
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.loader import load_model
+from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threads_in_vain
 from ortserve.registry.progress import Progress
 from ortserve.registry.properties import describe_properties
@@ -49,6 +51,34 @@ def load(path: Path, options: ModelOptions = QUICK, progress: Progress | None = 
 
 def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("run m/1")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "few_nbytes", "opened", "threads"),
+    [(1, 2**22, [1], 1), (1, 0, [2, 1], 1), (2000, 2**22, [1, 2], 2), (2000, 0, [2], 2)],
+    ids=["short and small", "short and large", "long and small", "long and large"],
+)
+def test_model_is_opened_again_only_where_its_size_told_the_wrong_number_of_threads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    few_nbytes: int,
+    opened: list[int],
+    threads: int,
+) -> None:
+    monkeypatch.setattr(loader, "cpu_budget", lambda: 2)
+    monkeypatch.setattr(loader, "_FEW_WEIGHTS_NBYTES", few_nbytes)
+    seen: list[int] = []
+
+    def open_noted(opening: Opening, choice: ProviderChoice, threads: int) -> OpenedSession:
+        seen.append(threads)
+        return open_really(opening, choice, threads)
+
+    open_really = Opening.open
+    monkeypatch.setattr(Opening, "open", open_noted)
+    loaded = load(builders.slow(tmp_path / "model.onnx", steps=steps), ModelOptions(warmup_s=0.01))
+    assert (seen, loaded.intra_op_threads) == (opened, threads)
+    assert loaded.warm_up.latencies  # although the first session may have used all of the time
 
 
 def test_short_runs_get_one_thread_unless_told_otherwise(tmp_path: Path) -> None:

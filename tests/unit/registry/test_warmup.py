@@ -27,7 +27,7 @@ from ortserve.registry.samples import Sample
 from ortserve.registry.size_timer import SizeLatency
 from ortserve.registry.sweep import MAX_SWEPT_ROWS
 from ortserve.registry.synthetic import LARGER_FREE_DIMS
-from ortserve.registry.warmup import WarmUp, run_samples, warm_up
+from ortserve.registry.warmup import WarmUp, run_samples, time_sizes, warm_up
 
 MS = 1_000_000
 X, Y = TensorSpec("x", DataType.FP32, (-1, 4)), TensorSpec("y", DataType.FP32, (-1, 4))
@@ -219,6 +219,14 @@ def test_size_that_is_clearly_worth_having_is_not_run_more_often() -> None:
     runner = TimedRunner(clock, lambda rows: MS)
     warm_up(runner, BATCHED, budget_s=60, max_rows=None, clock=clock, rows_depend="")
     assert runner.ran == [1] * 6 + [rows for size in (2, 4, 8, 16, 32, 64) for rows in (size, size)]
+
+
+@pytest.mark.parametrize(("budget_s", "timed"), [(0.001, [1]), (1, [1, 4]), (60, [1, 4, 16])])
+def test_sizes_on_buffers_are_timed_as_far_as_there_is_time(budget_s: float, timed: list[int]) -> None:
+    clock = FakeClock()
+    runner = TimedRunner(clock, lambda rows: 50 * MS * rows)
+    found = time_sizes(runner, BATCHED, [16, 4, 1], budget_s=budget_s, clock=clock, progress=Progress(clock))
+    assert [size.rows for size in found] == timed
 
 
 @pytest.mark.parametrize(
