@@ -249,6 +249,7 @@ class _Load:
                     progress=self._progress,
                     is_coarse=choice.name in GPU_PROVIDERS,
                     rows_depend=self._rows.known_dependence,
+                    is_believed=self._rows.grounds is Grounds.CONFIGURED,
                     samples=contents.samples,
                     bounds=self._bounds,
                     effort_s=max(opened.opening_s, _LEAST_EFFORT_S) if choice.name == CPU else None,

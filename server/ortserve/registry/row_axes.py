@@ -57,10 +57,15 @@ class RowAxes:
 
     @property
     def known_dependence(self) -> str | None:
-        """How rows depend on each other, empty where they are proven not to; None where a trial must tell."""
+        """How rows depend on each other; None where a trial must show it.
+
+        Empty where they are proven not to, and where the configuration overrules a graph in which they may meet.
+        """
         if self.grounds is Grounds.PROVEN:
             return ""
-        return self.doubt if self.is_mixed and self.grounds is Grounds.TRIED else None
+        if self.is_mixed:
+            return self.doubt if self.grounds is Grounds.TRIED else ""
+        return None
 
     def apply(self, signature: ModelSignature) -> ModelSignature:
         """The signature with these axes.

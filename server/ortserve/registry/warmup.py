@@ -64,6 +64,7 @@ def warm_up(
     progress: Progress | None = None,
     is_coarse: bool = False,
     rows_depend: str | None = None,
+    is_believed: bool = False,
     samples: Sequence[Sample] = (),
     bounds: RunBounds = USUAL_BOUNDS,
     effort_s: float | None = None,
@@ -77,7 +78,8 @@ def warm_up(
     budget of 0 runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are
     left out, unless the model refuses that; free dimensions are larger where it refuses small ones. ``is_coarse`` is as
     in ``core.closeness``. ``rows_depend`` is how rows of a batched model depend on each other, empty where they do not;
-    where it is None, rows are run alone and together, those of ``samples`` first.
+    where it is None, rows are run alone and together, those of ``samples`` first. ``is_believed`` says that batches are
+    made whatever that shows.
 
     A size that finds too little memory ends the sweep, and batches stay below it. They are padded to ``buckets``, where
     there are any, of which the largest is at least ``max_rows``: then they have no more rows than the largest bucket
@@ -129,7 +131,7 @@ def warm_up(
                 outcome = TrialOutcome(told)
         sizes = [one_row]
         most_rows = max_rows or 1
-        if signature.is_batched and not outcome.problem:
+        if signature.is_batched and (is_believed or not outcome.problem):
             if effort_s is not None and max_rows is None:
                 timer.limit_effort(int(effort_s * 1e9))
             limit = max_rows or MAX_SWEPT_ROWS

@@ -55,7 +55,7 @@ def test_graph_where_rows_meet_is_told_with_its_node(tmp_path: Path) -> None:
     told = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
     assert (found.grounds, found.is_mixed, found.known_dependence) == (Grounds.TRIED, True, told)
     believed = find(path, batched=True)
-    assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, told, None)
+    assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, told, "")
 
 
 @pytest.mark.parametrize(("names", "is_batched"), [(("batch", "batch"), True), (("one", "other"), False)])

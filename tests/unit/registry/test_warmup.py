@@ -631,3 +631,14 @@ def test_device_that_is_lost_in_a_sample_is_not_the_samples_fault() -> None:
     runner = TimedRunner(clock, lambda rows: MS, DeviceLostError("cuda:0 is lost"))
     with pytest.raises(DeviceLostError, match=r"^cuda:0 is lost$"):
         run_samples(runner, [Sample("s", (np.zeros((1, 4), np.float32),), 1, 1)], Progress(clock))
+
+
+def test_rows_that_are_believed_to_be_independent_are_batched_whatever_the_trial_shows() -> None:
+    def compute_batch(batch: Batch) -> Arrays:
+        ((rows,),) = batch.parts
+        return (rows - rows.mean(axis=0),)
+
+    runner = ComputingRunner(compute_batch)
+    found = warm_up(runner, BATCHED, budget_s=60, max_rows=4, clock=FakeClock(), is_believed=True)
+    assert found.rows_depend == "output 'y' of a row depends on the rows beside it"
+    assert (found.max_rows, sizes(found)) == (4, [1, 2, 4])
