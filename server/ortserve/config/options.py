@@ -97,8 +97,9 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     """Largest request body that is taken; larger ones are refused as ``too_large`` before they are kept."""
     max_inflight_bytes: int | None = Field(default=None, ge=1, le=2**44)
     """Memory that request bodies, and what is made of them until they are answered, may take together; more is
-    rejected as ``overloaded``. Unset: a quarter of the memory that the process may use, by its cgroup, its address
-    space limit and the machine."""
+    rejected as ``overloaded``. Beside it up to 128 MiB, or a quarter of it where that is less, stay with the process
+    for the next large bodies. Unset: a quarter of the memory that the process may use, by its cgroup, its address space
+    limit and the machine."""
     max_json_bytes: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Largest JSON of a request to infer or generate, also after decompression; more is rejected as ``too_large``.
     Reading JSON takes up to 32 times its size in memory, so binary tensors, which take none, may be larger. Unset: 32

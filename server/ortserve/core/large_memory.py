@@ -45,8 +45,8 @@ class Block:
 class LargeMemory:
     """Blocks of memory. Any thread.
 
-    Nobody gives a block back: it is free when no reference to its array is left but its own, as for
-    ``engine/output_buffers``.
+    A block is free when no reference to its array is left but its own, as in ``engine/output_buffers``; borrowers give
+    nothing back.
     """
 
     def __init__(self, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
