@@ -13,7 +13,7 @@ from ortserve.core.batch import Arrays, Batch
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.bounded_time import why_unbounded
-from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
+from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
@@ -21,7 +21,6 @@ from ortserve.engine.placement import Placement, count_operators, describe_opera
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.session import affinities_key
 from ortserve.engine.tensorrt_profiles import most_rows
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import ServeError, invalid_input
@@ -32,23 +31,19 @@ from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.make_up import RunBounds
 from ortserve.registry.model_folder import operator_libraries, read_labels
 from ortserve.registry.on_device import OnDevice, prepare
-from ortserve.registry.opening import OpenedSession, Opening, model_nbytes
+from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threads_in_vain
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.progress import Progress
 from ortserve.registry.refusals import CpuTrial, refused_rows
 from ortserve.registry.row_axes import Grounds, RowAxes, find_row_axes
+from ortserve.registry.run_threads import RunThreads
 from ortserve.registry.samples import Sample, make_samples
-from ortserve.registry.size_timer import SizeLatency
 from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-ONE_THREAD_BELOW_NS: Final = 1_000_000
-"""A run of one row shorter than this gains less from a second thread than waking it costs."""
-
-_FEW_WEIGHTS_NBYTES: Final = 4 * 1024**2
 _LEAST_S: Final = 0.001
 _LEAST_EFFORT_S: Final = 0.03
 """For measuring larger batches of a model that is opened in less."""
@@ -146,14 +141,14 @@ class _Load:
         self._libraries = tuple(operator_libraries(options, folder))
         self._opening = Opening(path, name, options, rows, runtime, trials, self._libraries, clock, progress)
         self._bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
-        self._branches = options.session.inter_op_threads if options.session.execution_mode == "parallel" else 1
+        self._run_threads = RunThreads(path, options, has_global_threads=runtime.has_global_threads)
         limits = [limit for limit in (options.max_rows, max(options.buckets, default=None)) if limit is not None]
         self._spent_s = 0.0
         self._most_rows = min(limits, default=None)  # a batch over the largest bucket could not be padded to any
 
     def run(self) -> LoadedModel:
         warm = self._warm_on_first()
-        threads = self._wanted_threads(warm.choice, warm.found.latencies)
+        threads = self._run_threads.wanted(warm.choice, warm.found.latencies)
         if threads != warm.threads:
             warm.instance.close()
             warm = self._warm(self._opening.open(warm.choice, threads), warm.choice, threads, warm.contents)
@@ -190,7 +185,7 @@ class _Load:
             ServeError: What is wrong on this provider.
         """
         choice = self._place(choice, 0)
-        threads = self._first_threads(choice)
+        threads = self._run_threads.first(choice)
         opened = self._opening.open(choice, threads)
         try:
             contents = self._read(opened)
@@ -254,7 +249,7 @@ class _Load:
                     bounds=self._bounds,
                     effort_s=max(opened.opening_s, _LEAST_EFFORT_S) if choice.name == CPU else None,
                     give_back_memory=self._gives_memory_back(instance, choice),
-                    keeps_session=lambda one_row: not is_first or self._wanted_threads(choice, [one_row]) == threads,
+                    keeps_session=lambda row: not is_first or self._run_threads.wanted(choice, [row]) == threads,
                 )
             self._spent_s += found.spent_ns / 1e9
             if found.refused and not found.has_run and choice.name != CPU:
@@ -285,7 +280,7 @@ class _Load:
     def _cpu_takes_any(self, rows: Sequence[Arrays], contents: _Contents) -> bool:
         """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them."""
         self._progress.begin(f"trying on {CPU} what was refused")
-        has_global_threads, threads = self._runtime.has_global_threads, self._usual_threads(ProviderChoice(CPU))
+        has_global_threads, threads = self._runtime.has_global_threads, self._run_threads.usual(ProviderChoice(CPU))
         settings, clock, bounds = self._options.session, self._clock, self._bounds
         trial = CpuTrial(self._path, self._name, settings, self._libraries, has_global_threads, threads, clock, bounds)
         return trial.takes_any(rows, contents.interface.model, contents.padding)
@@ -310,7 +305,7 @@ class _Load:
             instance.close()
             raise
         choice, operators, threads = warm.choice, warm.contents.operators, warm.threads
-        run_threads = threads + self._branches - 1
+        run_threads = threads + self._run_threads.branches - 1
         unbounded_because = why_unbounded(self._path, interface.model)
         return LoadedModel(
             (instance,),
@@ -413,14 +408,6 @@ class _Load:
         for reason in in_vain:
             log_event(logger, logging.WARNING, "configured without effect", model=self._name, reason=reason)
 
-    def _usual_threads(self, choice: ProviderChoice) -> int:
-        """Of a run, inside an operator, before it is known how short runs are."""
-        if self._runtime.has_global_threads:
-            return cpu_budget()
-        if self._options.intra_op_threads is not None:
-            return self._options.intra_op_threads
-        return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self._branches)
-
     def _left_s(self) -> float:
         """What is left of the time for warm-up; enough for the first run of a session, unless nothing is to run."""
         return max(min(_LEAST_S, self._options.warmup_s), self._options.warmup_s - self._spent_s)
@@ -433,27 +420,6 @@ class _Load:
         has_arena = settings.memory_arena and not settings.shared_arena and not settings.shrink_arenas
         is_on_cpu = choice.name == CPU and not choice.behind
         return instance.give_back_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
-
-    def _first_threads(self, choice: ProviderChoice) -> int:
-        """Of a run, in the session that says how short runs are.
-
-        Runs of a model with few weights are mostly short, and then it need not be opened again.
-        """
-        usual = self._usual_threads(choice)
-        if usual == 1 or choice.name != CPU or not self._options.warmup_s or not self._may_take_one_thread():
-            return usual
-        return 1 if model_nbytes(self._path) < _FEW_WEIGHTS_NBYTES else usual
-
-    def _wanted_threads(self, choice: ProviderChoice, latencies: Sequence[SizeLatency]) -> int:
-        """Of a run, once it is known how short runs are, as far as ``latencies`` say."""
-        is_short = bool(latencies) and latencies[0].run_ns < ONE_THREAD_BELOW_NS
-        return 1 if is_short and self._may_take_one_thread() else self._usual_threads(choice)
-
-    def _may_take_one_thread(self) -> bool:
-        """Whether nobody has said how many threads a run may use, or on which processors they are."""
-        options = self._options
-        is_open = options.intra_op_threads is None and not affinities_key(options.session)
-        return is_open and not self._runtime.has_global_threads
 
     def _most_rows_on(self, choice: ProviderChoice) -> int | None:
         """The most rows of a batch that is tried on an execution provider."""
