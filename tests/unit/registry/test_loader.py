@@ -30,7 +30,7 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer, Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
-from ortserve.registry import loader
+from ortserve.registry import run_threads
 from ortserve.registry.assembly import _policy
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.loader import load_model
@@ -66,8 +66,8 @@ def test_model_is_opened_again_only_where_its_size_told_the_wrong_number_of_thre
     opened: list[int],
     threads: int,
 ) -> None:
-    monkeypatch.setattr(loader, "cpu_budget", lambda: 2)
-    monkeypatch.setattr(loader, "_FEW_WEIGHTS_NBYTES", few_nbytes)
+    monkeypatch.setattr(run_threads, "cpu_budget", lambda: 2)
+    monkeypatch.setattr(run_threads, "_FEW_WEIGHTS_NBYTES", few_nbytes)
     seen: list[int] = []
 
     def open_noted(opening: Opening, choice: ProviderChoice, threads: int) -> OpenedSession:
@@ -434,7 +434,7 @@ class Providers:
 
 
 def load_on(path: Path, wishes: Sequence[str], **options: Any) -> LoadedModel:
-    chosen = ModelOptions.model_validate({"warmup_s": 0.1, "execution_providers": tuple(wishes)} | options)
+    chosen = ModelOptions.model_validate({"warmup_s": 5, "execution_providers": tuple(wishes)} | options)
     loaded = load_model(path, "m/1", chosen, time.monotonic_ns, None, OfferingOthers())
     for instance in loaded.instances:
         instance.close()
@@ -701,7 +701,7 @@ def test_threads_with_processors_of_their_own_are_kept_for_short_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: dict[str, Any]
 ) -> None:
     """One thread has none to place, and ONNX Runtime would say nothing of that."""
-    monkeypatch.setattr("ortserve.registry.loader.cpu_budget", lambda: 2)
+    monkeypatch.setattr("ortserve.registry.run_threads.cpu_budget", lambda: 2)
     path = builders.mlp(tmp_path / "model.onnx")
     options = ModelOptions.model_validate({"warmup_s": 0.1, "session": session})
     assert load(path, options).intra_op_threads == 2
