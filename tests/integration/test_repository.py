@@ -1,5 +1,6 @@
 """Starting over all sorts of repositories: what loads, what does not, and what the operator is told."""
 
+import os
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders, interfaces
+from ortserve.registry.load_turns import MOST_LOADS
 from servers import (
     LONG_S,
     SHORT_WARMUP,
@@ -96,21 +98,27 @@ def test_only_models_are_taken_for_models(mixed_server: ServerProcess) -> None:
 
 
 def test_model_whose_turn_to_load_has_not_come_is_not_ready_rather_than_unknown(tmp_path: Path) -> None:
-    add_model(tmp_path, "a_long_one", builders.slow)  # warms up for seconds
+    """As many models as load side by side come out of pipes, whose other ends the test opens when it is done."""
+    names = [f"a_slow_{number}" for number in range(MOST_LOADS)]
+    for name in names:
+        os.mkfifo(tmp_path / f"{name}.onnx")
     add_model(tmp_path, "identity", builders.identity)
     with starting(tmp_path) as server:
-        labels = {"model": "a_long_one", "version": "1", "state": "warming"}
+        labels = {"model": names[0], "version": "1", "state": "loading"}
         wait_for_sample(server, "ortserve_model_state", lambda value: value == 1, **labels)
         document = {"inputs": [json_input("x", ROW["x"])]}
         answer = httpx.post(rest_url(server, "identity"), json=document, timeout=LONG_S)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert "'identity' is not at ready state: the server is still loading its models" in answer.json()["error"]
+        assert "'identity' has no available versions: LOADING (waiting for its turn)" in answer.json()["error"]
         with pytest.raises(InferenceServerException) as caught:
             grpc_raw(server, "identity", ROW)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
         ready = httpx.get(f"http://{server.http}/v2/models/identity/ready", timeout=LONG_S)
         assert (ready.status_code, ready.json()) == (400, {"error": "Model version not ready"})
 
+        content = (tmp_path / "identity" / "1" / "model.onnx").read_bytes()
+        for name in names:
+            (tmp_path / f"{name}.onnx").write_bytes(content)
         server.wait_until_loaded()
         np.testing.assert_array_equal(rest_json(server, "identity", ROW)["y"], ROW["x"])
         assert httpx.post(rest_url(server, "nowhere"), json=document, timeout=LONG_S).status_code == 404

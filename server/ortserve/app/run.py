@@ -11,6 +11,7 @@ import uvloop
 from ortserve.app.server import Server
 from ortserve.app.stop_signals import catch_stop_signals
 from ortserve.config.options import ServerOptions
+from ortserve.engine.memory_limit import limit_malloc_arenas
 from ortserve.errors import ServeError
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 
@@ -28,6 +29,7 @@ def run(options: ServerOptions) -> int:
     Returns:
         The exit status: 1 when the server could not start.
     """
+    limit_malloc_arenas()
     switches = configure_logging(options.log_level, options.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

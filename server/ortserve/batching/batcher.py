@@ -166,11 +166,14 @@ class Batcher:
 
         Raises:
             ServeError: overloaded when the queue is full or the deadline cannot be met, deadline when it could not be
-                met by a server with nothing else to do, not_ready when the batcher is closed.
+                met by a server with nothing else to do, not_ready when the batcher is closed; invalid_input for more
+                rows than a batch has, which run alone, that nobody had to send.
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()
         nbytes = tensor_bytes(inputs)
+        if rows > self._policy.max_rows:  # it runs alone
+            self._admission.check_weight(nbytes, rows)
         self._arrivals.count(rows, now_ns)
         terms = self._admit(nbytes, rows, known, terms, now_ns)
         return self._enqueue(inputs, nbytes, rows, known, timing, terms, now_ns)

@@ -122,6 +122,7 @@ class RiderQueue:
         known_runs: Iterable[tuple[int, float]] = (),
         *,
         tries_one_row: bool = False,
+        tried: Iterable[Hashable] = (),
     ) -> None:
         """Make an empty queue.
 
@@ -129,8 +130,10 @@ class RiderQueue:
             known_batches: What warm-up measured, rows and nanoseconds: every new shape class begins with it.
             known_runs: Likewise, of runs.
             tries_one_row: Whether requests of a new shape class share no batch until one row of it ran.
+            tried: Shape classes of which one row ran in warm-up.
         """
         self._tries_one_row = tries_one_row
+        self._tried = frozenset(tried)
         self._known_batches = tuple(known_batches)
         self._known_runs = tuple(known_runs)
         self._classes: OrderedDict[Hashable, ShapeClass] = OrderedDict()
@@ -152,7 +155,7 @@ class RiderQueue:
                 key,
                 LatencyModel(self._known_batches),
                 LatencyModel(self._known_runs, most=_MOST_OF_RUN),
-                takes_one_row=not self._tries_one_row,
+                takes_one_row=not self._tries_one_row or key in self._tried,
             )
             self._forget_idle(known)
         elif len(self._classes) > 1:

@@ -117,6 +117,11 @@ class Padding:
             yield output, length
 
 
+def padding_of_requests(padding: Padding | None) -> Padding | None:
+    """The padding, if any axis of a request is padded; None where it is rows alone."""
+    return padding if padding is not None and padding.pads_requests else None
+
+
 @dataclass(frozen=True, slots=True)
 class StagedElements:
     """Elements of batches' inputs: all, and of these the ones that no request brought."""

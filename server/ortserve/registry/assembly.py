@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Final
@@ -22,7 +22,7 @@ from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.activity import LoopActivity
 from ortserve.core.dtypes import DataType
-from ortserve.core.padding import StagedElements
+from ortserve.core.padding import StagedElements, padding_of_requests
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.readings import read_runs
 from ortserve.engine.device.replay import NO_BUFFERS
@@ -34,6 +34,7 @@ from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.properties import describe_ended_sharing, describe_properties
 from ortserve.registry.row_axes import Grounds
 from ortserve.registry.served import ServedModel
+from ortserve.registry.shape_classes import ShapeClasses
 from ortserve.telemetry.devices import DeviceRuns
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
@@ -78,6 +79,7 @@ class Assembly:
             [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
             [(size.rows, size.run_ns) for size in found.latencies if is_known],
             tries_one_row=loaded.signature.is_batched and not is_known,
+            tried=_tried_shapes(loaded),
         )
         checks = _row_checks(loaded, options, self._clock)
         depth = min(instance.depth for instance in loaded.instances)
@@ -146,6 +148,14 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
         tuple(sorted(set(options.buckets))) or loaded.on_device.sizes,
         options.echo_wait,
     )
+
+
+def _tried_shapes(loaded: LoadedModel) -> list[Hashable]:
+    """The shape class of the row that warm-up ran."""
+    make_up = loaded.warm_up.make_up
+    if make_up is None or not loaded.signature.is_batched or loaded.signature.has_one_shape_class:
+        return []
+    return [ShapeClasses(loaded.signature, padding_of_requests(loaded.padding)).find(make_up(1, 0))]
 
 
 def _run_limits(options: ModelOptions) -> RunLimits:

@@ -10,6 +10,7 @@ from typing import Final
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
 from ortserve.core.batch import Arrays
+from ortserve.core.padding import padding_of_requests
 from ortserve.core.promise import Outputs
 from ortserve.core.shape_class import Alone
 from ortserve.core.terms import Terms
@@ -96,8 +97,7 @@ class ServedModel:
         self._most_rows_alone = options.max_rows or math.inf
         # As configured: where batches have become smaller for want of memory, requests run in pieces.
         self._most_rows = math.inf if options.max_rows is None else batcher.max_rows
-        padding = loaded.padding
-        self._padding = padding if padding is not None and padding.pads_requests else None
+        self._padding = padding_of_requests(loaded.padding)
         has_one = self._padding is None and self.model_signature.has_one_shape_class
         self._shape_classes = None if has_one else ShapeClasses(self.model_signature, self._padding)
 

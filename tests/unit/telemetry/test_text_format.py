@@ -87,7 +87,7 @@ def test_series_that_went_leave_nothing_behind() -> None:
     assert not world.text_format._histograms
 
 
-@pytest.mark.parametrize(("is_used", "max_lines"), [(False, 50), (True, 240)])
+@pytest.mark.parametrize(("is_used", "max_lines"), [(False, 50), (True, 250)])
 def test_scrape_of_a_thousand_models_is_bounded_in_time_and_size(is_used: bool, max_lines: int) -> None:
     world = World()
     models = [world.model(f"model-{number}") for number in range(MODELS)]

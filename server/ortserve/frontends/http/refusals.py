@@ -6,7 +6,7 @@ from typing import Final
 
 import httptools
 
-from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input, out_of_memory
 from ortserve.frontends.http.limits import HttpLimits
 
 _VERSIONS: Final = ("1.1", "1.0")
@@ -33,6 +33,8 @@ def malformed(fault: httptools.HttpParserError, data: bytes | memoryview) -> Ser
     cause = fault.__context__
     if isinstance(cause, RefusedHeadError):
         return cause.error
+    if isinstance(cause, MemoryError):
+        return out_of_memory("receiving a request")
     reason = str(cause) if isinstance(cause, httptools.HttpParserInvalidURLError) else str(fault)
     if reason in _OTHER_VERSIONS:
         others = (f"HTTP/{version.decode()}" for version in _VERSION.findall(data) if version not in (b"1.1", b"1.0"))

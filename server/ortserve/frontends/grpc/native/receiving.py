@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import grpc
 
 from ortserve.core.large_memory import LargeMemory
-from ortserve.errors import ServeError
+from ortserve.errors import ServeError, out_of_memory
 from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.deadlines import Deadlines
@@ -154,6 +154,9 @@ class Receiving:
                 messages = reader.add(end - begin) if data is None else reader.feed(data, begin, end)
             except RefusedMessageError as error:
                 self._sending.end(stream, error.code, error.text, is_prompt=True)
+                return
+            except MemoryError:
+                self._sending.end(stream, *status_of(out_of_memory("receiving a message")), is_prompt=True)
                 return
             if messages:
                 stream.put(messages)
