@@ -29,7 +29,8 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, 
 
 MIB: Final = 2**20
 ADDRESS_SPACE_BYTES: Final = 1500 * MIB
-"""An idle server has reserved 820 MiB at its peak: libraries, stacks, and an arena for each thread that allocates."""
+"""An idle server has reserved 400 MiB at its peak: libraries, stacks, and the arenas of malloc, which are few where the
+address space is limited."""
 CGROUP_BYTES: Final = 768 * MIB
 """An idle server has 120 MiB resident."""
 

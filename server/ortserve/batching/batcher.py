@@ -166,8 +166,8 @@ class Batcher:
 
         Raises:
             ServeError: overloaded when the queue is full or the deadline cannot be met, deadline when it could not be
-                met by a server with nothing else to do, not_ready when the batcher is closed; invalid_input for more
-                rows than a batch has, which run alone, that nobody had to send.
+                met by a server with nothing else to do, not_ready when the batcher is closed; invalid_input for a
+                request that runs alone and announces more rows than may wait, with less than a byte for each.
         """
         known = self._queue.shape_class(shape_class)
         now_ns = self._clock()

@@ -26,11 +26,10 @@ EVERY_BATCHES: Final = 100
 SHARE: Final = 100
 """A check begins only while all checks together took at most 1/SHARE of the time of the model's runs."""
 MAX_INPUT_BYTES: Final = 2**20
-"""Requests with larger inputs are not checked. The event loop copies them: 0.1 ms, and up to 5 ms on a small virtual
-machine whose kernel has to clear the memory first (measured)."""
+"""Requests with larger inputs are not checked, as the event loop copies them."""
 MAX_VALUES: Final = 16_384
-"""Bound on the compared values of all outputs of a request; larger outputs are compared at evenly spaced places. The
-comparison takes the event loop 0.4 ms for one output, and 3 ms for 50 outputs (measured)."""
+"""Bound on the compared values of all outputs of a request, which the event loop compares; larger outputs are compared
+at evenly spaced places."""
 _MOST_KINDS: Final = 2
 _MOST_INPUTS: Final = 3
 """Bounds on the description of neighbours, so that a log line stays short."""

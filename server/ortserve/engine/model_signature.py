@@ -52,7 +52,7 @@ def read_signature(
 
     Args:
         session: Of the model.
-        path: Its file, which declares what the API does not tell; None where nobody asks for that.
+        path: Its file, which declares shapes that the API does not give; None to do without them.
         served_outputs: If any, sequences among the outputs are left out unless they are in it.
 
     Raises:

@@ -272,8 +272,8 @@ class _Load:
             log_event(logger, logging.WARNING, "requests run one at a time", model=self._name, reason=because)
             return because
         if rows.grounds is Grounds.CONFIGURED and (against := (rows.is_mixed and rows.doubt) or found.rows_depend):
-            told = "rows run together because the configuration says so"
-            log_event(logger, logging.WARNING, told, model=self._name, reason=against)
+            event = "rows run together because the configuration says so"
+            log_event(logger, logging.WARNING, event, model=self._name, reason=against)
             return ""
         return found.rows_depend
 

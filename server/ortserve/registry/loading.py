@@ -65,7 +65,7 @@ class VersionLoader:
         processors = cpu_budget()
         self._turns = LoadTurns(processors)
         most = min(processors, MOST_LOADS)
-        self._slots = asyncio.Semaphore(most)  # so that nothing is told of loads, or timed, before they begin
+        self._slots = asyncio.Semaphore(most)  # a load that waits is not timed, and reports no progress
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="load")
 
     async def load(self, record: VersionRecord, source: VersionSource) -> str:

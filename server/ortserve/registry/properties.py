@@ -70,12 +70,12 @@ def _describe_batching(loaded: LoadedModel, max_rows: int) -> str:
 
 def _describe_axes(signature: ModelSignature) -> str:
     """Where rows are on other axes than 0."""
-    told = [
+    elsewhere = [
         f"on axis {spec.batch_axis} of '{spec.name}'" if spec.batch_axis else f"none in '{spec.name}'"
         for spec in (*signature.inputs, *signature.outputs)
         if spec.batch_axis != 0
     ]
-    return f" (rows: {', '.join(told)})" if told else ""
+    return f" (rows: {', '.join(elsewhere)})" if elsewhere else ""
 
 
 def _describe_loop(loaded: LoadedModel) -> str:

@@ -196,8 +196,8 @@ class ServedModel:
         try:
             return drop_rows(await submission.outputs, self.signature)
         except ModelRejectionError as error:
-            told = f"the request has no rows, and of the made-up row of zeros in their place {error.message}"
-            raise ModelRejectionError(told, error.node) from None
+            message = f"the request has no rows, and of the made-up row of zeros in their place {error.message}"
+            raise ModelRejectionError(message, error.node) from None
         except asyncio.CancelledError:
             submission.leave()
             raise

@@ -127,8 +127,8 @@ def warm_up(
                 outcome = trial.run()
             except OutOfMemoryError as error:
                 no_memory = error.message
-                told = f"rows could not be tried together, as not even two find memory: {no_memory}"
-                outcome = TrialOutcome(told)
+                problem = f"rows could not be tried together, as not even two find memory: {no_memory}"
+                outcome = TrialOutcome(problem)
         sizes = [one_row]
         most_rows = max_rows or 1
         if signature.is_batched and (is_believed or not outcome.problem):
