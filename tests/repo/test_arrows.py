@@ -3,6 +3,8 @@
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -49,16 +51,22 @@ DOORS = {
 }
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+@cache
+def modules() -> tuple[Path, ...]:
+    return tuple(sorted(PACKAGE.rglob("*.py")))
 
 
 def room_of(module: Path) -> str:
     return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(module: Path) -> Iterator[str]:
+@cache
+def imports(module: Path) -> tuple[str, ...]:
     """Full names of what a module imports, wherever in it."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -86,6 +94,62 @@ def test_imports_point_downwards(module: Path) -> None:
                 assert LEVEL[other] < LEVEL[room], f"{room} imports {name}"
         elif library in DOORS:
             assert room in DOORS[library], f"{room} imports {name}, whose door is {DOORS[library]}"
+
+
+def name_of(module: Path) -> str:
+    parts = ("ortserve", *module.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+@cache
+def exported(package: str) -> set[str]:
+    """The names in a package's ``__all__``, read without importing it."""
+    path = PACKAGE.joinpath(*package.split(".")[1:]) / "__init__.py"
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return set(ast.literal_eval(value))
+    return set()
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_import_only_what_another_package_exports(module: Path) -> None:
+    importer = name_of(module)
+    known = {name_of(path) for path in modules()}
+    for name in imports(module):
+        parts = name.split(".")
+        for depth in range(2, len(parts)):
+            package = ".".join(parts[:depth])
+            is_outside = package not in (importer, "ortserve._pb") and not importer.startswith(f"{package}.")
+            if is_outside and f"{package}.{parts[depth]}" in known:
+                assert parts[depth] in exported(package), f"{package} does not export {parts[depth]}"
+
+
+PACKAGES = sorted({name_of(path) for path in modules() if path.name == "__init__.py"} - {"ortserve", "ortserve.rows"})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_export_only_what_another_package_imports(package: str) -> None:
+    submodules = {name.removeprefix(f"{package}.") for name in map(name_of, modules())}
+    outside = [path for path in modules() if not f"{name_of(path)}.".startswith(f"{package}.")]
+    used = {name for path in outside for name in imports(path)}
+    assert {
+        name
+        for name in exported(package) & submodules
+        if not any(f"{imported}.".startswith(f"{package}.{name}.") for imported in used)
+    } == set()
+
+
+def test_modules_import_each_other_without_cycles() -> None:
+    """Imports inside functions count, too."""
+    known = {name_of(path) for path in modules()}
+
+    def imported_modules(path: Path) -> set[str]:
+        return {
+            name if name in known else name.rpartition(".")[0] for name in imports(path) if name.startswith("ortserve.")
+        } & known - {name_of(path)}
+
+    TopologicalSorter({name_of(path): imported_modules(path) for path in modules()}).prepare()
 
 
 def test_one_module_alone_knows_cupy() -> None:

@@ -72,8 +72,9 @@ from ortserve.telemetry.logs import LogSwitches, log_event
 from ortserve.telemetry.loop import PollReading
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.proc import CpuReader
+from ortserve.telemetry.trace_export import start_tracing
 from ortserve.telemetry.trace_files import TraceFiles
-from ortserve.telemetry.tracing import Tracing, start_tracing
+from ortserve.telemetry.tracing import Tracing
 from ortserve.telemetry.triton_metrics import TritonMetrics
 
 if TYPE_CHECKING:

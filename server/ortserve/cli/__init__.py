@@ -2,3 +2,5 @@
 
 Whatever can be refused from the words alone is refused here, before the engine is imported, which takes a second.
 """
+
+__all__ = ["main"]

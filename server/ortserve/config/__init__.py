@@ -4,3 +4,18 @@
 ``expectation.py`` reads a declaration back in words for ``--help``, errors and the page that ``reference.py`` writes.
 Nothing here knows what an option does.
 """
+
+__all__ = [
+    "expectation",
+    "grpc",
+    "http",
+    "model",
+    "options",
+    "queueing",
+    "session",
+    "session_entries",
+    "suggestion",
+    "tensors",
+    "tls",
+    "trace_files",
+]

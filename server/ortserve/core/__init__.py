@@ -2,3 +2,27 @@
 
 Standard library and numpy only; every other room may import it and it imports none of them.
 """
+
+__all__ = [
+    "absent",
+    "activity",
+    "batch",
+    "bfloat16",
+    "closeness",
+    "compiled",
+    "conversion",
+    "dtypes",
+    "encoded",
+    "large_memory",
+    "load",
+    "padding",
+    "promise",
+    "region",
+    "request",
+    "sequences",
+    "shape_class",
+    "signature",
+    "tensor",
+    "terms",
+    "timing",
+]

@@ -1,1 +1,23 @@
 """The use cases, free of any protocol: inference, and what there is to know about the server and its models."""
+
+__all__ = [
+    "access",
+    "accounts",
+    "busy_polling",
+    "call",
+    "codec_threads",
+    "followed_files",
+    "gate",
+    "inference",
+    "key_files",
+    "load",
+    "log_settings",
+    "management",
+    "models",
+    "poll_policy",
+    "repository",
+    "shared_memory",
+    "statistics",
+    "trace_settings",
+    "trace_writing",
+]

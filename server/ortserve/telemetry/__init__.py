@@ -2,3 +2,22 @@
 
 The only room that knows prometheus_client. It is told what happened and decides nothing.
 """
+
+__all__ = [
+    "access_log",
+    "devices",
+    "exposition",
+    "logs",
+    "loop",
+    "machine",
+    "metrics",
+    "proc",
+    "rejection_log",
+    "statistics",
+    "trace_export",
+    "trace_files",
+    "trace_record",
+    "trace_sampling",
+    "tracing",
+    "triton_metrics",
+]

@@ -1,28 +1,15 @@
-"""Traces of requests: what the rooms above need of them, and the choice of whether there are any.
+"""The interface of tracing: operations, ended requests, and the protocols of a trace and of the exporter.
 
-A request that is traced carries a ``Trace`` beside its ``Timing``. When it is over, its record is handed over, and the
-spans are made of it where they are exported, on a thread of their own. OpenTelemetry is an extra: nothing here imports
-it, ``otlp`` does, and is imported only where traces are wanted.
+A traced request carries a ``Trace`` beside its ``Timing``. Its record is handed over when the request ends; spans are
+made from the record on the exporter's thread. ``otlp`` implements the protocols and ``trace_export`` starts it.
 """
 
-import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
-from ortserve.clock import Clock
 from ortserve.core.timing import Timing
-from ortserve.errors import ErrorKind, invalid_input
-from ortserve.telemetry.logs import log_event
-
-logger: Final = logging.getLogger(__name__)
-
-ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOL_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_PROTOCOLS: Final = ("http/protobuf", "grpc")
-
-_INSTALL: Final = "pip install 'ortserve[otel]'"
+from ortserve.errors import ErrorKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,101 +113,3 @@ class Tracing(Protocol):
     def close(self, timeout_s: float) -> None:
         """Export what was handed over, within a time; to be called on a thread that may wait."""
         ...
-
-
-def start_tracing(
-    environment: Mapping[str, str],
-    *,
-    endpoint: str | None,
-    protocol: str | None,
-    sample_ratio: float | None,
-    service_name: str | None,
-    default_service_name: str,
-    clock: Clock,
-) -> Tracing | None:
-    """Begin to export traces, where that is asked for.
-
-    Args:
-        environment: The process' own: what is None below is as its ``OTEL_`` variables say, of which OpenTelemetry's
-            library reads some by itself.
-        endpoint: The option ``otlp_endpoint``.
-        protocol: The option ``otlp_protocol``.
-        sample_ratio: The option ``otlp_sample_ratio``.
-        service_name: The option ``otlp_service_name``.
-        default_service_name: Where the variables name none either.
-        clock: That requests are stamped with.
-
-    Returns:
-        None where nobody asked for traces, or only the environment did and the library is not installed.
-
-    Raises:
-        ServeError: invalid_input, for an option without the library, and for variables that cannot be meant.
-    """
-    variable = next((name for name in ENDPOINT_VARIABLES if environment.get(name)), "")
-    if (endpoint is None and not variable) or _is_turned_off(environment):
-        return None
-    try:
-        from ortserve.telemetry.otlp import OtlpTracing
-    except ImportError as error:
-        if endpoint is not None:
-            raise invalid_input(
-                f"otlp_endpoint: expected OpenTelemetry to be installed, got {error}; try: {_INSTALL}"
-            ) from error
-        log_event(logger, logging.WARNING, "no traces are exported", reason=f"{variable} is set; try: {_INSTALL}")
-        return None
-    protocol = protocol or _protocol(environment)
-    sample_ratio = _ratio(environment) if sample_ratio is None else sample_ratio
-    try:
-        tracing = OtlpTracing(
-            endpoint=endpoint,
-            protocol=protocol,
-            sample_ratio=sample_ratio,
-            service_name=service_name,
-            default_service_name=default_service_name,
-            clock=clock,
-        )
-    except Exception as error:  # the library raises all kinds of them for variables of its own
-        raise invalid_input(f"traces cannot be exported: {error}") from error
-    where = re.sub("//[^/@]*@", "//", endpoint or environment[variable])  # it may hold a password
-    told = {"endpoint": where, "protocol": protocol, "sample_ratio": sample_ratio}
-    log_event(logger, logging.INFO, "exporting traces", **told)
-    return tracing
-
-
-def _is_turned_off(environment: Mapping[str, str]) -> bool:
-    return (
-        environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-        or environment.get("OTEL_TRACES_EXPORTER", "").lower() == "none"
-    )
-
-
-def _protocol(environment: Mapping[str, str]) -> str:
-    for name in _PROTOCOL_VARIABLES:
-        value = environment.get(name)
-        if value:
-            if value not in _PROTOCOLS:
-                raise invalid_input(f"{name}: expected {' or '.join(_PROTOCOLS)}, got {value!r}")
-            return value
-    return _PROTOCOLS[0]
-
-
-def _ratio(environment: Mapping[str, str]) -> float:
-    """As the variables of OpenTelemetry's samplers say, of which those that follow the caller are understood."""
-    sampler = environment.get("OTEL_TRACES_SAMPLER") or "parentbased_always_on"
-    if sampler == "parentbased_always_on":
-        return 1.0
-    if sampler == "parentbased_always_off":
-        return 0.0
-    if sampler != "parentbased_traceidratio":
-        raise invalid_input(
-            "OTEL_TRACES_SAMPLER: expected parentbased_always_on, parentbased_always_off or parentbased_traceidratio, "
-            f"got {sampler!r}"
-        )
-    text = environment.get("OTEL_TRACES_SAMPLER_ARG") or "1"
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = -1.0
-    if not 0 <= ratio <= 1:
-        raise invalid_input(f"OTEL_TRACES_SAMPLER_ARG: expected a number from 0 to 1, got {text!r}")
-    return ratio

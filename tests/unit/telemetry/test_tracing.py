@@ -8,7 +8,8 @@ import pytest
 
 from ortserve.clock import monotonic_ns
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.telemetry.tracing import Tracing, http_operation, start_tracing
+from ortserve.telemetry.trace_export import start_tracing
+from ortserve.telemetry.tracing import Tracing, http_operation
 
 ENDPOINT = "http://127.0.0.1:9"
 OPERATION = http_operation("/infer", "http", {None: 200})

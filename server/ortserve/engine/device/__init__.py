@@ -4,3 +4,18 @@
 is the same on host memory, which is how everything else here is tested. Who calls: the registry's loader, by
 ``devices`` (what the process has of devices) and ``instance`` (a model's worker).
 """
+
+__all__ = [
+    "device_region",
+    "devices",
+    "failures",
+    "gate",
+    "instance",
+    "lane",
+    "nvml",
+    "preparation",
+    "readings",
+    "replay",
+    "sessions",
+    "use",
+]

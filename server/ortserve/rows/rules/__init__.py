@@ -51,3 +51,5 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     **windows.RULES,
 }
 """By domain (empty for ONNX's own) and operator."""
+
+__all__ = ["RULES", "call"]
