@@ -52,13 +52,12 @@ COMPILED: Final = (
     "registry/catalog.py",
     "registry/served.py",
     "service/access.py",
-    "service/accounts.py",
     "service/busy_polling.py",
     "service/call.py",
     "service/gate.py",
     "service/inference.py",
-    "service/parameters.py",
-    "service/poll_policy.py",
+    "service/recorder.py",
+    "service/responses.py",
     "service/validation.py",
     "telemetry/histogram.py",
     "telemetry/metrics.py",
@@ -66,7 +65,7 @@ COMPILED: Final = (
 """What every infer request passes, as patterns in the package."""
 
 INTERPRETED: Final = (
-    "batching/alarm.py",  # ctypes
+    "batching/timers.py",  # ctypes
     "core/dtypes.py",  # an enum whose members have an __init__
     "core/region.py",  # a base class of what is not compiled
     "frontends/grpc/native/compression.py",  # functions in functions, which hold themselves until garbage is collected

@@ -27,12 +27,13 @@ from harness import circumstances, running, spread, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
-from ortserve.batching.inline import InlineBudget, InlineRuns  # noqa: E402
+from ortserve.batching.executor import InlineBudget, InlineRuns  # noqa: E402
 from ortserve.batching.planner import BatchPolicy  # noqa: E402
-from ortserve.batching.queue import RiderQueue  # noqa: E402
+from ortserve.batching.queue import RequestQueue  # noqa: E402
 from ortserve.batching.shared_threads import SharedThreads  # noqa: E402
 from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.core.batch import Batch, BatchDone, BatchResult  # noqa: E402
+from ortserve.core.inflight import InflightRequest  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
 
 CALLERS = 32
@@ -72,8 +73,8 @@ async def batcher_us() -> float:
     known = [(1, 1_000.0), (CALLERS, 1_000.0)]
     batcher = Batcher(
         [runner],
-        BatchPolicy(CALLERS, waits_for_echo=True),
-        RiderQueue(known, known),
+        BatchPolicy(CALLERS, closed_loop_wait=True),
+        RequestQueue(known, known),
         limits=QueueLimits(4096, 2**30),
         shared=SharedThreads(1, loop),
         threads=1,
@@ -85,8 +86,10 @@ async def batcher_us() -> float:
     rows = np.zeros((1, 64), np.float32)
 
     async def turn() -> list[tuple[np.ndarray, ...]]:
-        riders = [batcher.submit((rows,), 1, None, Timing(monotonic_ns())) for _ in range(CALLERS)]
-        return [await rider.promise for rider in riders]
+        requests = [InflightRequest(Timing(monotonic_ns()), (rows,)) for _ in range(CALLERS)]
+        for request in requests:
+            batcher.submit(request, None)
+        return [await request for request in requests]
 
     for index, (answer,) in enumerate(await turn()):
         np.testing.assert_array_equal(answer, outputs[index : index + 1])

@@ -139,11 +139,11 @@ def latency_arms(cell: Cell) -> dict[str, Outcome]:
     arrivals_ns = poisson_ns(cell.per_s, 20_000 if cell.load <= BOUND_UP_TO else 50_000, SEED)
     arms = {
         "ours": open_loop(cell.machine, arrivals_ns),
-        "ours, no echo wait": open_loop(cell.machine, arrivals_ns, waits_for_echo=False),
+        "ours, no closed-loop wait": open_loop(cell.machine, arrivals_ns, closed_loop_wait=False),
     }
     for delay_ms in DELAYS_MS:
         arms[f"{delay_ms:g} ms"] = open_loop(
-            cell.machine, arrivals_ns, queue_delay_ns=int(delay_ms * 1e6), waits_for_echo=False
+            cell.machine, arrivals_ns, queue_delay_ns=int(delay_ms * 1e6), closed_loop_wait=False
         )
     return arms
 
@@ -176,7 +176,7 @@ def report_latency(latencies: Sequence[tuple[Cell, Mapping[str, Outcome]]]) -> l
                 cell.machine.name,
                 f"{cell.load:g}",
                 f"{ours.mean_ns / 1e6:.3f}",
-                f"{arms['ours, no echo wait'].mean_ns / 1e6:.3f}",
+                f"{arms['ours, no closed-loop wait'].mean_ns / 1e6:.3f}",
                 *(f"{arms[f'{delay_ms:g} ms'].mean_ns / 1e6:.3f}" for delay_ms in DELAYS_MS),
                 f"{ratio:.3f} ± {ratio_error(ours, arms[best]):.3f}",
                 verdict(ratio <= MOST_OF_BEST_DELAY),
@@ -193,7 +193,15 @@ def report_latency(latencies: Sequence[tuple[Cell, Mapping[str, Outcome]]]) -> l
             "of the best delay.\n\n![mean latency by load](batching_simulation_latency.png)"
         ),
         table(
-            ["machine", "load", "ours", "no echo wait", *(f"{ms:g} ms" for ms in DELAYS_MS), "of the best delay", ""],
+            [
+                "machine",
+                "load",
+                "ours",
+                "no closed-loop wait",
+                *(f"{ms:g} ms" for ms in DELAYS_MS),
+                "of the best delay",
+                "",
+            ],
             delays,
         ),
     ]
@@ -271,8 +279,8 @@ class LoopArms:
 def loop_arms(cell: tuple[Machine, int, str]) -> LoopArms:
     machine, clients, think = cell
     return LoopArms(
-        closed_loop(machine, clients, THINKS[think], waits_for_echo=False),
-        closed_loop(machine, clients, THINKS[think], waits_for_echo=True),
+        closed_loop(machine, clients, THINKS[think], closed_loop_wait=False),
+        closed_loop(machine, clients, THINKS[think], closed_loop_wait=True),
         ideal_closed_loop(machine, clients, THINKS[think]),
     )
 
@@ -307,10 +315,10 @@ def report_loops(closed: Sequence[tuple[tuple[Machine, int, str], LoopArms]]) ->
                 "clients",
                 "thinking",
                 "idle first: requests/s",
-                "with echo wait, times",
+                "with closed-loop wait, times",
                 "ideal, times",
                 "idle first: mean ms",
-                "with echo wait: mean ms",
+                "with closed-loop wait: mean ms",
             ],
             rows,
         ),

@@ -7,7 +7,7 @@ the one before them runs; median and 99th percentile without delay should be the
 
 Servers with ``--queue-delay-s`` 0, 0.001, 0.005 and 0.010 and the same dense model are loaded in turns by open-loop
 Poisson arrivals, at shares of the capacity that 64 callers in a closed loop find without delay. One arm more has no
-delay and ``--no-echo-wait``, and one is the first once again: what differs between those two is noise. All servers are
+delay and ``--no-closed-loop-wait``, and one repeats the first: their difference is noise. All servers are
 started anew for each round, because no two processes are equally fast, and at 0.8 of capacity a server that is 1 %
 slower has a median 4 % longer (simulated). Samples of answers are compared with what ONNX Runtime gives by itself.
 Writes ``loadtests/results/fixed_windows.md`` and a plot.
@@ -37,7 +37,7 @@ PLAIN = "no delay"
 ARMS: dict[str, tuple[str, ...]] = {
     PLAIN: (),
     "no delay, again": (),
-    "no delay, no echo wait": ("--no-echo-wait",),
+    "no delay, no closed-loop wait": ("--no-closed-loop-wait",),
     "delay 1 ms": ("--queue-delay-s=0.001",),
     "delay 5 ms": ("--queue-delay-s=0.005",),
     "delay 10 ms": ("--queue-delay-s=0.01",),

@@ -45,12 +45,13 @@ import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
 import gpu_models  # noqa: E402
+from ortserve.core.inflight import InflightRequest  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
-from ortserve.batching.alarm import best_alarm  # noqa: E402
+from ortserve.batching.timers import best_timer  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
 from ortserve.batching.shared_threads import SharedThreads  # noqa: E402
 from ortserve.batching.planner import BatchPolicy  # noqa: E402
-from ortserve.batching.queue import RiderQueue  # noqa: E402
+from ortserve.batching.queue import RequestQueue  # noqa: E402
 from ortserve.config.model import ModelOptions  # noqa: E402
 from ortserve.core.batch import Arrays, Batch  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
@@ -412,10 +413,10 @@ async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, se
     loop = asyncio.get_running_loop()
     known = [(size.rows, size.round_trip_ns) for size in loaded.warm_up.latencies]
     batcher = Batcher(
-        [instance], BatchPolicy(max_rows, buckets=loaded.on_device.sizes), RiderQueue(known, known),
+        [instance], BatchPolicy(max_rows, buckets=loaded.on_device.sizes), RequestQueue(known, known),
         limits=QueueLimits(2**20, 2**40), shared=SharedThreads(instance.depth, loop), threads=1, inline=None,
         loop=loop, clock=time.monotonic_ns, observe_batch=lambda *_: None,
-        make_alarm=lambda ring: best_alarm(loop, ring), depth=instance.depth,
+        make_timer=lambda ring: best_timer(loop, ring), depth=instance.depth,
     )  # fmt: skip
     inputs = synthetic_inputs(loaded.signature, 1, 3)
     answered = 0
@@ -424,7 +425,9 @@ async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, se
     async def call() -> None:
         nonlocal answered
         while time.perf_counter() < ends:
-            await batcher.submit(inputs, 1, None, Timing(time.monotonic_ns())).promise
+            request = InflightRequest(Timing(time.monotonic_ns()), inputs)
+            batcher.submit(request, None)
+            await request
             answered += 1
 
     callers = [asyncio.create_task(call()) for _ in range(4 * max_rows)]

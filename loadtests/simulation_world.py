@@ -16,13 +16,13 @@ from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget, InlineRuns
-from ortserve.batching.learned import Decisions
+from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
+from ortserve.batching.queue import RequestQueue
 from ortserve.batching.shared_threads import SharedThreads
+from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
-from ortserve.core.promise import Promise
+from ortserve.core.inflight import FAILED, InflightRequest
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
@@ -126,7 +126,7 @@ def set_stage(
     clock: FakeClock,
     *,
     queue_delay_ns: int = 0,
-    waits_for_echo: bool = True,
+    closed_loop_wait: bool = True,
     limits: QueueLimits = _ROOM,
     shared: SharedThreads | None = None,
     seed: int = 0,
@@ -137,8 +137,8 @@ def set_stage(
     known = [(rows, machine.latency_ns(rows)) for rows in sorted(sizes)]
     batcher = Batcher(
         [runner],
-        BatchPolicy(machine.max_rows, queue_delay_ns, waits_for_echo=waits_for_echo),
-        RiderQueue(known, known),
+        BatchPolicy(machine.max_rows, queue_delay_ns, closed_loop_wait=closed_loop_wait),
+        RequestQueue(known, known),
         limits=limits,
         shared=shared or SharedThreads(1, loop),
         threads=1,
@@ -221,7 +221,7 @@ def open_loop(
     arrivals_ns: Sequence[int],
     *,
     queue_delay_ns: int = 0,
-    waits_for_echo: bool = True,
+    closed_loop_wait: bool = True,
     slo_ns: int | None = None,
     limits: QueueLimits = _ROOM,
 ) -> Outcome:
@@ -229,11 +229,10 @@ def open_loop(
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Outcome:
         stage = set_stage(
-            machine, loop, clock, queue_delay_ns=queue_delay_ns, waits_for_echo=waits_for_echo, limits=limits
+            machine, loop, clock, queue_delay_ns=queue_delay_ns, closed_loop_wait=closed_loop_wait, limits=limits
         )
-        submit = stage.batcher.submit
         began_ns = clock()
-        requests: list[tuple[Timing, Promise | None]] = []
+        requests: list[InflightRequest] = []
         over: asyncio.Future[None] = loop.create_future()
         due_ns = iter(arrivals_ns)
 
@@ -241,10 +240,11 @@ def open_loop(
             now_ns = clock()
             timing = Timing(now_ns)
             terms = Terms(finish_by_ns=now_ns + slo_ns) if slo_ns is not None else NO_TERMS
+            requests.append(InflightRequest(timing, _NO_INPUTS))
             try:
-                requests.append((timing, submit(_NO_INPUTS, 1, None, timing, terms).promise))
-            except ServeError:
-                requests.append((timing, None))
+                stage.batcher.submit(requests[-1], None, terms)
+            except ServeError as error:
+                requests[-1].fail(error)
             schedule()
 
         def schedule() -> None:
@@ -259,7 +259,7 @@ def open_loop(
         await stage.batcher.close()
         await asyncio.sleep(0)
         first = int(WARM_UP * len(requests))
-        latency_ns = [_latency_ns(timing, future) for timing, future in requests[first:]]
+        latency_ns = [_latency_ns(request) for request in requests[first:]]
         runner = stage.runner
         return Outcome(
             latency_ns,
@@ -271,10 +271,8 @@ def open_loop(
     return run_virtual(main)
 
 
-def _latency_ns(timing: Timing, promise: Promise | None) -> int | None:
-    if promise is None or promise.exception() is not None:
-        return None
-    return timing.computed_ns - timing.received_ns
+def _latency_ns(request: InflightRequest) -> int | None:
+    return None if request.state == FAILED else request.timing.computed_ns - request.timing.received_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +290,13 @@ Think = Callable[[random.Random], float]
 """Draws how long a client waits after an answer before it asks again, in nanoseconds."""
 
 
-def closed_loop(machine: Machine, clients: int, think: Think, *, waits_for_echo: bool, requests: int = 20_000) -> Loop:
+def closed_loop(
+    machine: Machine, clients: int, think: Think, *, closed_loop_wait: bool, requests: int = 20_000
+) -> Loop:
     """Let each of ``clients`` ask, wait for the answer, think, and ask again. Each has a seeded thinking of its own."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Loop:
-        stage = set_stage(machine, loop, clock, waits_for_echo=waits_for_echo)
+        stage = set_stage(machine, loop, clock, closed_loop_wait=closed_loop_wait)
         warm_up = int(WARM_UP * requests)
         answered_ns: list[int] = []
         latency_ns: list[int] = []
@@ -306,8 +306,9 @@ def closed_loop(machine: Machine, clients: int, think: Think, *, waits_for_echo:
             if over.done():
                 return
             asked_ns = clock()
-            promise = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(asked_ns)).promise
-            promise.add_done_callback(lambda _: answer(draw, asked_ns))
+            request = InflightRequest(Timing(asked_ns), _NO_INPUTS)
+            request.on_settled = lambda _: answer(draw, asked_ns)
+            stage.batcher.submit(request, None)
 
         def answer(draw: random.Random, asked_ns: int) -> None:
             answered_ns.append(clock())
@@ -400,8 +401,9 @@ def share_device(machines: Sequence[Machine], *, seconds: float) -> SharedTime:
 
         def ask(stage: Stage) -> None:
             if not over:
-                promise = stage.batcher.submit(_NO_INPUTS, 1, None, Timing(clock())).promise
-                promise.add_done_callback(lambda _: ask(stage))
+                request = InflightRequest(Timing(clock()), _NO_INPUTS)
+                request.on_settled = lambda _: ask(stage)
+                stage.batcher.submit(request, None)
 
         for machine, stage in zip(machines, stages, strict=True):
             for _ in range(4 * machine.max_rows):

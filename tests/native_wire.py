@@ -14,8 +14,8 @@ from h2.settings import SettingCodes, Settings
 
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
-from ortserve.core.batch import Arrays
-from ortserve.core.promise import Outputs, Promise
+from ortserve.core.inflight import CANCELLED, InflightRequest
+from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import CallHead, Context, Handler, MetadataEntry, read, streaming, unary, write
 from ortserve.frontends.grpc.native.calls_work import CallsWork
@@ -191,7 +191,7 @@ class Wire:
         self.connection_errors: list[str] = []
         self.connections: set[Connection] = set()
         self._loop = loop
-        self._releases: list[Promise | asyncio.Future[Arrays]] = []
+        self._releases: list[InflightRequest | asyncio.Future[None]] = []
         quick = {ECHO: self._echo, FAIL: self._fail, HOLD: self._hold}
         max_message_bytes = limits.max_message_bytes
         self.work = CallsWork(
@@ -220,9 +220,11 @@ class Wire:
     def release(self) -> None:
         """Let the calls go on that wait for it."""
         releases, self._releases = self._releases, []
-        for outputs in releases:
-            if not outputs.done():
-                outputs.set_result(())
+        for held in releases:
+            if isinstance(held, InflightRequest):
+                held.complete(())
+            elif not held.done():
+                held.set_result(None)
 
     def _echo(
         self,
@@ -232,8 +234,9 @@ class Wire:
         on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
         on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
-        outputs: asyncio.Future[Arrays] = asyncio.ensure_future(asyncio.sleep(0, ()))
-        return self._later(bytes(message), timeout_ns, on_answer, on_failure, outputs)
+        request = InflightRequest(Timing(0))
+        self._loop.call_soon(request.complete, ())
+        return self._later(bytes(message), timeout_ns, on_answer, request)
 
     def _hold(
         self,
@@ -243,31 +246,29 @@ class Wire:
         on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
         on_failure: Callable[[ServeError], None],
     ) -> Callable[[], object]:
-        outputs = Promise()
-        self._releases.append(outputs)
-        return self._later(bytes(message), timeout_ns, on_answer, on_failure, outputs)
+        request = InflightRequest(Timing(0))
+        self._releases.append(request)
+        return self._later(bytes(message), timeout_ns, on_answer, request)
 
     def _later(
         self,
         message: bytes,
         timeout_ns: int | None,
         on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        on_failure: Callable[[ServeError], None],
-        outputs: Outputs,
+        request: InflightRequest,
     ) -> Callable[[], object]:
         self.timeouts_ns.append(timeout_ns)
         self.running += 1
 
-        def finish(done: Outputs) -> None:
+        def finish(request: InflightRequest) -> None:
             self.running -= 1
-            if done.cancelled():
+            if request.state == CANCELLED:
                 self.cancelled += 1
-                on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))
             else:
                 on_answer(message, b"all;dur=1", None)
 
-        outputs.add_done_callback(finish)
-        return outputs.cancel
+        request.on_settled = finish
+        return request.cancel
 
     def _fail(
         self,
@@ -291,8 +292,9 @@ class Wire:
 
     async def _slow(self, data: bytes | memoryview, _context: Context) -> bytes:
         with _Counted(self):
-            self._releases.append(self._loop.create_future())
-            await self._releases[-1]
+            released = self._loop.create_future()
+            self._releases.append(released)
+            await released
             return bytes(data)
 
     async def _echo_slowly(self, data: bytes | memoryview, _context: Context) -> bytes:

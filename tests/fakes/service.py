@@ -1,26 +1,25 @@
 """The services as a frontend sees them, with a few models that need no ONNX Runtime."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import pytest
 
 from interpreted import WHY
-from ortserve.core.batch import Arrays
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest
-from ortserve.core.request import InferResponse
+from ortserve.core.inflight import CANCELLED, DONE
+from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.signature import TensorSpec
 from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.served import ServedModel
 from ortserve.service.call import Call
 from ortserve.service.gate import BodyGate, Hold
-from ortserve.service.inference import Pending
 from ortserve.service.models import ModelMetadata, ServerMetadata
 from ortserve.telemetry.tracing import Trace
 
@@ -63,29 +62,40 @@ class FakeInferenceService:
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
         self.refused.append(kind)
 
-    def begin(self, call: Call, encoded: EncodedRequest) -> Pending:
+    def start(
+        self,
+        call: Call,
+        body: EncodedRequest,
+        encoder: AnswerEncoder[T],
+        on_answer: Callable[[T], object],
+        on_error: Callable[[ServeError], object],
+    ) -> None:
         assert call is self.received[-1]
-        request = encoded.read()
+        request = call.request = body.read()
         name = request.model_name
         if name in self.failures:
-            raise self.failures[name]
+            error = self.failures[name]
+            on_error(error if isinstance(error, ServeError) else ServeError(ErrorKind.INTERNAL, "internal error"))
+            return
         if name not in ("double", "held"):
-            raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
-        outputs: asyncio.Future[Arrays] = asyncio.get_running_loop().create_future()
-        if name == "double":
-            outputs.set_result(())
-        else:
-            self.held.set()
-            outputs.add_done_callback(lambda done: self.cancelled.set() if done.cancelled() else None)
-            releasing = asyncio.ensure_future(self.release.wait())
-            releasing.add_done_callback(lambda _: None if outputs.done() else outputs.set_result(()))
-            outputs.add_done_callback(lambda _: releasing.cancel())
-        return Pending(call, request, cast("ServedModel", None), (), 1, outputs, outputs.cancel)
+            on_error(ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found"))
+            return
 
-    def finish(self, pending: Pending, encoder: AnswerEncoder[T]) -> T:
-        pending.take()
-        call, request = pending.call, pending.request
-        assert request is not None
+        def settle(_: Call) -> None:
+            releasing.cancel()
+            if call.state == CANCELLED:
+                self.cancelled.set()
+            else:
+                call.state = DONE
+                on_answer(self._answer(call, request, encoder))
+
+        call.on_settled = settle
+        if name == "held":
+            self.held.set()
+        releasing = asyncio.ensure_future(self.release.wait() if name == "held" else asyncio.sleep(0))
+        releasing.add_done_callback(lambda _: call.complete(()))
+
+    def _answer(self, call: Call, request: InferRequest, encoder: AnswerEncoder[T]) -> T:
         outputs = [Tensor(f"OUT{k}", tensor.datatype, _doubled(tensor)) for k, tensor in enumerate(request.inputs)]
         if request.outputs:
             by_name = {tensor.name: tensor for tensor in outputs}
@@ -94,10 +104,13 @@ class FakeInferenceService:
         response = InferResponse(request.model_name, request.model_version or "1", request.id, outputs)
         return encoder.encode(request, response)
 
-    async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
-        pending = self.begin(call, encoded)
-        await pending.outputs
-        return self.finish(pending, encoder)
+    async def serve(self, call: Call, body: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
+        answered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.start(call, body, encoder, answered.set_result, answered.set_exception)
+        try:
+            return await answered
+        finally:
+            call.cancel()
 
 
 def _doubled(tensor: Tensor) -> np.ndarray:

@@ -22,11 +22,12 @@ import pytest
 
 import gpu_models
 from device_models import SIZES, OnDevice, Place, batch_of, bucket_for, landed, loaded_on, on_device
+from fakes.inflight import submit
 from models import builders
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
+from ortserve.batching.queue import RequestQueue
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import BatchResult
 from ortserve.core.closeness import TOLERANCES, as_float64
@@ -329,8 +330,8 @@ def test_a_batch_that_finds_too_little_memory_is_halved_and_batches_stay_small(p
             batcher = batcher_of(made, BatchPolicy(most_rows, buckets=(1024, 2048, 4096, 8192)))
 
             async def all_are_answered() -> None:
-                riders = [batcher.submit((x,), len(x), None, Timing(time.monotonic_ns())) for x in parts]
-                for x, (y,) in zip(parts, await asyncio.gather(*[rider.promise for rider in riders]), strict=True):
+                asked = [submit(batcher, (x,), len(x), None, Timing(time.monotonic_ns())) for x in parts]
+                for x, (y,) in zip(parts, await asyncio.gather(*asked), strict=True):
                     assert is_near(y, made.plainly((x,))[0], DataType.FP32)
 
             await all_are_answered()
@@ -353,7 +354,7 @@ def batcher_of(made: OnDevice, policy: BatchPolicy) -> Batcher:
     return Batcher(
         [made.instance],
         policy,
-        RiderQueue([], []),
+        RequestQueue([], []),
         limits=QueueLimits(2**20, 2**32),
         shared=SharedThreads(made.instance.depth, loop),
         threads=1,

@@ -108,20 +108,19 @@ class FailingService(FakeInferenceService):
             self._fail("hold")
         return super().hold(size)
 
-    def begin(self, *arguments: Any) -> Any:
-        self._fail("begin")
-        return super().begin(*arguments)
+    def start(self, *arguments: Any) -> None:
+        self._fail("start")
+        super().start(*arguments)
 
-    def finish(self, *arguments: Any) -> Any:
-        self._fail("finish")
-        answer: Any = super().finish(*arguments)
+    def _answer(self, *arguments: Any) -> Any:
+        answer: Any = super()._answer(*arguments)
         if self.step == "answer":
             self.step = ""
             return "an answer that cannot be joined with its headers"
         return answer
 
 
-@pytest.mark.parametrize("step", ["receive", "hold", "begin", "finish", "answer"])
+@pytest.mark.parametrize("step", ["receive", "hold", "start", "answer"])
 async def test_caller_learns_of_any_fault_and_the_connection_goes_on(
     step: str, models: FakeModelService, grpc_transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,8 +37,8 @@ from ortserve.engine.binding import HostBinding
 from ortserve.engine.output_buffers import OutputBuffers
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.registry import Registry
-from ortserve.service.accounts import Accounts
 from ortserve.service.inference import InferenceService
+from ortserve.service.recorder import Recorder
 from ortserve.telemetry.metrics import Metrics
 from servers import add_model, serving
 
@@ -97,7 +97,7 @@ async def stage(
     metrics = Metrics(CollectorRegistry())
     registry = Registry([tmp_path], LoadOptions(warmup_s=0.2), metrics, time.monotonic_ns)
     service = InferenceService(
-        registry, Accounts(metrics, time.monotonic_ns), time.monotonic_ns, max_inflight_bytes=2**30
+        registry, Recorder(metrics, time.monotonic_ns), time.monotonic_ns, max_inflight_bytes=2**30
     )
     session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
     stage = Stage(service, session)

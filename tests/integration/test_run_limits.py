@@ -43,7 +43,7 @@ def test_a_request_for_an_endless_loop_is_ended_and_holds_up_no_other(tmp_path: 
         assert answered > 5
         refusal = endless.result()
         assert refusal.status_code == 504
-        assert re.search(r"a run of model 'loop' was ended after 0\.\d s: its limit is 0\.5 s", refusal.text)
+        assert re.search(r"a run of model 'loop' was terminated after 0\.\d s: its limit is 0\.5 s", refusal.text)
         assert ask(server, "loop", 3).json()["outputs"][0]["data"] == [3]
 
         batching = httpx.get(f"{server.url}/v2/models/loop/batching", timeout=LONG_S).json()

@@ -38,7 +38,7 @@ def test_no_fixed_delay_beats_going_when_idle(machine: Machine, load: float) -> 
     arrivals_ns = poisson_ns(load * machine.capacity_per_s, 8_000, seed=1)
     ours = open_loop(machine, arrivals_ns)
     for delay_ns in (500_000, 1_000_000, 2_000_000, 10_000_000):
-        delayed = open_loop(machine, arrivals_ns, queue_delay_ns=delay_ns, waits_for_echo=False)
+        delayed = open_loop(machine, arrivals_ns, queue_delay_ns=delay_ns, closed_loop_wait=False)
         assert ours.mean_ns <= 1.03 * delayed.mean_ns
 
 
@@ -82,8 +82,8 @@ def test_echo_wait_gets_most_of_what_closed_loops_can_gain(clients: int) -> None
     def think(draw: random.Random) -> float:
         return draw.expovariate(1 / 200_000)
 
-    plain = closed_loop(GPU, clients, think, waits_for_echo=False, requests=6_000)
-    waiting = closed_loop(GPU, clients, think, waits_for_echo=True, requests=6_000)
+    plain = closed_loop(GPU, clients, think, closed_loop_wait=False, requests=6_000)
+    waiting = closed_loop(GPU, clients, think, closed_loop_wait=True, requests=6_000)
     ideal_per_s = ideal_closed_loop(GPU, clients, think, requests=6_000)
     assert waiting.per_s >= 1.15 * plain.per_s
     assert 0.85 * ideal_per_s <= waiting.per_s <= 1.01 * ideal_per_s

@@ -7,8 +7,7 @@ from ortserve.config.options import ServerOptions
 from ortserve.engine.cpu_budget import cpu_quotas
 from ortserve.engine.throttling import Throttling
 from ortserve.registry.registry import Registry
-from ortserve.service.busy_polling import BusyPolling
-from ortserve.service.poll_policy import PollPolicy
+from ortserve.service.busy_polling import BusyPolling, PollPolicy
 
 
 def make_busy_polling(options: ServerOptions, registry: Registry) -> BusyPolling | None:

@@ -54,7 +54,6 @@ from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
-from ortserve.service.accounts import Accounts
 from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
@@ -62,6 +61,7 @@ from ortserve.service.load import LoadMeter
 from ortserve.service.log_settings import LogSettings
 from ortserve.service.management import Management
 from ortserve.service.models import EXTENSIONS, ModelService
+from ortserve.service.recorder import Recorder
 from ortserve.service.repository import RepositoryService
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
 from ortserve.service.statistics import StatisticsService
@@ -153,7 +153,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         strict_readiness=options.strict_readiness,
         extensions=_extensions(options),
     )
-    accounts = Accounts(
+    accounts = Recorder(
         metrics,
         monotonic_ns,
         trace_writer=TraceWriter(traces, monotonic_ns) if files else None,

@@ -1,17 +1,17 @@
-"""Who waits, who rides together, and when a batch leaves.
+"""Batching: queued requests become batches on the instances of a model.
 
-Runs on the event loop; knows callers only as promises and models only as a ``Runner``.
+Runs on the event loop. It knows callers only as ``InflightRequest`` and models only as a ``Runner``.
 """
 
 __all__ = [
     "admission",
-    "alarm",
     "batcher",
-    "inline",
-    "learned",
+    "executor",
     "planner",
     "queue",
     "row_checks",
-    "run_watch",
+    "run_limits",
     "shared_threads",
+    "statistics",
+    "timers",
 ]

@@ -1,7 +1,7 @@
-"""Refusing what finds no room or cannot be finished in time, before any work is done for it.
+"""Admission: reject a request that finds the queue full or cannot finish in time, before any work is done for it.
 
-A queue that takes everybody answers nobody in time once it is overloaded. The prediction is only ever used to refuse
-early: where it is missing or no number, everybody is let in.
+An overloaded queue without admission answers no request in time. A prediction only ever rejects: a request is admitted
+if the prediction is missing or not a number.
 """
 
 import math
@@ -12,30 +12,30 @@ from itertools import islice
 from typing import Final
 
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
-from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue, ShapeClass
+from ortserve.batching.queue import RequestQueue, ShapeClass
+from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays
 from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 _RETRY_AFTER_S: Final = 1.0
-"""Where nothing is known of how long batches take."""
+"""If the time of a batch is unknown."""
 _PRICED_CLASSES: Final = 16
-"""Other shape classes whose waiting batches are predicted one by one for each newcomer with a deadline, for some 15 µs
-(measured). What waits beyond counts as if it were of the newcomer's shape."""
+"""Other shape classes whose queued batches are predicted one by one for each new request with a deadline, which takes
+about 15 µs (measured). Rows of further classes count as if they had the shape of the new request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What stands before a newcomer, predicted, in nanoseconds.
+    """The predicted work ahead of a new request, in nanoseconds.
 
     Attributes:
-        busy_ns: Until an instance is free, 0 where one is.
-        queued_ns: Work of the batches that go before its own, divided by the instances.
+        busy_ns: Until an instance is free, 0 if one is.
+        queued_ns: Work of the batches before its own, divided by the instances.
         own_ns: Its own batch.
-        solo_ns: Its own rows, were they alone.
-        error_ns: By how much predictions fall short in all but one of twenty batches.
+        solo_ns: Its own rows by themselves.
+        error_ns: By how much predictions fall short in at most one of twenty batches.
         answer_ns: Encoding and writing its answer.
     """
 
@@ -52,17 +52,17 @@ class Backlog:
 
     @property
     def finish_ns(self) -> float:
-        """From now to its answer."""
+        """From now until its answer."""
         return self.wait_ns + self.own_ns + self.error_ns + self.answer_ns
 
 
 @dataclass(frozen=True, slots=True)
 class TooLate:
-    """Why somebody is refused.
+    """Why a request is rejected.
 
     Attributes:
-        excess_ns: By how much the answer would be late: how long to wait before trying again.
-        is_hopeless: No wait helps, because the request alone takes longer than its caller has.
+        excess_ns: By how much the answer would be late: the time to wait before a retry.
+        is_hopeless: A retry cannot help, because the request alone takes longer than its caller waits.
     """
 
     excess_ns: float
@@ -70,7 +70,7 @@ class TooLate:
 
 
 def judge(left_ns: float, backlog: Backlog, observations: int) -> TooLate | None:
-    """Say whether somebody with so much time left can still be answered in it; None to let them in.
+    """Decide whether a request can be answered in the time that is left; None to admit it.
 
     Args:
         left_ns: Until the deadline; not positive when it has passed.
@@ -89,9 +89,9 @@ def judge(left_ns: float, backlog: Backlog, observations: int) -> TooLate | None
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait for one model. An empty queue takes anything: what is too much alone would never get in.
+    """Limits of the queue of one model. An empty queue admits a request of any size, which could never run otherwise.
 
-    ``requests`` is how many may wait on a priority level, for levels that have such a bound.
+    ``requests`` has the number of requests that may wait on a priority level, for levels with such a limit.
     """
 
     rows: int
@@ -100,18 +100,18 @@ class QueueLimits:
 
 
 class Admission:
-    """Says who may enter a batcher's queue. Loop thread only."""
+    """Admits requests to the queue of one batcher, or rejects them. Loop thread only."""
 
     def __init__(
         self,
         policy: Callable[[], BatchPolicy],
-        queue: RiderQueue,
+        queue: RequestQueue,
         limits: QueueLimits,
         decisions: Decisions,
         *,
         instances: int,
     ) -> None:
-        """``policy`` gives the batcher's present one and ``queue`` is its own; ``decisions`` counts refusals."""
+        """``policy`` returns the batcher's present one, ``queue`` is the batcher's; ``decisions`` counts rejections."""
         self._policy = policy
         self._queue = queue
         self._limits = limits
@@ -120,14 +120,16 @@ class Admission:
         self._batch_rows = 0
 
     def on_batch(self, rows: int) -> None:
-        """Note how many rows the batch chosen last has: under a steady load the next one will hold about as many."""
+        """Note the rows of the last batch: under a steady load the next one will have about as many."""
         self._batch_rows = rows
 
     def check_weight(self, nbytes: int, rows: int) -> None:
-        """Let a newcomer's rows in that are more than may wait, as long as somebody had to send them.
+        """Reject a request with more rows than may wait and less than a byte for each row.
+
+        Such rows cost their sender nothing: a few digits of a shape announce any number of them.
 
         Raises:
-            ServeError: invalid_input, for rows of no bytes, of which a few digits announce any number.
+            ServeError: invalid_input.
         """
         if nbytes < rows > self._limits.rows:
             raise invalid_input(
@@ -136,13 +138,13 @@ class Admission:
             )
 
     def check_room(self, nbytes: int, rows: int, shape_class: ShapeClass) -> None:
-        """Let a newcomer in whose tensors have so many bytes and rows, or say that there is no room.
+        """Reject a request of this size if the queue is full.
 
         Raises:
             ServeError: overloaded.
         """
         queue, limits = self._queue, self._limits
-        if queue and (queue.rows + rows > limits.rows or queue.nbytes + nbytes > limits.nbytes):
+        if queue.rows and (queue.rows + rows > limits.rows or queue.nbytes + nbytes > limits.nbytes):
             self._decisions.refused_full += 1
             raise ServeError(
                 ErrorKind.OVERLOADED,
@@ -152,7 +154,7 @@ class Admission:
             )
 
     def check_level(self, terms: Terms) -> None:
-        """Let a newcomer in on its priority level, or say that too many wait there.
+        """Reject a request if too many wait on its priority level.
 
         Raises:
             ServeError: overloaded.
@@ -179,19 +181,19 @@ class Admission:
         slowdown: float,
         now_ns: int,
     ) -> None:
-        """Let a newcomer in who can be answered in time, or say that it cannot.
+        """Reject a request that cannot be answered in time.
 
         Args:
             rows: Of the request.
             shape_class: Its own.
-            terms: Its level and deadline for the outputs; there is one.
-            answer_ns: Between that and the deadline for its answer.
+            terms: Its level and the deadline of its outputs, which is set.
+            answer_ns: From that deadline to the deadline of its answer.
             busy_ns: Until an instance is free, predicted.
-            slowdown: How many times longer the work ahead takes, because other models want the threads, too.
+            slowdown: How many times longer the work ahead takes because other models use the threads, too.
             now_ns: Monotonic.
 
         Raises:
-            ServeError: overloaded when it could be in time later, deadline when it could not even by itself.
+            ServeError: overloaded if a retry may be in time, deadline if the request by itself takes too long.
         """
         assert terms.finish_by_ns is not None
         settle_ns = terms.finish_by_ns - now_ns
@@ -206,9 +208,9 @@ class Admission:
             raise _refusal(verdict, left_ns, backlog)
 
     def _is_far(self, rows: int, shape_class: ShapeClass, settle_ns: float, busy_ns: float, slowdown: float) -> bool:
-        """Whether there is time enough even if each row of those who wait took a full batch of its own, twice over.
+        """Whether the deadline is far enough even if each queued row took two full batches of its own.
 
-        Most deadlines are such: they are there in case that something hangs, and are not worth a forecast.
+        Most deadlines are: they guard against a hang and need no forecast.
         """
         if self._queue.rows != shape_class.rows:
             return False
@@ -231,41 +233,41 @@ class Admission:
         latency = shape_class.batch_latency
         max_rows = self._policy().max_rows
         first_ns = settle_ns
-        if shape_class.riders and shape_class.riders[0].finish_by_ns is not None:
-            first_ns = min(settle_ns, shape_class.riders[0].finish_by_ns - now_ns)
-        # Under a steady load somebody comes just when a batch has begun, waits for it and rides in the next one, so
-        # that each may take half of what there is; more where the first who waits has more left by then.
+        if shape_class.requests and shape_class.requests[0].finish_by_ns is not None:
+            first_ns = min(settle_ns, shape_class.requests[0].finish_by_ns - now_ns)
+        # Under a steady load a request arrives just after a batch has begun, waits for it and runs in the next one, so
+        # each of the two may take half of the time; more if the first queued request has more time left.
         fits = max(min(rows, max_rows), self._most_rows(latency, max(settle_ns / 2, first_ns - busy_ns)))
-        strangers = self._strangers(shape_class, order)
-        ahead = shape_class.rows_ahead(order) + strangers.unpriced_rows
+        others = self._others(shape_class, order)
+        ahead = shape_class.rows_ahead(order) + others.unpriced_rows
         batches_ahead = (ahead + min(rows, fits) - 1) // fits
-        # Not only those who are here already will ride along: others come while it waits, and a batch that is kept
-        # small for the sake of those who were promised less makes everybody behind it late.
+        # Requests that arrive while this one waits will join its batch, too, and a batch that was kept small for the
+        # deadlines of earlier requests would make all requests behind it late.
         usual_rows = self._batch_rows if busy_ns > 0 else 0
         own_rows = fits if batches_ahead else min(max(ahead + rows, usual_rows), fits)
         own_ns = self._predict_ns(latency, own_rows)
         if own_ns is None:
-            own_ns = math.nan  # as no number: it refuses nobody
+            own_ns = math.nan  # not a number: it rejects nothing
         own_batches = -(-rows // max_rows)
-        ahead_ns = strangers.work_ns + batches_ahead * known_ns(self._predict_ns(latency, fits))
+        ahead_ns = others.work_ns + batches_ahead * known_ns(self._predict_ns(latency, fits))
         solo_ns = self._predict_ns(latency, min(rows, max_rows)) or 0.0
         return Backlog(
             busy_ns=busy_ns,
             queued_ns=ahead_ns / self._instances * slowdown,
             own_ns=own_ns * own_batches,
             solo_ns=solo_ns * own_batches,
-            # Errors of runs one after another add up like independent ones.
+            # The errors of consecutive runs add up like independent errors.
             error_ns=math.hypot(
-                latency.residual_ns * math.sqrt(own_batches + batches_ahead + (busy_ns > 0)), strangers.error_ns
+                latency.residual_ns * math.sqrt(own_batches + batches_ahead + (busy_ns > 0)), others.error_ns
             ),
             answer_ns=answer_ns,
         )
 
-    def _strangers(self, shape_class: ShapeClass, order: tuple[int, float]) -> "_Strangers":
-        """The work of other shape classes that goes before somebody of this order: full batches, and a last one."""
+    def _others(self, shape_class: ShapeClass, order: tuple[int, float]) -> "_OtherWork":
+        """The work of other shape classes before a request of this order: full batches and a last one each."""
         if self._queue.rows == shape_class.rows:
-            return _NO_STRANGERS
-        others = iter(self._queue.strangers(shape_class))
+            return _NO_OTHER_WORK
+        others = iter(self._queue.others(shape_class))
         max_rows = self._policy().max_rows
         work_ns = error_ns = 0.0
         for other in islice(others, _PRICED_CLASSES):
@@ -276,10 +278,10 @@ class Admission:
             if rest:
                 work_ns += known_ns(self._predict_ns(latency, rest))
             error_ns = math.hypot(error_ns, latency.residual_ns * math.sqrt(full + (rest > 0)))
-        return _Strangers(work_ns, error_ns, sum([other.rows for other in others]))
+        return _OtherWork(work_ns, error_ns, sum([other.rows for other in others]))
 
     def _most_rows(self, latency: LatencyModel, ns: float) -> int:
-        """The most rows of a batch that takes no longer than ``ns``; 0 where not even one does."""
+        """The most rows of a batch that takes at most ``ns``; 0 if even one row takes longer."""
         sizes = range(1, self._policy().max_rows + 1)
         if known_ns(self._predict_ns(latency, sizes[-1])) <= ns:
             return sizes[-1]
@@ -295,7 +297,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class _Strangers:
+class _OtherWork:
     """Predicted work of other shape classes, the error of that, and rows of classes too many to predict."""
 
     work_ns: float
@@ -303,12 +305,15 @@ class _Strangers:
     unpriced_rows: int
 
 
-_NO_STRANGERS: Final = _Strangers(0.0, 0.0, 0)
+_NO_OTHER_WORK: Final = _OtherWork(0.0, 0.0, 0)
 
 
 def tensor_bytes(arrays: Arrays) -> int:
-    """What they take in memory; elements of texts count as pointers."""
-    return sum([array.nbytes for array in arrays])
+    """The size of the arrays in memory; elements of texts count as pointers."""
+    nbytes = 0
+    for array in arrays:
+        nbytes += array.nbytes
+    return nbytes
 
 
 def _refusal(verdict: TooLate, left_ns: float, backlog: Backlog) -> ServeError:

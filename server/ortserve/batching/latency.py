@@ -1,4 +1,4 @@
-"""How long a batch of n rows takes, learned from the warm-up and from every batch since."""
+"""The latency model: how long a batch of n rows takes, learned in warm-up and from every batch since."""
 
 import math
 from bisect import bisect_left, insort
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Final
 
 MIN_OBSERVATIONS: Final = 8
-"""Batches of a shape class that must have run before its prediction turns anybody away."""
+"""A prediction rejects no request before this many batches of its shape class have run."""
 
 _GAIN: Final = 0.1
 _MOST: Final = 2.0
-"""An observation counts as no more than twice and no less than half of the prediction: a batch that was interrupted
-for milliseconds must not send the next hundred the wrong way."""
+"""An observation counts as at most twice and at least half of the prediction, so that one batch that was interrupted
+for milliseconds does not mislead the next hundred."""
 _QUANTILE: Final = 0.95
 _QUANTILE_GAIN: Final = 0.1
 
@@ -26,24 +26,25 @@ class Line:
 
 
 def known_ns(predicted_ns: float | None) -> float:
-    """A prediction to reckon with: 0 where it is missing or no number, so that it keeps nobody from going."""
+    """A prediction as a number: 0 if it is missing or not finite, so that it delays nothing."""
     return predicted_ns if predicted_ns is not None and math.isfinite(predicted_ns) else 0.0
 
 
 class LatencyModel:
-    """L(n) in nanoseconds: knots at powers of two, linear between them, and how far off the prediction may be.
+    """L(n) in nanoseconds: knots at powers of two with linear interpolation, and the error of the prediction.
 
     Every observation moves the two knots around its size, each by its share (an exponentially weighted mean of ratios),
-    so sizes that are seen often teach those between them. ``residual_ns`` follows the 95th percentile of what came
-    minus what was predicted.
+    so frequent sizes also correct those between them. ``residual_ns`` follows the 95th percentile of the
+    observed minus the predicted time.
     """
 
     def __init__(self, known: Iterable[tuple[int, float]] = (), *, most: float = _MOST) -> None:
-        """Begin with what is known.
+        """Begin with known times.
 
         Args:
-            known: Rows and nanoseconds as measured before, such as in warm-up; no positive number: ignored.
-            most: An observation counts as no more than this multiple of its prediction, and no less than the inverse.
+            known: Rows and nanoseconds that were measured before, such as in warm-up. Times that are not positive
+                numbers are ignored.
+            most: An observation counts as at most this multiple of its prediction, and at least the inverse.
         """
         self._most = most
         self._sizes: list[int] = []
@@ -55,7 +56,7 @@ class LatencyModel:
                 self._set_knot(rows, ns)
 
     def observe(self, rows: int, ns: float) -> None:
-        """Learn from a batch. A value that is not a positive number is ignored."""
+        """Learn from a batch. A time that is not a positive number is ignored."""
         if not 0.0 < ns < math.inf:
             return
         self.observations += 1
@@ -64,7 +65,7 @@ class LatencyModel:
         if predicted is None:
             predicted = self.predict_ns(rows)
         if predicted is None or size not in self._knots:
-            # A new knot, scaled up where the batch filled its size in part.
+            # A new knot, scaled up if the batch has fewer rows than the knot.
             at_size = self.predict_ns(size)
             self._set_knot(size, ns if not predicted or at_size is None else ns * at_size / predicted)
             return
@@ -88,7 +89,7 @@ class LatencyModel:
         self._knots[below] *= 1 + _GAIN * (1 - share) * ratio
 
     def predict_ns(self, rows: int) -> float | None:
-        """L(rows); None where nothing is known at all. Beyond the largest knot the last slope goes on."""
+        """L(rows); None without any knot. Beyond the largest knot the last slope continues."""
         known = self._knots.get(rows)
         if known is not None:
             return known
@@ -106,7 +107,7 @@ class LatencyModel:
         return low + (high - low) * (rows - below) / (above - below)
 
     def line(self, max_rows: int) -> Line | None:
-        """The straight line through L(1) and L(max_rows); None where nothing is known."""
+        """The straight line through L(1) and L(max_rows); None without any knot."""
         one, most = self.predict_ns(1), self.predict_ns(max_rows)
         if one is None or most is None or not (_is_time(one) and _is_time(most)):
             return None
@@ -114,20 +115,21 @@ class LatencyModel:
         return Line(a_ns, max(0.0, one - a_ns))
 
     def knots(self) -> dict[int, float]:
-        """What is known, by rows."""
+        """Times by rows."""
         return {rows: self._knots[rows] for rows in self._sizes}
 
     def _extend(self, rows: int) -> float:
         last = self._sizes[-1]
         if len(self._sizes) == 1:
-            return self._knots[last] * max(1.0, rows / last)  # nothing says what the rows share: the careful guess
+            # With one knot, the part that does not grow with the rows is unknown: none is assumed.
+            return self._knots[last] * max(1.0, rows / last)
         before = self._sizes[-2]
         slope = max(0.0, (self._knots[last] - self._knots[before]) / (last - before))
         return self._knots[last] + slope * (rows - last)
 
     def _set_knot(self, rows: int, ns: float) -> None:
         is_new = rows not in self._knots
-        self._knots[rows] = ns  # before its size shows: a scrape may read both meanwhile
+        self._knots[rows] = ns  # before its size is listed: a scrape on another thread may read both
         if is_new:
             insort(self._sizes, rows)
 

@@ -1,4 +1,4 @@
-"""The decision who rides now: pure functions of who waits, the policy, what was learned and the time."""
+"""Plan a batch: pure functions of the queued requests, the policy, the latency model and the time."""
 
 import math
 from bisect import bisect_left
@@ -7,30 +7,31 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final
 
+from ortserve.batching.large_requests import MAX_TEXT_UNITS
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
-from ortserve.batching.riders import Rider
-from ortserve.batching.text_weight import MAX_TEXT_UNITS
+from ortserve.core.inflight import InflightRequest
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """What a user set, or what warm-up found.
+    """Limits of batches, as configured or as found in warm-up.
 
     Attributes:
         max_rows: Most rows of a batch.
-        queue_delay_ns: How long a batch short of what it may hold waits for more, from when its oldest was queued.
-        preferred_rows: A batch of one of these sizes leaves without the delay. Empty: only ``max_rows`` does.
-        waits_for_echo: Whether a batch is put off for a moment where callers who were just answered soon come back.
+        queue_delay_ns: How long a batch with fewer rows waits for more, counted from the arrival of its oldest request.
+        preferred_rows: A batch of one of these sizes starts without the delay. Empty: only one of ``max_rows`` does.
         buckets: Ascending sizes that batches are padded to, the last at least ``max_rows``. Empty: no padding.
-        lone_rows: Most rows of a batch that holds a single request, where no batch holds several; None where batches
-            may. ``max_rows`` is 1 then: no request waits for another to join it, and queued work is counted by the row.
+        closed_loop_wait: Whether a batch is delayed for a moment if callers usually send their next request soon after
+            an answer.
+        lone_rows: Most rows of a batch that holds a single request, if no batch holds several; None if batches may.
+            ``max_rows`` is 1 then: no request waits for another to join it, and queued work is counted by the row.
     """
 
     max_rows: int
     queue_delay_ns: int = 0
     preferred_rows: tuple[int, ...] = ()
     buckets: tuple[int, ...] = ()
-    waits_for_echo: bool = False
+    closed_loop_wait: bool = False
     lone_rows: int | None = None
 
     @property
@@ -39,16 +40,16 @@ class BatchPolicy:
         return self.max_rows if self.lone_rows is None else self.lone_rows
 
     def bucket_for(self, rows: int) -> int:
-        """The size that a batch of ``rows`` rows is padded to; its own beyond the largest bucket."""
+        """The size that a batch of ``rows`` rows is padded to; ``rows`` beyond the largest bucket."""
         index = bisect_left(self.buckets, rows)
         return self.buckets[index] if index < len(self.buckets) else rows
 
 
 def lower_cap(policy: BatchPolicy, failed_rows: int) -> BatchPolicy:
-    """The policy once a batch that was padded to ``failed_rows`` rows found too little memory.
+    """The policy after a batch that was padded to ``failed_rows`` rows ran out of memory.
 
-    Half as many rows at most, in smaller buckets where there are any. The same for a second failure of that size, and
-    never less than the smallest bucket, or a row.
+    Batches have at most half as many rows, and smaller buckets if there are any. A second failure of the same size
+    changes nothing, and the limit stays at least the smallest bucket, or one row.
     """
     rows = max(1, min(policy.request_rows, failed_rows // 2))
     buckets = policy.buckets
@@ -61,19 +62,19 @@ def lower_cap(policy: BatchPolicy, failed_rows: int) -> BatchPolicy:
 
 
 def run_requests_alone(policy: BatchPolicy) -> BatchPolicy:
-    """The policy of a model whose requests must not share batches: as many rows of one request run together as did."""
+    """The policy of a model whose requests must not share batches; the rows of one request still run together."""
     if policy.lone_rows is not None:
         return policy
     return replace(
-        policy, max_rows=1, queue_delay_ns=0, preferred_rows=(), waits_for_echo=False, lone_rows=policy.max_rows
+        policy, max_rows=1, queue_delay_ns=0, preferred_rows=(), closed_loop_wait=False, lone_rows=policy.max_rows
     )
 
 
 @dataclass(slots=True, init=False)
 class Take:
-    """Run ``count`` riders now, who together have ``rows`` rows: the first, after those who are given up.
+    """Run ``count`` requests with ``rows`` rows in total now: the first, after those that are given up.
 
-    The first ``given_up`` riders cannot be answered in time but by a batch so small that others would be late for it.
+    The first ``given_up`` requests could be in time only in a batch so small that others would be late.
     """
 
     count: Final[int]
@@ -88,34 +89,36 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class WaitUntil:
-    """Nobody rides before ``due_ns`` (monotonic) unless more arrive."""
+    """Start no batch before ``due_ns`` (monotonic) unless more requests arrive."""
 
     due_ns: int
 
 
-def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyModel, now_ns: int) -> Take | WaitUntil:
-    """Say who rides now that an instance is free: whoever waits, as many as fit, at once unless a delay is set.
+def plan_batch(
+    waiting: Sequence[InflightRequest], policy: BatchPolicy, latency: LatencyModel, now_ns: int
+) -> Take | WaitUntil:
+    """Plan the next batch now that an instance is free: all queued requests that fit, at once unless a delay is set.
 
-    A batch is kept so small that all its deadlines are met, where that is known to help, unless more would be late for
-    it than are saved. A set delay does not hold back whom it would make late.
+    A batch is made small enough that all its deadlines are met if the latency model knows the size, unless more
+    requests would be late for it than are saved. A set delay ends early for a request that it would make late.
 
     Args:
-        waiting: Riders of one shape class in the order of going, at least one. Those with more rows than ``max_rows``,
-            who came before that was lowered, or more text than a run may take, ride alone.
-        policy: See there.
+        waiting: Requests of one shape class in queue order, at least one. A request with more rows than ``max_rows``,
+            which was lowered since, or with more text than a run may have, runs alone.
+        policy: See ``BatchPolicy``.
         latency: Of batches of this class.
         now_ns: Monotonic time.
     """
     count = rows = texts = 0
     is_full = has_deadline = False
-    for rider in waiting:
-        texts += rider.text_units
-        if count and (rows + rider.rows > policy.max_rows or texts > MAX_TEXT_UNITS):
+    for request in waiting:
+        texts += request.text_units
+        if count and (rows + request.rows > policy.max_rows or texts > MAX_TEXT_UNITS):
             is_full = True
             break
         count += 1
-        rows += rider.rows
-        if rider.finish_by_ns is not None:
+        rows += request.rows
+        if request.finish_by_ns is not None:
             has_deadline = True
     if has_deadline:
         forecast = _Forecast(policy, latency, now_ns)
@@ -131,7 +134,7 @@ def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyMo
         preferred = _largest_preferred(waiting, count, policy.preferred_rows)
         if preferred is not None:
             return preferred
-        due_ns = min(rider.timing.queued_ns for rider in islice(waiting, count)) + policy.queue_delay_ns
+        due_ns = min(request.timing.queued_ns for request in islice(waiting, count)) + policy.queue_delay_ns
         if now_ns < due_ns and may_wait(waiting, count, known_ns(latency.predict_ns(policy.bucket_for(rows))), due_ns):
             return WaitUntil(due_ns)
     return _fit_bucket(waiting, count, rows, policy, latency)
@@ -139,7 +142,7 @@ def plan_batch(waiting: Sequence[Rider], policy: BatchPolicy, latency: LatencyMo
 
 @dataclass(slots=True, init=False)
 class _Forecast:
-    """How long batches would take, and whether their riders would be in time, seen from now."""
+    """Predicts how long batches take, and whether their requests would be in time, as seen from now."""
 
     policy: Final[BatchPolicy]
     latency: Final[LatencyModel]
@@ -153,48 +156,48 @@ class _Forecast:
     def batch_ns(self, rows: int) -> float:
         return known_ns(self.latency.predict_ns(self.policy.bucket_for(rows)))
 
-    def is_in_time(self, riders: Sequence[Rider], after_ns: float = 0.0) -> bool:
-        """Whether a batch of them all that begins in ``after_ns`` is late for none; there may be none."""
+    def is_in_time(self, requests: Sequence[InflightRequest], after_ns: float = 0.0) -> bool:
+        """Whether a batch of all these requests that begins in ``after_ns`` meets every deadline."""
         begin_ns = self.now_ns + after_ns
-        finish_ns = begin_ns + self.batch_ns(_rows(riders)) if riders else begin_ns
-        return all(rider.finish_by_ns is None or finish_ns <= rider.finish_by_ns for rider in riders)
+        finish_ns = begin_ns + self.batch_ns(_rows(requests)) if requests else begin_ns
+        return all(request.finish_by_ns is None or finish_ns <= request.finish_by_ns for request in requests)
 
 
-def _most_in_time(waiting: Sequence[Rider], count: int, forecast: _Forecast) -> Take | None:
-    """The most of the first ``count`` riders that together finish before all their deadlines; None if not even one."""
+def _most_in_time(waiting: Sequence[InflightRequest], count: int, forecast: _Forecast) -> Take | None:
+    """The most of the first ``count`` requests that together meet all their deadlines; None if not even one does."""
     best: Take | None = None
     rows = 0
     finish_by_ns: float = math.inf
-    for taken, rider in enumerate(islice(waiting, count), 1):
-        rows += rider.rows
-        if rider.finish_by_ns is not None:
-            finish_by_ns = min(finish_by_ns, rider.finish_by_ns)
+    for taken, request in enumerate(islice(waiting, count), 1):
+        rows += request.rows
+        if request.finish_by_ns is not None:
+            finish_by_ns = min(finish_by_ns, request.finish_by_ns)
         if forecast.now_ns + forecast.batch_ns(rows) <= finish_by_ns:
             best = Take(taken, rows)
     return best
 
 
-def _without_tightest(waiting: Sequence[Rider], small: Take, forecast: _Forecast) -> Take | None:
-    """A batch without the first riders, whose deadlines ask for one as ``small`` as that; None to do as they ask.
+def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast: _Forecast) -> Take | None:
+    """A batch without the first requests, whose deadlines need one as small as ``small``; None to run ``small``.
 
-    Small batches are costly while many wait: whoever comes after them is late as well, asks for a small batch in turn,
-    and so on until nearly nobody is answered. So somebody is given up where, all at once,
+    Under load, small batches cost throughput: the requests behind them are late, need a small batch in turn, and in
+    the end almost nothing is answered. So a request is given up if all of these hold:
 
     - the small batch would make the next one late;
-    - a batch without him, and without those before him, is in time;
+    - a batch without this request, and without those before it, is in time;
     - that batch answers more: more rows than the small one, by more than full batches answer in the time that it takes
       longer.
     """
     max_rows = forecast.policy.max_rows
-    level = waiting[0].level  # nobody is given up for those of a lower one
-    riders = [rider for rider in islice(waiting, 2 * max_rows) if rider.level == level]
+    level = waiting[0].level  # no request is given up for one of a lower priority
+    requests = [request for request in islice(waiting, 2 * max_rows) if request.level == level]
     small_ns = forecast.batch_ns(small.rows)
-    if forecast.is_in_time(_fill(riders[small.count :], max_rows), after_ns=small_ns):
+    if forecast.is_in_time(_fill(requests[small.count :], max_rows), after_ns=small_ns):
         return None
-    for given_up, late in enumerate(riders[: small.count], 1):
+    for given_up, late in enumerate(requests[: small.count], 1):
         if late.finish_by_ns is None or late.timing.queued_ns >= forecast.now_ns:
             return None  # it would not be the wait that made it late
-        batch = _fill(riders[given_up:], max_rows)
+        batch = _fill(requests[given_up:], max_rows)
         if batch and forecast.is_in_time(batch):
             rows = _rows(batch)
             longer_ns = forecast.batch_ns(rows) - small_ns
@@ -206,33 +209,33 @@ def _without_tightest(waiting: Sequence[Rider], small: Take, forecast: _Forecast
     return None
 
 
-def _fill(riders: Sequence[Rider], max_rows: int) -> Sequence[Rider]:
-    """The first of them, as many as fit into a batch."""
+def _fill(requests: Sequence[InflightRequest], max_rows: int) -> Sequence[InflightRequest]:
+    """The first requests, as many as fit into a batch."""
     rows = texts = 0
-    for count, rider in enumerate(riders):
-        rows += rider.rows
-        texts += rider.text_units
+    for count, request in enumerate(requests):
+        rows += request.rows
+        texts += request.text_units
         if rows > max_rows or (count and texts > MAX_TEXT_UNITS):
-            return riders[:count]
-    return riders
+            return requests[:count]
+    return requests
 
 
-def _rows(riders: Sequence[Rider]) -> int:
-    return sum([rider.rows for rider in riders])
+def _rows(requests: Sequence[InflightRequest]) -> int:
+    return sum([request.rows for request in requests])
 
 
-def may_wait(waiting: Sequence[Rider], count: int, batch_ns: float, until_ns: int) -> bool:
-    """Whether a batch of the first ``count`` riders that takes ``batch_ns`` is late for none of them if it waits."""
-    # No shorter wait in between: a timer may ring a millisecond after it was set for.
+def may_wait(waiting: Sequence[InflightRequest], count: int, batch_ns: float, until_ns: int) -> bool:
+    """Whether a batch of the first ``count`` requests that takes ``batch_ns`` stays in time if it waits."""
+    # A shorter wait is no choice: a timer may fire a millisecond late.
     return all(
-        (rider.start_by_ns is None or until_ns < rider.start_by_ns)
-        and (rider.finish_by_ns is None or until_ns + batch_ns < rider.finish_by_ns)
-        for rider in islice(waiting, count)
+        (request.start_by_ns is None or until_ns < request.start_by_ns)
+        and (request.finish_by_ns is None or until_ns + batch_ns < request.finish_by_ns)
+        for request in islice(waiting, count)
     )
 
 
-def _largest_preferred(waiting: Sequence[Rider], count: int, sizes: Sequence[int]) -> Take | None:
-    """The most first riders whose rows make exactly one of ``sizes``."""
+def _largest_preferred(waiting: Sequence[InflightRequest], count: int, sizes: Sequence[int]) -> Take | None:
+    """The most first requests whose rows add up to one of ``sizes``."""
     best: Take | None = None
     rows = 0
     for taken in range(count):
@@ -242,8 +245,10 @@ def _largest_preferred(waiting: Sequence[Rider], count: int, sizes: Sequence[int
     return best
 
 
-def _fit_bucket(waiting: Sequence[Rider], count: int, rows: int, policy: BatchPolicy, latency: LatencyModel) -> Take:
-    """Pad up to the next bucket, or run fewer in the bucket below now, whichever costs less a row."""
+def _fit_bucket(
+    waiting: Sequence[InflightRequest], count: int, rows: int, policy: BatchPolicy, latency: LatencyModel
+) -> Take:
+    """Pad up to the next bucket, or run fewer requests in the bucket below, whichever takes less time a row."""
     up = policy.bucket_for(rows)
     if up == rows or up == policy.buckets[0]:
         return Take(count, rows)

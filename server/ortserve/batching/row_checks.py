@@ -8,14 +8,14 @@ import logging
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
-from ortserve.batching.isolation import Group
+from ortserve.batching.failures import RequestGroup
 from ortserve.batching.queue import ShapeClass
-from ortserve.batching.riders import Rider
 from ortserve.clock import Clock
 from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays, BatchResult
 from ortserve.core.closeness import agree, describe_difference
-from ortserve.core.promise import Promise
+from ortserve.core.inflight import FAILED as REQUEST_FAILED
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.signature import ModelSignature
 from ortserve.core.timing import Timing
 
@@ -76,13 +76,15 @@ class Sample:
 
     __slots__ = ("alone", "inputs", "nbytes", "neighbours", "rows", "shape_class", "text_units", "together")
 
-    def __init__(self, shape_class: ShapeClass, rider: Rider, together: Answer, neighbours: dict[Shapes, int]) -> None:
+    def __init__(
+        self, shape_class: ShapeClass, request: InflightRequest, together: Answer, neighbours: dict[Shapes, int]
+    ) -> None:
         self.shape_class = shape_class
         # Copies: a client may write to its own memory once it is answered.
-        self.inputs = tuple([array.copy() for array in rider.inputs])
-        self.rows = rider.rows
-        self.nbytes = rider.nbytes
-        self.text_units = rider.text_units
+        self.inputs = tuple([array.copy() for array in request.inputs])
+        self.rows = request.rows
+        self.nbytes = request.nbytes
+        self.text_units = request.text_units
         self.together = together
         self.alone: Answer | None = None
         self.neighbours = neighbours
@@ -113,10 +115,10 @@ class RowChecks:
         """Whether a request waits to run alone."""
         return self._sample is not None and not self._is_running
 
-    def observe(self, group: Group, result: BatchResult) -> None:
+    def observe(self, group: RequestGroup, result: BatchResult) -> None:
         """Count a batch that ran, before its requests are settled; keep a copy of one of them where a check is due."""
         self._ran_ns += result.run_ns
-        if len(group.riders) < 2:
+        if len(group.requests) < 2:
             return
         self._batches += 1
         if self._batches >= self._next_batch and self._sample is None and self._spent_ns * SHARE <= self._ran_ns:
@@ -126,30 +128,25 @@ class RowChecks:
             except Exception:  # such as a MemoryError; the batch is still to be answered
                 logger.exception("a request could not be kept for a check")
 
-    def next_group(self) -> Group | None:
+    def next_group(self) -> RequestGroup | None:
         """The request to run alone now that an instance is idle; None where there is none."""
         sample = self._sample
         if sample is None or self._is_running:
             return None
         self._is_running = True
         self._began_ns = self._clock()
-        rider = Rider(
-            sample.inputs,
-            sample.rows,
-            Promise(),
-            Timing(self._began_ns, self._began_ns),
-            nbytes=sample.nbytes,
-            key=sample.shape_class.key,
-            text_units=sample.text_units,
-        )
-        return Group(sample.shape_class, (rider,), rider.rows, is_check=True)
+        request = InflightRequest(Timing(self._began_ns, self._began_ns), sample.inputs, sample.rows)
+        request.nbytes = sample.nbytes
+        request.shape_class_key = sample.shape_class.key
+        request.text_units = sample.text_units
+        return RequestGroup(sample.shape_class, (request,), request.rows, is_check=True)
 
-    def judge(self, promise: Promise) -> Difference | None:
+    def judge(self, request: InflightRequest) -> Difference | None:
         """Judge the run of ``next_group``'s request. Returns the difference that ends batching, None without one."""
         sample = self._sample
         assert sample is not None, "no check is running"
         self._sample, self._is_running = None, False
-        outcome = FAILED if promise.exception() is not None else self._judge(sample, Answer(promise.result()))
+        outcome = FAILED if request.state == REQUEST_FAILED else self._judge(sample, Answer(request.take_outputs()))
         self._spent_ns += self._clock() - self._began_ns
         if not outcome:
             self._sample = sample
@@ -169,26 +166,27 @@ class RowChecks:
             return ""
         return NOT_DETERMINISTIC if self._compare(sample.alone, alone) else DIFFERED
 
-    def _take(self, group: Group, outputs: Arrays) -> Sample | None:
+    def _take(self, group: RequestGroup, outputs: Arrays) -> Sample | None:
         """Copy one request of a batch, at another place each time, with one row if possible; None for a large one."""
         for output in outputs:
             if output.ndim == 0 or len(output) != group.rows:
                 return None  # the batch fails
-        riders = group.riders
-        places = [place for place, rider in enumerate(riders) if rider.rows == 1] or list(range(len(riders)))
+        requests = group.requests
+        places = [place for place, request in enumerate(requests) if request.rows == 1]
+        places = places or list(range(len(requests)))
         chosen = places[self._samples % len(places)]
         self._samples += 1
-        if riders[chosen].nbytes > MAX_INPUT_BYTES:
+        if requests[chosen].nbytes > MAX_INPUT_BYTES:
             return None
-        first = sum([rider.rows for rider in riders[:chosen]])
-        after = first + riders[chosen].rows
+        first = sum([request.rows for request in requests[:chosen]])
+        after = first + requests[chosen].rows
         neighbours: dict[Shapes, int] = {}
-        for place, rider in enumerate(riders):
+        for place, request in enumerate(requests):
             if place != chosen:
-                shapes = tuple([None if is_absent(array) else array.shape for array in rider.inputs])
+                shapes = tuple([None if is_absent(array) else array.shape for array in request.inputs])
                 neighbours[shapes] = neighbours.get(shapes, 0) + 1
         together = Answer(tuple([output[first:after] for output in outputs]))
-        return Sample(group.shape_class, riders[chosen], together, neighbours)
+        return Sample(group.shape_class, requests[chosen], together, neighbours)
 
     def _compare(self, one: Answer, other: Answer) -> str:
         """Say how the answers differ; empty where they do not."""

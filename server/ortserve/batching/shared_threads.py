@@ -1,7 +1,7 @@
-"""Sharing threads between models: in time of predicted work, not in batches or requests.
+"""Share threads between models fairly by predicted work, not by batches or requests.
 
-Each run holds some of the threads. While they are all held, models wait, and the one that has had the least work goes
-next (start-time fair queueing). A model with long batches thus gets no more of them than one with short ones.
+Each run holds some of the threads. While all are held, models wait, and the model with the least work so far runs next
+(start-time fair queueing). So a model with long batches gets no more of the threads than one with short batches.
 """
 
 import asyncio
@@ -10,11 +10,11 @@ from typing import Final
 
 from ortserve.batching.latency import known_ns
 
-_FREE: Final = 0.0
+_NO_WORK: Final = 0.0
 
 
 class Share:
-    """One model's claim: how many threads its runs hold, and whom to tell when it is its turn."""
+    """The share of one model: how many threads its runs hold, and a callback for its turn. Loop thread only."""
 
     __slots__ = ("_shared", "had_ns", "threads", "wake")
 
@@ -22,113 +22,113 @@ class Share:
         self._shared = shared
         self.threads = threads
         self.wake = wake
-        self.had_ns = _FREE
-        """Work so far, on the virtual clock of those who share."""
+        self.had_ns = _NO_WORK
+        """Work so far, on the virtual clock of all shares."""
 
     def may_start(self) -> bool:
-        """Whether a run may start now. If not, ``wake`` is called when it is this model's turn."""
-        return self._shared._may_start(self)
+        """Whether a run may start now. Otherwise ``wake`` is called when it is this model's turn."""
+        shared = self._shared
+        if not shared.waiting and self.threads <= shared.free_threads:
+            return True
+        shared.waiting[self] = None
+        # No share overtakes the first, even if its run would fit, because long runs would starve.
+        return shared.first() is self and self.threads <= shared.free_threads
 
     def withdraw(self) -> None:
-        """Say that there is nothing to run after all, so that others get the turn."""
-        self._shared._withdraw(self)
+        """Pass the turn on, because the model has nothing to run."""
+        shared = self._shared
+        if self in shared.waiting:
+            del shared.waiting[self]
+            shared.wake_first()
 
     def begin(self, predicted_ns: float | None) -> None:
-        """Start a run that ``may_start`` allowed."""
-        self._shared._begin(self, known_ns(predicted_ns))
+        """Take the threads for a run that ``may_start`` allowed."""
+        shared = self._shared
+        self._count(predicted_ns)
+        shared.waiting.pop(self, None)
+        shared.free_threads -= self.threads
+        shared.running[self] = shared.running.get(self, 0) + 1
+        if shared.waiting:
+            shared.wake_first()
 
     def charge(self, predicted_ns: float | None, *, wants_more: bool) -> None:
-        """Note a run that ``may_start`` allowed and that holds no threads, because it happens on the event loop.
+        """Count a run that ``may_start`` allowed and that holds no threads because it uses the event loop.
 
         Args:
-            predicted_ns: What it takes.
-            wants_more: Whether ``may_start`` is called again soon; if not, others get the turn.
+            predicted_ns: Of the run.
+            wants_more: Whether ``may_start`` is called again soon; otherwise the turn passes on.
         """
-        self._shared._charge(self, known_ns(predicted_ns))
-        self._shared._go_on(self, wants_more=wants_more)
+        shared = self._shared
+        self._count(predicted_ns)
+        if wants_more:
+            # It waits from now on; otherwise the next run to begin would move the clock past its share.
+            shared.waiting[self] = None
+        else:
+            shared.waiting.pop(self, None)
+        if shared.waiting:
+            shared.wake_first()
 
     def end(self) -> None:
-        """Give the run's threads back."""
-        self._shared._end(self)
+        """Release the threads of a run."""
+        shared = self._shared
+        shared.free_threads += self.threads
+        shared.running[self] -= 1
+        if not shared.running[self]:
+            del shared.running[self]
+        if shared.waiting:
+            shared.wake_first()
 
     @property
     def parallel_runs(self) -> int:
-        """How many of the model's runs there are threads for at a time."""
-        return self._shared._threads // self.threads
+        """The number of the model's runs that the threads suffice for at a time."""
+        return self._shared.threads // self.threads
 
     def slowdown(self) -> float:
-        """How many times longer work takes here than by itself, because others want the threads too."""
-        return self._shared._slowdown(self)
+        """How many times longer work takes because other models use the threads, too."""
+        shared = self._shared
+        wanted = sum([other.threads for other in {self, *shared.running, *shared.waiting}])
+        return max(1.0, wanted / shared.threads)
+
+    def _count(self, predicted_ns: float | None) -> None:
+        # A share that was idle begins at the present clock, without credit for the idle time.
+        shared = self._shared
+        least_ns = self.had_ns
+        for other in shared.waiting:
+            least_ns = min(least_ns, other.had_ns)
+        shared.clock_ns = max(shared.clock_ns, least_ns)
+        self.had_ns = max(self.had_ns, shared.clock_ns) + known_ns(predicted_ns) * self.threads
 
 
 class SharedThreads:
-    """Threads that models share: the processors of the host, by one for all. Loop thread only."""
+    """The threads that all models of the host share. Loop thread only.
+
+    Attributes:
+        threads: How many there are.
+        free_threads: Threads that no run holds.
+        waiting: Shares that want to start a run.
+        running: The number of runs of each share that holds threads.
+        clock_ns: The virtual clock: the work that every share has had which is not ahead of the others.
+    """
 
     def __init__(self, threads: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._threads = threads
-        self._free = threads
+        self.threads: Final = threads
+        self.free_threads = threads
+        self.waiting: dict[Share, None] = {}
+        self.running: dict[Share, int] = {}
+        self.clock_ns = _NO_WORK
         self._loop = loop
-        self._waiting: dict[Share, None] = {}
-        self._running: dict[Share, int] = {}
-        self._clock_ns = _FREE
-
-    @property
-    def free_threads(self) -> int:
-        """Threads that no run holds."""
-        return self._free
 
     def share(self, threads: int, wake: Callable[[], None]) -> Share:
-        """A new claim, for a model whose runs use so many threads (all of them where it uses more)."""
-        return Share(self, min(threads, self._threads), wake)
+        """A new share for a model whose runs use ``threads`` threads, at most all of them."""
+        return Share(self, min(threads, self.threads), wake)
 
-    def _may_start(self, share: Share) -> bool:
-        if not self._waiting and share.threads <= self._free:
-            return True
-        self._waiting[share] = None
-        # Nobody overtakes the first, though his run would fit: else long runs would wait for ever.
-        return self._first() is share and share.threads <= self._free
+    def first(self) -> Share:
+        """The waiting share with the least work so far. There is at least one."""
+        return min(self.waiting, key=lambda share: max(share.had_ns, self.clock_ns))
 
-    def _withdraw(self, share: Share) -> None:
-        if share in self._waiting:
-            del self._waiting[share]
-            self._tell_first()
-
-    def _go_on(self, share: Share, *, wants_more: bool) -> None:
-        if wants_more:
-            # Among those who wait from now on, or the next to begin would move the clock beyond its claim.
-            self._waiting[share] = None
-        else:
-            self._waiting.pop(share, None)
-        self._tell_first()
-
-    def _begin(self, share: Share, predicted_ns: float) -> None:
-        self._charge(share, predicted_ns)
-        self._waiting.pop(share, None)
-        self._free -= share.threads
-        self._running[share] = self._running.get(share, 0) + 1
-        self._tell_first()
-
-    def _charge(self, share: Share, predicted_ns: float) -> None:
-        # Who was idle begins at the present, with no credit for the time it did not want.
-        self._clock_ns = max(self._clock_ns, min((share.had_ns, *(other.had_ns for other in self._waiting))))
-        share.had_ns = max(share.had_ns, self._clock_ns) + predicted_ns * share.threads
-
-    def _end(self, share: Share) -> None:
-        self._free += share.threads
-        self._running[share] -= 1
-        if not self._running[share]:
-            del self._running[share]
-        self._tell_first()
-
-    def _slowdown(self, share: Share) -> float:
-        wanted = sum([other.threads for other in {share, *self._running, *self._waiting}])
-        return max(1.0, wanted / self._threads)
-
-    def _first(self) -> Share:
-        return min(self._waiting, key=lambda share: max(share.had_ns, self._clock_ns))
-
-    def _tell_first(self) -> None:
-        if self._waiting:
-            first = self._first()
-            if first.threads <= self._free:
+    def wake_first(self) -> None:
+        """Wake the first waiting share, if there is one and its threads are free."""
+        if self.waiting:
+            first = self.first()
+            if first.threads <= self.free_threads:
                 self._loop.call_soon(first.wake)

@@ -69,9 +69,9 @@ class LoadOptions(BaseModel):
     the sizes that find memory on a GPU."""
     queue_delay_s: float = Field(default=0.0, ge=0, le=60)
     """How long the oldest row may wait for others to ride with, although an instance is free. 0 adds no delay."""
-    echo_wait: bool = True
-    """Let a batch wait for callers who usually come back right after an answer, by no more than half the time of a row
-    alone, where that serves more of them. It turns itself off for requests that gain nothing by it."""
+    closed_loop_wait: bool = True
+    """Let a batch wait for callers that usually send their next request right after an answer, for at most half the
+    time of a single row, if more requests a second are answered that way. Requests that gain nothing do not wait."""
     slo_s: float | None = Field(default=None, gt=0, le=3600)
     """Deadline of requests that bring none of their own: what cannot be answered within it is refused at once. Unset:
     such requests wait as long as it takes."""

@@ -9,15 +9,15 @@ from functools import partial
 from typing import Final
 
 from ortserve.batching.admission import QueueLimits
-from ortserve.batching.alarm import best_alarm
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget, InlineRuns
-from ortserve.batching.learned import Learned
+from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
+from ortserve.batching.queue import RequestQueue
 from ortserve.batching.row_checks import Difference, RowChecks
-from ortserve.batching.run_watch import RunEvents, RunLimits
+from ortserve.batching.run_limits import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
+from ortserve.batching.statistics import Learned
+from ortserve.batching.timers import best_timer
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.activity import LoopActivity
@@ -75,7 +75,7 @@ class Assembly:
         options = configuration.options
         # What was measured at one shape says nothing of another: then each shape class learns from its own batches.
         is_known = loaded.signature.has_one_shape_class
-        queue = RiderQueue(
+        queue = RequestQueue(
             [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
             [(size.rows, size.run_ns) for size in found.latencies if is_known],
             tries_one_row=loaded.signature.is_batched and not is_known,
@@ -96,7 +96,7 @@ class Assembly:
             loop=self._loop,
             clock=self._clock,
             observe_batch=metrics.observe_batch,
-            make_alarm=partial(best_alarm, self._loop),
+            make_timer=partial(best_timer, self._loop),
             depth=depth,
             on_lost=on_lost,
             has_texts=any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs),
@@ -146,7 +146,7 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
         int(options.queue_delay_s * 1e9),
         tuple(sorted(options.preferred_rows)),
         tuple(sorted(set(options.buckets))) or loaded.on_device.sizes,
-        options.echo_wait,
+        options.closed_loop_wait,
     )
 
 
@@ -187,14 +187,14 @@ def _end_sharing(served: ServedModel, difference: Difference) -> None:
     served.properties = {**served.properties, "batching": describe_ended_sharing(difference, served.max_rows)}
 
 
-def _numbers(learned: Learned, queue: RiderQueue, checks: RowChecks | None) -> BatchingNumbers:
+def _numbers(learned: Learned, queue: RequestQueue, checks: RowChecks | None) -> BatchingNumbers:
     latest = learned.classes[0] if learned.classes else None
     return BatchingNumbers(
         learned.queued_rows,
         asdict(learned.decisions),
         {rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
         latest.error_ms / 1e3 if latest else 0.0,
-        sum(len(shape_class.riders) for shape_class in queue.classes()),
+        sum(len(shape_class.requests) for shape_class in queue.classes()),
         {} if checks is None else checks.counts.copy(),
     )
 

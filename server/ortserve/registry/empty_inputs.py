@@ -32,7 +32,7 @@ that are only known to do so where axis 0 is empty: a decoder may have an Einsum
 _MOST_ELEMENTS: Final = 2**23
 """Of a made-up row of an input with free dimensions, which a request without data chooses at will: 32 MiB of FP32."""
 _MOST_TEXTS: Final = 2**14
-"""Likewise of texts, as ``text_weight`` has it for a run."""
+"""Likewise of texts: the limit of a run (``batching/large_requests``)."""
 
 
 def crashing_operators(operators: Mapping[str, Iterable[str]]) -> tuple[str, ...]:

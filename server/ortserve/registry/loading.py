@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
-from ortserve.batching.run_watch import RunEvents
+from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
 from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
@@ -41,14 +41,14 @@ class VersionLoader:
         clock: Clock,
         runtime: Runtime | None = None,
         on_lost: Callable[[VersionRecord, str], object] | None = None,
-        on_given_up: Callable[[VersionRecord, Runner, str, bool], object] | None = None,
+        on_abandoned: Callable[[VersionRecord, Runner, str, bool], object] | None = None,
         *,
         told_every_s: float = TOLD_EVERY_S,
         activity: LoopActivity | None = None,
     ) -> None:
-        """``on_lost`` is told of a version whose devices are all lost, and why; it answers nobody any more. Likewise of
-        one that loses a device while it loads, before it is FAILED. ``on_given_up`` is called for an instance whose run
-        does not end, why, and whether it was the version's last.
+        """``on_lost`` is called with a version whose devices are all lost, also while it loads, and the reason.
+        ``on_abandoned`` is called with an instance whose run does not end, the reason, and whether it was the last of
+        its version.
 
         What a load is doing is logged every ``told_every_s`` for as long as it lasts. ``activity`` as in
         ``InlineBudget``.
@@ -60,7 +60,7 @@ class VersionLoader:
         self._assembly = Assembly(loop, clock, processors=cpu_budget(), activity=activity)
         self._trials = CaptureTrials()
         self._on_lost = on_lost
-        self._on_given_up = on_given_up
+        self._on_abandoned = on_abandoned
         self._told_every_s = told_every_s
         processors = cpu_budget()
         self._turns = LoadTurns(processors)
@@ -142,12 +142,12 @@ class VersionLoader:
     def _run_events(self, record: VersionRecord) -> RunEvents:
         """Count runs of a version that are over their limits, and tell of instances that are given up."""
 
-        def on_given_up(runner: Runner, reason: str, is_last: bool) -> None:
+        def on_abandoned(runner: Runner, reason: str, is_last: bool) -> None:
             self._metrics.batch_overdue(record.model, is_abandoned=True)
-            if self._on_given_up is not None:
-                self._on_given_up(record, runner, reason, is_last)
+            if self._on_abandoned is not None:
+                self._on_abandoned(record, runner, reason, is_last)
 
-        return RunEvents(lambda: self._metrics.batch_overdue(record.model), on_given_up)
+        return RunEvents(lambda: self._metrics.batch_overdue(record.model), on_abandoned)
 
     async def _tell(self, record: VersionRecord, progress: Progress, began_ns: int) -> None:
         # On the loop: ONNX Runtime gives back the interpreter's lock while it opens a session and while it computes.

@@ -65,7 +65,7 @@ class Registry:
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
         self._loader = VersionLoader(
-            self._loop, metrics, clock, runtime, self._on_lost, self._on_given_up, activity=activity
+            self._loop, metrics, clock, runtime, self._on_lost, self._on_abandoned, activity=activity
         )
         self.lost = ""
         """Which device is lost, and why; empty while none is. Only a new process can use it again."""
@@ -371,7 +371,7 @@ class Registry:
         self._catalog.route(record.model)
         self._begin_end(record, self._free(record))
 
-    def _on_given_up(self, record: VersionRecord, runner: Runner, reason: str, is_last: bool) -> None:
+    def _on_abandoned(self, record: VersionRecord, runner: Runner, reason: str, is_last: bool) -> None:
         """Load a version anew of which an instance is left to a run that does not end; until then without it.
 
         A version without instances is FAILED. It stays so where too many of the model's runs have not ended: each keeps

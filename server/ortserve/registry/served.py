@@ -2,19 +2,16 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Final
 
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.learned import Learned
+from ortserve.batching.statistics import Learned
 from ortserve.core.batch import Arrays
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import padding_of_requests
-from ortserve.core.promise import Outputs
 from ortserve.core.shape_class import Alone
 from ortserve.core.terms import Terms
-from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.configuration import Configuration
 from ortserve.registry.empty_inputs import check_not_empty, crashing_operators, drop_rows, make_up_row
@@ -25,25 +22,8 @@ from ortserve.telemetry.metrics import ModelMetrics
 from ortserve.telemetry.rejection_log import RejectionLog
 
 
-@dataclass(slots=True, init=False)
-class Submission:
-    """A request in its model's queue.
-
-    Attributes:
-        outputs: In the signature's order, for ``cut_back``, or a ``ServeError``.
-        leave: To be called by who stops waiting: its place in the queue is free at once, and ``outputs`` cancelled.
-    """
-
-    outputs: Final[Outputs]
-    leave: Final[Callable[[], object]]
-
-    def __init__(self, outputs: Outputs, leave: Callable[[], object]) -> None:
-        self.outputs = outputs
-        self.leave = leave
-
-
 class ServedModel:
-    """What the service sees of a version: its signature and a way in. Loop thread only."""
+    """A model version as the service sees it: its signature, and ``submit``. Loop thread only."""
 
     def __init__(
         self,
@@ -130,59 +110,53 @@ class ServedModel:
         """What its batcher has learned and decided."""
         return self._batcher.learned()
 
-    def submit(self, inputs: Arrays, rows: int, timing: Timing, terms: Terms) -> Submission:
-        """Queue one request, to run alone or with others.
+    def submit(self, request: InflightRequest, terms: Terms) -> None:
+        """Enqueue a request, to run alone or with others; it is settled with outputs for ``cut_back``.
 
         Args:
-            inputs: Checked against the signature, in its order, absent ones where optional inputs were left out.
-            rows: Length of the batch axis, 1 for a model without one. For 0 the model runs one made-up row, and the
-                outputs have no rows.
-            timing: Stamped on the way.
+            request: Its inputs were checked against the signature and are in its order, with absent ones for optional
+                inputs that were left out; from now on they are as the model takes them. For 0 rows the model runs one
+                made-up row, and the outputs have no rows.
             terms: Priority and deadlines.
-
-        Returns:
-            What to wait for, and how to leave.
 
         Raises:
             ServeError: invalid_input for more rows than the model's configured maximum, for inputs that disagree on a
                 padded dimension, and for empty ones that one of the model's operators crashes on; overloaded, deadline,
                 not_ready or internal from the batcher.
         """
+        inputs, rows = request.inputs, request.rows
         if rows == 0:
-            running = asyncio.create_task(self._run_without_rows(inputs, timing, terms))
-            return Submission(running, running.cancel)
+            self._submit_made_up_row(request, terms)
+            return
         batcher = self._batcher
         if self._crashing and self._shape_classes is not None:
             check_not_empty(inputs, self.signature, self.name, self._crashing)
         if self._conversions is not None:
-            inputs = self._conversions.to_model(inputs, rows)
+            inputs = request.inputs = self._conversions.to_model(inputs, rows)
         shape_class = None if self._shape_classes is None else self._shape_classes.find(inputs)
         is_alone = isinstance(shape_class, Alone)
         most_rows = self._most_rows_alone if is_alone else self._most_rows
         if rows > most_rows:
             raise invalid_input(f"inference request batch-size must be <= {most_rows} for '{self.name}', got {rows}")
         if terms.yields_when_late:
-            task = asyncio.create_task(self._run_yielding(inputs, rows, shape_class, timing, terms))
+            request.settle_by(self._run_yielding(request, shape_class, terms))
         elif is_alone or rows <= batcher.most_rows(inputs, rows):
-            rider = batcher.submit(inputs, rows, shape_class, timing, terms)
-            return Submission(rider.promise, partial(batcher.leave, rider))
+            batcher.submit(request, shape_class, terms)
         else:
-            task = asyncio.create_task(batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms))
-        return Submission(task, task.cancel)
+            batcher.submit_in_pieces(request, shape_class, terms)
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """Take away what padding added to the outputs of a request: views that later runs do not touch.
 
         Args:
             outputs: As the batcher gave them.
-            inputs: Of the request, as they were submitted.
+            inputs: Of the request, as ``submit`` left them.
 
         Raises:
             ServeError: internal, when an output has not the shape that it is configured to have.
         """
         if self._padding is not None:
-            model_inputs = inputs if self._conversions is None else self._conversions.to_model(inputs)
-            outputs = self._padding.cut_back(outputs, model_inputs)
+            outputs = self._padding.cut_back(outputs, inputs)
         if self._conversions is None:
             return outputs
         try:
@@ -190,42 +164,43 @@ class ServedModel:
         except ValueError as error:
             raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
 
-    async def _run_without_rows(self, inputs: Arrays, timing: Timing, terms: Terms) -> Arrays:
-        """Answer a request of 0 rows, which many models reject or crash on, by a row that ONNX Runtime takes."""
-        submission = self.submit(make_up_row(inputs, self.signature, self.name), 1, timing, terms)
+    def _submit_made_up_row(self, request: InflightRequest, terms: Terms) -> None:
+        """Answer a request of 0 rows, which many models reject or crash on, by a row that ONNX Runtime accepts."""
+        row = request.child(make_up_row(request.inputs, self.signature, self.name), 1)
+        if self._conversions is not None:
+            request.inputs = self._conversions.to_model(request.inputs)
+        self.submit(row, terms)
+        request.settle_by(self._drop_rows(row))
+
+    async def _drop_rows(self, row: InflightRequest) -> Arrays:
         try:
-            return drop_rows(await submission.outputs, self.signature)
+            return drop_rows(await row, self.signature)
         except ModelRejectionError as error:
             message = f"the request has no rows, and of the made-up row of zeros in their place {error.message}"
             raise ModelRejectionError(message, error.node) from None
-        except asyncio.CancelledError:
-            submission.leave()
-            raise
 
-    async def _run_yielding(
-        self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms
-    ) -> Arrays:
-        """Run a request that lets others go first once it has waited for its time."""
+    async def _run_yielding(self, request: InflightRequest, shape_class: Hashable, terms: Terms) -> Arrays:
+        """Run a request that goes behind the others of its level once it has waited for its time."""
+        timing = request.timing
         try:
-            return await self._run(inputs, rows, shape_class, timing, terms)
+            return await self._run_child(request, shape_class, terms)
         except ServeError as error:
             # Only its place in the queue was too late, and no run has begun.
             if error.kind is not ErrorKind.DEADLINE or timing.taken_ns:
                 raise
         queued_ns = timing.queued_ns
-        outputs = await self._run(inputs, rows, shape_class, timing, terms_behind(terms))
+        outputs = await self._run_child(request, shape_class, terms_behind(terms))
         timing.queued_ns = queued_ns  # it waited since then
         return outputs
 
-    async def _run(self, inputs: Arrays, rows: int, shape_class: Hashable, timing: Timing, terms: Terms) -> Arrays:
+    async def _run_child(self, request: InflightRequest, shape_class: Hashable, terms: Terms) -> Arrays:
         batcher = self._batcher
-        if rows > batcher.most_rows(inputs, rows) and not isinstance(shape_class, Alone):
-            return await batcher.submit_in_pieces(inputs, rows, shape_class, timing, terms)
-        rider = batcher.submit(inputs, rows, shape_class, timing, terms)
-        try:
-            return await rider.promise
-        finally:
-            batcher.leave(rider)
+        child = request.child(request.inputs, request.rows)
+        if child.rows <= batcher.most_rows(child.inputs, child.rows) or isinstance(shape_class, Alone):
+            batcher.submit(child, shape_class, terms)
+        else:
+            batcher.submit_in_pieces(child, shape_class, terms)
+        return await child
 
     async def close(self) -> None:
         """Answer everyone who was admitted, then free the instances."""

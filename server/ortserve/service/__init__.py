@@ -2,7 +2,6 @@
 
 __all__ = [
     "access",
-    "accounts",
     "busy_polling",
     "call",
     "codec_threads",
@@ -14,7 +13,7 @@ __all__ = [
     "log_settings",
     "management",
     "models",
-    "poll_policy",
+    "recorder",
     "repository",
     "shared_memory",
     "statistics",

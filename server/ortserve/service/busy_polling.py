@@ -1,7 +1,11 @@
-"""Keeps the event loop from sleeping between the last answer and the next request, as ``poll_policy`` decides.
+"""Busy polling: keep the event loop awake between the last answer and the next request.
 
-The loop asks the system for news without waiting as long as a callback is due in its next turn, so a callback that
-schedules itself keeps it awake. Each such turn lets go of the interpreter lock while the system is asked.
+A loop that sleeps is woken by the kernel on a processor that has become cold, which takes longer than the whole answer
+of a tiny model. A loop that polls pays with processor time. So it polls only if the next request is likely to arrive
+soon, as that of a client that sends one request after the other. ``PollPolicy`` decides; ``BusyPolling`` acts.
+
+The loop checks for I/O without waiting while a callback is due in its next turn, so a callback that schedules itself
+keeps it awake. Each such turn releases the interpreter lock during the check.
 """
 
 import asyncio
@@ -9,15 +13,69 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.service.poll_policy import PollPolicy
 from ortserve.telemetry.loop import PollReading
 
-_ASK_EVERY_NS: Final = 5_000_000
-"""How long an answer of ``may_poll`` holds: it is not compiled, and costs some microseconds."""
+_ASK_INTERVAL_NS: Final = 5_000_000
+"""How long a result of ``may_poll`` holds: the call is not compiled and takes some microseconds."""
+
+DEFAULT_MAX_NS: Final = 200_000
+"""Longest gap worth polling for. At 5,000 evenly spaced requests a second a process is busy for a third of its time
+anyway; slower loads have longer gaps."""
+
+_GAPS: Final = 8
+_LIKELY: Final = 6
+"""This many of the last ``_GAPS`` gaps must have been short enough."""
+
+_GAIN: Final = 0.125
+_LEAST_BUDGET_NS: Final = 20_000
+
+_WASTE_SHARE: Final = 0.05
+"""The share of all time that polling may take without a request at its end."""
+
+_MAX_CREDIT_NS: Final = 2_000_000
+"""Most waste at once, after a time without any."""
+
+
+class PollPolicy:
+    """Learns the gaps between the last answer and the next request, over all callers. Times are monotonic ns."""
+
+    def __init__(self, max_ns: int = DEFAULT_MAX_NS) -> None:
+        """``max_ns`` is the longest time to poll for one request; 0 for never."""
+        self._max_ns = max_ns
+        self._short = 0  # a bit for each of the last gaps, the newest lowest
+        self._gap_ns = 0.0
+        self._credit_ns = 0.0
+        self._credited_ns = 0
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether the next request will probably come soon enough."""
+        return self._short.bit_count() >= _LIKELY
+
+    def observe_gap(self, gap_ns: int) -> None:
+        """Note that the server was idle for ``gap_ns`` before a request arrived."""
+        is_short = gap_ns <= self._max_ns
+        self._short = (self._short << 1 | is_short) & ((1 << _GAPS) - 1)
+        if is_short:
+            self._gap_ns += _GAIN * (gap_ns - self._gap_ns) if self._gap_ns else gap_ns
+
+    def budget_ns(self, now_ns: int) -> int:
+        """How long to poll at most now that the last request is answered; 0 to sleep."""
+        if not self.is_likely:
+            return 0
+        earned_ns = (now_ns - self._credited_ns) * _WASTE_SHARE
+        self._credit_ns = min(_MAX_CREDIT_NS, self._credit_ns + earned_ns)
+        self._credited_ns = now_ns
+        budget_ns = min(self._max_ns, max(_LEAST_BUDGET_NS, int(2 * self._gap_ns)))
+        return budget_ns if budget_ns <= self._credit_ns else 0
+
+    def observe_waste(self, polled_ns: int) -> None:
+        """Note that the loop polled for ``polled_ns`` and no request arrived."""
+        self._credit_ns -= polled_ns
 
 
 class BusyPolling:
-    """Learns of each request that was queued and of its end. Loop thread only."""
+    """Polls between requests. It is told when each request is queued and when it ends. Loop thread only."""
 
     def __init__(
         self,
@@ -26,7 +84,7 @@ class BusyPolling:
         policy: PollPolicy,
         may_poll: Callable[[int], bool],
     ) -> None:
-        """``may_poll`` says at a moment (monotonic ns) whether nothing else needs the processor."""
+        """``may_poll`` returns, for a time in monotonic ns, whether nothing else needs the processor."""
         self._loop = loop
         self._clock = clock
         self._policy = policy
@@ -34,11 +92,11 @@ class BusyPolling:
         self._turn_callback: Final = self._turn
         self._in_flight = 0
         self._idle_since_ns = 0  # 0 while requests are in flight
-        self._began_ns = 0  # of the polling that lasts; 0 without any
+        self._began_ns = 0  # of the present polling; 0 without any
         self._until_ns = 0
         self._is_due = False
         self._is_allowed = False
-        self._asked_ns = -_ASK_EVERY_NS
+        self._asked_ns = -_ASK_INTERVAL_NS
         self._polled_ns = 0
         self._hits = 0
         self._misses = 0
@@ -48,7 +106,7 @@ class BusyPolling:
         return PollReading(self._polled_ns, self._hits, self._misses)
 
     def on_request(self, now_ns: int) -> None:
-        """A request is in flight from now on."""
+        """Note that a request is in flight."""
         if self._in_flight == 0 and self._idle_since_ns:
             self._policy.observe_gap(now_ns - self._idle_since_ns)
             self._idle_since_ns = 0
@@ -59,12 +117,12 @@ class BusyPolling:
         self._in_flight += 1
 
     def on_end(self, now_ns: int) -> None:
-        """A request was answered, or left."""
+        """Note that a request was answered or cancelled."""
         self._in_flight -= 1
         if self._in_flight == 0:
             self._idle_since_ns = now_ns
             if self._policy.is_likely and not self._is_due:
-                # Not at once: answers are still to be written in this turn of the loop, and requests to be read.
+                # In the next turn: this one may still write answers and read requests.
                 self._is_due = True
                 self._loop.call_soon(self._turn_callback)
 
@@ -75,7 +133,7 @@ class BusyPolling:
         now_ns = self._clock()
         if self._began_ns == 0:
             budget_ns = self._policy.budget_ns(now_ns)
-            if budget_ns and now_ns - self._asked_ns >= _ASK_EVERY_NS:
+            if budget_ns and now_ns - self._asked_ns >= _ASK_INTERVAL_NS:
                 self._asked_ns = now_ns
                 self._is_allowed = self._may_poll(now_ns)
             if budget_ns == 0 or not self._is_allowed:

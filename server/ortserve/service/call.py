@@ -1,30 +1,56 @@
-"""A request from the moment that its body is complete, whatever becomes of it."""
+"""One inference call: the in-flight request together with what its caller asked for and how it is answered."""
 
-from dataclasses import dataclass
-from typing import Final
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
 
+from ortserve.core.encoded import AnswerEncoder
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.timing import Timing
+from ortserve.errors import ServeError
+from ortserve.registry.served import ServedModel
 from ortserve.telemetry.tracing import Trace
 
 
-@dataclass(slots=True, init=False)
-class Call:
-    """A request whose body is complete.
+class Call(InflightRequest):
+    """A call from the moment its body is complete. The service fills in the rest step by step.
 
     Attributes:
         protocol: ``http`` or ``grpc``, for metrics.
-        timing: Begun; its points are stamped on the way, and all there when the call was answered.
-        timeout_ns: How long the caller waits for the answer, None where it did not say.
-        trace: None where it is not sampled.
+        timeout_ns: How long the caller waits for the answer, None if it did not say.
+        trace: None if the call is not sampled.
+        request: None until the body is decoded.
+        served: The version that answers, None until it is found.
+        response: The answer before it is encoded, if a task made it; otherwise None.
+        encoder: Encodes the answer.
+        encoding: The encoded answer while a thread works on it; otherwise None.
+        on_answer: Called once with the encoded answer.
+        on_error: Called once with the error instead. Neither is called for a call that was cancelled.
     """
 
-    protocol: Final[str]
-    timing: Final[Timing]
-    timeout_ns: Final[int | None]
-    trace: Final[Trace | None]
+    __slots__ = (
+        "encoder",
+        "encoding",
+        "on_answer",
+        "on_error",
+        "protocol",
+        "request",
+        "response",
+        "served",
+        "timeout_ns",
+        "trace",
+    )
 
     def __init__(self, protocol: str, timing: Timing, timeout_ns: int | None, trace: Trace | None = None) -> None:
-        self.protocol = protocol
-        self.timing = timing
-        self.timeout_ns = timeout_ns
-        self.trace = trace
+        super().__init__(timing)
+        self.protocol: Final = protocol
+        self.timeout_ns: Final = timeout_ns
+        self.trace: Final = trace
+        self.request: InferRequest | None = None
+        self.served: ServedModel | None = None
+        self.response: InferResponse | None = None
+        self.encoder: AnswerEncoder[Any] | None = None
+        self.encoding: asyncio.Future[Any] | None = None
+        self.on_answer: Callable[[Any], object] | None = None
+        self.on_error: Callable[[ServeError], object] | None = None

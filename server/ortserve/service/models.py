@@ -7,7 +7,7 @@ from typing import Final
 
 from ortserve import __version__
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.batching.learned import Learned
+from ortserve.batching.statistics import Learned
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ServeError
 from ortserve.registry.lifecycle import State, VersionRecord

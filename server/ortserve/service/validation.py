@@ -1,27 +1,36 @@
-"""Checking a request against the signature of the model it is for. The texts are those that Triton's clients know."""
+"""Validate a request against the signature of its model, and read its parameters and raw inputs.
 
-from collections.abc import Sequence
+The error texts are those that Triton's clients know.
+"""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from ortserve.codecs.binary_tensor import decode_binary_tensor
+from ortserve.codecs.bounds import INLINE_BYTES, MAX_TEXT_BYTES
+from ortserve.codecs.bytes_elements import decode_element, object_array
 from ortserve.core.absent import absent
 from ortserve.core.batch import Arrays
-from ortserve.core.request import InferRequest
+from ortserve.core.dtypes import DataType
+from ortserve.core.request import InferRequest, Parameter
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.service.classification import check_classifiable
-from ortserve.service.raw_input import read_raw_input
+from ortserve.service.responses import check_classifiable
 
 
 def check_request(request: InferRequest, signature: ModelSignature, model: str) -> tuple[Arrays, int]:
     """Check names, datatypes, shapes and rows.
 
     Returns:
-        The input arrays in the signature's order, absent ones in the place of optional inputs that were left out, and
-        the rows: the common length of the batch axes, which may be 0, or 1 for a model without.
+        The input arrays in the order of the signature, with absent ones for optional inputs that were left out, and the
+        rows: the common length of the batch axes, which may be 0, or 1 for a model without a batch axis.
 
     Raises:
-        ServeError: invalid_input, naming the input or output, what was expected and what came; unsupported for what
-            the model has, but no request can bring or ask for.
+        ServeError: invalid_input, with the input or output, the expectation and the value; unsupported for an input or
+            output that the model has and the protocol cannot carry.
     """
     for output in request.outputs:
         if output.name not in signature.output_index:
@@ -120,3 +129,111 @@ def _shape_error(tensor: Tensor, spec: TensorSpec, signature: ModelSignature, mo
         f"unexpected shape for input '{spec.name}' for model '{model}'. "
         f"Expected {format_shape(spec.shape)}, got {format_shape(tensor.array.shape)}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """``priority`` is 1 for the most urgent, 0 for the model's default; ``queue_timeout_us`` 0 for no bound."""
+
+    priority: int = 0
+    queue_timeout_us: int = 0
+
+
+_DEFAULT: Final = Scheduling()
+
+
+def read_scheduling(parameters: Mapping[str, Parameter]) -> Scheduling:
+    """Read the parameters that affect the place of a request in the queue.
+
+    Raises:
+        ServeError: invalid_input for a value of the wrong type, unsupported for a request that is part of a sequence.
+    """
+    if not parameters:
+        return _DEFAULT
+    _reject_sequence(parameters)
+    return Scheduling(_unsigned(parameters, "priority"), _unsigned(parameters, "timeout"))
+
+
+def _reject_sequence(parameters: Mapping[str, Parameter]) -> None:
+    """Reject requests of sequences. An id of 0 or ``""`` and false flags belong to no sequence."""
+    for name, types, expected in _SEQUENCE:
+        if name in parameters:
+            value = parameters[name]
+            if type(value) not in types or (type(value) is int and value < 0):
+                raise invalid_input(f"parameter '{name}': expected {expected}, got {value!r}")
+            if value:
+                raise ServeError(
+                    ErrorKind.UNSUPPORTED, f"parameter '{name}' is not supported: this server keeps no sequences"
+                )
+
+
+_SEQUENCE: Final = (
+    ("sequence_id", (int, str), "an unsigned integer or a string"),
+    ("sequence_start", (bool,), "a boolean"),
+    ("sequence_end", (bool,), "a boolean"),
+)
+
+
+def _unsigned(parameters: Mapping[str, Parameter], name: str) -> int:
+    value = parameters.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise invalid_input(f"parameter '{name}': expected an unsigned integer, got {value!r}")
+    return value
+
+
+def read_raw_input(data: bytes | memoryview, signature: ModelSignature, model: str) -> Tensor:
+    """Make the only input of a model from a raw request: a body that consists of its bytes.
+
+    Name, datatype and shape are those of the signature: one row if rows are batched, and at most one free dimension,
+    which the length of ``data`` determines. BYTES are one string, ``data`` itself, without a length prefix.
+
+    Returns:
+        A tensor that is a read-only view of ``data``, except for BYTES.
+
+    Raises:
+        ServeError: invalid_input, if the model has several inputs or ``data`` does not fit the shape.
+    """
+    if len(signature.inputs) != 1:
+        raise invalid_input(
+            "Raw request must only have 1 input (found 1) to be deduced but got "
+            f"{len(signature.inputs)} inputs in '{model}' model configuration"
+        )
+    spec = signature.inputs[0]
+    shape = spec.shape
+    if spec.batch_axis is not None:
+        shape = (*shape[: spec.batch_axis], 1, *shape[spec.batch_axis + 1 :])
+    if spec.datatype is DataType.BYTES:
+        if any(size != 1 for size in shape):
+            raise invalid_input(
+                f"For BYTE datatype raw input '{spec.name}', the model must have input shape [1], "
+                f"got {format_shape(spec.shape)} for '{model}'"
+            )
+        if len(data) > MAX_TEXT_BYTES:
+            raise ServeError(
+                ErrorKind.TOO_LARGE,
+                f"raw input '{spec.name}': expected at most {MAX_TEXT_BYTES} bytes of text, got {len(data)}",
+            )
+        return Tensor(spec.name, spec.datatype, object_array([decode_element(data, 0, spec.name)], shape))
+    if -1 in shape:
+        shape = _with_free_dimension(shape, len(data), spec, model)
+    return Tensor(spec.name, spec.datatype, decode_binary_tensor(data, spec.datatype, shape, spec.name, model))
+
+
+def is_long_text(data: bytes | memoryview, signature: ModelSignature) -> bool:
+    """Whether ``data`` is a string so long that ``read_raw_input`` must be called on a thread."""
+    return len(data) > INLINE_BYTES and any(spec.datatype is DataType.BYTES for spec in signature.inputs)
+
+
+def _with_free_dimension(shape: tuple[int, ...], size: int, spec: TensorSpec, model: str) -> tuple[int, ...]:
+    if shape.count(-1) > 1:
+        raise invalid_input(
+            f"The shape of the raw input '{spec.name}' can not be deduced because there are more than one "
+            f"variable-sized dimension: {format_shape(spec.shape)}"
+        )
+    step = prod(dim for dim in shape if dim != -1) * spec.datatype.itemsize
+    if step == 0 or size % step:
+        raise invalid_input(
+            f"input byte size mismatch for input '{spec.name}' for model '{model}'. "
+            f"Expected a multiple of {step} for the shape {format_shape(spec.shape)}, got {size}"
+        )
+    return tuple(size // step if dim == -1 else dim for dim in shape)

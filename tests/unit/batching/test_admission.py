@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fakes.inflight import inflight
 from fakes.latency import no_number
 from interpreted import interpreted_only
 from ortserve.batching.admission import (
@@ -18,11 +19,9 @@ from ortserve.batching.admission import (
     tensor_bytes,
 )
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
-from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
-from ortserve.batching.riders import Rider
-from ortserve.core.promise import Promise
+from ortserve.batching.queue import RequestQueue
+from ortserve.batching.statistics import Decisions
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -81,7 +80,7 @@ class Stage:
         instances: int = 1,
         observations: int = MIN_OBSERVATIONS,
     ) -> None:
-        self.queue = RiderQueue(KNOWN)
+        self.queue = RequestQueue(KNOWN)
         self.shape_class = self.queue.shape_class("a")
         self.shape_class.batch_latency.observations = observations
         self.decisions = Decisions()
@@ -92,7 +91,7 @@ class Stage:
 
     def wait(self, rows: int, nbytes: int = 0, level: int = 1, finish_by_ns: int = NOW + 1) -> None:
         """Have rows in the queue, due before anybody else."""
-        rider = Rider((), rows, Promise(), Timing(0), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
+        rider = inflight((), rows, Timing(0), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
         self.queue.push(self.shape_class, rider, MAX_ROWS)
 
     def check(self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 0, slowdown: float = 1) -> None:
@@ -307,7 +306,7 @@ def test_far_deadlines_are_met_by_the_forecast_that_they_are_not_worth(
             stage.queue.shape_class(shape).batch_latency._set_knot(size, ms * MS)
     stage.shape_class.batch_latency.residual_ns = residual_ms * MS
     for waiting_rows, due_ms, is_stranger in waiting:
-        rider = Rider((), waiting_rows, Promise(), Timing(0), 1, finish_by_ns=NOW + int(due_ms * MS))
+        rider = inflight((), waiting_rows, Timing(0), 1, finish_by_ns=NOW + int(due_ms * MS))
         stage.queue.push(stage.queue.shape_class("b" if is_stranger else "a"), rider, MAX_ROWS)
     if stage.admission._is_far(rows, stage.shape_class, left_ms * MS, busy_ms * MS, slowdown):
         stage.admission._is_far = lambda *_: False  # type: ignore[method-assign]
@@ -339,7 +338,7 @@ class TwoShapes(Stage):
         self.other.batch_latency = LatencyModel([(1, 100.0 * MS), (4, 160.0 * MS)])
 
     def wait_other(self, rows: int, finish_by_ns: int = NOW + 1) -> None:
-        rider = Rider((), rows, Promise(), Timing(0), finish_by_ns=finish_by_ns)
+        rider = inflight((), rows, Timing(0), finish_by_ns=finish_by_ns)
         self.queue.push(self.other, rider, MAX_ROWS)
 
 
@@ -395,7 +394,7 @@ def test_shapes_beyond_those_that_are_priced_count_as_the_newcomers_own() -> Non
     for number in range(100):
         other = stage.queue.shape_class(number)
         other.batch_latency = LatencyModel([(4, 1.0 * MS)])
-        rider = Rider((), 4, Promise(), Timing(0), finish_by_ns=NOW + 1)
+        rider = inflight((), 4, Timing(0), finish_by_ns=NOW + 1)
         stage.queue.push(other, rider, MAX_ROWS)
     # 16 of 1 ms, 84 of 16 ms, and its own
     stage.check(left_ms=5 + 16 + 84 * 16 + 16, busy_ms=5)

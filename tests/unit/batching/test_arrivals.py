@@ -2,7 +2,7 @@
 
 import pytest
 
-from ortserve.batching.arrivals import ArrivalRate
+from ortserve.batching.statistics import ArrivalRate
 
 MS = 1_000_000
 S = 1000 * MS

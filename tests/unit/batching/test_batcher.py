@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
+from fakes.inflight import Outcome, submit, submit_in_pieces
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget, InlineRuns
+from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
-from ortserve.batching.learned import Decisions
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
-from ortserve.batching.run_watch import RunEvents, RunLimits
+from ortserve.batching.queue import RequestQueue
+from ortserve.batching.run_limits import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
+from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays
-from ortserve.core.promise import Outputs, Promise
+from ortserve.core.inflight import CANCELLED
 from ortserve.core.shape_class import Alone
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
@@ -41,7 +42,7 @@ class Stage:
     loop: VirtualTimeLoop
     clock: FakeClock
     runners: list[FakeRunner]
-    queue: RiderQueue
+    queue: RequestQueue
     shared: SharedThreads
     batcher: Batcher
     observed: list[int]
@@ -59,18 +60,15 @@ class Stage:
 
     def submit(
         self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS, *, is_alone: bool = False
-    ) -> Promise:
-        """As a caller who leaves when his promise is cancelled."""
+    ) -> Outcome:
         shape_class = Alone() if is_alone else rows.shape[1:]
-        rider = self.batcher.submit((rows,), len(rows), shape_class, timing or Timing(self.clock()), terms)
-        rider.promise.add_done_callback(lambda promise: self.batcher.leave(rider) if promise.cancelled() else None)
-        return rider.promise
+        return submit(self.batcher, (rows,), len(rows), shape_class, timing or Timing(self.clock()), terms)
 
     def submit_in_pieces(
         self, rows: np.ndarray, timing: Timing | None = None, terms: Terms = NO_TERMS
     ) -> Coroutine[Any, Any, Arrays]:
         timing = timing or Timing(self.clock())
-        return self.batcher.submit_in_pieces((rows,), len(rows), rows.shape[1:], timing, terms)
+        return submit_in_pieces(self.batcher, (rows,), len(rows), rows.shape[1:], timing, terms)
 
     def within(self, finish_ns: int | None = None, start_ns: int | None = None, level: int = 0) -> Terms:
         """Terms whose times count from now."""
@@ -103,7 +101,7 @@ def play(
     run_ns: int = RUN_NS,
     known_ns: int | None = None,
     compute: Callable[[np.ndarray], Arrays] = answer,
-    waits_for_echo: bool = False,
+    closed_loop_wait: bool = False,
     run_limits: RunLimits | None = None,
     tries_one_row: bool = False,
 ) -> None:
@@ -112,13 +110,13 @@ def play(
     async def on_stage(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         runners = [FakeRunner(loop, clock, lambda rows: run_ns, compute) for _ in range(instances)]
         known = [(rows, float(known_ns)) for rows in (1, 2, 4, 8, 16)] if known_ns is not None else []
-        queue = RiderQueue(known, known, tries_one_row=tries_one_row)
+        queue = RequestQueue(known, known, tries_one_row=tries_one_row)
         shared = SharedThreads(device_threads, loop)
         observed: list[int] = []
         given_up: list[bool] = []
         batcher = Batcher(
             runners,
-            BatchPolicy(max_rows, queue_delay_ns, buckets=buckets, waits_for_echo=waits_for_echo),
+            BatchPolicy(max_rows, queue_delay_ns, buckets=buckets, closed_loop_wait=closed_loop_wait),
             queue,
             limits=QueueLimits(max_queue_rows, max_queue_bytes),
             shared=shared,
@@ -576,7 +574,7 @@ def test_failed_batch_of_one_instance_is_searched_by_all() -> None:
     play(main, instances=2)
 
 
-def refusal_of(promise: Outputs) -> ServeError:
+def refusal_of(promise: Outcome) -> ServeError:
     error = promise.exception()
     assert isinstance(error, ServeError)
     return error
@@ -805,10 +803,10 @@ def test_rows_of_who_left_are_not_reckoned_with() -> None:
 
 def test_leaving_once_the_run_has_begun_or_ended_changes_nothing() -> None:
     async def main(stage: Stage) -> None:
-        rider = stage.batcher.submit((rows_of(1),), 1, (2,), Timing(stage.clock()))
-        await rider.promise
-        stage.batcher.leave(rider)
-        assert_answered(rider.promise.result(), rows_of(1))
+        outcome = stage.submit(rows_of(1))
+        await outcome
+        assert not outcome.request.cancel() or outcome.request.state == CANCELLED
+        assert_answered(outcome.result(), rows_of(1))
         assert stage.batcher.decisions == Decisions(batches=1)
 
     play(main)
@@ -851,20 +849,20 @@ def test_set_delay_is_cut_short_for_who_may_not_wait_so_long() -> None:
 )
 def test_callers_who_come_back_are_not_waited_for_at_the_cost_of_who_waits(bounds: dict[str, int], waits: bool) -> None:
     async def main(stage: Stage) -> None:
-        echo = stage.queue.shape_class((2,)).echo
+        closed_loop = stage.queue.shape_class((2,)).closed_loop
         for number in range(100):  # five always come back within 0.6 ms
             at_ns = stage.clock() + (number - 100) * 2 * RUN_NS
-            echo.on_answer(at_ns, RUN_NS)
+            closed_loop.on_answer(at_ns, RUN_NS)
             for come_ns in (100 * US, 300 * US, 400 * US, 500 * US, 600 * US):
-                echo.on_arrival(1, at_ns + come_ns)
-        echo.on_answer(stage.clock(), RUN_NS)
+                closed_loop.on_arrival(1, at_ns + come_ns)
+        closed_loop.on_answer(stage.clock(), RUN_NS)
         # One without a deadline goes first, so that it is not only the first who counts.
         first = stage.submit(rows_of(2), terms=Terms(1))
         await asyncio.gather(first, stage.submit(rows_of(3), terms=stage.within(**bounds, level=2)))
         assert (stage.runner.runs[-1].began_ns > stage.began_ns) == waits
-        assert stage.batcher.decisions.echo_waits == waits
+        assert stage.batcher.decisions.closed_loop_waits == waits
 
-    play(main, known_ns=RUN_NS, waits_for_echo=True)
+    play(main, known_ns=RUN_NS, closed_loop_wait=True)
 
 
 def test_request_whose_deadline_passes_during_a_search_is_not_run_again() -> None:
@@ -1018,7 +1016,7 @@ def test_a_run_over_its_limit_is_ended_and_its_instance_runs_others() -> None:
         for outcome in await asyncio.gather(*told, return_exceptions=True):
             assert isinstance(outcome, ServeError)
             assert outcome.kind is ErrorKind.DEADLINE
-            assert outcome.message == "a run of model 'slow' was ended after 2.0 s: its limit is 2 s"
+            assert outcome.message == "a run of model 'slow' was terminated after 2.0 s: its limit is 2 s"
         assert stage.now_ns == pytest.approx(2_000 * MS, abs=2 * MS)
         assert stage.runner.terminated == 1
         stage.runner.latency_ns = lambda rows: RUN_NS
@@ -1073,7 +1071,7 @@ def test_a_run_of_which_all_deadlines_have_passed_is_ended() -> None:
         late = stage.submit(rows_of(1), terms=stage.within(1_500 * MS))
         await asyncio.gather(late, return_exceptions=True)
         assert stage.now_ns == pytest.approx(1_500 * MS, abs=3 * MS)
-        with pytest.raises(ServeError, match="all its callers are past their deadlines"):
+        with pytest.raises(ServeError, match="all its deadlines have passed"):
             await late
 
     play(main, run_ns=10_000 * MS)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
+from fakes.inflight import Outcome, submit, submit_in_pieces
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
+from ortserve.batching.queue import RequestQueue
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
-from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 
@@ -35,8 +35,8 @@ class Stage:
     clock: FakeClock
     lost: list[str] = field(default_factory=list)
 
-    def submit(self, rows: np.ndarray) -> Promise:
-        return self.batcher.submit((rows,), len(rows), None, Timing(self.clock())).promise
+    def submit(self, rows: np.ndarray) -> Outcome:
+        return submit(self.batcher, (rows,), len(rows), None, Timing(self.clock()))
 
     @property
     def batches(self) -> list[list[int]]:
@@ -58,7 +58,7 @@ def play(
         batcher = Batcher(
             runners,
             policy or BatchPolicy(8),
-            RiderQueue(known, known),
+            RequestQueue(known, known),
             limits=QueueLimits(4096, 2**30),
             shared=SharedThreads(4, loop),
             threads=1,
@@ -94,7 +94,7 @@ def test_a_second_batch_is_chosen_late_and_computed_without_a_gap() -> None:
 
 def test_under_a_steady_load_every_batch_is_chosen_late_and_none_waits_for_another() -> None:
     async def main(stage: Stage) -> None:
-        async def arrive() -> list[Promise]:
+        async def arrive() -> list[Outcome]:
             futures = []
             for number in range(60):
                 futures.append(stage.submit(rows_of(number)))
@@ -176,7 +176,7 @@ def test_a_request_too_large_for_the_memory_fails_and_the_next_one_runs_in_piece
         with pytest.raises(OutOfMemoryError):
             await stage.submit(large)
         assert stage.batcher.max_rows == 4
-        (whole, _) = await stage.batcher.submit_in_pieces((large,), 8, None, Timing(stage.clock()))
+        (whole, _) = await submit_in_pieces(stage.batcher, (large,), 8, None, Timing(stage.clock()))
         np.testing.assert_array_equal(whole, answer(large)[0])
 
     play(main, compute=out_of_memory_over(4))
@@ -213,7 +213,7 @@ def test_a_size_that_fails_twice_at_once_makes_batches_smaller_once() -> None:
 def test_a_request_in_pieces_is_put_together_though_batches_became_smaller_meanwhile() -> None:
     async def main(stage: Stage) -> None:
         large = rows_of(*range(16))
-        answered = asyncio.ensure_future(stage.batcher.submit_in_pieces((large,), 16, None, Timing(stage.clock())))
+        answered = asyncio.ensure_future(submit_in_pieces(stage.batcher, (large,), 16, None, Timing(stage.clock())))
         await asyncio.sleep(0)
         failing = stage.submit(rows_of(*[OVER] * 8))
         np.testing.assert_array_equal((await answered)[0], answer(large)[0])

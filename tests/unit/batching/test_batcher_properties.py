@@ -17,21 +17,21 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
+from fakes.inflight import Outcome, submit, submit_in_pieces
 from fakes.latency import no_number
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRun, FakeRunner, answer
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget, InlineRuns
+from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
+from ortserve.batching.queue import RequestQueue
 from ortserve.batching.row_checks import RowChecks
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.dtypes import DataType
-from ortserve.core.promise import Outputs
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
@@ -208,7 +208,7 @@ def _draw_model(draw: random.Random) -> Model:
             pick([0, 0, 0, 200 * US, 5 * MS]),
             preferred_rows=pick([(), (), (2,), (2, 3)]),
             buckets=buckets,
-            waits_for_echo=draw.random() < 0.1,
+            closed_loop_wait=draw.random() < 0.1,
         ),
         QueueLimits(pick([4, 40, PLENTY, PLENTY]), pick([200, *[2**30] * 4])),
         instances=pick([1, 1, 2, 3]),
@@ -311,10 +311,10 @@ class Theatre:
         assert self.differed_ns[index] is None, "it is told once"
         self.differed_ns[index] = self.clock()
 
-    def _make_queue(self, model: Model, schedule: Schedule) -> RiderQueue:
+    def _make_queue(self, model: Model, schedule: Schedule) -> RequestQueue:
         factor = {"right": 1.0, "too long": 100.0, "too short": 0.01}.get(model.belief)
         known = [(rows, factor * model.latency_ns(rows)) for rows in (1, 2, 4, 8, 16)] if factor else []
-        queue = RiderQueue(known, known)
+        queue = RequestQueue(known, known)
         for arrival in schedule.arrivals:
             shape_class = queue.shape_class(arrival.rows.shape[1])
             if model.belief == "no number":
@@ -360,15 +360,13 @@ class Theatre:
             None if arrival.start_within_ns is None else now_ns + arrival.start_within_ns,
         )
         batcher = self.batchers[arrival.model]
-        args = ((rows,), len(rows), rows.shape[1], caller.timing, caller.terms)
-        future: Outputs
+        args = (batcher, (rows,), len(rows), rows.shape[1], caller.timing, caller.terms)
+        future: Outcome | asyncio.Task[Arrays]
         try:
             if caller.is_piece_wise:
-                future = self.loop.create_task(self._ask_in_pieces(caller, batcher.submit_in_pieces(*args)))
+                future = self.loop.create_task(self._ask_in_pieces(caller, submit_in_pieces(*args)))
             else:
-                rider = batcher.submit(*args)
-                future = rider.promise
-                future.add_done_callback(lambda future: batcher.leave(rider) if future.cancelled() else None)
+                future = submit(*args)
         except ServeError as error:
             self._tell(caller, error)
             return
@@ -403,7 +401,7 @@ class Theatre:
         return None if close_ns is None else closing_ns, self.clock()
 
 
-def _outcome(future: "asyncio.Future[Arrays]") -> Arrays | ServeError | Literal["cancelled"]:
+def _outcome(future: "asyncio.Future[Arrays] | Outcome") -> Arrays | ServeError | Literal["cancelled"]:
     if future.cancelled():
         return "cancelled"
     error = future.exception()
@@ -499,7 +497,7 @@ def check_failures_are_deserved(one: Play) -> None:
             if error.message == "a row is poisoned":
                 assert any(len(run.parts) == 1 for run in failed), "what a run of several says may be about another"
             else:
-                assert "was not found out" in error.message
+                assert "could not be isolated" in error.message
                 assert any(len(run.parts) > 1 for run in failed)
             assert caller.timing.taken_ns > 0
             assert caller.is_poisoned or any(run.has_failed and len(offenders(run)) > 1 for run in caller.runs)
@@ -598,7 +596,7 @@ def goes_before(a: Caller, b: Caller) -> bool:
 def check_nobody_waits_for_an_idle_instance(one: Play) -> None:
     """But for the queue delay that was set: after it, all that may run are busy until they take him."""
     model = one.model
-    if not one.is_alone or model.policy.waits_for_echo:
+    if not one.is_alone or model.policy.closed_loop_wait:
         return
     capacity = min(model.instances, one.device_threads // min(model.threads, one.device_threads))
     for caller in one.callers:

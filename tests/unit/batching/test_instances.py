@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fakes.runner import NeverOverdue
-from ortserve.batching.instances import Instances
+from ortserve.batching.executor import Instances
 from ortserve.core.batch import Batch, BatchDone, BatchResult
 
 NOW = 1000

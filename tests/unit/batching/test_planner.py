@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from fakes.inflight import inflight
 from fakes.latency import no_number
 from interpreted import interpreted_only
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, lower_cap, plan_batch
-from ortserve.batching.riders import Rider
-from ortserve.core.promise import Promise
 from ortserve.core.timing import Timing
 
 NOW = 1000
@@ -34,10 +33,9 @@ def plan(
     latency: LatencyModel = UNKNOWN,
 ) -> Take | WaitUntil:
     riders = [
-        Rider(
+        inflight(
             (),
             one.rows,
-            Promise(),
             Timing(0, one.queued_ns),
             level=one.level,
             finish_by_ns=one.finish_by_ns,

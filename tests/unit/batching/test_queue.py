@@ -5,38 +5,38 @@ from collections.abc import Hashable
 
 import pytest
 
+from fakes.inflight import inflight
 from fakes.latency import no_number
 from interpreted import interpreted_only
-from ortserve.batching.queue import MAX_CLASSES, OPEN_DUE_RUNS, RiderQueue, ShapeClass
-from ortserve.batching.riders import Rider
-from ortserve.core.promise import Promise
+from ortserve.batching.queue import MAX_CLASSES, OPEN_DUE_RUNS, RequestQueue, ShapeClass
+from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
 
 MAX_ROWS = 8
 FULL_NS = 1000
 
 
-def rider(
+def request(
     rows: int = 1,
     queued_ns: int = 0,
     *,
     level: int = 1,
     finish_by_ns: int | None = None,
     nbytes: int = 0,
-) -> Rider:
+) -> InflightRequest:
     timing = Timing(0, queued_ns)
-    return Rider((), rows, Promise(), timing, level, finish_by_ns=finish_by_ns, nbytes=nbytes)
+    return inflight((), rows, timing, level, finish_by_ns=finish_by_ns, nbytes=nbytes)
 
 
-def known_queue() -> RiderQueue:
+def known_queue() -> RequestQueue:
     """A full batch takes ``FULL_NS``."""
-    return RiderQueue([(MAX_ROWS, FULL_NS)])
+    return RequestQueue([(MAX_ROWS, FULL_NS)])
 
 
-def push(queue: RiderQueue, key: Hashable, *riders: Rider) -> ShapeClass:
+def push(queue: RequestQueue, key: Hashable, *requests: InflightRequest) -> ShapeClass:
     shape_class = queue.shape_class(key)
-    for one in riders:
-        one.key = key
+    for one in requests:
+        one.shape_class_key = key
         queue.push(shape_class, one, MAX_ROWS)
     return shape_class
 
@@ -46,8 +46,8 @@ def keys(classes: list[ShapeClass]) -> list[object]:
 
 
 def test_riders_of_a_class_come_out_in_the_order_they_went_in() -> None:
-    queue = RiderQueue()
-    waiting = [rider(queued_ns=number) for number in range(5)]
+    queue = RequestQueue()
+    waiting = [request(queued_ns=number) for number in range(5)]
     shape_class = push(queue, "a", *waiting)
     assert queue.take(shape_class, 2) == waiting[:2]
     assert queue.take(shape_class, 3) == waiting[2:]
@@ -56,7 +56,7 @@ def test_riders_of_a_class_come_out_in_the_order_they_went_in() -> None:
 def test_higher_level_goes_first_and_inside_one_the_earlier_deadline() -> None:
     queue = known_queue()
     late, early, urgent, same = (
-        rider(level=level, finish_by_ns=by_ns) for level, by_ns in ((2, 900), (2, 500), (1, 5000), (2, 500))
+        request(level=level, finish_by_ns=by_ns) for level, by_ns in ((2, 900), (2, 500), (1, 5000), (2, 500))
     )
     shape_class = push(queue, "a", late, early, urgent, same)
     assert queue.take(shape_class, 4) == [urgent, early, same, late]
@@ -65,19 +65,19 @@ def test_higher_level_goes_first_and_inside_one_the_earlier_deadline() -> None:
 def test_request_without_a_deadline_counts_as_due_after_ten_full_batches() -> None:
     queue = known_queue()
     due_ns = 50 + OPEN_DUE_RUNS * FULL_NS
-    free = rider(queued_ns=50)
-    just_before, at_once, just_after = (rider(queued_ns=60, finish_by_ns=due_ns + by_ns) for by_ns in (-1, 0, 1))
+    free = request(queued_ns=50)
+    just_before, at_once, just_after = (request(queued_ns=60, finish_by_ns=due_ns + by_ns) for by_ns in (-1, 0, 1))
     shape_class = push(queue, "a", free, just_after, at_once, just_before)
     assert queue.take(shape_class, 4) == [just_before, free, at_once, just_after]
 
 
 def test_stream_of_deadlines_does_not_starve_who_has_none() -> None:
     queue = known_queue()
-    free = rider()
+    free = request()
     shape_class = push(queue, "a", free)
     served_ns = None
     for now_ns in range(0, 100 * FULL_NS, FULL_NS):  # each run takes one of two who came with a deadline meanwhile
-        push(queue, "a", *[rider(queued_ns=now_ns, finish_by_ns=now_ns + 2 * FULL_NS) for _ in range(2)])
+        push(queue, "a", *[request(queued_ns=now_ns, finish_by_ns=now_ns + 2 * FULL_NS) for _ in range(2)])
         if queue.take(shape_class, 1) == [free]:
             served_ns = now_ns
             break
@@ -88,26 +88,26 @@ def test_stream_of_deadlines_does_not_starve_who_has_none() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_requests_without_deadlines_keep_their_order_whatever_is_learned_meanwhile(seed: int) -> None:
     draw = random.Random(seed)
-    queue = RiderQueue()
+    queue = RequestQueue()
     shape_class = queue.shape_class("a")
     waiting = []
     for now_ns in range(0, 40_000, 1000):
-        waiting.append(rider(queued_ns=now_ns))
+        waiting.append(request(queued_ns=now_ns))
         push(queue, "a", waiting[-1])
         shape_class.batch_latency.observe(MAX_ROWS, draw.choice([10, 1000, 1_000_000]))
         if draw.random() < 0.3:
-            push(queue, "a", rider(queued_ns=now_ns, finish_by_ns=now_ns + draw.randrange(1_000_000)))
-    taken = queue.take(shape_class, len(shape_class.riders))
+            push(queue, "a", request(queued_ns=now_ns, finish_by_ns=now_ns + draw.randrange(1_000_000)))
+    taken = queue.take(shape_class, len(shape_class.requests))
     assert [one for one in taken if one.finish_by_ns is None] == waiting
 
 
 def test_prediction_that_was_far_too_long_is_forgotten_once_nobody_waits_by_it() -> None:
-    queue = RiderQueue([(MAX_ROWS, 10**6)])
-    shape_class = push(queue, "a", rider())
+    queue = RequestQueue([(MAX_ROWS, 10**6)])
+    shape_class = push(queue, "a", request())
     queue.take(shape_class, 1)
     for _ in range(300):
         shape_class.batch_latency.observe(MAX_ROWS, FULL_NS)
-    free, later = rider(queued_ns=10), rider(queued_ns=20, finish_by_ns=20 * FULL_NS)
+    free, later = request(queued_ns=10), request(queued_ns=20, finish_by_ns=20 * FULL_NS)
     push(queue, "a", later, free)
     assert queue.take(shape_class, 2) == [free, later]
 
@@ -115,34 +115,34 @@ def test_prediction_that_was_far_too_long_is_forgotten_once_nobody_waits_by_it()
 @pytest.mark.parametrize("ns", [float("nan"), float("inf")])
 @interpreted_only
 def test_prediction_that_is_no_number_leaves_the_order_of_arrival(ns: float) -> None:
-    queue = RiderQueue()
+    queue = RequestQueue()
     shape_class = queue.shape_class("a")
     shape_class.batch_latency = no_number(ns)
-    waiting = [rider(queued_ns=number) for number in range(5)]
+    waiting = [request(queued_ns=number) for number in range(5)]
     push(queue, "a", *waiting)
     assert queue.take(shape_class, 5) == waiting
 
 
 def test_class_whose_head_is_due_first_comes_first() -> None:
-    queue = RiderQueue()
-    b = push(queue, "b", rider(queued_ns=5))
-    push(queue, "a", rider(queued_ns=7))
-    push(queue, "b", rider(queued_ns=9))
+    queue = RequestQueue()
+    b = push(queue, "b", request(queued_ns=5))
+    push(queue, "a", request(queued_ns=7))
+    push(queue, "b", request(queued_ns=9))
     assert keys(queue.waiting()) == ["b", "a"]
     queue.take(b, 1)
     assert keys(queue.waiting()) == ["a", "b"]
-    push(queue, "c", rider(queued_ns=20, finish_by_ns=6))
+    push(queue, "c", request(queued_ns=20, finish_by_ns=6))
     assert keys(queue.waiting()) == ["c", "a", "b"]
-    push(queue, "d", rider(queued_ns=30, level=0))
+    push(queue, "d", request(queued_ns=30, level=0))
     assert keys(queue.waiting()) == ["d", "c", "a", "b"]
 
 
 def test_rows_and_bytes_count_everyone_who_waits_and_return_to_zero() -> None:
-    queue = RiderQueue()
-    left = rider(rows=3, nbytes=30)
+    queue = RequestQueue()
+    left = request(rows=3, nbytes=30)
     a = push(queue, "a", left)
-    b = push(queue, "b", rider(rows=2, nbytes=20), rider(rows=5, nbytes=50))
-    left.promise.cancel()
+    b = push(queue, "b", request(rows=2, nbytes=20), request(rows=5, nbytes=50))
+    left.cancel()
     assert (queue.rows, queue.nbytes, a.rows, b.rows) == (10, 100, 3, 7)
     queue.take(b, 1)
     assert (queue.rows, queue.nbytes, a.rows, b.rows) == (8, 80, 3, 5)
@@ -156,79 +156,79 @@ def test_rows_and_bytes_count_everyone_who_waits_and_return_to_zero() -> None:
 
 @pytest.mark.parametrize("gone", [[0], [4], [1, 3], [0, 1, 2, 3, 4]])
 def test_removed_riders_leave_the_others_in_order(gone: list[int]) -> None:
-    queue = RiderQueue()
-    waiting = [rider(queued_ns=number) for number in range(5)]
+    queue = RequestQueue()
+    waiting = [request(queued_ns=number) for number in range(5)]
     shape_class = push(queue, "a", *waiting)
     queue.remove(shape_class, [waiting[index] for index in gone])
-    assert list(shape_class.riders) == [one for index, one in enumerate(waiting) if index not in gone]
+    assert list(shape_class.requests) == [one for index, one in enumerate(waiting) if index not in gone]
     assert bool(queue) == (len(gone) < 5)
 
 
 @pytest.mark.parametrize("classes", [1, 3])
 def test_classes_may_be_taken_whole_while_they_are_given(classes: int) -> None:
-    queue = RiderQueue()
+    queue = RequestQueue()
     for key in range(classes):
-        push(queue, key, rider())
-    taken = [queue.take(shape_class, len(shape_class.riders)) for shape_class in queue.waiting()]
-    assert [len(riders) for riders in taken] == [1] * classes
+        push(queue, key, request())
+    taken = [queue.take(shape_class, len(shape_class.requests)) for shape_class in queue.waiting()]
+    assert [len(requests) for requests in taken] == [1] * classes
     assert queue.waiting() == []
 
 
 def test_rows_ahead_are_those_that_go_first() -> None:
-    queue = RiderQueue()
-    a = push(queue, "a", rider(1, finish_by_ns=10), rider(2, finish_by_ns=30))
+    queue = RequestQueue()
+    a = push(queue, "a", request(1, finish_by_ns=10), request(2, finish_by_ns=30))
     assert [a.rows_ahead((1, due_ns)) for due_ns in (9, 10, 29, 30)] == [0, 1, 1, 3]
-    push(queue, "a", rider(4, finish_by_ns=20), rider(8, level=2, finish_by_ns=1))
+    push(queue, "a", request(4, finish_by_ns=20), request(8, level=2, finish_by_ns=1))
     assert [a.rows_ahead((1, due_ns)) for due_ns in (9, 10, 20, 30)] == [0, 1, 5, 7]
     assert [a.rows_ahead(order) for order in ((2, 0), (2, 1))] == [7, 15]
 
 
 def test_strangers_are_the_other_classes_in_which_somebody_waits() -> None:
-    queue = RiderQueue()
-    a, b, c = (push(queue, key, rider()) for key in "abc")
+    queue = RequestQueue()
+    a, b, c = (push(queue, key, request()) for key in "abc")
     queue.shape_class("nobody waits")
-    assert list(queue.strangers(b)) == [a, c]
+    assert list(queue.others(b)) == [a, c]
     queue.take(a, 1)
-    assert list(queue.strangers(b)) == [c]
-    assert list(queue.strangers(queue.shape_class("nobody waits"))) == [b, c]
+    assert list(queue.others(b)) == [c]
+    assert list(queue.others(queue.shape_class("nobody waits"))) == [b, c]
 
 
 def test_wait_for_callers_is_over_when_nobody_is_left_who_waits() -> None:
-    queue = RiderQueue()
-    first, second = rider(), rider()
+    queue = RequestQueue()
+    first, second = request(), request()
     shape_class = push(queue, None, first, second)
-    assert shape_class.echo.begin_wait(2, 0)
-    queue.leave(first)
-    assert not shape_class.echo.begin_wait(1, 0), "it goes on for the other"
-    queue.leave(second)
-    assert shape_class.echo.begin_wait(1, 0)
+    assert shape_class.closed_loop.begin_wait(2, 0)
+    queue.remove_one(first)
+    assert not shape_class.closed_loop.begin_wait(1, 0), "it goes on for the other"
+    queue.remove_one(second)
+    assert shape_class.closed_loop.begin_wait(1, 0)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_rider_leaves_from_wherever_it_stands_and_only_once(seed: int) -> None:
     draw = random.Random(seed)
-    queue = RiderQueue()
+    queue = RequestQueue()
     waiting = [
-        rider(draw.randint(1, 3), level=draw.randint(1, 2), finish_by_ns=draw.choice([None, 5, 9]), nbytes=7)
+        request(draw.randint(1, 3), level=draw.randint(1, 2), finish_by_ns=draw.choice([None, 5, 9]), nbytes=7)
         for _ in range(40)
     ]
     shape_class = push(queue, None, *waiting)
-    push(queue, "other", rider())
+    push(queue, "other", request())
     queue.take(shape_class, 1)
-    order = list(shape_class.riders)
+    order = list(shape_class.requests)
     for one in draw.sample(waiting, 40):
         stands = one in order
-        assert queue.leave(one) == stands
-        assert not queue.leave(one)
+        assert queue.remove_one(one) == stands
+        assert not queue.remove_one(one)
         if stands:
             order.remove(one)
-        assert shape_class.riders == order
+        assert shape_class.requests == order
         assert (queue.rows, queue.nbytes) == (1 + sum(one.rows for one in order), 7 * len(order))
     assert queue.waiting() == [queue.shape_class("other")]
 
 
 def test_new_class_begins_with_what_warm_up_measured_and_then_learns_on_its_own() -> None:
-    queue = RiderQueue([(8, 800)], [(8, 500)])
+    queue = RequestQueue([(8, 800)], [(8, 500)])
     a, b = queue.shape_class("a"), queue.shape_class("b")
     a.batch_latency.observe(8, 1600)
     assert (b.batch_latency.predict_ns(8), b.run_latency.predict_ns(8)) == (800, 500)
@@ -237,7 +237,7 @@ def test_new_class_begins_with_what_warm_up_measured_and_then_learns_on_its_own(
 
 
 def test_least_recently_used_idle_class_is_forgotten_first() -> None:
-    queue = RiderQueue()
+    queue = RequestQueue()
     known = [queue.shape_class(key) for key in range(MAX_CLASSES)]
     queue.shape_class(0)
     queue.shape_class("new")
@@ -247,8 +247,8 @@ def test_least_recently_used_idle_class_is_forgotten_first() -> None:
 
 
 def test_class_that_somebody_waits_in_is_never_forgotten() -> None:
-    queue = RiderQueue()
-    busy = [push(queue, key, rider()) for key in range(3 * MAX_CLASSES)]
+    queue = RequestQueue()
+    busy = [push(queue, key, request()) for key in range(3 * MAX_CLASSES)]
     assert queue.waiting() == busy
     for key in range(1000):
         queue.shape_class(f"idle {key}")
@@ -256,8 +256,8 @@ def test_class_that_somebody_waits_in_is_never_forgotten() -> None:
 
 
 def test_no_more_idle_classes_stay_than_may_when_a_rush_of_shapes_is_over() -> None:
-    queue = RiderQueue()
-    busy = [push(queue, key, rider()) for key in range(3 * MAX_CLASSES)]
+    queue = RequestQueue()
+    busy = [push(queue, key, request()) for key in range(3 * MAX_CLASSES)]
     for shape_class in busy:
         queue.take(shape_class, 1)
     assert keys(queue.classes()) == [*range(2 * MAX_CLASSES, 3 * MAX_CLASSES)]
@@ -279,7 +279,7 @@ class WatchedLevel(int):
 def test_counting_the_requests_of_a_level_looks_at_none_of_them() -> None:
     queue = known_queue()
     for key in "ab":
-        push(queue, key, *[rider(level=WatchedLevel(1)) for _ in range(1000)])
+        push(queue, key, *[request(level=WatchedLevel(1)) for _ in range(1000)])
     WatchedLevel.comparisons = 0
     assert queue.requests(1) == 2000
     assert WatchedLevel.comparisons <= 1
@@ -289,15 +289,15 @@ def test_requests_of_a_level_are_counted_however_they_come_and_go() -> None:
     queue, rng = known_queue(), random.Random(0)
     for _ in range(300):
         key = rng.choice("ab")
-        riders = queue.shape_class(key).riders
-        match rng.choice(["push", "push", "take", "leave", "remove"]) if riders else "push":
+        requests = queue.shape_class(key).requests
+        match rng.choice(["push", "push", "take", "leave", "remove"]) if requests else "push":
             case "push":
-                push(queue, key, rider(level=rng.randint(1, 3), finish_by_ns=rng.randint(1, 9)))
+                push(queue, key, request(level=rng.randint(1, 3), finish_by_ns=rng.randint(1, 9)))
             case "take":
                 queue.take(queue.shape_class(key), rng.randint(1, 2))
             case "leave":
-                assert queue.leave(rng.choice(riders))
+                assert queue.remove_one(rng.choice(requests))
             case "remove":
-                queue.remove(queue.shape_class(key), riders[:2])
-        waiting = [one.level for shape_class in queue.classes() for one in shape_class.riders]
+                queue.remove(queue.shape_class(key), requests[:2])
+        waiting = [one.level for shape_class in queue.classes() for one in shape_class.requests]
         assert [queue.requests(level) for level in (1, 2, 3, 4)] == [waiting.count(level) for level in (1, 2, 3, 4)]

@@ -9,24 +9,23 @@ import numpy as np
 import pytest
 
 from fakes.clock import FakeClock
+from fakes.inflight import Outcome, inflight, submit, submit_in_pieces
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, answer, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.boarding import Boarding
-from ortserve.batching.exits import Exits
-from ortserve.batching.inline import InlineBudget, InlineRuns
-from ortserve.batching.isolation import Group
-from ortserve.batching.learned import Decisions
+from ortserve.batching.eviction import Evictions
+from ortserve.batching.executor import InlineBudget, InlineRuns
+from ortserve.batching.failures import RequestGroup
 from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
-from ortserve.batching.queue import RiderQueue
-from ortserve.batching.riders import Rider
+from ortserve.batching.queue import RequestQueue
 from ortserve.batching.row_checks import EVERY_BATCHES, MAX_INPUT_BYTES, SHARE, Answer, Difference, RowChecks
-from ortserve.batching.run_watch import RunLimits
+from ortserve.batching.run_limits import RunLimits
+from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.shared_threads import SharedThreads
+from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays, BatchResult
 from ortserve.core.dtypes import DataType
-from ortserve.core.promise import Promise
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
@@ -53,14 +52,14 @@ class Stage:
     loop: VirtualTimeLoop
     clock: FakeClock
     runner: FakeRunner
-    queue: RiderQueue
+    queue: RequestQueue
     checks: RowChecks
     batcher: Batcher
     observed: list[int]
     differences: list[Difference] = field(default_factory=list)
 
-    def submit(self, rows: np.ndarray) -> Promise:
-        return self.batcher.submit((rows,), len(rows), rows.shape[1:], Timing(self.clock())).promise
+    def submit(self, rows: np.ndarray) -> Outcome:
+        return submit(self.batcher, (rows,), len(rows), rows.shape[1:], Timing(self.clock()))
 
     async def ask(self, *requests: np.ndarray) -> Sequence[Arrays]:
         """The answers to requests that share a batch."""
@@ -90,7 +89,7 @@ def play(
     async def on_stage(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         runner = FakeRunner(loop, clock, run_ns, compute)
         known = [(rows, 10_000.0 if is_inline else float(MS * rows)) for rows in (1, 2, 4, 8)]
-        queue = RiderQueue(known, known)
+        queue = RequestQueue(known, known)
         checks = RowChecks(SIGNATURE, clock)
         shared = SharedThreads(1, loop)
         observed: list[int] = []
@@ -178,14 +177,14 @@ def test_large_request_still_runs_in_pieces_of_as_many_rows_as_before() -> None:
         await stage.ask(rows_of(1), rows_of(LOUD))
         await stage.rest()
         rows = rows_of(*range(20))
-        await stage.batcher.submit_in_pieces((rows,), 20, rows.shape[1:], Timing(stage.clock()))
+        await submit_in_pieces(stage.batcher, (rows,), 20, rows.shape[1:], Timing(stage.clock()))
         assert stage.sizes()[3:] == [[8], [8], [4]]
 
     play(main, mixing)
 
 
 def test_policy_of_requests_alone_keeps_the_rows_of_each_together() -> None:
-    policy = run_requests_alone(BatchPolicy(8, 5, (4,), (1, 4, 8), waits_for_echo=True))
+    policy = run_requests_alone(BatchPolicy(8, 5, (4,), (1, 4, 8), closed_loop_wait=True))
     assert policy == BatchPolicy(1, buckets=(1, 4, 8), lone_rows=8)
     assert run_requests_alone(policy) == policy
     assert lower_cap(policy, 8) == BatchPolicy(1, buckets=(1, 4), lone_rows=4)
@@ -194,18 +193,16 @@ def test_policy_of_requests_alone_keeps_the_rows_of_each_together() -> None:
 def test_parts_of_a_failed_batch_that_are_still_to_run_are_separated_as_well() -> None:
     async def main(stage: Stage) -> None:
         shape_class = stage.queue.shape_class((2,))
-        riders = [
-            Rider((rows_of(value),), 1, Promise(), Timing(stage.clock()), key=shape_class.key) for value in range(3)
-        ]
+        requests = [inflight((rows_of(value),), 1, Timing(stage.clock()), key=shape_class.key) for value in range(3)]
         decisions = Decisions()
-        boarding = Boarding(stage.queue, Exits(stage.queue, decisions, stage.loop, stage.clock), decisions)
-        boarding.run_again([Group(shape_class, riders, 3)])
+        scheduler = Scheduler(stage.queue, Evictions(stage.queue, decisions, stage.loop, stage.clock), decisions)
+        scheduler.run_again([RequestGroup(shape_class, requests, 3)])
         policy = run_requests_alone(BatchPolicy(8))
-        for rider in riders:
-            group = boarding.next_group(policy, stage.clock())
-            assert isinstance(group, Group)
-            assert (list(group.riders), group.rows) == ([rider], 1)
-        assert boarding.next_group(policy, stage.clock()) is None
+        for request in requests:
+            group = scheduler.next_group(policy, stage.clock())
+            assert isinstance(group, RequestGroup)
+            assert (list(group.requests), group.rows) == ([request], 1)
+        assert scheduler.next_group(policy, stage.clock()) is None
 
     play(main)
 
@@ -373,12 +370,12 @@ def test_wrong_number_of_rows_is_no_sample() -> None:
 def test_floats_of_gpus_are_compared_within_their_tolerance(is_coarse: bool, outcome: str) -> None:
     signature = ModelSignature(SIGNATURE.inputs, (TensorSpec("y", DataType.FP32, (-1, -1)),))
     checks = RowChecks(signature, FakeClock(), is_coarse=is_coarse)
-    rider = Rider((rows_of(1),), 1, Promise(), Timing(0))
+    request = inflight((rows_of(1),), 1, Timing(0))
     outputs = (np.array([[1.005], [7.0]], np.float32),)
-    checks.observe(Group(RiderQueue().shape_class(None), [rider, rider], 2), BatchResult(outputs, 0, 0, 0))
+    checks.observe(RequestGroup(RequestQueue().shape_class(None), [request, request], 2), BatchResult(outputs, 0, 0, 0))
     while (group := checks.next_group()) is not None:
-        group.riders[0].promise.set_result((np.array([[1.0]], np.float32),))
-        checks.judge(group.riders[0].promise)
+        group.requests[0].complete((np.array([[1.0]], np.float32),))
+        checks.judge(group.requests[0])
     assert {key for key, count in checks.counts.items() if count} == {outcome}
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ortserve.batching.saturation import saturation
+from ortserve.batching.statistics import saturation
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from fakes.clock import FakeClock
+from fakes.inflight import submit
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, rows_of
 from ortserve.batching.admission import QueueLimits
 from ortserve.batching.batcher import Batcher
-from ortserve.batching.inline import InlineBudget, InlineRuns
+from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RiderQueue
+from ortserve.batching.queue import RequestQueue
 from ortserve.batching.shared_threads import Share, SharedThreads
 from ortserve.core.timing import Timing
 
@@ -299,7 +300,7 @@ class Backlogged:
         batcher = Batcher(
             runners,
             BatchPolicy(2),
-            RiderQueue(known, known),
+            RequestQueue(known, known),
             limits=QueueLimits(10**6, 10**9),
             shared=self.shared,
             threads=threads,
@@ -314,8 +315,7 @@ class Backlogged:
             self.ask(batcher)
 
     def ask(self, batcher: Batcher) -> None:
-        promise = batcher.submit((rows_of(1),), 1, None, Timing(self.clock())).promise
-        promise.add_done_callback(lambda _: self.ask(batcher))
+        submit(batcher, (rows_of(1),), 1, None, Timing(self.clock())).add_done_callback(lambda _: self.ask(batcher))
 
     def worked_ns(self, model: int) -> int:
         return sum(run.ended_ns - run.began_ns for runner in self.runners[model] for run in runner.runs)

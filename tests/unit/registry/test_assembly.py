@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from fakes.inflight import submit_to
 from models import builders
 from ortserve.config.model import ModelOptions
 from ortserve.core.dtypes import DataType
-from ortserve.core.promise import Outputs
-from ortserve.core.terms import NO_TERMS
 from ortserve.core.timing import Timing
 from ortserve.engine.device.devices import Devices
 from ortserve.engine.device.host import HostDevice
@@ -58,20 +57,16 @@ def serve(
     return assembly.serve(loaded, Configuration(options), metrics.model(path.stem, "1"))
 
 
-def ask(served: ServedModel) -> Outputs:
-    return served.submit((X,), 1, Timing(time.monotonic_ns()), NO_TERMS).outputs
-
-
 async def test_runs_on_a_device_hold_no_processor_and_wait_for_none(tmp_path: Path) -> None:
     assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
     device = HeldDevice()
     on_device = serve(assembly, builders.identity(tmp_path / "device.onnx"), device, instances=2)
     on_host = serve(assembly, builders.identity(tmp_path / "host.onnx"), None)
     device.may_go_on.clear()
-    held = [ask(on_device), ask(on_device)]
+    held = [submit_to(on_device, (X,), 1), submit_to(on_device, (X,), 1)]
     for _ in held:
         assert await asyncio.to_thread(device.runs.acquire, timeout=10), "both instances run, with one processor"
-    await asyncio.wait_for(ask(on_host), 10)
+    await asyncio.wait_for(submit_to(on_host, (X,), 1), 10)
     assert not any(future.done() for future in held)
     device.may_go_on.set()
     for (y,) in await asyncio.gather(*held):
@@ -88,8 +83,8 @@ async def test_replay_that_was_asked_for_is_counted_though_the_model_has_no_buff
     for name, device, has_buffers in [("off", HostDevice(), False), ("host", None, True)]:
         options = {**chosen, "device_buffers": has_buffers}
         served = serve(assembly, builders.identity(tmp_path / f"{name}.onnx"), device, metrics, **options)
-        await ask(served)
-        await ask(served)
+        await submit_to(served, (X,), 1)
+        await submit_to(served, (X,), 1)
         await served.close()
 
     def counted(model: str, name: str, **label: str) -> float | None:
@@ -110,16 +105,14 @@ async def test_a_run_takes_no_more_text_than_the_loop_can_wait_for(tmp_path: Pat
     try:
         long = np.full((64, 1), "a" * 256 * 1024, object)  # 16 MiB
         timings = [Timing(time.monotonic_ns()) for _ in range(2)]
-        (one,), (other,) = await asyncio.gather(
-            *[served.submit((long,), 64, timing, NO_TERMS).outputs for timing in timings]
-        )
+        (one,), (other,) = await asyncio.gather(*[submit_to(served, (long,), 64, timing) for timing in timings])
         assert (one == long).all()
         assert (other == long).all()
         batches = dict(metrics.model("texts", "1").batches)
         assert max(batches) <= 2, "rows of 256 KiB, of which a run takes 512 KiB"
         assert sum(rows * series.count for rows, series in batches.items()) == 128
         short = np.full((64, 1), "a", object)
-        (answer,) = await served.submit((short,), 64, timings[0], NO_TERMS).outputs
+        (answer,) = await submit_to(served, (short,), 64, timings[0])
         assert (answer == short).all()
         assert metrics.model("texts", "1").batches[64].count == 1
     finally:

@@ -17,11 +17,12 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
+from fakes.inflight import submit_to
 from interpreted import interpreted_only
 from models import builders, interfaces
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchDone, BatchResult
-from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry import loading, retries
@@ -72,7 +73,7 @@ def state_of(registry: Registry, name: str) -> dict[int, tuple[State, str]]:
 
 async def double(registry: Registry, name: str, version: str = "") -> np.ndarray:
     rows = np.ones((1, 4), np.float32)
-    (output,) = await registry.find(name, version).submit((rows,), 1, Timing(0), NO_TERMS).outputs
+    (output,) = await submit_to(registry.find(name, version), (rows,), 1)
     return output
 
 
@@ -327,10 +328,10 @@ async def test_options_of_a_model_win_over_the_servers(tmp_path: Path, load: Loa
     registry = await load(max_rows=5)
     rows = np.ones((4, 2), np.float32)
     with pytest.raises(ServeError) as caught:
-        await registry.find("own", "").submit((rows,), 4, Timing(0), NO_TERMS).outputs
+        await submit_to(registry.find("own", ""), (rows,), 4)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == "inference request batch-size must be <= 3 for 'own', got 4"
-    (output,) = await registry.find("default", "").submit((rows,), 4, Timing(0), NO_TERMS).outputs
+    (output,) = await submit_to(registry.find("default", ""), (rows,), 4)
     assert output.tolist() == [[2, 2]] * 4
     assert {record.model: record.is_required for record in registry.records()} == {"default": False, "own": True}
 
@@ -375,7 +376,7 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
 async def test_model_that_refuses_made_up_inputs_answers_proper_ones(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.refuses_synthetic, "m")
     registry = await load()
-    (output,) = await registry.find("m", "").submit((np.full((2, 4), 4),), 2, Timing(0), NO_TERMS).outputs
+    (output,) = await submit_to(registry.find("m", ""), (np.full((2, 4), 4),), 2)
     assert output.tolist() == [[1] * 4] * 2
 
 
@@ -383,7 +384,7 @@ async def test_rows_that_influence_each_other_never_run_together(tmp_path: Path,
     put(tmp_path, builders.row_mixer, "m")
     served = (await load(max_rows=8)).find("m", "")
     rows = [np.full((1, 4), value, np.float32) for value in range(8)]
-    answers = await asyncio.gather(*(served.submit((row,), 1, Timing(0), NO_TERMS).outputs for row in rows))
+    answers = await asyncio.gather(*(submit_to(served, (row,), 1) for row in rows))
     assert all((output == 0).all() for (output,) in answers)
 
 
@@ -391,7 +392,7 @@ async def test_request_larger_than_the_learned_maximum_is_answered_whole(tmp_pat
     put(tmp_path, builders.unnamed_dims, "m", options="warmup_s: 0")
     served = (await load()).find("m", "")
     rows = np.arange(600, dtype=np.float32).reshape(300, 2)
-    (output,) = await served.submit((rows,), 300, Timing(0), NO_TERMS).outputs
+    (output,) = await submit_to(served, (rows,), 300)
     np.testing.assert_array_equal(output, rows * 2)
 
 
@@ -399,7 +400,7 @@ async def test_shapes_that_differ_do_not_disturb_each_other(tmp_path: Path, load
     put(tmp_path, builders.variable_length, "m")
     served = (await load()).find("m", "")
     rows = [np.full((1, length), 1) for length in (3, 5, 3, 1, 5)]
-    answers = await asyncio.gather(*(served.submit((row,), 1, Timing(0), NO_TERMS).outputs for row in rows))
+    answers = await asyncio.gather(*(submit_to(served, (row,), 1) for row in rows))
     assert [output.tolist() for (output,) in answers] == [[3], [5], [3], [1], [5]]
 
 
@@ -407,15 +408,15 @@ async def test_caller_who_leaves_frees_his_place_while_the_run_before_still_last
     put(tmp_path, lambda path: builders.slow(path, steps=30_000), "m", options="max_rows: 1\nwarmup_s: 0")
     served = (await load()).find("m", "")
     rows = np.zeros((1, 4), np.float32)
-    running, *waiting = [served.submit((rows,), 1, Timing(0), NO_TERMS) for _ in range(4)]
+    running, *waiting = [submit_to(served, (rows,), 1) for _ in range(4)]
     await asyncio.sleep(0)  # in this turn the first is chosen
     assert (served.learned().decisions.batches, served.learned().queued_rows) == (1, 3)
-    for submission in waiting:
-        submission.leave()
+    for outcome in waiting:
+        outcome.cancel()
     assert (served.learned().decisions.left, served.learned().queued_rows) == (3, 0)
-    assert all(submission.outputs.cancelled() for submission in waiting)
-    assert not running.outputs.done()
-    await running.outputs
+    assert all(outcome.cancelled() for outcome in waiting)
+    assert not running.done()
+    await running
 
 
 async def test_close_answers_who_was_admitted_and_then_nobody(tmp_path: Path, load: Load) -> None:
@@ -423,7 +424,7 @@ async def test_close_answers_who_was_admitted_and_then_nobody(tmp_path: Path, lo
     registry = await load()
     served = registry.find("m", "")
     rows = np.zeros((1, 4), np.float32)
-    running = [served.submit((rows,), 1, Timing(0), NO_TERMS).outputs for _ in range(4)]
+    running = [submit_to(served, (rows,), 1) for _ in range(4)]
     await asyncio.sleep(0)
     closing = asyncio.create_task(registry.close())
     await asyncio.sleep(0)
@@ -432,7 +433,7 @@ async def test_close_answers_who_was_admitted_and_then_nobody(tmp_path: Path, lo
     error = refusal(registry, "m")
     assert error.message == "Request for unknown model: 'm' has no available versions: DRAINING"
     with pytest.raises(ServeError, match="stopped accepting new inference requests"):
-        await served.submit((rows,), 1, Timing(0), NO_TERMS).outputs
+        await submit_to(served, (rows,), 1)
     await closing
     assert [task.done() and task.exception() is None for task in running] == [True] * 4
     assert state_of(registry, "m")[1][0] is State.GONE
@@ -476,7 +477,7 @@ async def test_instances_run_at_the_same_time_and_answers_are_ones_own(tmp_path:
     put(tmp_path, builders.unnamed_dims, "m", options="instances: 3\nmax_rows: 2\nbuckets: [1, 2]")
     served = (await load()).find("m", "")
     rows = [np.full((1, 4), value, np.float32) for value in range(50)]
-    answers = await asyncio.gather(*(served.submit((row,), 1, Timing(0), NO_TERMS).outputs for row in rows))
+    answers = await asyncio.gather(*(submit_to(served, (row,), 1) for row in rows))
     for (output,), row in zip(answers, rows, strict=True):
         np.testing.assert_array_equal(output, row * 2)
     assert served.learned().max_rows == 2
@@ -489,10 +490,10 @@ async def test_options_of_batching_reach_the_batcher(tmp_path: Path, load: Load)
     served = (await load()).find("m", "")
     assert served.learned().max_rows == 8
     row = np.ones((1, 4), np.float32)
-    await asyncio.gather(*(served.submit((row,), 1, Timing(0), NO_TERMS).outputs for _ in range(2)))
+    await asyncio.gather(*(submit_to(served, (row,), 1) for _ in range(2)))
     decisions = served.learned().decisions
     assert (decisions.batches, decisions.delayed, decisions.padding_rows) == (1, 0, 2)
-    await served.submit((row,), 1, Timing(0), NO_TERMS).outputs
+    await submit_to(served, (row,), 1)
     assert served.learned().decisions.delayed >= 1
 
 
@@ -505,7 +506,7 @@ async def test_load_swaps_only_when_warm_and_retires_what_is_not_wanted(tmp_path
     assert (registry.find("m", "").version, registry.ready_versions("m")) == ("2", [2])
     assert (await double(registry, "m")).tolist() == [[2, 2, 2, 2]]
     with pytest.raises(ServeError, match="stopped accepting"):
-        await old.submit((np.ones((1, 4), np.float32),), 1, Timing(0), NO_TERMS).outputs
+        await submit_to(old, (np.ones((1, 4), np.float32),), 1)
     assert refusal(registry, "m", "1").kind is ErrorKind.NOT_FOUND
 
 
@@ -560,7 +561,7 @@ async def test_unload_waits_for_what_an_earlier_load_still_answers(tmp_path: Pat
     registry = await load()
     served = registry.find("m", "")
     rows = np.zeros((1, 4), np.float32)
-    running = [served.submit((rows,), 1, Timing(0), NO_TERMS).outputs for _ in range(25)]
+    running = [submit_to(served, (rows,), 1) for _ in range(25)]
     (tmp_path / "m" / "model.yaml").write_text("max_rows: 2\nwarmup_s: 0")
     await registry.load("m")
     assert not all(output.done() for output in running), "else nothing is tried here"
@@ -706,8 +707,7 @@ LONG_OPERATOR = "intra_op_threads: 1\nrun_timeout_s: 0.3\nrun_grace_s: 0.2\n"
 
 
 async def multiply(registry: Registry, size: int) -> float:
-    submission = registry.find("long", "").submit((np.array([size]),), 1, Timing(time.monotonic_ns()), NO_TERMS)
-    (output,) = await submission.outputs
+    (output,) = await submit_to(registry.find("long", ""), (np.array([size]),), 1, Timing(time.monotonic_ns()))
     return float(output[0])
 
 
@@ -729,7 +729,7 @@ async def test_a_version_whose_only_instance_is_stuck_is_not_ready_until_it_is_l
     stuck = registry.find("long", "")
     is_gone = asyncio.Event()
     registry.on_change = lambda: None if registry.ready_versions("long") else is_gone.set()
-    with pytest.raises(ServeError, match=r"was ended after 0\.\d s: its limit is 0\.3 s") as caught:
+    with pytest.raises(ServeError, match=r"was terminated after 0\.\d s: its limit is 0\.3 s") as caught:
         await multiply(registry, 2800)
     assert caught.value.kind is ErrorKind.DEADLINE
     await asyncio.wait_for(is_gone.wait(), 30)
@@ -749,7 +749,7 @@ async def test_a_version_with_an_instance_left_serves_until_it_is_loaded_anew(lo
     stuck = registry.find("long", "")
     states: list[bool] = []
     registry.on_change = lambda: states.append(bool(registry.ready_versions("long")))
-    with pytest.raises(ServeError, match="was ended"):
+    with pytest.raises(ServeError, match="was terminated"):
         await multiply(registry, 2800)
     assert await multiply(registry, 3) == 3
     await ready_again(registry, "long", instead_of=stuck)
@@ -762,7 +762,7 @@ async def test_a_version_that_cannot_be_loaded_anew_says_why(load: Load, tmp_pat
     put(tmp_path, builders.multiplies, "long", options=LONG_OPERATOR)
     registry = await load()
     builders.not_onnx(tmp_path / "long" / "1" / "model.onnx")
-    with pytest.raises(ServeError, match="was ended"):
+    with pytest.raises(ServeError, match="was terminated"):
         await multiply(registry, 2800)
     for _ in range(600):
         (state, reason) = state_of(registry, "long")[1]
@@ -779,7 +779,7 @@ async def test_a_version_is_not_replaced_for_ever(load: Load, tmp_path: Path) ->
     registry = await load()
     for given_up in range(1, MOST_ABANDONED + 2):
         (record,) = registry.records()
-        registry._on_given_up(record, _Stuck(), f"run {given_up} did not end", True)
+        registry._on_abandoned(record, _Stuck(), f"run {given_up} did not end", True)
         if given_up <= MOST_ABANDONED:
             await ready_again(registry, "long", instead_of=record.served)
     await asyncio.sleep(0)

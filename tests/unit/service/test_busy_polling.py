@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from fakes.clock import FakeClock
-from ortserve.service.busy_polling import BusyPolling
-from ortserve.service.poll_policy import PollPolicy
+from ortserve.service.busy_polling import BusyPolling, PollPolicy
 from ortserve.telemetry.loop import PollReading
 
 GAP_NS = 50_000

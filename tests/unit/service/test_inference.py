@@ -31,8 +31,8 @@ from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES
 from ortserve.errors import ContentsError, ErrorKind, ServeError
 from ortserve.registry.registry import Registry
-from ortserve.service.accounts import Accounts
 from ortserve.service.inference import InferenceService
+from ortserve.service.recorder import Recorder
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.shared_object import FOLDER
 from ortserve.telemetry.metrics import Metrics
@@ -110,7 +110,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     shared_memory = SharedMemory(is_allowed=True)
     service = InferenceService(
         registry,
-        Accounts(metrics, time.monotonic_ns),
+        Recorder(metrics, time.monotonic_ns),
         time.monotonic_ns,
         max_inflight_bytes=1000,
         shared_memory=shared_memory,
@@ -262,14 +262,13 @@ async def test_many_classes_are_the_same_off_the_loop(stage: Stage) -> None:
 async def test_caller_of_classes_who_leaves_is_counted_once_and_leaves_the_queue(stage: Stage) -> None:
     asked = replace(request("slow"), outputs=[RequestedOutput("y", classes=1)])
     for steps in (0, 2):  # before the task that waits for the classes has begun, and after
-        pending = stage.service.begin(stage.service.receive("http"), Given(lambda: asked))
+        call, outcomes = stage.service.receive("http"), list[object]()
+        stage.service.start(call, Given(lambda: asked), AS_IS, outcomes.append, outcomes.append)
         for _ in range(steps):
             await asyncio.sleep(0)
-        pending.outputs.cancel()
-        with suppress(asyncio.CancelledError):
-            await pending.outputs
-        with pytest.raises(asyncio.CancelledError):
-            stage.service.finish(pending, AS_IS)
+        assert call.cancel()
+        assert not call.cancel()
+        assert not outcomes
     assert stage.counts() == {("slow", "3", "http", "cancelled"): 2}
     await stage.infer(asked)
     learned = stage.registry.find("slow", "").learned()
@@ -336,9 +335,11 @@ async def test_memory_is_held_until_the_thread_has_read_although_the_caller_left
         release.wait()
         return request()
 
-    pending = stage.service.begin(stage.service.receive("http"), Given(read, Reading.THREAD, growth_bytes=900))
+    call, outcomes = stage.service.receive("http"), list[object]()
+    given = Given(read, Reading.THREAD, growth_bytes=900)
+    stage.service.start(call, given, AS_IS, outcomes.append, outcomes.append)
     await asyncio.sleep(0)
-    pending.leave()
+    call.cancel()
     await asyncio.sleep(0)
     with stage.service.hold(0) as hold:
         with pytest.raises(ServeError, match="max_inflight_bytes"):
@@ -424,9 +425,10 @@ async def test_model_is_looked_for_before_the_bytes_of_tensors_are_minded(
     message = ModelInferRequest(**{"model_name": "double", "id": "7"} | body)
     message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
     message.raw_input_contents.append(bytes(4))
-    with pytest.raises(ServeError) as caught:
-        stage.service.begin(stage.service.receive("grpc"), GrpcRequest(message.SerializeToString()))
-    assert caught.value.message == text
+    errors: list[ServeError] = []
+    encoded = GrpcRequest(message.SerializeToString())
+    stage.service.start(stage.service.receive("grpc"), encoded, AS_IS, lambda _: None, errors.append)
+    assert [error.message for error in errors] == [text]
     outcome = "not_found" if body else "invalid_input"
     assert stage.counts() == {("", "", "grpc", outcome) if body else ("double", "1", "grpc", outcome): 1}
 

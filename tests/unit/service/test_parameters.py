@@ -4,7 +4,7 @@ import pytest
 
 from ortserve.core.request import Parameter
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.parameters import Scheduling, read_scheduling
+from ortserve.service.validation import Scheduling, read_scheduling
 
 
 def refusal(**parameters: Parameter) -> ServeError:

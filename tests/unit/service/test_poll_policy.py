@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortserve.service.poll_policy import PollPolicy
+from ortserve.service.busy_polling import PollPolicy
 
 MAX_NS = 200_000
 S = 1_000_000_000

@@ -7,8 +7,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.raw_input import read_raw_input
-from ortserve.service.validation import check_request
+from ortserve.service.validation import check_request, read_raw_input
 
 
 def signature(datatype: DataType, *shape: int, unbatched: bool = False) -> ModelSignature:

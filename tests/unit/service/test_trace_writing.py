@@ -22,8 +22,8 @@ from ortserve.core.request import InferRequest
 from ortserve.core.tensor import Tensor
 from ortserve.errors import ServeError
 from ortserve.registry.registry import Registry
-from ortserve.service.accounts import Accounts
 from ortserve.service.inference import InferenceService
+from ortserve.service.recorder import Recorder
 from ortserve.service.trace_settings import TraceSettings
 from ortserve.service.trace_writing import TraceWriter
 from ortserve.telemetry.metrics import Metrics
@@ -58,7 +58,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
     path = tmp_path / "trace.json"
     files = TraceFiles(path, max_bytes=10**6)
     settings = TraceSettings(registry, TraceFileOptions(trace_file=path, trace_level="TIMESTAMPS", trace_rate=1), files)
-    accounts = Accounts(metrics, time.monotonic_ns, trace_writer=TraceWriter(settings, time.monotonic_ns))
+    accounts = Recorder(metrics, time.monotonic_ns, trace_writer=TraceWriter(settings, time.monotonic_ns))
     service = InferenceService(registry, accounts, time.monotonic_ns, max_inflight_bytes=1000)
     yield Stage(service, settings, path)
     await registry.close()
@@ -117,10 +117,10 @@ async def test_request_whose_caller_left_is_traced_and_has_not_been_sent(stage: 
 
 async def test_trace_of_a_caller_that_left_ends_there_although_its_batch_goes_on(stage: Stage) -> None:
     call = stage.service.receive("http")
-    pending = stage.service.begin(call, Given(lambda: request("slow")))
-    pending.leave()
-    with pytest.raises(asyncio.CancelledError):
-        stage.service.finish(pending, AS_IS)
+    outcomes = list[object]()
+    stage.service.start(call, Given(lambda: request("slow")), AS_IS, outcomes.append, outcomes.append)
+    call.cancel()
+    assert not outcomes
     # As its batch does when it is over, which may be in this turn of the loop; the trace is spelled in the next.
     call.timing.taken_ns = call.timing.staged_ns = call.timing.computed_ns = time.monotonic_ns()
     (trace,) = await stage.traces()

@@ -1,6 +1,5 @@
 """ModelInfer: one request, one answer. The hot path of gRPC."""
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
@@ -8,7 +7,6 @@ from typing import Any, Final, Protocol, TypeVar
 from ortserve.codecs.grpc_infer import GrpcEncoder, GrpcRequest
 from ortserve.codecs.load_report import read_load_format
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest
-from ortserve.core.promise import Outputs
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,
@@ -28,7 +26,6 @@ from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import Call
 from ortserve.service.gate import Hold
-from ortserve.service.inference import Pending
 from ortserve.telemetry.tracing import Trace, Tracing
 
 _MODEL_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelInfer")
@@ -55,12 +52,15 @@ class Inference(Protocol):
         """Answer a call, counting and timing it. Raises ServeError and nothing else."""
         ...
 
-    def begin(self, call: Call, encoded: EncodedRequest) -> Pending:
-        """Queue a call; wait for ``outputs`` and ``finish`` it. Raises ServeError."""
-        ...
-
-    def finish(self, pending: Pending, encoder: AnswerEncoder[T]) -> T | None:
-        """The answer; None where a thread encodes it: call again then. Raises ServeError, CancelledError."""
+    def start(
+        self,
+        call: Call,
+        body: EncodedRequest,
+        encoder: AnswerEncoder[T],
+        on_answer: Callable[[T], object],
+        on_error: Callable[[ServeError], object],
+    ) -> None:
+        """Start a call; one of the callbacks gets its outcome, unless the call is cancelled before."""
         ...
 
 
@@ -100,41 +100,31 @@ class InferCalls:
         except ServeError as error:
             on_failure(error)
             return None
+        answer = partial(self._answer, call, hold, head, on_answer, on_failure)
+        fail = partial(_fail, hold, on_failure)
         try:
-            pending = self._inference.begin(call, GrpcRequest(data))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
-            hold.release()
-            on_failure(seen(error))
+            self._inference.start(call, GrpcRequest(data), _ENCODER, answer, fail)
+        except Exception as error:  # noqa: BLE001 - a fault; the caller gets an error nonetheless
+            fail(seen(error))
             return None
-        finish = partial(self._finish, pending, hold, head, on_answer, on_failure)
-        pending.outputs.add_done_callback(finish)
-        return pending.leave
+        return partial(_cancel, call, hold)
 
-    def _finish(
+    def _answer(
         self,
-        pending: Pending,
+        call: Call,
         hold: Hold,
         head: CallHead,
         on_answer: OnAnswer,
         on_failure: OnFailure,
-        _: Outputs,
+        answer: bytes | memoryview,
     ) -> None:
+        hold.release()
         try:
-            answer = self._inference.finish(pending, _ENCODER)
-            if answer is None:
-                assert pending.encoding is not None
-                pending.encoding.add_done_callback(partial(self._finish, pending, hold, head, on_answer, on_failure))
-                return
-            hold.release()
             report = None
             if self._load_reports is not None:
                 report = load_report(self._load_reports, head.load_format)
-            on_answer(answer, pending.call.timing.server_timing(), report)
-        except asyncio.CancelledError:
-            hold.release()
-            on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
-        except Exception as error:  # noqa: BLE001 - an exception that leaves here is lost, and the caller waits on
-            hold.release()
+            on_answer(answer, call.timing.server_timing(), report)
+        except Exception as error:  # noqa: BLE001 - it would be lost, and the caller would wait for ever
             on_failure(seen(error))
 
     async def _model_infer(self, data: bytes | memoryview, context: Context) -> bytes | memoryview:
@@ -157,6 +147,16 @@ class InferCalls:
             return answer
         data = b""  # let go of the message while its refusal is sent; mypyc has no ``del`` for it
         return await abort(context, status)
+
+
+def _fail(hold: Hold, on_failure: OnFailure, error: ServeError) -> None:
+    hold.release()
+    on_failure(error)
+
+
+def _cancel(call: Call, hold: Hold) -> None:
+    hold.release()
+    call.cancel()
 
 
 def hold_request(inference: Inference, call: Call, size: int) -> Hold:

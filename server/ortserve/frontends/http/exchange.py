@@ -14,7 +14,6 @@ from uvicorn.server import ServerState
 from ortserve.clock import Clock
 from ortserve.codecs.compression import Encoding
 from ortserve.codecs.rest import EncodedResponse, RestEncoder, RestRequest
-from ortserve.core.promise import Outputs
 from ortserve.errors import ErrorKind, ServeError, out_of_memory
 from ortserve.frontends.http.announcement import authorizations
 from ortserve.frontends.http.answers import LINGER_S, Answer, Header, body_too_large, failure, success
@@ -28,7 +27,7 @@ from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.service.access import Guard, RefusedKeyError
 from ortserve.service.call import Call
 from ortserve.service.gate import Hold
-from ortserve.service.inference import InferenceService, Pending
+from ortserve.service.inference import InferenceService
 from ortserve.telemetry.tracing import Trace
 
 logger: Final = logging.getLogger(__name__)
@@ -112,7 +111,6 @@ class Exchange:
         "_inflating",
         "_is_started",
         "_is_written",
-        "_pending",
         "_received_ns",
         "_refusal",
         "_trace",
@@ -134,7 +132,6 @@ class Exchange:
         self._whole = body
         self._incoming: IncomingBody | None = None
         self._call: Call | None = None
-        self._pending: Pending | None = None
         self._hold: Hold | None = None
         self._refusal: ServeError | None = None
         self._is_started = False
@@ -232,8 +229,8 @@ class Exchange:
         """The caller left: leave the queue."""
         if self._hold is not None:
             self._hold.release()
-        if self._pending is not None:
-            self._pending.leave()
+        if self._call is not None:
+            self._call.cancel()
 
     def _run(self) -> None:
         try:
@@ -241,12 +238,17 @@ class Exchange:
         except Exception:  # noqa: BLE001 - an exception that leaves here is lost in the parser, and the caller waits on
             self._give_up()
 
-    def _on_outputs(self, _: "Outputs | asyncio.Future[EncodedResponse]") -> None:
+    def _on_answer(self, encoded: EncodedResponse) -> None:
         try:
-            self._finish()
-        except asyncio.CancelledError:
-            pass  # the caller left
+            self._finish(encoded)
         except Exception:  # noqa: BLE001 - as above, in the loop
+            self._give_up()
+
+    def _on_error(self, error: ServeError) -> None:
+        self._call = None
+        try:
+            self._answer(failure(error))
+        except Exception:  # noqa: BLE001 - as above
             self._give_up()
 
     def _give_up(self) -> None:
@@ -301,35 +303,16 @@ class Exchange:
     def _submit(self, body: bytes | memoryview) -> None:
         assert self._call is not None
         head = self.head
-        try:
-            encoded = RestRequest(body, self._announced.json_size, head.model, head.version)
-            pending = self._connection.lane.service.begin(self._call, encoded)
-        except ServeError as error:
-            self._answer(failure(error))
-            return
-        self._pending = pending
-        pending.outputs.add_done_callback(self._on_outputs)
+        encoded = RestRequest(body, self._announced.json_size, head.model, head.version)
+        self._connection.lane.service.start(self._call, encoded, _ENCODER, self._on_answer, self._on_error)
 
-    def _finish(self) -> None:
-        assert self._pending is not None
-        assert self._call is not None
-        pending, self._pending = self._pending, None
-        try:
-            encoded = self._connection.lane.service.finish(pending, _ENCODER)
-            if encoded is None:
-                self._pending = pending
-                assert pending.encoding is not None
-                pending.encoding.add_done_callback(self._on_outputs)
-                return
-            answer = success(encoded, self._call.timing)
-        except ServeError as error:
-            answer = failure(error)
-        else:
-            reports = self._connection.lane.load_reports
-            if reports is not None and (report := reports.header(self._announced.load_format)) is not None:
-                answer = answer.with_header(report)
-        if self._connection.has_left:
-            return
+    def _finish(self, encoded: EncodedResponse) -> None:
+        call, self._call = self._call, None
+        assert call is not None
+        answer = success(encoded, call.timing)
+        reports = self._connection.lane.load_reports
+        if reports is not None and (report := reports.header(self._announced.load_format)) is not None:
+            answer = answer.with_header(report)
         accepted = self._announced.accepted
         if accepted is None:
             self._answer(answer)

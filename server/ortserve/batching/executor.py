@@ -1,0 +1,207 @@
+"""Where a run executes: on which instance, and on its worker thread or on the event loop itself.
+
+A hop between threads takes longer than a very short run, and a run on the loop takes all requests that became readable
+in the same turn into one batch. But the loop stands still meanwhile. So the time of a run and the time of all runs of a
+turn are limited, by predictions that rest on the number of rows, for models whose time that number bounds
+(``engine/bounded_time``).
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from ortserve.batching.latency import known_ns
+from ortserve.clock import Clock
+from ortserve.core.activity import NOTHING, RUN, LoopActivity
+from ortserve.core.batch import Runner
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+MAX_RUN_NS: Final = 200_000
+MAX_TURN_NS: Final = 500_000.0
+MAX_OVERRUN_NS: Final = 2_000_000
+"""A run on the loop that takes longer shows that predictions do not hold for the model."""
+
+_STAGING_GAIN: Final = 0.1
+_LEND_MARGIN_NS: Final = 100_000
+"""A second batch is lent this much earlier than its staging seems to take: about the delay of timers and threads."""
+
+
+class Instances:
+    """Lends each instance to one run at a time, or to two if it stages one while it computes the other.
+
+    The second run is chosen late, so that its rows are staged just before the predicted end of the first. Loop thread
+    only.
+    """
+
+    def __init__(self, runners: Sequence[Runner], depth: int = 1) -> None:
+        """Take over ``runners``, at least one, each of which takes ``depth`` batches at a time."""
+        self.count = len(runners)
+        self.free = list(runners)
+        """Instances that may be lent now; the last one is lent next."""
+        self.lends_ahead: Final = depth > 1
+        self._depth = depth
+        self._busy_until_ns: dict[Runner, float] = {}
+        self._in_flight: dict[Runner, deque[float]] = {}
+        """Predicted times of the runs of an instance, if instances take several."""
+        self._ended_ns: dict[Runner, int] = {}
+        self._lost: set[Runner] = set()
+        self._staging_ns = 0.0
+
+    @property
+    def are_busy(self) -> bool:
+        """Whether any instance runs."""
+        return bool(self._busy_until_ns)
+
+    def lend(self, predicted_ns: float | None, now_ns: int) -> Runner:
+        """Take a free instance for a run of the predicted time, from now on or from the end of the run before."""
+        runner = self.free.pop()
+        lasts_ns = known_ns(predicted_ns)
+        begins_ns = float(now_ns)
+        if self.lends_ahead:
+            self._in_flight.setdefault(runner, deque()).append(lasts_ns)
+            begins_ns = max(now_ns, self._busy_until_ns.get(runner, 0))
+        self._busy_until_ns[runner] = begins_ns + lasts_ns
+        return runner
+
+    def give_back(self, runner: Runner, taken_ns: int, now_ns: int) -> int:
+        """End the run that was chosen at ``taken_ns``. Returns since when the instance had no other run."""
+        if not self.lends_ahead:
+            del self._busy_until_ns[runner]
+            if runner not in self._lost:
+                self.free.append(runner)
+            return taken_ns
+        began_ns = max(taken_ns, self._ended_ns.get(runner, 0))
+        self._ended_ns[runner] = now_ns
+        in_flight = self._in_flight[runner]
+        in_flight.popleft()  # by microseconds the wrong one, if a plain run overtook the copies of a bound one
+        if in_flight:
+            self._busy_until_ns[runner] = now_ns + in_flight[0]
+            return began_ns  # not free yet: the next batch is as far from its turn as it was before
+        del self._busy_until_ns[runner]
+        if runner not in self.free and runner not in self._lost:
+            self.free.append(runner)
+        return began_ns
+
+    def observe_staging(self, staging_ns: int) -> None:
+        """Learn from a batch how long it takes from the choice until its rows are staged."""
+        self._staging_ns += _STAGING_GAIN * (staging_ns - self._staging_ns)
+
+    def ahead_due_ns(self) -> int | None:
+        """When the next instance may take a second batch while none is free; None if none may."""
+        dues = [self._busy_until_ns[runner] for runner in self._can_take_second()]
+        return int(min(dues) - 1.5 * self._staging_ns - _LEND_MARGIN_NS) if dues else None
+
+    def free_ahead(self) -> None:
+        """Free the instance for which that time has come."""
+        self.free.append(min(self._can_take_second(), key=self._busy_until_ns.__getitem__))
+
+    def retire(self, runner: Runner) -> None:
+        """Never lend an instance again, whose device is lost."""
+        if runner not in self._lost:
+            self._lost.add(runner)
+            self.count -= 1
+        if runner in self.free:
+            self.free.remove(runner)
+
+    def abandon(self, runner: Runner) -> None:
+        """Never lend an instance again whose run does not end, nor wait for it."""
+        self.retire(runner)
+        self._busy_until_ns.pop(runner, None)
+        self._in_flight.pop(runner, None)
+
+    def begins_ns(self, runner: Runner, now_ns: int) -> float:
+        """When a run begins that is lent now: after the predicted end of the runs before it."""
+        return float(max(now_ns, self._busy_until_ns.get(runner, 0)) if self.lends_ahead else now_ns)
+
+    def busy_ns(self, now_ns: int) -> float:
+        """The predicted time until an instance is idle; 0 only if one is.
+
+        A run that exceeds its prediction may end at any moment, but does not count as an idle instance.
+        """
+        if self.free and (not self.lends_ahead or any(not self._in_flight.get(runner) for runner in self.free)):
+            return 0.0
+        return max(1.0, min(self._busy_until_ns.values(), default=now_ns) - now_ns)
+
+    def _can_take_second(self) -> list[Runner]:
+        return [
+            runner
+            for runner, in_flight in self._in_flight.items()
+            if 0 < len(in_flight) < self._depth and runner not in self.free and runner not in self._lost
+        ]
+
+
+class InlineBudget:
+    """The time that runs may take of one turn of the event loop, shared by all models. Loop thread only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, activity: LoopActivity | None = None) -> None:
+        """``activity`` shows the watchdog which run the loop executes; None if nothing watches the loop."""
+        self._loop = loop
+        self.activity: Final = activity or LoopActivity()
+        self._left_ns = MAX_TURN_NS
+
+    def take(self, predicted_ns: float | None) -> bool:
+        """Reserve time for a run of the predicted time. Returns False if the turn has too little left."""
+        if predicted_ns is None or not predicted_ns <= MAX_RUN_NS or predicted_ns > self._left_ns:
+            return False
+        if self._left_ns == MAX_TURN_NS:
+            self._loop.call_soon(self._next_turn)
+        self._left_ns -= predicted_ns
+        return True
+
+    def _next_turn(self) -> None:
+        self._left_ns = MAX_TURN_NS
+
+
+class InlineRuns:
+    """The runs of one model version on the event loop. Loop thread only."""
+
+    def __init__(
+        self, budget: InlineBudget, name: str = "", *, barred_because: str = "", cpu_clock: Clock | None = None
+    ) -> None:
+        """Allow short runs on the loop unless there is a reason against them.
+
+        Args:
+            budget: Shared by all models of the loop.
+            name: Of the model, for the log.
+            barred_because: Why no run may use the loop; empty if runs may.
+            cpu_clock: CPU time of the calling thread in nanoseconds, if a run does all its work on that thread;
+                otherwise None. An elapsed time also contains the time of other processes and threads.
+        """
+        self._budget = budget
+        self._name = name
+        self._cpu_clock = cpu_clock
+        self.barred_because = barred_because
+        """Why no run uses the loop; empty while runs may. It never becomes empty again."""
+
+    def take(self, predicted_ns: float | None) -> bool:
+        """Whether a run of the predicted time may use the loop in this turn."""
+        return not self.barred_because and self._budget.take(predicted_ns)
+
+    def begin(self) -> int:
+        """Begin a run. Returns the CPU time before it, for ``end``."""
+        activity = self._budget.activity
+        activity.model = self._name
+        activity.step = RUN
+        return 0 if self._cpu_clock is None else self._cpu_clock()
+
+    def end(self, began_cpu_ns: int, elapsed_ns: int) -> bool:
+        """End a run. Returns whether it exceeded the limit, which bars all later runs of the model."""
+        self._budget.activity.step = NOTHING
+        if elapsed_ns <= MAX_OVERRUN_NS:
+            return False
+        taken_ns = elapsed_ns
+        if self._cpu_clock is not None:
+            taken_ns = min(elapsed_ns, self._cpu_clock() - began_cpu_ns)
+        if taken_ns <= MAX_OVERRUN_NS:
+            return False
+        self.barred_because = (
+            f"a run took {taken_ns / 1e6:.1f} ms of the event loop, over the limit of {MAX_OVERRUN_NS / 1e6:.0f} ms"
+        )
+        log_event(
+            logger, logging.WARNING, "model is barred from the event loop", model=self._name, reason=self.barred_because
+        )
+        return True

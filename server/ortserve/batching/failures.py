@@ -1,0 +1,105 @@
+"""Failed runs: a batch is halved until the request that causes the failure is alone, in a bounded number of runs."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.batching.queue import ShapeClass
+from ortserve.core.inflight import InflightRequest
+from ortserve.errors import (
+    DeviceLostError,
+    ErrorKind,
+    ModelRejectionError,
+    OutOfMemoryError,
+    RunTimeoutError,
+    ServeError,
+)
+
+logger: Final = logging.getLogger(__name__)
+
+_NOT_ISOLATED: Final = "the batch failed and the request that caused it could not be isolated"
+
+
+@dataclass(slots=True, init=False, eq=False)
+class RequestGroup:
+    """Requests of one shape class that run together.
+
+    Attributes:
+        search: The search for a failing request that the group belongs to, None for a first run.
+        tries_one_row: Whether only the first row of the group's single request runs, to learn whether the model accepts
+            it. The whole request runs afterwards if it has more rows.
+        is_check: Whether a request that was answered runs again for ``row_checks``. No client waits for it, and no
+            metric counts it as a batch.
+    """
+
+    shape_class: ShapeClass
+    requests: Sequence[InflightRequest]
+    rows: int
+    search: "Search | None"
+    tries_one_row: bool
+    is_check: bool
+
+    def __init__(
+        self,
+        shape_class: ShapeClass,
+        requests: Sequence[InflightRequest],
+        rows: int,
+        search: "Search | None" = None,
+        *,
+        tries_one_row: bool = False,
+        is_check: bool = False,
+    ) -> None:
+        self.shape_class = shape_class
+        self.requests = requests
+        self.rows = rows
+        self.search = search
+        self.tries_one_row = tries_one_row
+        self.is_check = is_check
+
+
+@dataclass(slots=True)
+class Search:
+    """The number of runs that all parts of one failed batch may still take."""
+
+    runs_left: int
+
+
+def separate(group: RequestGroup) -> list[RequestGroup]:
+    """Split a group into one group for each request."""
+    return [RequestGroup(group.shape_class, (request,), request.rows, group.search) for request in group.requests]
+
+
+def halve(failed: RequestGroup) -> list[RequestGroup]:
+    """Split a failed group of two or more requests into the groups to run next; empty if no runs are left.
+
+    One failing request among n is alone after at most 2·⌈log2 n⌉ more runs. Several may take 4·⌈log2 n⌉ in all; the
+    requests that are not settled by then fail, so that a batch of failing requests cannot occupy the instance.
+    """
+    search = failed.search or Search(4 * (len(failed.requests) - 1).bit_length())
+    if search.runs_left < 2:
+        return []
+    search.runs_left -= 2
+    middle = len(failed.requests) // 2
+    halves = (failed.requests[:middle], failed.requests[middle:])
+    return [RequestGroup(failed.shape_class, half, sum(request.rows for request in half), search) for half in halves]
+
+
+def fail_group(group: RequestGroup, taken_ns: int, error: Exception) -> None:
+    """Fail the requests of a group that does not run again, without quoting one request to another."""
+    reported = _reported_error(error, is_alone=len(group.requests) == 1)
+    for request in group.requests:
+        request.timing.taken_ns = taken_ns  # a run was started, so metrics do not count a rejection
+        request.fail(reported)
+
+
+def _reported_error(error: Exception, *, is_alone: bool) -> ServeError:
+    if not isinstance(error, ServeError):
+        logger.error("a run failed unexpectedly", exc_info=error)
+        error = ServeError(ErrorKind.INTERNAL, "the run failed")
+    if is_alone or isinstance(error, OutOfMemoryError | DeviceLostError | RunTimeoutError):  # these quote no request
+        return error
+    # Any other text may quote one of the requests.
+    if isinstance(error, ModelRejectionError):  # it may have rejected another request: a retry may succeed
+        return ServeError(ErrorKind.NOT_READY, _NOT_ISOLATED, retry_after_s=1)
+    return ServeError(ErrorKind.INTERNAL, _NOT_ISOLATED)

@@ -1,0 +1,216 @@
+"""Time limits of runs on worker threads, watched by one timer for all runs of a batcher.
+
+A run that never ends would occupy its instance and its threads, and never answer its requests. A run over its limit is
+terminated; if it has not ended a grace time later, its instance is abandoned.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.batching.executor import Instances
+from ortserve.batching.failures import RequestGroup, fail_group
+from ortserve.batching.latency import known_ns
+from ortserve.batching.scheduler import Scheduler
+from ortserve.batching.shared_threads import Share
+from ortserve.batching.statistics import Decisions
+from ortserve.batching.timers import LoopTimer
+from ortserve.clock import Clock
+from ortserve.core.batch import Runner
+from ortserve.errors import RunTimeoutError
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+_NS_PER_S: Final = 1_000_000_000
+LEAST_LIMIT_NS: Final = 60 * _NS_PER_S
+"""Of runs with a predicted time. Most end in a thousandth of it."""
+UNKNOWN_LIMIT_NS: Final = 600 * _NS_PER_S
+"""Of runs without a prediction, such as the first of a shape."""
+_MULTIPLE: Final = 20
+"""Of the predicted time: far more than other work on the machine explains."""
+LEAST_LATE_RUN_NS: Final = 1 * _NS_PER_S
+"""A run continues this long after all its deadlines have passed: most end soon, and teach the latency model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """Time limits of the runs of one model.
+
+    Attributes:
+        timeout_ns: As configured; None to derive it from the predicted time.
+        grace_ns: An instance is abandoned if a terminated run has not ended after this time.
+    """
+
+    timeout_ns: int | None = None
+    grace_ns: int = 5 * _NS_PER_S
+
+    def limit_ns(self, predicted_ns: float | None) -> float:
+        """The limit of a run of the predicted time."""
+        if self.timeout_ns is not None:
+            return float(self.timeout_ns)
+        predicted = known_ns(predicted_ns)
+        return max(LEAST_LIMIT_NS, _MULTIPLE * predicted) if predicted else float(UNKNOWN_LIMIT_NS)
+
+
+def latest_deadline_ns(group: RequestGroup) -> float:
+    """When the last deadline of a group passes; infinite if a request has none."""
+    deadlines = [request.finish_by_ns for request in group.requests]
+    return max([math.inf if deadline is None else float(deadline) for deadline in deadlines])
+
+
+class Run:
+    """A run on a worker. It is terminated at ``due_ns``, or abandoned if it already ``is_overdue``."""
+
+    __slots__ = ("due_ns", "group", "is_overdue", "limit_ns", "runner", "taken_ns")
+
+    def __init__(self, runner: Runner, group: RequestGroup, taken_ns: int, limit_ns: float, due_ns: float) -> None:
+        self.runner = runner
+        self.group = group
+        self.taken_ns = taken_ns
+        self.limit_ns = limit_ns
+        self.due_ns = due_ns
+        self.is_overdue = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvents:
+    """Callbacks for runs over their limits, called on the loop.
+
+    Attributes:
+        on_timeout: For each run that is terminated.
+        on_abandoned: For each instance that is abandoned because its run does not end: the instance, the reason, and
+            whether it was the last one of the model, after which nothing runs.
+    """
+
+    on_timeout: Callable[[], object]
+    on_abandoned: Callable[[Runner, str, bool], object]
+
+
+class RunWatch:
+    """Terminates runs of one batcher over their limits, and abandons instances whose runs do not end.
+
+    Loop thread only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        limits: RunLimits,
+        instances: Instances,
+        share: Share,
+        scheduler: Scheduler,
+        decisions: Decisions,
+        events: RunEvents | None,
+        fail_all: Callable[[str], object],
+        wake: Callable[[], object],
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+    ) -> None:
+        """Watch no run yet.
+
+        Args:
+            name: Of the model, for errors and the log.
+            limits: Of its runs.
+            instances: The batcher's own, as are ``share``, ``scheduler`` and ``decisions``.
+            share: Gives back the threads of abandoned runs.
+            scheduler: Takes what waited behind an abandoned run.
+            decisions: Counts terminated and abandoned runs.
+            events: None for no callbacks.
+            fail_all: Called with the reason when no instance is left.
+            wake: Called when requests may run on another instance.
+            loop: Of the calling thread.
+            clock: Monotonic nanoseconds.
+        """
+        self._name = name
+        self._limits = limits
+        self._instances = instances
+        self._share = share
+        self._scheduler = scheduler
+        self._decisions = decisions
+        self._events = events
+        self._fail_all = fail_all
+        self._wake = wake
+        self._clock = clock
+        self._timer = LoopTimer(loop, self._check)
+        self._fires_ns = math.inf
+        self._runs: dict[RequestGroup, Run] = {}
+
+    def begin(
+        self, runner: Runner, group: RequestGroup, predicted_ns: float | None, begins_ns: float, taken_ns: int
+    ) -> None:
+        """Watch a run that is chosen now and begins at ``begins_ns``, after the run before it on its instance."""
+        limit_ns = self._limits.limit_ns(predicted_ns)
+        due_ns = begins_ns + limit_ns
+        late_ns = latest_deadline_ns(group)
+        if late_ns < due_ns:
+            due_ns = min(due_ns, max(late_ns, begins_ns + LEAST_LATE_RUN_NS))
+        self._runs[group] = Run(runner, group, taken_ns, limit_ns, due_ns)
+        if due_ns < self._fires_ns:
+            self._set(due_ns, taken_ns)
+
+    def end(self, group: RequestGroup, runner: Runner) -> Run | None:
+        """Stop watching a run that has ended. Returns None if it was abandoned before."""
+        run = self._runs.get(group)
+        if run is None or run.runner is not runner:  # it runs on another instance
+            return None
+        return self._runs.pop(group)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._timer.close()
+
+    def _check(self) -> None:
+        self._fires_ns = math.inf
+        now_ns = self._clock()
+        for run in list(self._runs.values()):
+            if run.due_ns > now_ns or run.group not in self._runs:  # abandoned together with a run before it
+                continue
+            if run.is_overdue:
+                self._abandon(run, now_ns)
+            else:
+                run.is_overdue = True
+                run.due_ns = float(now_ns + self._limits.grace_ns)
+                self._terminate(run, now_ns)
+        if self._runs:
+            self._set(min([run.due_ns for run in self._runs.values()]), now_ns)
+
+    def _terminate(self, run: Run, now_ns: int) -> None:
+        """Fail the requests of a run over its limit, and terminate it."""
+        elapsed_ns = now_ns - run.taken_ns
+        is_limit = elapsed_ns >= run.limit_ns
+        why = f"its limit is {run.limit_ns / 1e9:g} s" if is_limit else "all its deadlines have passed"
+        message = f"a run of model '{self._name}' was terminated after {elapsed_ns / 1e9:.1f} s: {why}"
+        self._decisions.run_timeouts += 1
+        if self._events is not None:
+            self._events.on_timeout()
+        log_event(logger, logging.WARNING, "run is over its time limit", model=self._name, reason=message)
+        fail_group(run.group, run.taken_ns, RunTimeoutError(message))
+        run.runner.terminate()
+
+    def _abandon(self, run: Run, now_ns: int) -> None:
+        """Abandon an instance whose run does not end. Its next group runs on another instance."""
+        reason = f"a run has not ended for {(now_ns - run.taken_ns) / 1e9:.1f} s, although it was terminated"
+        runner = run.runner
+        runner.abandon()
+        self._instances.abandon(runner)
+        for other in [other for other in self._runs.values() if other.runner is runner]:
+            self._runs.pop(other.group)
+            self._share.end()
+            if other.is_overdue:
+                self._decisions.abandoned += 1
+            else:
+                self._scheduler.run_again([other.group])
+        is_last = not self._instances.count
+        if is_last:
+            self._fail_all(reason)
+        if self._events is not None:
+            self._events.on_abandoned(runner, reason, is_last)
+        self._wake()
+
+    def _set(self, due_ns: float, now_ns: int) -> None:
+        self._fires_ns = due_ns
+        self._timer.set(math.ceil(due_ns), now_ns)

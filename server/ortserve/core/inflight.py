@@ -1,0 +1,206 @@
+"""One request in flight: the object that the scheduler orders, the batcher settles, and its caller waits for.
+
+The service extends it by what a caller asked for (``service/call``). A request that is answered by several runs has
+children, one for each entry in a queue.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Generator, Hashable
+from functools import partial
+from typing import Any, Final
+
+from ortserve.core.batch import Arrays
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+logger: Final = logging.getLogger(__name__)
+
+RECEIVED: Final = 0
+"""The body is complete. It is decoded and checked, or something that comes before the queue is awaited."""
+QUEUED: Final = 1
+RUNNING: Final = 2
+"""In a batch that was started, or that waits to run again after a failure."""
+COMPUTED: Final = 3
+"""The outputs are there. A child ends here."""
+DONE: Final = 4
+"""The answer is encoded."""
+FAILED: Final = 5
+CANCELLED: Final = 6
+
+STATES: Final = ("received", "queued", "running", "computed", "done", "failed", "cancelled")
+"""Names by number. A state only grows, and a request is settled from ``COMPUTED`` on."""
+
+
+class InflightRequest:
+    """A request from the moment its body is complete until it is answered. Loop thread only.
+
+    Attributes:
+        timing: Stamped on the way; children share their parent's.
+        inputs: In the order of the signature, as the model takes them once the request is queued.
+        rows: Length of the batch axis, 1 for a model without one.
+        state: One of the states above.
+        level: Priority, 1 first.
+        due_ns: Position in the queue within a level: the deadline, or a time that prevents starvation (monotonic).
+        finish_by_ns: Deadline of the outputs, None for none; see ``core.terms.Terms``, also for ``start_by_ns``.
+        start_by_ns: Deadline of the start of a run, None for none.
+        nbytes: Size of the inputs.
+        shape_class_key: Of the queue that it waits in.
+        text_units: See ``batching/large_requests``; 0 for a model without texts.
+        on_settled: Called once with this request, by whatever settles it and before that returns. An exception that
+            it raises is logged, since the other requests of the batch are still to be settled.
+        withdraw: Called with this request when it is cancelled: removes it from its queue or cancels its task.
+    """
+
+    __slots__ = (
+        "_error",
+        "_outputs",
+        "due_ns",
+        "finish_by_ns",
+        "inputs",
+        "level",
+        "nbytes",
+        "on_settled",
+        "rows",
+        "shape_class_key",
+        "start_by_ns",
+        "state",
+        "text_units",
+        "timing",
+        "withdraw",
+    )
+
+    def __init__(self, timing: Timing, inputs: Arrays = (), rows: int = 1) -> None:
+        self.timing = timing
+        self.inputs = inputs
+        self.rows = rows
+        self.state = RECEIVED
+        self.level = 1
+        self.due_ns = 0.0
+        self.finish_by_ns: int | None = None
+        self.start_by_ns: int | None = None
+        self.nbytes = 0
+        self.shape_class_key: Hashable = None
+        self.text_units = 0
+        self.on_settled: Callable[[Any], object] | None = None
+        self.withdraw: Callable[[Any], object] | None = None
+        self._outputs: Arrays | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        return self.state >= COMPUTED
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key of the queue."""
+        return self.level, self.due_ns
+
+    @property
+    def expires_ns(self) -> int | None:
+        """The last moment at which waiting in the queue is of any use; None if it may wait for ever."""
+        start_ns, finish_ns = self.start_by_ns, self.finish_by_ns
+        if start_ns is None or (finish_ns is not None and finish_ns < start_ns):
+            return finish_ns
+        return start_ns
+
+    def child(self, inputs: Arrays, rows: int) -> "InflightRequest":
+        """A request for one of several runs that together answer this one."""
+        return InflightRequest(self.timing, inputs, rows)
+
+    def complete(self, outputs: Arrays) -> bool:
+        """Settle with outputs in the order of the signature. Returns False if it was settled before."""
+        if self.state >= COMPUTED:
+            return False
+        self._outputs = outputs
+        self.state = COMPUTED
+        self._notify()
+        return True
+
+    def fail(self, error: BaseException) -> bool:
+        """Settle with an error. Returns False if it was settled before."""
+        if self.state >= COMPUTED:
+            return False
+        self._error = error
+        self.state = FAILED
+        self._notify()
+        return True
+
+    def cancel(self) -> bool:
+        """Settle without an outcome, because nothing waits for it any more; its place in the queue is free at once.
+
+        Returns:
+            False if it was answered or settled otherwise before. Outputs that are not answered yet are dropped.
+        """
+        if self.state >= DONE:
+            return False
+        self.state = CANCELLED
+        self._outputs = None
+        withdraw = self.withdraw
+        if withdraw is not None:
+            withdraw(self)
+        self._notify()
+        return True
+
+    def take_outputs(self) -> Arrays:
+        """Hand the outputs over, once: their memory stays leased for as long as anything refers to them.
+
+        Raises:
+            BaseException: What the request failed with.
+            asyncio.CancelledError: It was cancelled.
+            asyncio.InvalidStateError: It is not settled, or the outputs were taken before.
+        """
+        outputs, self._outputs = self._outputs, None
+        if outputs is not None:
+            return outputs
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        if self.state == CANCELLED:
+            raise asyncio.CancelledError
+        raise asyncio.InvalidStateError("the request has no outputs")
+
+    def settle_by(self, work: Coroutine[Any, Any, Arrays]) -> "asyncio.Task[Arrays]":
+        """Run ``work`` in a task and settle with what it returns or raises; cancelling the request cancels the task."""
+        task = asyncio.create_task(work)
+        self.withdraw = partial(_cancel, task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def __await__(self) -> Generator[Any, None, Arrays]:
+        """Wait in a task and take the outputs. The request is cancelled if the task is."""
+        if self.state < COMPUTED:
+            settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.on_settled = partial(_wake, settled)
+            try:
+                yield from settled
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        return self.take_outputs()
+
+    def _on_task_done(self, task: "asyncio.Task[Arrays]") -> None:
+        if task.cancelled():  # by something else than ``cancel``: the caller still waits
+            self.fail(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))
+        elif (error := task.exception()) is not None:
+            self.fail(error)
+        else:
+            self.complete(task.result())
+
+    def _notify(self) -> None:
+        self.withdraw = None
+        on_settled, self.on_settled = self.on_settled, None
+        if on_settled is None:
+            return
+        try:
+            on_settled(self)
+        except Exception:
+            logger.exception("the callback of a settled request failed")
+
+
+def _cancel(task: "asyncio.Task[Arrays]", _: InflightRequest) -> None:
+    task.cancel()
+
+
+def _wake(settled: "asyncio.Future[None]", _: InflightRequest) -> None:
+    if not settled.done():
+        settled.set_result(None)

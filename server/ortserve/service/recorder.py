@@ -1,0 +1,122 @@
+"""Records a call once it has ended: in metrics, trace files, the access log and its own trace."""
+
+from dataclasses import replace
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind
+from ortserve.service.call import Call
+from ortserve.service.trace_writing import TraceWriter
+from ortserve.telemetry.access_log import AccessLog
+from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.tracing import EndedRequest, Trace
+
+_EARLY_NS: Final = 20_000_000
+"""A caller that watches its deadline itself may cancel this much earlier: its clock began before the request came."""
+
+
+class Recorder:
+    """Records every call exactly once. Loop thread only."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        trace_writer: TraceWriter | None = None,
+        access_log: AccessLog | None = None,
+    ) -> None:
+        """Without ``trace_writer`` no trace files are written, without ``access_log`` no lines."""
+        self._metrics = metrics
+        self._clock = clock
+        self._trace_writer = trace_writer
+        self._access_log = access_log
+
+    def answered(self, call: Call) -> None:
+        """Record a call whose answer is encoded, and stamp when."""
+        request, served = call.request, call.served
+        assert request is not None, "a call without a request has no answer"
+        assert served is not None
+        timing = call.timing
+        ended_ns = timing.done_ns = self._clock()
+        served.metrics.observe_success(call.protocol, timing, call.rows)
+        if self._trace_writer is not None:
+            self._trace_writer.observe(
+                call.protocol, timing, request.id, served.name, served.version, ended_ns=ended_ns
+            )
+        if self._access_log is not None:
+            _log(self._access_log, call, "ok", ended_ns)
+        if call.trace is not None:
+            _end_trace(call, call.trace, timing, ended_ns, None)
+
+    def failed(self, call: Call, kind: ErrorKind) -> None:
+        """Record a call that ended with an error or was cancelled."""
+        request, served = call.request, call.served
+        protocol, timing = call.protocol, call.timing
+        ended_ns = self._clock()
+        duration_ns = ended_ns - timing.received_ns
+        if self._trace_writer is not None or call.trace is not None:
+            # Both read it later. The batch of a cancelled call may still run, and stamps the original.
+            timing = replace(timing)
+        if served is None:
+            self._metrics.observe_unknown(protocol, kind, duration_ns)
+        else:
+            served.metrics.observe_failure(protocol, kind, duration_ns)
+            if self._trace_writer is not None:
+                self._trace_writer.observe(
+                    protocol,
+                    timing,
+                    request.id if request else "",
+                    served.name,
+                    served.version,
+                    ended_ns=ended_ns,
+                    is_answered=kind is not ErrorKind.CANCELLED,
+                )
+        if timing.taken_ns == 0 and kind is not ErrorKind.CANCELLED:  # no run was started
+            self._metrics.rejected(request.model_name if request else "", kind.value)
+        if self._access_log is not None:
+            _log(self._access_log, call, kind.value, ended_ns)
+        if call.trace is not None:
+            _end_trace(call, call.trace, timing, ended_ns, kind)
+
+    def cancelled(self, call: Call) -> None:
+        """Record a call that was cancelled: its caller left, or its deadline passed and the transport answered."""
+        waited_ns, timeout_ns = self._clock() - call.timing.received_ns, call.timeout_ns
+        is_over = timeout_ns is not None and waited_ns >= timeout_ns - min(_EARLY_NS, timeout_ns // 10)
+        self.failed(call, ErrorKind.DEADLINE if is_over else ErrorKind.CANCELLED)
+
+    def body_rejected(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None) -> None:
+        """Record a request whose body was rejected, such as one that is too large, or whose caller left meanwhile."""
+        ended_ns = self._clock()
+        self._metrics.observe_unknown(protocol, kind, ended_ns - received_ns)
+        if kind is not ErrorKind.CANCELLED:
+            self._metrics.rejected("", kind.value)
+        if trace is not None:
+            trace.end(EndedRequest(Timing(received_ns), ended_ns, kind))
+
+
+def log_fields(call: Call) -> dict[str, str]:
+    """Model, version and request id of a call, empty while unknown, and the ids of its trace if it has one."""
+    trace = call.trace
+    return {
+        "model": call.request.model_name if call.request else "",
+        "version": call.served.version if call.served else "",
+        "request_id": call.request.id if call.request else "",
+        **({} if trace is None else {"trace_id": trace.trace_id, "span_id": trace.span_id}),
+    }
+
+
+def _log(log: AccessLog, call: Call, outcome: str, ended_ns: int) -> None:
+    ms = round((ended_ns - call.timing.received_ns) / 1e6, 3)
+    log.write({"protocol": call.protocol, **log_fields(call), "outcome": outcome, "ms": ms})
+
+
+def _end_trace(call: Call, trace: Trace, timing: Timing, ended_ns: int, kind: ErrorKind | None) -> None:
+    request = call.request
+    if request is None:
+        trace.end(EndedRequest(timing, ended_ns, kind))
+        return
+    version = call.served.version if call.served else ""
+    rows = call.rows if kind is None else 0
+    trace.end(EndedRequest(timing, ended_ns, kind, request.model_name, version, request.id, rows))

@@ -1,0 +1,165 @@
+"""Build the response to a request from the outputs of its model.
+
+This includes the classification extension: an output's largest elements as texts, ``value:index`` or
+``value:index:label``.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from ortserve.core.batch import Arrays
+from ortserve.core.dtypes import DataType
+from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
+from ortserve.core.sequences import why_not_stacked
+from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import Tensor
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.served import ServedModel
+
+_NOTHING_PLACED: Final = ()
+
+MAX_ELEMENTS: Final = 1_000_000
+"""Most elements of an output that is classified."""
+
+_UNORDERED: Final = frozenset({DataType.BOOL, DataType.FP16, DataType.BF16, DataType.BYTES})
+"""Datatypes without classes in the extension."""
+
+_SHORT_WORK: Final = 25_000
+_TEXT_WORK: Final = 40  # elements that are searched in the time that formatting one takes
+
+
+def build_response(request: InferRequest, served: ServedModel, outputs: Arrays) -> InferResponse:
+    """Choose the requested outputs and classify those for which classes are requested. Any thread.
+
+    Args:
+        request: Valid for the model.
+        served: The version that ran.
+        outputs: In the order of its signature, as clients see them.
+
+    Raises:
+        ServeError: unsupported, for an output that is a sequence of tensors which do not stack; invalid_input, for one
+            that is too large to classify.
+    """
+    signature = served.signature
+    if request.outputs:
+        tensors = [_requested(output, served, outputs) for output in request.outputs]
+    else:
+        tensors = [
+            Tensor(spec.name, spec.datatype, array) for spec, array in zip(signature.outputs, outputs, strict=True)
+        ]
+    if signature.has_sequences:
+        for tensor in tensors:
+            _check_stacked(tensor.name, tensor.array, served)
+    placed = request.regions.outputs if request.regions is not None else _NOTHING_PLACED
+    return InferResponse(served.name, served.version, request.id, tensors, placed)
+
+
+def classifies_long(request: InferRequest, served: ServedModel, outputs: Arrays) -> bool:
+    """Whether ``build_response`` takes too long for the event loop, because of the classes of an output."""
+    for output in request.outputs:
+        if output.classes:
+            index = served.signature.output_index[output.name]
+            has_rows = served.signature.outputs[index].batch_axis == 0
+            if not is_short(outputs[index], output.classes, is_batched=has_rows):
+                return True
+    return False
+
+
+def _requested(output: RequestedOutput, served: ServedModel, outputs: Arrays) -> Tensor:
+    index = served.signature.output_index[output.name]
+    spec = served.signature.outputs[index]
+    tensor = Tensor(spec.name, spec.datatype, outputs[index])
+    if not output.classes:
+        return tensor
+    if spec.is_sequence:
+        _check_stacked(output.name, tensor.array, served)
+    return classify(tensor, output.classes, served.labels.get(output.name, ()), is_batched=spec.batch_axis == 0)
+
+
+def _check_stacked(name: str, array: np.ndarray, served: ServedModel) -> None:
+    """Raises ServeError: unsupported, if an output is a sequence of tensors that do not stack."""
+    if why := why_not_stacked(array):
+        raise ServeError(
+            ErrorKind.UNSUPPORTED,
+            f"inference output '{name}' of model '{served.name}' is a sequence that makes no tensor: {why}; "
+            "other outputs can be requested by name",
+        )
+
+
+def check_classifiable(output: TensorSpec, model: str) -> None:
+    """Raises ServeError: invalid_input, for an output without classes: of another datatype, or with rows elsewhere."""
+    if output.datatype in _UNORDERED:
+        raise invalid_input(
+            f"class result not available for output '{output.name}' of model '{model}' "
+            f"due to unsupported type '{output.datatype.value}'"
+        )
+    if output.batch_axis:
+        raise invalid_input(
+            f"class result not available for output '{output.name}' of model '{model}': "
+            f"expected rows on axis 0, they are on axis {output.batch_axis}"
+        )
+
+
+def is_short(array: np.ndarray, classes: int, *, is_batched: bool) -> bool:
+    """Whether ``classify`` takes less than about 1 ms and may run on the event loop."""
+    rows = len(array) if is_batched else 1
+    return array.size + _TEXT_WORK * rows * min(classes, array.size) <= _SHORT_WORK
+
+
+def classify(output: Tensor, classes: int, labels: Sequence[str], *, is_batched: bool) -> Tensor:
+    """Select the largest elements, of each row if rows are batched, otherwise of the whole tensor. Any thread.
+
+    Args:
+        output: ``check_classifiable`` accepts it; NaN counts as less than any number.
+        classes: At least 1; reduced to the number of elements.
+        labels: By index in the row; empty and missing ones are omitted.
+        is_batched: Whether axis 0 is the batch.
+
+    Returns:
+        A BYTES tensor of shape ``(rows, k)``, or ``(k,)``; largest first, equal elements by their index.
+
+    Raises:
+        ServeError: invalid_input for more than ``MAX_ELEMENTS``.
+    """
+    array = output.array
+    if array.size > MAX_ELEMENTS:
+        raise invalid_input(
+            f"output '{output.name}' cannot be classified: expected at most {MAX_ELEMENTS} elements, got {array.size}"
+        )
+    rows = array.reshape(len(array) if is_batched else 1, prod(array.shape[1:] if is_batched else array.shape))
+    count = min(classes, rows.shape[1])
+    texts = np.empty((len(rows), count), object)
+    for place, row in zip(texts, rows, strict=True):
+        place[:] = _format_largest(row, count, labels)
+    return Tensor(output.name, DataType.BYTES, texts if is_batched else texts[0])
+
+
+def _format_largest(row: np.ndarray, count: int, labels: Sequence[str]) -> list[str]:
+    indices = _largest(row, count).tolist()
+    values = row[indices].tolist()
+    form = "%f:%d" if row.dtype.kind == "f" else "%d:%d"
+    texts = [form % pair for pair in zip(values, indices, strict=True)]
+    if labels:
+        texts = [
+            f"{text}:{labels[index]}" if index < len(labels) and labels[index] else text
+            for text, index in zip(texts, indices, strict=True)
+        ]
+    return texts
+
+
+def _largest(row: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the ``count`` largest elements, in descending order, equal elements in that of their indices."""
+    keys = np.where(np.isnan(row), -np.inf, row) if row.dtype.kind == "f" else row
+    if count < row.size:
+        least = np.partition(keys, row.size - count)[row.size - count]
+        above = np.flatnonzero(keys > least)
+        equal = np.flatnonzero(keys == least)[: count - len(above)]
+        chosen = np.sort(np.concatenate((above, equal)))
+    else:
+        chosen = np.arange(row.size)
+    # Sorted ascending from the back and reversed, so that equal elements keep the order of their indices.
+    from_back = chosen[::-1]
+    return from_back[np.argsort(keys[from_back], kind="stable")][::-1]

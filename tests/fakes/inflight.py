@@ -1,0 +1,137 @@
+"""In-flight requests in one line, and what came of them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Hashable
+from typing import Any
+
+from ortserve.batching.batcher import Batcher
+from ortserve.core.batch import Arrays
+from ortserve.core.inflight import CANCELLED, InflightRequest
+from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.timing import Timing
+from ortserve.registry.served import ServedModel
+
+
+def inflight(
+    inputs: Arrays = (),
+    rows: int = 1,
+    timing: Timing | None = None,
+    level: int = 1,
+    *,
+    finish_by_ns: int | None = None,
+    start_by_ns: int | None = None,
+    nbytes: int = 0,
+    key: Hashable = None,
+    text_units: int = 0,
+) -> InflightRequest:
+    """A request as the queue holds it."""
+    request = InflightRequest(timing or Timing(0), inputs, rows)
+    request.level = level
+    request.finish_by_ns = finish_by_ns
+    request.start_by_ns = start_by_ns
+    request.nbytes = nbytes
+    request.shape_class_key = key
+    request.text_units = text_units
+    return request
+
+
+class Outcome:
+    """The outcome of a request with the methods of a future, readable any number of times.
+
+    A task that waits for it cancels the request if it is cancelled itself.
+    """
+
+    def __init__(self, request: InflightRequest) -> None:
+        self.request = request
+        self._outputs: Arrays | None = None
+        self._error: BaseException | None = None
+        self._settled = asyncio.Event()
+        self._callbacks: list[Callable[[Outcome], object]] = []
+        request.on_settled = self._on_settled
+        if request.is_settled:
+            self._on_settled(request)
+
+    def done(self) -> bool:
+        return self._settled.is_set()
+
+    def cancelled(self) -> bool:
+        return isinstance(self._error, asyncio.CancelledError)
+
+    def cancel(self) -> bool:
+        return not self.done() and self.request.cancel()
+
+    def result(self) -> Arrays:
+        if self._error is not None:
+            raise self._error
+        if self._outputs is None:
+            raise asyncio.InvalidStateError
+        return self._outputs
+
+    def exception(self) -> BaseException | None:
+        if not self.done() or self.cancelled():
+            self.result()
+        return self._error
+
+    def add_done_callback(self, callback: Callable[["Outcome"], object]) -> None:
+        """Before the request is settled."""
+        assert not self.done()
+        self._callbacks.append(callback)
+
+    def __await__(self) -> Generator[Any, None, Arrays]:
+        try:
+            yield from self._settled.wait().__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.result()
+
+    def _on_settled(self, request: InflightRequest) -> None:
+        try:
+            if request.state == CANCELLED:
+                self._error = asyncio.CancelledError()
+            else:
+                self._outputs = request.take_outputs()
+        except Exception as error:
+            self._error = error
+        self._settled.set()
+        for callback in self._callbacks:
+            callback(self)
+
+
+def submit(
+    batcher: Batcher,
+    inputs: Arrays,
+    rows: int,
+    shape_class: Hashable,
+    timing: Timing,
+    terms: Terms = NO_TERMS,
+) -> Outcome:
+    request = InflightRequest(timing, inputs, rows)
+    batcher.submit(request, shape_class, terms)
+    return Outcome(request)
+
+
+def submit_in_pieces(
+    batcher: Batcher,
+    inputs: Arrays,
+    rows: int,
+    shape_class: Hashable,
+    timing: Timing,
+    terms: Terms = NO_TERMS,
+) -> Coroutine[Any, Any, Arrays]:
+    request = InflightRequest(timing, inputs, rows)
+    batcher.submit_in_pieces(request, shape_class, terms)
+    return _wait_for(Outcome(request))
+
+
+async def _wait_for(outcome: Outcome) -> Arrays:
+    return await outcome
+
+
+def submit_to(
+    served: ServedModel, inputs: Arrays, rows: int, timing: Timing | None = None, terms: Terms = NO_TERMS
+) -> Outcome:
+    """A request to a model, as the service submits it."""
+    request = InflightRequest(timing or Timing(0), inputs, rows)
+    served.submit(request, terms)
+    return Outcome(request)

@@ -1,0 +1,59 @@
+"""The search for offenders, played without a runner: who offends is known, the runs that it takes are counted."""
+
+from collections import deque
+from math import ceil, log2
+
+import pytest
+
+from fakes.inflight import inflight
+from ortserve.batching.failures import RequestGroup, halve
+from ortserve.batching.queue import RequestQueue
+from ortserve.core.timing import Timing
+
+
+def search(size: int, offenders: set[int]) -> tuple[int, set[int], set[int]]:
+    """More runs than the first, requests answered, requests failed."""
+    requests = [inflight((), index + 1, Timing(0)) for index in range(size)]
+    answered: set[int] = set()
+    failed: set[int] = set()
+    shape_class = RequestQueue().shape_class(None)
+    waiting = deque([RequestGroup(shape_class, requests, sum(request.rows for request in requests))])
+    runs = 0
+    while waiting:
+        group = waiting.popleft()
+        runs += 1
+        members = {requests.index(request) for request in group.requests}
+        assert group.rows == sum(index + 1 for index in members)
+        if not members & offenders:
+            answered |= members
+            continue
+        halves = halve(group) if len(members) > 1 else []
+        if halves:
+            waiting.extend(halves)
+        else:
+            failed |= members
+    assert answered.isdisjoint(failed)
+    assert answered | failed == set(range(size))
+    return runs - 1, answered, failed
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 9, 16, 31, 64])
+def test_single_offender_stands_alone_after_twice_the_logarithm_of_runs(size: int) -> None:
+    for offender in range(size):
+        runs, _, failed = search(size, {offender})
+        assert failed == {offender}
+        assert runs <= 2 * ceil(log2(size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 16, 64])
+def test_batch_of_nothing_but_offenders_ends_after_four_times_the_logarithm_of_runs(size: int) -> None:
+    runs, answered, failed = search(size, set(range(size)))
+    assert not answered
+    assert len(failed) == size
+    assert runs <= 4 * ceil(log2(size))
+
+
+def test_two_offenders_far_apart_are_both_found() -> None:
+    runs, _, failed = search(64, {0, 63})
+    assert failed == {0, 63}
+    assert runs <= 4 * 6

@@ -1,0 +1,77 @@
+"""Which runs may stop the loop, and for how long in one turn."""
+
+import asyncio
+
+import pytest
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from ortserve.batching.executor import MAX_OVERRUN_NS, MAX_RUN_NS, MAX_TURN_NS, InlineBudget, InlineRuns
+
+
+def test_only_runs_known_to_be_short_are_let_in() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        assert InlineBudget(loop).take(MAX_RUN_NS)
+        assert not InlineBudget(loop).take(MAX_RUN_NS + 1)
+        assert not InlineBudget(loop).take(None)
+        assert not InlineBudget(loop).take(float("nan"))
+        assert not InlineBudget(loop).take(float("inf"))
+
+    run_virtual(main)
+
+
+def test_a_turn_of_the_loop_is_bounded_and_the_next_one_starts_afresh() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> list[int]:
+        budget = InlineBudget(loop)
+        taken = []
+        for _ in range(3):
+            taken.append(sum(budget.take(MAX_RUN_NS - 1) for _ in range(10)))
+            await asyncio.sleep(0)
+        return taken
+
+    assert run_virtual(main) == [MAX_TURN_NS // (MAX_RUN_NS - 1)] * 3
+
+
+def test_refused_run_uses_nothing_up() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        budget = InlineBudget(loop)
+        for _ in range(10):
+            assert not budget.take(MAX_RUN_NS + 1)
+        assert budget.take(MAX_RUN_NS)
+
+    run_virtual(main)
+
+
+def test_one_long_run_bars_all_others_for_good(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runs = InlineRuns(InlineBudget(loop), "digits/1")
+        assert not runs.end(runs.begin(), MAX_OVERRUN_NS)
+        assert runs.take(1000)
+        assert runs.end(runs.begin(), 2_700_000_000)
+        assert not runs.take(1000)
+        await asyncio.sleep(1)
+        assert not runs.take(1000)
+        assert runs.barred_because == "a run took 2700.0 ms of the event loop, over the limit of 2 ms"
+
+    run_virtual(main)
+    (line,) = caplog.records
+    assert "barred" in line.getMessage()
+
+
+def test_time_in_which_other_threads_ran_bars_nothing_where_cpu_time_is_known() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        runs = InlineRuns(InlineBudget(loop), cpu_clock=clock)
+        began_ns = runs.begin()
+        clock.advance(100_000)
+        assert not runs.end(began_ns, 50_000_000)
+        clock.advance(MAX_OVERRUN_NS)
+        assert runs.end(began_ns, 50_000_000)
+
+    run_virtual(main)
+
+
+def test_a_model_may_be_barred_from_the_start() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        assert not InlineRuns(InlineBudget(loop), barred_because="it has a loop").take(1)
+
+    run_virtual(main)

@@ -1,0 +1,61 @@
+"""Requests in pieces: cut, answered in order, put together."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from fakes.inflight import inflight
+from ortserve.batching.large_requests import MAX_QUEUED_PIECES, JoinedRows, run_in_pieces, split_rows
+from ortserve.core.batch import Arrays
+from ortserve.core.inflight import CANCELLED, COMPUTED, InflightRequest
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(1, [1]), (4, [4]), (5, [4, 1]), (12, [4, 4, 4]), (13, [4, 4, 4, 1])])
+def test_pieces_are_views_in_order_and_join_to_the_whole(rows: int, sizes: list[int]) -> None:
+    array, other = np.arange(rows * 2).reshape(rows, 2), np.arange(rows)
+    pieces = list(split_rows((array, other), rows, 4))
+    assert [len(piece[0]) for piece in pieces] == sizes
+    assert [len(piece[1]) for piece in pieces] == sizes
+    assert all(np.shares_memory(piece[0], array) for piece in pieces)
+    joined = JoinedRows(rows)
+    for piece, size in zip(pieces, sizes, strict=True):
+        joined.add(piece, size)
+    np.testing.assert_array_equal(joined.outputs()[0], array)
+    np.testing.assert_array_equal(joined.outputs()[1], other)
+
+
+@pytest.mark.parametrize("output", [np.zeros(3), np.ones(()), np.ones((4, 2))])
+def test_pieces_whose_outputs_have_other_shapes_are_not_joined(output: np.ndarray) -> None:
+    joined = JoinedRows(8)
+    joined.add((np.zeros((4, 3)),), 4)
+    with pytest.raises(ServeError, match="output 0 has shape") as caught:
+        joined.add((output,), 4)
+    assert caught.value.kind is ErrorKind.INTERNAL
+
+
+def test_answer_that_would_be_larger_than_any_message_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ServeError, match="the answer to 2000000000 rows has 8000000000 bytes") as caught:
+        JoinedRows(2_000_000_000).add((np.zeros((64, 1), np.float32),), 64)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+
+
+async def test_piece_that_cannot_be_enqueued_fails_the_request_and_cancels_the_others() -> None:
+    queued: list[InflightRequest] = []
+
+    def enqueue(piece: Arrays) -> InflightRequest:
+        if len(queued) == MAX_QUEUED_PIECES + 2:
+            raise ServeError(ErrorKind.NOT_READY, "the device is lost")
+        queued.append(inflight(piece, len(piece[0]), Timing(0)))
+        return queued[-1]
+
+    task = asyncio.create_task(run_in_pieces((np.arange(1000),), 1000, 2, enqueue))
+    for answered in range(3):
+        await asyncio.sleep(0)
+        assert len(queued) == MAX_QUEUED_PIECES + min(answered, 2)
+        queued[answered].complete((np.zeros(2),))
+    with pytest.raises(ServeError, match="the device is lost"):
+        await task
+    assert [request.state for request in queued] == [COMPUTED] * 3 + [CANCELLED] * (len(queued) - 3)

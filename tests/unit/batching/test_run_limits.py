@@ -1,0 +1,42 @@
+"""How long runs may last; the batcher's tests show what becomes of those that last longer."""
+
+import math
+
+import pytest
+
+from fakes.inflight import inflight
+from ortserve.batching.failures import RequestGroup
+from ortserve.batching.queue import RequestQueue
+from ortserve.batching.run_limits import LEAST_LIMIT_NS, UNKNOWN_LIMIT_NS, RunLimits, latest_deadline_ns
+from ortserve.core.timing import Timing
+
+S = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("predicted_ns", "limit_ns"),
+    [
+        (None, UNKNOWN_LIMIT_NS),
+        (math.nan, UNKNOWN_LIMIT_NS),
+        (math.inf, UNKNOWN_LIMIT_NS),
+        (1000.0, LEAST_LIMIT_NS),
+        (3.0 * S, LEAST_LIMIT_NS),
+        (30.0 * S, 600 * S),
+    ],
+)
+def test_an_open_limit_follows_the_predicted_time(predicted_ns: float | None, limit_ns: float) -> None:
+    assert RunLimits().limit_ns(predicted_ns) == limit_ns
+
+
+@pytest.mark.parametrize("predicted_ns", [None, 1000.0, 30.0 * S])
+def test_a_configured_limit_holds_whatever_is_predicted(predicted_ns: float | None) -> None:
+    assert RunLimits(2 * S).limit_ns(predicted_ns) == 2 * S
+
+
+def test_a_group_is_late_once_all_of_its_riders_are() -> None:
+    def late_ns(*deadlines: int | None) -> float:
+        riders = [inflight((), 1, Timing(0), finish_by_ns=deadline) for deadline in deadlines]
+        return latest_deadline_ns(RequestGroup(RequestQueue().shape_class(None), riders, len(riders)))
+
+    assert late_ns(5, 9, 7) == 9
+    assert late_ns(5, None) == math.inf

@@ -1,0 +1,94 @@
+"""Being woken when it was asked for: in real time, because that is what an alarm is about."""
+
+import asyncio
+import statistics
+import time
+
+import pytest
+import uvloop
+
+from fakes.clock import FakeClock
+from fakes.loop import VirtualTimeLoop, run_virtual
+from ortserve.batching.timers import FileDescriptorTimer, LoopTimer, best_timer
+
+US = 1_000
+
+
+def test_alarm_rings_within_a_fraction_of_a_millisecond_of_its_moment() -> None:
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        rung = asyncio.Event()
+        alarm = best_timer(loop, rung.set)
+        assert isinstance(alarm, FileDescriptorTimer)
+        late_ns = []
+        for _ in range(50):
+            rung.clear()
+            now_ns = time.monotonic_ns()
+            alarm.set(now_ns + 300 * US, now_ns)
+            await rung.wait()
+            late_ns.append(time.monotonic_ns() - now_ns - 300 * US)
+        alarm.close()
+        return late_ns
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        late_ns = runner.run(main())
+    assert min(late_ns) >= 0, "never early"
+    assert statistics.median(late_ns) < 400 * US  # the loop's own timers are late by up to 1,000
+
+
+def test_alarm_set_again_rings_only_at_the_new_moment() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        rings: list[int] = []
+        rung = asyncio.Event()
+
+        def ring() -> None:
+            rings.append(time.monotonic_ns())
+            rung.set()
+
+        alarm = best_timer(loop, ring)
+        now_ns = time.monotonic_ns()
+        alarm.set(now_ns + 100 * US, now_ns)
+        alarm.set(now_ns + 5_000 * US, now_ns)
+        await rung.wait()
+        alarm.close()
+        assert len(rings) == 1
+        assert rings[0] >= now_ns + 5_000 * US
+
+    asyncio.run(main())
+
+
+def test_moment_that_has_passed_rings_at_once() -> None:
+    async def main() -> None:
+        rung = asyncio.Event()
+        alarm = best_timer(asyncio.get_running_loop(), rung.set)
+        now_ns = time.monotonic_ns()
+        alarm.set(now_ns - 1_000 * US, now_ns)
+        await asyncio.wait_for(rung.wait(), 10)
+        alarm.close()
+
+    asyncio.run(main())
+
+
+def test_closed_alarm_never_rings_and_may_be_set_and_closed_again() -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        rings: list[None] = []
+        alarm = LoopTimer(loop, lambda: rings.append(None))
+        alarm.set(clock() + 1_000, clock())
+        alarm.close()
+        await asyncio.sleep(1)
+        assert not rings
+
+    run_virtual(main)
+
+    async def on_the_clock() -> None:
+        alarm = FileDescriptorTimer(asyncio.get_running_loop(), pytest.fail)
+        now_ns = time.monotonic_ns()
+        alarm.set(now_ns, now_ns)
+        alarm.close()
+        alarm.set(now_ns, now_ns)
+        alarm.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    asyncio.run(on_the_clock())
