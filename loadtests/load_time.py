@@ -72,7 +72,7 @@ def load_served(models: Sequence[Path], folder: Path) -> dict[str, Any]:
     """Load each model as ortserve does, and write what the bare session is to run to ``folder``."""
     from ortserve.clock import monotonic_ns
     from ortserve.config.model import ModelOptions
-    from ortserve.registry.loader import load_model
+    from ortserve.registry.load.pipeline import load_model
 
     load_s, loaded = 0.0, []
     began_bytes = resident_bytes()

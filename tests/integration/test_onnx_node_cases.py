@@ -17,8 +17,8 @@ from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
-from ortserve.registry.batchability import why_rows_depend
-from ortserve.registry.warmup import warm_up
+from ortserve.registry.load.row_trial import why_rows_depend
+from ortserve.registry.load.warmup import warm_up
 
 pytestmark = pytest.mark.timeout(240)  # a server for all cases; about 20 s on two idle cores
 

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders, interfaces
-from ortserve.registry.load_turns import MOST_LOADS
+from ortserve.registry.load.coordination import MOST_LOADS
 from servers import (
     LONG_S,
     SHORT_WARMUP,

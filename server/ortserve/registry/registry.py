@@ -14,17 +14,41 @@ from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.catalog import Catalog
-from ortserve.registry.client_config import read_client_model
-from ortserve.registry.client_source import client_source
-from ortserve.registry.lifecycle import UNLOADED, State, VersionRecord
-from ortserve.registry.loading import VersionLoader
-from ortserve.registry.repository import read_repositories
-from ortserve.registry.retries import Retries
-from ortserve.registry.source import ModelSource, VersionSource, read_source, read_sources
-from ortserve.registry.swap import plan_swap
+from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
+from ortserve.registry.repository.client_model import client_source, read_client_model
+from ortserve.registry.repository.model_files import read_repositories
+from ortserve.registry.repository.source import ModelSource, VersionSource, plan_swap, read_source, read_sources
+from ortserve.registry.versions import VersionLoader
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
+
+_FIRST_S: Final = 60.0
+_MOST_S: Final = 3600.0
+"""Between two tries, of which each takes twice as long to come as the one before."""
+
+
+class Retries:
+    """Of the models of a registry, by their names."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, tuple[int, float]] = {}
+        """When, in nanoseconds of the registry's clock, and how long that was to wait, in seconds."""
+
+    def note(self, name: str, now_ns: int) -> None:
+        """A load has failed."""
+        _, waited_s = self._due.get(name, (0, _FIRST_S / 2))
+        wait_s = min(2 * waited_s, _MOST_S)
+        self._due[name] = now_ns + round(wait_s * 1e9), wait_s
+
+    def forget(self, name: str) -> None:
+        """It serves, or is not to."""
+        self._due.pop(name, None)
+
+    def is_due(self, name: str, now_ns: int) -> bool:
+        """Whether it is time to try a model again."""
+        due = self._due.get(name)
+        return due is not None and now_ns >= due[0]
+
 
 logger: Final = logging.getLogger(__name__)
 

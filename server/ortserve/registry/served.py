@@ -3,12 +3,14 @@
 import asyncio
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.learned import Learned
+from ortserve.config.model import ModelOptions
+from ortserve.config.queueing import QueuePolicy
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.promise import Outputs
@@ -16,11 +18,9 @@ from ortserve.core.shape_class import Alone
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
-from ortserve.registry.configuration import Configuration
-from ortserve.registry.empty_inputs import check_not_empty, crashing_operators, drop_rows, make_up_row
-from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
-from ortserve.registry.loaded import LoadedModel
-from ortserve.registry.shape_classes import ShapeClasses
+from ortserve.registry.configuration.configuration import Configuration
+from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, crashing_operators, drop_rows, make_up_row
 from ortserve.telemetry.metrics import ModelMetrics
 from ortserve.telemetry.rejection_log import RejectionLog
 
@@ -232,3 +232,43 @@ class ServedModel:
         await self._batcher.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
+
+
+def has_queue_policies(options: ModelOptions) -> bool:
+    """Whether there are any but those that every model has."""
+    return bool(options.priority_queue_policies) or options.queue_policy != QueuePolicy()
+
+
+def policy_terms(
+    options: ModelOptions, level: int, received_ns: int, finish_by_ns: int | None, asked_ns: int | None
+) -> Terms:
+    """The terms of a request of a model with queue policies.
+
+    Args:
+        options: Of the model.
+        level: Of the request, 1 first.
+        received_ns: What its wait counts from (monotonic).
+        finish_by_ns: When its answer is of no use any more.
+        asked_ns: How long it is ready to wait in the queue; it is heard where the policy lets it be, and asks for less.
+    """
+    policy = options.priority_queue_policies.get(level, options.queue_policy)
+    wait_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)
+    if asked_ns is not None and policy.timeout_override:
+        wait_ns = asked_ns if wait_ns is None else min(asked_ns, wait_ns)
+    start_by_ns = None if wait_ns is None else received_ns + wait_ns
+    return Terms(2 * level - 1, finish_by_ns, start_by_ns, start_by_ns is not None and policy.timeout_action == "delay")
+
+
+def terms_behind(terms: Terms) -> Terms:
+    """Those of a request that has waited too long, and now goes behind everybody of its level who has not."""
+    return replace(terms, level=terms.level + 1, start_by_ns=None, yields_when_late=False)
+
+
+def requests_limits(options: ModelOptions) -> dict[int, int]:
+    """How many requests may wait, by the level that the batcher knows."""
+    if not has_queue_policies(options):
+        return {}
+    # The usual level, too, where a model has a policy but no levels.
+    levels = {*range(1, options.priority_levels + 1), options.default_priority_level}
+    policies = {level: options.priority_queue_policies.get(level, options.queue_policy) for level in levels}
+    return {2 * level - 1: policy.max_requests for level, policy in policies.items() if policy.max_requests is not None}

@@ -24,9 +24,10 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.terms import NO_TERMS, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry import loading, retries
-from ortserve.registry.lifecycle import State, VersionRecord
-from ortserve.registry.progress import WAITING
+from ortserve.registry import registry as registry_module
+from ortserve.registry import versions
+from ortserve.registry.catalog import State, VersionRecord
+from ortserve.registry.load.coordination import WAITING
 from ortserve.registry.registry import MOST_ABANDONED, Registry
 from ortserve.telemetry.metrics import Metrics
 
@@ -269,7 +270,7 @@ UNMEASURED = LoadOptions(warmup_s=0, intra_op_threads=1)
 async def test_models_are_opened_side_by_side_and_a_slow_one_delays_no_other(
     tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "cpu_budget", lambda: 3)
+    monkeypatch.setattr(versions, "cpu_budget", lambda: 3)
     slow = [pipes("a_slow"), pipes("b_slow")]
     put(tmp_path, builders.not_onnx, "c_broken")
     names = [f"m{number}" for number in range(8)]
@@ -298,7 +299,7 @@ async def test_models_are_opened_side_by_side_and_a_slow_one_delays_no_other(
 async def test_loading_that_is_cancelled_begins_no_further_model(
     tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "cpu_budget", lambda: 2)
+    monkeypatch.setattr(versions, "cpu_budget", lambda: 2)
     slow = [pipes("a_slow"), pipes("b_slow")]
     put(tmp_path, builders.unnamed_dims, "m")
     registry = Registry([tmp_path], UNMEASURED, Metrics(CollectorRegistry()), time.monotonic_ns)
@@ -547,7 +548,7 @@ async def test_fault_after_loading_fails_the_version_and_frees_its_instances(
 
     put(tmp_path, builders.identity, "m", options="instances: 2")
     with monkeypatch.context() as patch:
-        patch.setattr("ortserve.registry.assembly.describe_properties", fail)
+        patch.setattr("ortserve.registry.load.assembly.describe_properties", fail)
         registry = await load()
     assert state_of(registry, "m") == {1: (State.FAILED, "unexpected error")}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("run m/1")]
@@ -583,7 +584,7 @@ async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: 
 async def test_poll_tries_what_failed_again_in_time_as_the_reason_may_have_passed(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, is_due: bool
 ) -> None:
-    monkeypatch.setattr(retries, "_FIRST_S", 0.0 if is_due else 60.0)
+    monkeypatch.setattr(registry_module, "_FIRST_S", 0.0 if is_due else 60.0)
     file = tmp_path / "m" / "1" / "model.onnx"
     put(tmp_path, builders.identity, "m")
     good, stat = file.read_bytes(), file.stat()

@@ -8,7 +8,7 @@ from ortserve.core.conversion import repeated
 from ortserve.core.dtypes import DataType
 from ortserve.core.shape_class import Alone
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.registry.shape_classes import EqualSizes, ShapeClasses
+from ortserve.registry.request_shapes import EqualSizes, ShapeClasses
 
 FP32 = DataType.FP32
 X = TensorSpec("x", FP32, (-1, -1, 4), ("batch", "length", ""))

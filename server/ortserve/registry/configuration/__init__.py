@@ -1,0 +1,3 @@
+"""The configuration of a model: ``model.yaml``, ``config.pbtxt`` or a client's JSON become the same options."""
+
+__all__ = ["configuration"]
