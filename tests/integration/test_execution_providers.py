@@ -157,7 +157,7 @@ def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_c
     write_options(add_model(tmp_path, "not_warmed", empty), wishes | {"warmup_s": 0})
     write_options(add_model(tmp_path, "picky", picky), wishes | {"allow_fallback": True})
     with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
-        failed = f"execution_providers: {OPENVINO} opens the model, but fails at inputs that {CPU} takes: "
+        failed = f"execution_providers: {OPENVINO} opens the model, but fails on inputs that {CPU} accepts: "
         words = "Tensor data equal nullptr"
         told = reason(server, "fails")
         assert told.startswith(failed)

@@ -28,7 +28,8 @@ from ortserve.registry import registry as registry_module
 from ortserve.registry import versions
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.load.coordination import WAITING
-from ortserve.registry.registry import MOST_ABANDONED, Registry
+from ortserve.registry.registry import Registry
+from ortserve.registry.versions import MAX_ABANDONED
 from ortserve.telemetry.metrics import Metrics
 
 Load = Callable[..., Awaitable[Registry]]
@@ -584,7 +585,7 @@ async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: 
 async def test_poll_tries_what_failed_again_in_time_as_the_reason_may_have_passed(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, is_due: bool
 ) -> None:
-    monkeypatch.setattr(registry_module, "_FIRST_S", 0.0 if is_due else 60.0)
+    monkeypatch.setattr(registry_module, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
     file = tmp_path / "m" / "1" / "model.onnx"
     put(tmp_path, builders.identity, "m")
     good, stat = file.read_bytes(), file.stat()
@@ -778,14 +779,14 @@ async def test_a_version_that_cannot_be_loaded_anew_says_why(load: Load, tmp_pat
 async def test_a_version_is_not_replaced_for_ever(load: Load, tmp_path: Path) -> None:
     put(tmp_path, builders.identity, "long", options="warmup_s: 0\nbatched: true\n")
     registry = await load()
-    for given_up in range(1, MOST_ABANDONED + 2):
+    for given_up in range(1, MAX_ABANDONED + 2):
         (record,) = registry.records()
-        registry._on_given_up(record, _Stuck(), f"run {given_up} did not end", True)
-        if given_up <= MOST_ABANDONED:
+        registry._versions._on_abandoned(record, _Stuck(), f"run {given_up} did not end", True)
+        if given_up <= MAX_ABANDONED:
             await ready_again(registry, "long", instead_of=record.served)
     await asyncio.sleep(0)
     assert state_of(registry, "long")[1][0] is State.FAILED
-    assert "4 runs of the model did not end: the server is to be restarted" in refusal(registry, "long").message
+    assert "4 runs of the model did not end: restart the server" in refusal(registry, "long").message
 
 
 class _Stuck:

@@ -1,4 +1,4 @@
-"""Loading one version on the loader's thread, with the real ONNX Runtime, while the loop runs on."""
+"""Loading one version on a thread, with the real ONNX Runtime, while the loop runs on."""
 
 import asyncio
 import logging
@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from models import builders
 from ortserve.config.model import LoadOptions
-from ortserve.registry.catalog import State, VersionRecord
+from ortserve.registry.catalog import Catalog, State, VersionRecord
 from ortserve.registry.repository.source import read_source
-from ortserve.registry.versions import VersionLoader
+from ortserve.registry.versions import Versions
 from ortserve.telemetry.metrics import Metrics
 
 OPENING = "opening the session on CPUExecutionProvider, for 0 s"
@@ -52,12 +52,12 @@ async def test_load_that_lasts_is_told_until_it_ends(
     before = asyncio.all_tasks()
     record = VersionRecord("m", 1, lambda: None)
     metrics = Metrics(CollectorRegistry())
-    loader = VersionLoader(asyncio.get_running_loop(), metrics, lambda: 0, told_every_s=0.001)
+    versions = Versions(Catalog(), metrics, lambda: 0, lambda: None, lambda record: None, progress_log_interval_s=0.001)
     lines = Lines()
     with caplog.at_level(logging.INFO):
         logging.getLogger("ortserve.registry.versions").addHandler(lines)
         try:
-            loading = asyncio.create_task(loader.load(record, source.versions[1]))
+            loading = asyncio.create_task(versions.load(record, source.versions[1]))
             while (told := await lines.fields.get())["doing"] != OPENING:
                 pass
             assert told == {"model": "m", "version": 1, "doing": OPENING, "seconds": 0.0}
@@ -68,8 +68,6 @@ async def test_load_that_lasts_is_told_until_it_ends(
         finally:
             logging.getLogger("ortserve.registry.versions").removeHandler(lines)
     assert (record.state, record.explanation) == (State.READY, "")
-    assert record.served is not None
-    await record.served.close()
-    loader.close()
+    await versions.close()
     # Whatever the load began has ended, else there would be lines for ever.
     await asyncio.wait_for(asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True), 30)

@@ -1,4 +1,4 @@
-"""A ``config.pbtxt`` in our own words: from the fields of its message to the same options that ``model.yaml`` gives."""
+"""The configuration of a model: reads ``model.yaml`` or translates a ``config.pbtxt`` into the same options."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -6,29 +6,33 @@ from pathlib import Path
 from typing import Any, Final
 
 from ortserve._pb import model_config_pb2 as pb
-from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.codecs.model_config_text import parse_config_text
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options, make_model_options
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.configuration.execution import choose_wishes, read_parameters
+from ortserve.registry.configuration.execution import choose_providers, read_parameters
 from ortserve.registry.configuration.fields import check_fields, value_name
 
 OPTIONS_FILE: Final = "model.yaml"
 TRITON_OPTIONS_FILE: Final = "config.pbtxt"
 
+PLATFORM: Final = "onnxruntime_onnx"
+BACKEND: Final = "onnxruntime"
+
+_GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
+
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What holds for a model.
+    """The configuration of a model.
 
     Attributes:
-        options: Of the model, the same whichever file said it.
-        declared: The fields of its ``config.pbtxt``, for those who ask to see it; empty where there is none.
-        without_effect: For each field that has no effect here, its path and why.
+        options: The same, whether a ``model.yaml`` or a ``config.pbtxt`` sets them.
+        declared: The fields of its ``config.pbtxt``, which clients may read; empty without such a file.
+        without_effect: For each field that has no effect here, its path and the reason.
     """
 
     options: ModelOptions
-    declared: ModelConfig = field(default_factory=ModelConfig)
+    declared: pb.ModelConfig = field(default_factory=pb.ModelConfig)
     without_effect: tuple[str, ...] = ()
 
 
@@ -37,8 +41,8 @@ def read_configuration(name: str, path: Path | None, defaults: LoadOptions) -> C
 
     Args:
         name: Of the model.
-        path: A ``model.yaml`` or ``config.pbtxt``; None for a model without either.
-        defaults: What holds for what the file does not say.
+        path: A ``model.yaml`` or ``config.pbtxt``; None for a model that has neither.
+        defaults: Hold for options that the file does not set.
 
     Raises:
         ServeError: invalid_input or unsupported, beginning with the file's name, never its folder.
@@ -54,41 +58,17 @@ def read_configuration(name: str, path: Path | None, defaults: LoadOptions) -> C
     return configure(name, config, defaults, path.name)
 
 
-def configure(name: str, config: ModelConfig, defaults: LoadOptions, source: str) -> Configuration:
-    """Make the configuration of a model of a message that is already there.
-
-    Raises:
-        ServeError: invalid_input or unsupported, beginning with ``source``.
-    """
-    translation = translate_config(config, name, defaults, source)
-    return Configuration(translation.options, config, translation.without_effect)
-
-
-PLATFORM: Final = "onnxruntime_onnx"
-BACKEND: Final = "onnxruntime"
-
-_GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
-
-
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """The options, and for each field of the configuration that has no effect its path and why."""
-
-    options: ModelOptions
-    without_effect: tuple[str, ...]
-
-
-def translate_config(config: pb.ModelConfig, name: str, defaults: LoadOptions, source: str) -> Translation:
-    """Say in options what a configuration says.
+def configure(name: str, config: pb.ModelConfig, defaults: LoadOptions, source: str) -> Configuration:
+    """Translate Triton's configuration of a model.
 
     Args:
-        config: As it stands in the file.
         name: Of the model.
-        defaults: What holds where the configuration says nothing.
-        source: What errors begin with, such as ``config.pbtxt``.
+        config: As parsed.
+        defaults: Hold for options that the configuration does not set.
+        source: The beginning of errors, such as ``config.pbtxt``.
 
     Raises:
-        ServeError: unsupported for fields that are not served here, invalid_input for values that make no sense.
+        ServeError: unsupported for fields that this server does not support, invalid_input for wrong values.
     """
     try:
         _check_identity(config, name)
@@ -96,7 +76,7 @@ def translate_config(config: pb.ModelConfig, name: str, defaults: LoadOptions, s
         given, more = _options(config, defaults)
     except ServeError as error:
         raise ServeError(error.kind, f"{source}: {error.message}") from None
-    return Translation(make_model_options(given, defaults, source), (*without_effect, *more))
+    return Configuration(make_model_options(given, defaults, source), config, (*without_effect, *more))
 
 
 def _check_identity(config: pb.ModelConfig, name: str) -> None:
@@ -114,7 +94,7 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
     if config.max_batch_size:
         given |= {"max_rows": config.max_batch_size, "batched": True}
     elif any(tensor.dims for tensor in config.input) or any(tensor.dims for tensor in config.output):
-        given["batched"] = False  # then the dims are whole shapes
+        given["batched"] = False  # Then the dims include all axes.
     given["inputs"] = {tensor.name: _tensor(tensor) | {"optional": tensor.optional} for tensor in config.input}
     given["outputs"] = {
         tensor.name: _tensor(tensor) | {"labels": tensor.label_filename or None} for tensor in config.output
@@ -122,7 +102,7 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
     given["served_outputs"] = list(given["outputs"])
     for role, tensors in (("input", config.input), ("output", config.output)):
         if len({tensor.name for tensor in tensors}) < len(tensors) or not all(tensor.name for tensor in tensors):
-            raise invalid_input(f"{role}: expected a name of its own for each")
+            raise invalid_input(f"{role}: expected a distinct name for each")
     if config.default_model_filename:
         given["model_file"] = config.default_model_filename
     given |= _version_policy(config.version_policy)
@@ -140,14 +120,14 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
     if count := sum(group.count or 1 for group in groups):
         given["instances"] = count
     parameters = read_parameters({key: value.string_value for key, value in config.parameters.items()})
-    wishes = choose_wishes(groups, config.optimization.execution_accelerators, parameters.cuda, defaults)
+    wishes = choose_providers(groups, config.optimization.execution_accelerators, parameters.cuda, defaults)
     given["execution_providers"] = wishes.providers
     if wishes.gpus:
         given |= {"gpus": list(wishes.gpus), "instances": len(wishes.gpus)}
     if config.cc_model_filenames and wishes.wants_gpu:
         raise ServeError(
             ErrorKind.UNSUPPORTED,
-            "cc_model_filenames is not supported on a GPU: name the one file in default_model_filename",
+            "cc_model_filenames is not supported on a GPU: set default_model_filename instead",
         )
     without_effect = [*parameters.without_effect, *wishes.without_effect]
     if config.optimization.cuda.graphs and wishes.wants_gpu:
@@ -179,7 +159,7 @@ def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
 
 
 def _datatype_name(datatype: int, path: str) -> str:
-    """The wire's name of a configured datatype."""
+    """The protocol's name of a configured datatype."""
     name = value_name(pb.DataType, datatype, path).removeprefix("TYPE_")
     return "BYTES" if name == "STRING" else name
 

@@ -1,4 +1,4 @@
-"""Where a ``config.pbtxt`` wants a model to run: instance groups and accelerators, as a list of execution providers."""
+"""How a ``config.pbtxt`` has a model executed: backend parameters, instance groups and execution accelerators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from ortserve.registry.configuration.fields import value_name
 
 _ARENA_STRATEGIES: Final = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _ALGORITHM_SEARCHES: Final = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}
-_MOST_DIGITS: Final = 20
-"""Of 64 bits. int() refuses 4,301, in words that are not for who wrote them."""
+_MAX_DIGITS: Final = 20
+"""Of a 64-bit integer. int() rejects 4,301 digits with a message that does not name the parameter."""
 _ENTRY_PREFIXES: Final = ("session.", "optimization.", "ep.")
 
 
 @dataclass(slots=True)
 class Parameters:
-    """What they say.
+    """The parameters, translated.
 
     Attributes:
-        options: Keys of the model's options.
-        session: Keys of its session settings.
+        options: Options of the model.
+        session: Settings of its sessions.
         cuda: Options of the CUDA execution provider, by its own names.
-        without_effect: For each that is not known, its name and why it does nothing.
+        without_effect: For each unknown parameter, its name and why it has no effect.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -35,10 +35,10 @@ class Parameters:
 
 
 def read_parameters(given: Mapping[str, str]) -> Parameters:
-    """Read the parameters of a model.
+    """Translate the ``parameters`` as Triton's ONNX Runtime backend reads them.
 
     Raises:
-        ServeError: invalid_input, naming a parameter, what was expected and what came.
+        ServeError: invalid_input, with the parameter, the expected and the given value.
     """
     read = Parameters()
     for key, value in given.items():
@@ -66,12 +66,12 @@ def read_parameters(given: Mapping[str, str]) -> Parameters:
             case _ if key.startswith(_ENTRY_PREFIXES):
                 read.session["entries"][key] = value
             case _:
-                read.without_effect.append(f"parameters['{key}']: it means nothing to this server")
+                read.without_effect.append(f"parameters['{key}']: this server does not know it")
     return read
 
 
 def parse_bool(key: str, text: str) -> bool:
-    """A truth value as the backend spells it: 1, true, 0, false.
+    """Parse a boolean as the backend spells it: 1, true, 0, false.
 
     Raises:
         ServeError: invalid_input.
@@ -82,11 +82,11 @@ def parse_bool(key: str, text: str) -> bool:
 
 def _threads(name: str, key: str, text: str) -> dict[str, int]:
     count = _integer(key, text)
-    return {name: count} if count else {}  # 0 leaves it to the server
+    return {name: count} if count else {}  # 0 stands for the server's default.
 
 
 def _integer(key: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
         raise invalid_input(f"parameters['{key}']: expected an unsigned integer, got '{text}'")
     return int(text)
 
@@ -113,10 +113,14 @@ _PRECISIONS: Final[Mapping[str, Mapping[str, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """Execution providers best first, as ``model.yaml`` would list them, and what was said in vain.
+class ProviderWishes:
+    """The execution providers that a configuration asks for.
 
-    ``gpus`` are those of the instances, one each, where there are several.
+    Attributes:
+        providers: Best first, as ``model.yaml`` lists them.
+        wants_gpu: Whether one of them uses a GPU.
+        gpus: The GPU of each instance, if they use several.
+        without_effect: For each field that has no effect here, its path and the reason.
     """
 
     providers: list[Any]
@@ -125,19 +129,19 @@ class Wishes:
     without_effect: tuple[str, ...] = ()
 
 
-def choose_wishes(
+def choose_providers(
     groups: Sequence[pb.ModelInstanceGroup],
     accelerators: pb.ModelOptimizationPolicy.ExecutionAccelerators,
     cuda: Mapping[str, str],
     defaults: LoadOptions,
-) -> Wishes:
-    """Say which execution providers a configuration asks for.
+) -> ProviderWishes:
+    """List the execution providers that a configuration asks for.
 
     Args:
         groups: Of instances; all must be of one kind.
         accelerators: For the GPU and for the CPU.
-        cuda: Options of the CUDA execution provider that stand in the parameters.
-        defaults: Whose execution providers hold for ``KIND_AUTO``.
+        cuda: Options of the CUDA execution provider, from the parameters.
+        defaults: Their execution providers hold for ``KIND_AUTO``.
 
     Raises:
         ServeError: unsupported or invalid_input, naming the field.
@@ -170,7 +174,7 @@ def choose_wishes(
             options |= cuda
         if device is not None and name in _GPU_NAMES:
             options["device_id"] = str(device)
-    return Wishes(
+    return ProviderWishes(
         [{name: options} if options else name for name, options in wished.items()],
         any(name in _GPU_NAMES for name in wished),
         gpus if len(set(gpus)) > 1 else (),
@@ -179,14 +183,14 @@ def choose_wishes(
 
 
 def _placement(groups: Sequence[pb.ModelInstanceGroup]) -> tuple[str, tuple[int, ...]]:
-    """The one kind of all groups, and the device of each instance where they name some.
+    """The one kind of all groups, and the GPU of each instance if the groups name GPUs.
 
-    The count of a group is of each GPU that it names, as it is in Triton.
+    As in Triton, the count of a group is that of each GPU that it names.
     """
     for group in groups:
         if group.count < 0:
             raise invalid_input(f"instance_group.count: expected 0 or more, got {group.count}")
-    # Before a device is listed for each: a client says these numbers, and may say 2**31 - 1.
+    # Checked before the devices are listed: a client may send a count of 2**31 - 1.
     instances = sum((group.count or 1) * max(1, len(group.gpus)) for group in groups)
     if instances > MOST_INSTANCES:
         raise invalid_input(f"instance_group: expected at most {MOST_INSTANCES} instances in all, got {instances}")
@@ -203,12 +207,12 @@ def _placement(groups: Sequence[pb.ModelInstanceGroup]) -> tuple[str, tuple[int,
         raise ServeError(ErrorKind.UNSUPPORTED, "instance_group.kind: KIND_MODEL is not supported")
     if len(kinds) > 1:
         raise ServeError(
-            ErrorKind.UNSUPPORTED, f"instance_group: instances of one kind are served, got {', '.join(sorted(kinds))}"
+            ErrorKind.UNSUPPORTED, f"instance_group: expected instances of one kind, got {', '.join(sorted(kinds))}"
         )
     if len(set(devices)) > 1 and not all(group.gpus for group in groups):
-        raise invalid_input("instance_group.gpus: expected some in every group, as others name several")
+        raise invalid_input("instance_group.gpus: expected GPUs in every group, because some groups name several")
     if devices and kinds == {"KIND_CPU"}:
-        raise invalid_input("instance_group.gpus: KIND_CPU has none")
+        raise invalid_input("instance_group.gpus: expected none for KIND_CPU")
     return next(iter(kinds), "KIND_AUTO"), devices
 
 

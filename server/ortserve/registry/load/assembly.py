@@ -150,10 +150,10 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
 
 def _tried_shapes(loaded: LoadedModel) -> list[Hashable]:
     """The shape class of the row that warm-up ran."""
-    make_up = loaded.warm_up.make_up
-    if make_up is None or not loaded.signature.is_batched or loaded.signature.has_one_shape_class:
+    inputs = loaded.warm_up.inputs
+    if inputs is None or not loaded.signature.is_batched or loaded.signature.has_one_shape_class:
         return []
-    return [ShapeClasses(loaded.signature, padding_of_requests(loaded.padding)).find(make_up(1, 0))]
+    return [ShapeClasses(loaded.signature, padding_of_requests(loaded.padding)).find(inputs.generate(1, 0))]
 
 
 def _run_limits(options: ModelOptions) -> RunLimits:

@@ -1,4 +1,4 @@
-"""Timing batches of one size after the other on an instance, within the time that warm-up has."""
+"""Batch sizes in warm-up: runs on an instance's worker, their times, and which sizes are worth having."""
 
 import math
 import statistics
@@ -11,40 +11,57 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
 from ortserve.errors import RunTimeoutError
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.inputs import (
-    MakeUp,
-)
+from ortserve.registry.load.inputs import InputGenerator
+
+MAX_SWEPT_ROWS: Final = 64
+"""The largest size that is measured unless the configuration asks for more."""
+
+_MAX_RUNS: Final = 5
+"""Of one size, after its first run."""
+_ENOUGH_NS: Final = 20_000_000
+"""Total time of the runs of a size after its first: a few long runs are as exact as five short ones."""
+_MAX_HOP_NS: Final = 1_000_000
+"""Of the way to the worker and back, without the run. A longer time means that something else ran meanwhile."""
+_MAX_FIRST: Final = 2
+"""Limits the prediction of the first run of a larger size, as a multiple of the shortest run. The first run of one row
+may include work that is done once for all sizes."""
+_CLEARLY: Final = 0.85
+"""If the time per row is below this share of the time to beat, further runs would not change the verdict."""
+_WORTHWHILE: Final = 0.95
+"""A size is worth having if its time per row is below this share of that of the best smaller size."""
+_MAX_FUTILE: Final = 2
+"""Consecutive sizes without gain that end the sweep. One is not enough: an operator may be slow at a single size."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunBounds:
-    """How long one run in warm-up may take, and how long it may go on once it was asked to end, in seconds."""
+    """Limits of one run in warm-up: its duration, and the time for it to end after it was asked to."""
 
     timeout_s: float = 600.0
     grace_s: float = 5.0
 
 
-USUAL_BOUNDS: Final = RunBounds()
+DEFAULT_BOUNDS: Final = RunBounds()
 
 
 class WorkerRuns:
-    """Has an instance's own worker run batches, and waits for each."""
+    """Runs batches on an instance's own worker, and waits for each. For the thread of the load."""
 
     def __init__(self, runner: Runner, bounds: RunBounds) -> None:
-        """``runner`` is abandoned where a run of it does not end."""
+        """``runner`` is abandoned if a run of it does not end."""
         self._runner = runner
         self._bounds = bounds
         self.has_run = False
-        """Whether any of them ran."""
-        self.most_rows = 0
-        """Of the largest batch that ran."""
+        """Whether any batch ran."""
+        self.max_rows = 0
+        """Rows of the largest batch that ran."""
 
     def run(self, batch: Batch) -> BatchResult:
         """Run one batch.
 
         Raises:
-            RunTimeoutError: It took too long.
-            Exception: What the run raised.
+            RunTimeoutError: The run took too long.
+            Exception: As raised by the run.
         """
         finished = threading.Event()
         outcomes: list[BatchResult | Exception] = []
@@ -68,37 +85,29 @@ class WorkerRuns:
             try:
                 raise outcome
             finally:
-                # Its traceback has this frame and those of the run, with the session, for which its device may have no
-                # room beside the next: it must not wait for the garbage collector.
+                # Its traceback refers to this frame and to those of the run, with the session. The session must be
+                # freed without the garbage collector: the device may not have room for the next one beside it.
                 del outcome
         self.has_run = True
-        self.most_rows = max(self.most_rows, batch.rows)
+        self.max_rows = max(self.max_rows, batch.rows)
         return outcome
 
 
 def as_batch(inputs: Arrays, rows: int) -> Batch:
-    """One request, alone in a batch without padding."""
+    """A batch of one request, without padding."""
     return Batch(tuple((array,) for array in inputs), rows, rows)
-
-
-_MOST_RUNS: Final = 5
-"""Of one size, after its first run."""
-_ENOUGH_NS: Final = 20_000_000
-"""Together, of the runs of a size after its first: longer runs show in a few what short ones need five for."""
-_MOST_HOP_NS: Final = 1_000_000
-"""Of the way to the worker and back, without the run: what takes longer is something else that runs meanwhile."""
-_MOST_FIRST: Final = 2
-"""How many times as long as the shortest run the first one of a larger size may be predicted to take. What it takes for
-a first row may be once for all sizes."""
-_CLEARLY: Final = 0.85
-"""A size whose time a row is below this share of what makes it worth having is so whatever further runs would show."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeLatency:
-    """Medians for one batch size: of the run alone, and of the whole way to the worker and back.
+    """Times of one batch size.
 
-    ``first_ns`` is the first way, in which memory is allocated, and ``least_ns`` the shortest.
+    Attributes:
+        rows: Of the batch.
+        run_ns: Median of the run alone.
+        round_trip_ns: Median of the run with the way to the worker and back.
+        least_ns: The shortest round trip.
+        first_ns: The first round trip, which allocates memory.
     """
 
     rows: int
@@ -109,18 +118,18 @@ class SizeLatency:
 
     @property
     def ns_per_row(self) -> float:
-        """At its best: what else ran on the machine meanwhile says nothing of what batching is worth."""
-        # The way to the worker is part of what the rows of a batch share.
+        """The shortest time per row. Longer times show what else ran on the machine, not the value of batching."""
+        # The way to the worker counts, because the rows of a batch share it.
         return self.least_ns / self.rows
 
 
 class SizeTimer:
-    """Times sizes on an instance's own worker, from the loader's thread."""
+    """Times batch sizes on an instance's own worker. For the thread of the load."""
 
     def __init__(
         self,
         worker: WorkerRuns,
-        make_up: MakeUp,
+        inputs: InputGenerator,
         *,
         stop_ns: int,
         clock: Clock,
@@ -131,31 +140,31 @@ class SizeTimer:
 
         Args:
             worker: Runs the batches.
-            make_up: Makes inputs that the model takes.
-            stop_ns: When warm-up is to be over (monotonic).
+            inputs: Generates inputs that the model accepts.
+            stop_ns: The end of warm-up (monotonic).
             clock: Monotonic nanoseconds.
-            progress: Told of each size.
-            needs_second: Whether the first run of a size says nothing of later ones, as it may choose algorithms or
-                build an engine: then there is always a second one.
+            progress: Receives each size as a step.
+            needs_second: Whether each size needs a second run, because the first may choose algorithms or build an
+                engine, and its time says nothing about later runs.
         """
         self._worker = worker
-        self._make_up = make_up
+        self._inputs = inputs
         self._stop_ns = stop_ns
         self._clock = clock
         self._progress = progress
-        self._least_runs = 1 if needs_second else 0
-        self._hop_ns = _MOST_HOP_NS
+        self._min_runs = 1 if needs_second else 0
+        self._hop_ns = _MAX_HOP_NS
         self.is_cut = False
-        """Whether a size was not begun for want of time."""
+        """Whether a size was skipped for lack of time."""
 
     def limit_effort(self, effort_ns: int) -> None:
-        """Have all that follows end within ``effort_ns``, too."""
+        """End all following measurements within ``effort_ns``, too."""
         self._stop_ns = min(self._stop_ns, self._clock() + effort_ns)
 
     def can_begin(self, rows: int, last: SizeLatency) -> bool:
-        """Whether a size is predicted to end in time, by the time a row of the ``last`` one."""
-        first_ns = min(last.first_ns, _MOST_FIRST * last.least_ns)
-        runs_ns = (first_ns + self._least_runs * last.least_ns) * rows // last.rows
+        """Whether a size is predicted to end in time, from the time per row of the ``last`` one."""
+        first_ns = min(last.first_ns, _MAX_FIRST * last.least_ns)
+        runs_ns = (first_ns + self._min_runs * last.least_ns) * rows // last.rows
         is_in_time = self._clock() + runs_ns <= self._stop_ns
         self.is_cut = self.is_cut or not is_in_time
         return is_in_time
@@ -163,18 +172,18 @@ class SizeTimer:
     def time_size(self, rows: int, row_ns_to_beat: float = math.inf) -> SizeLatency:
         """Time a few runs of one size.
 
-        The first, in which memory is allocated, counts only where there is no time for another one.
+        The first run allocates memory and counts only if there is no time for another one.
 
         Args:
-            rows: Of a batch.
-            row_ns_to_beat: The size is worth having while its time a row is below this. Its runs are repeated, as far
-                as there is time, until that is so: what else runs on the machine makes runs longer, and never shorter.
+            rows: Of the batch.
+            row_ns_to_beat: The size is worth having if its time per row is below this. Runs repeat, as far as there is
+                time, until that is so: other work on the machine makes runs longer and never shorter.
 
         Raises:
             ServeError: As ``WorkerRuns.run``.
         """
-        self._progress.begin(warming_batches(rows))
-        batch = as_batch(self._make_up(rows, rows), rows)
+        self._progress.begin(warming_step(rows))
+        batch = as_batch(self._inputs.generate(rows, rows), rows)
         runs: list[int] = []
         round_trips: list[int] = []
         while not runs or self._wants_another(rows, runs, round_trips, row_ns_to_beat):
@@ -193,9 +202,9 @@ class SizeTimer:
 
     def _wants_another(self, rows: int, runs: list[int], round_trips: list[int], row_ns_to_beat: float) -> bool:
         warm_runs = len(runs) - 1
-        if warm_runs < self._least_runs:
+        if warm_runs < self._min_runs:
             return True
-        if warm_runs == _MOST_RUNS or self._clock() + min(runs) > self._stop_ns:
+        if warm_runs == _MAX_RUNS or self._clock() + min(runs) > self._stop_ns:
             return False
         row_ns = (min(runs) + self._hop_ns) / rows
         if row_ns >= row_ns_to_beat or not warm_runs:
@@ -204,34 +213,27 @@ class SizeTimer:
         return not is_clear and sum(round_trips[1:]) < _ENOUGH_NS
 
 
-def warming_batches(rows: int) -> str:
-    """The step in which batches of so many rows run."""
+def warming_step(rows: int) -> str:
+    """The name of the step that runs batches of this size."""
     return f"warming up: batches of {rows} rows"
 
 
-MAX_SWEPT_ROWS: Final = 64
-_WORTHWHILE: Final = 0.95
-"""A size is worth having while its time a row is below this share of that of the best smaller size."""
-_TRIED_IN_VAIN: Final = 2
-"""Sizes in a row that gain nothing and end the sweep: an operator may have a slow way for one size alone."""
-
-
 def next_rows(sizes: Sequence[SizeLatency], limit: int, *, is_set: bool) -> int:
-    """The size to measure after ``sizes``, which ascend; 0 where there is none.
+    """The size to measure next; 0 if there is none.
 
     Args:
-        sizes: Measured so far, at least one.
+        sizes: Measured so far, ascending, at least one.
         limit: The most rows.
-        is_set: Whether the limit is measured whatever it gains.
+        is_set: Whether sizes up to the limit are measured even without gain.
     """
     last = sizes[-1].rows
-    if last >= limit or (not is_set and _in_vain(sizes) >= _TRIED_IN_VAIN):
+    if last >= limit or (not is_set and _futile(sizes) >= _MAX_FUTILE):
         return 0
     return min(2 * last, limit)
 
 
 def row_ns_to_beat(sizes: Sequence[SizeLatency]) -> float:
-    """The time a row below which a further size is worth having."""
+    """The time per row below which a further size is worth having."""
     return _WORTHWHILE * _best(sizes).ns_per_row
 
 
@@ -239,13 +241,13 @@ def worthwhile_rows(sizes: Sequence[SizeLatency], limit: int, *, is_cut: bool) -
     """The most rows of a batch that are worth having.
 
     Args:
-        sizes: Measured, at least one; they ascend.
+        sizes: Measured, ascending, at least one.
         limit: The most rows.
-        is_cut: Whether the sweep ended for want of time. Then a line through the last two sizes says what larger ones
-            would gain, as long as the last one gained.
+        is_cut: Whether the sweep ended for lack of time. Then a line through the last two sizes predicts the gain of
+            larger ones, provided that the last one gained.
     """
     rows = _best(sizes).rows
-    if not is_cut or len(sizes) < 2 or _in_vain(sizes):
+    if not is_cut or len(sizes) < 2 or _futile(sizes):
         return rows
     before, last = sizes[-2:]
     row_ns = max(0.0, (last.least_ns - before.least_ns) / (last.rows - before.rows))
@@ -255,7 +257,7 @@ def worthwhile_rows(sizes: Sequence[SizeLatency], limit: int, *, is_cut: bool) -
     return rows
 
 
-def _in_vain(sizes: Sequence[SizeLatency]) -> int:
+def _futile(sizes: Sequence[SizeLatency]) -> int:
     """How many sizes were measured since the best."""
     return len(sizes) - 1 - sizes.index(_best(sizes))
 

@@ -1,4 +1,7 @@
-"""Inputs made up for warm-up: floats from N(0, 1), integers and booleans 0 or 1, short texts."""
+"""Inputs for warm-up: synthetic ones of any number of rows, and the samples that the configuration asks for.
+
+Synthetic floats are from N(0, 1), integers and booleans are 0 or 1, and texts are short.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -25,17 +28,22 @@ from ortserve.registry.repository.model_files import read_model_file
 from ortserve.rows import sum_terms
 
 FREE_DIM: Final = 8
-"""Size given to free dimensions other than the batch axis, the same for all since many must agree."""
+"""Size of free dimensions other than the batch axis. All have the same size, because many must agree."""
 LARGER_FREE_DIMS: Final = (32, 224)
-"""Tried one after the other where the model refuses that: networks for images halve theirs some five times, and 224 is
-what many were made for."""
-MOST_ELEMENTS: Final = 2**20
-"""Of an input's row whose free dimensions are larger: three or four of them make a row that fills the memory."""
+"""Tried in this order if the model rejects ``FREE_DIM``: image models halve theirs about five times, and many were
+trained on 224."""
+MAX_ROW_ELEMENTS: Final = 2**20
+"""Of an input's row with larger free dimensions: three or four of them could make a row that fills the memory."""
+_MAX_BATCH_ELEMENTS: Final = 2**24
+"""Of an input with larger free dimensions: enough for a batch of images."""
+
+SAMPLE_FOLDER: Final = "warmup"
+"""In the model's folder, with the tensors of configured samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far drawn numbers lie apart: integers from 0 to below ``below``, floats from N(0, ``scale``²)."""
+    """The range of synthetic numbers: integers from 0 to below ``below``, floats from N(0, ``scale``²)."""
 
     below: int = 2
     scale: float = 1.0
@@ -43,10 +51,69 @@ class Spread:
 
 USUAL: Final = Spread()
 ZEROS: Final = Spread(1, 0.0)
-"""And texts all alike: what data decides the shape of is smallest for them."""
+"""All zeros, and equal texts. Shapes that depend on data are the smallest for them."""
 
-# In turns for the rows, of different numbers of words: what splits them up shows whether it pads to the longest row.
+# Alternating by row, with different numbers of words: outputs show if a tokenizer pads to the longest row.
 _TEXTS: Final = np.array(["a", "b c d"], object)
+
+
+@dataclass(frozen=True, slots=True)
+class InputGenerator:
+    """Generates synthetic inputs of a model by rows and seed.
+
+    Attributes:
+        signature: Of the model.
+        padding: Of its batches; padded axes are as long as batches will be.
+        includes_optional: Whether optional inputs are present.
+        free_dim: Size of free dimensions.
+        ones: Names of free dimensions of size 1.
+    """
+
+    signature: ModelSignature
+    padding: Padding | None
+    includes_optional: bool = False
+    free_dim: int = FREE_DIM
+    ones: frozenset[str] = frozenset()
+
+    def generate(self, rows: int, seed: int, spread: Spread = USUAL) -> Arrays:
+        """As ``synthetic_inputs``."""
+        return synthetic_inputs(
+            self.signature,
+            rows,
+            seed,
+            self.padding,
+            includes_optional=self.includes_optional,
+            free_dim=self.free_dim,
+            ones=self.ones,
+            spread=spread,
+        )
+
+    def variants(self) -> list["InputGenerator"]:
+        """All variants to try, preferred ones first: without optional inputs, small free dimensions, first ones of 1.
+
+        A free first dimension that is not the batch's may be the length of a list: 1 is the smallest.
+        """
+        ones = _first_dimensions(self.signature)
+        has_free_dims = any(-1 in shape for shape in self._row_shapes())
+        larger = [dim for dim in LARGER_FREE_DIMS if has_free_dims and self._row_elements(dim) <= MAX_ROW_ELEMENTS]
+        return [
+            replace(self, includes_optional=includes_optional, free_dim=free_dim, ones=names)
+            for includes_optional in ([False, True] if self.signature.has_optional_inputs else [False])
+            for free_dim in (FREE_DIM, *larger)
+            for names in dict.fromkeys((ones, frozenset[str]()))
+        ]
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows to generate at a time, if free dimensions are larger than usual."""
+        return max(1, _MAX_BATCH_ELEMENTS // max(1, self._row_elements(self.free_dim)))
+
+    def _row_shapes(self) -> list[tuple[int, ...]]:
+        return [spec.row_shape for spec in self.signature.inputs]
+
+    def _row_elements(self, free_dim: int) -> int:
+        """Of the largest input."""
+        return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
 
 
 def synthetic_inputs(
@@ -55,22 +122,22 @@ def synthetic_inputs(
     seed: int,
     padding: Padding | None = None,
     *,
-    brings_optional: bool = False,
+    includes_optional: bool = False,
     free_dim: int = FREE_DIM,
     ones: Collection[str] = (),
     spread: Spread = USUAL,
 ) -> Arrays:
-    """One array an input, as batches hold them, with ``rows`` rows where the model is batched; the same for one seed.
+    """Generate one array per input, as batches hold them. The same seed gives the same arrays.
 
     Args:
-        signature: What the model takes.
-        rows: Of a batch.
+        signature: Of the model.
+        rows: Of the batch; ignored by a model that is not batched.
         seed: Of the numbers.
         padding: Axes that it pads are as long as batches will be.
-        brings_optional: Whether optional inputs are there, too, or absent. Those that are the same for all rows are
-            absent in any case: the requests that bring them are not batched.
+        includes_optional: Whether optional inputs are present. Those that are the same for all rows stay absent:
+            requests that have them are not batched.
         free_dim: Size of free dimensions.
-        ones: Names of those that have size 1 instead; ``""`` for first ones without a name.
+        ones: Names of free dimensions that have size 1 instead; ``""`` for first ones without a name.
         spread: Of the numbers.
     """
     generator = np.random.default_rng(seed)
@@ -78,22 +145,22 @@ def synthetic_inputs(
     padded_axes = padding.axes if padding is not None else (None,) * len(signature.inputs)
     for spec, padded in zip(signature.inputs, padded_axes, strict=True):
         is_whole = signature.is_batched and spec.batch_axis is None
-        if spec.is_optional and (is_whole or not brings_optional):
+        if spec.is_optional and (is_whole or not includes_optional):
             arrays.append(absent(rows if signature.is_batched else 1))
             continue
-        shape = row_sizes(spec, free_dim, ones)
+        shape = _row_sizes(spec, free_dim, ones)
         if signature.is_batched and not is_whole:
             shape = (rows, *shape)
         if padded is not None:
             length = padded.padded_length(free_dim)
             shape = (*shape[: padded.axis], length, *shape[padded.axis + 1 :])
-        array = draw(generator, spec.datatype, shape, spread)
+        array = _draw(generator, spec.datatype, shape, spread)
         arrays.append(repeated(array, rows) if is_whole else array)
     return tuple(arrays)
 
 
-def row_sizes(spec: TensorSpec, free_dim: int, ones: Collection[str] = ()) -> tuple[int, ...]:
-    """The shape of a row whose free dimensions have this size, sums of them the sum, and those named in ``ones`` 1."""
+def _row_sizes(spec: TensorSpec, free_dim: int, ones: Collection[str] = ()) -> tuple[int, ...]:
+    """The shape of a row: free dimensions have size ``free_dim``, those in ``ones`` 1, and sums of them the sum."""
 
     def size(name: str) -> int:
         terms = sum_terms(name)
@@ -110,17 +177,17 @@ def row_sizes(spec: TensorSpec, free_dim: int, ones: Collection[str] = ()) -> tu
     return tuple(sizes)
 
 
-def first_dimensions(signature: ModelSignature) -> frozenset[str]:
+def _first_dimensions(signature: ModelSignature) -> frozenset[str]:
     """Names of free first dimensions of the inputs of a model that is not batched."""
     if signature.is_batched:
         return frozenset()
     return frozenset(spec.dim_names[0] for spec in signature.inputs if spec.dim_names and spec.shape[0] == -1)
 
 
-def draw(
+def _draw(
     generator: np.random.Generator, datatype: DataType, shape: tuple[int, ...], spread: Spread = USUAL
 ) -> np.ndarray:
-    """Make up one tensor. Integers of a small type stay within it, and texts are of two kinds in turns."""
+    """Draw one tensor. Integers stay within the range of a small type."""
     if datatype is DataType.BYTES:
         texts = _TEXTS if spread != ZEROS else _TEXTS[:1]
         rows = np.resize(texts, shape[0] if shape else 1)
@@ -129,71 +196,13 @@ def draw(
         return narrow(generator.standard_normal(shape, np.float32) * np.float32(spread.scale) + 0)
     if datatype.numpy.kind == "f":
         return np.asarray(generator.standard_normal(shape) * spread.scale + 0).astype(datatype.numpy)
-    most = 1 if datatype is DataType.BOOL else int(np.iinfo(datatype.numpy).max)
-    return np.asarray(generator.integers(0, min(spread.below, most + 1), size=shape)).astype(datatype.numpy)
-
-
-_MOST_BATCH_ELEMENTS: Final = 2**24
-"""Of an input with larger free dimensions: a batch of images, not a film."""
-
-
-@dataclass(frozen=True, slots=True)
-class MakeUp:
-    """Makes inputs up, by rows and seed."""
-
-    signature: ModelSignature
-    padding: Padding | None
-    brings_optional: bool = False
-    free_dim: int = FREE_DIM
-    ones: frozenset[str] = frozenset()
-
-    def ways(self) -> list["MakeUp"]:
-        """All ways, that of choice first: optional inputs left out, free dimensions small, a first one that is free 1.
-
-        A first dimension that is not the batch's may be that of a list of anything: one of it is the least.
-        """
-        ones = first_dimensions(self.signature)
-        has_free_dims = any(-1 in shape for shape in self._row_shapes())
-        larger = [dim for dim in LARGER_FREE_DIMS if has_free_dims and self._row_elements(dim) <= MOST_ELEMENTS]
-        return [
-            replace(self, brings_optional=brings_optional, free_dim=free_dim, ones=names)
-            for brings_optional in ([False, True] if self.signature.has_optional_inputs else [False])
-            for free_dim in (FREE_DIM, *larger)
-            for names in dict.fromkeys((ones, frozenset[str]()))
-        ]
-
-    @property
-    def most_rows(self) -> int:
-        """How many rows may be made up at a time, where their free dimensions are larger than usual."""
-        return max(1, _MOST_BATCH_ELEMENTS // max(1, self._row_elements(self.free_dim)))
-
-    def _row_shapes(self) -> list[tuple[int, ...]]:
-        return [spec.row_shape for spec in self.signature.inputs]
-
-    def _row_elements(self, free_dim: int) -> int:
-        """Of the largest input."""
-        return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
-
-    def __call__(self, rows: int, seed: int, spread: Spread = USUAL) -> Arrays:
-        return synthetic_inputs(
-            self.signature,
-            rows,
-            seed,
-            self.padding,
-            brings_optional=self.brings_optional,
-            free_dim=self.free_dim,
-            ones=self.ones,
-            spread=spread,
-        )
-
-
-FOLDER: Final = "warmup"
-"""Of the files with tensors, in the model's folder."""
+    largest = 1 if datatype is DataType.BOOL else int(np.iinfo(datatype.numpy).max)
+    return np.asarray(generator.integers(0, min(spread.below, largest + 1), size=shape)).astype(datatype.numpy)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Inputs in the model's own form and order, and how often they run."""
+    """A configured warm-up request: inputs in the model's own form and order, and how often it runs."""
 
     name: str
     inputs: Arrays
@@ -208,24 +217,26 @@ def make_samples(
 
     Args:
         options: Of the model.
-        interface: Of the model, by which they are checked as a client's request is.
+        interface: Of the model. Samples are checked against it like requests.
         folder: Of the model.
-        max_rows: Most rows of a batch; None where any number runs.
+        max_rows: Most rows of a batch; None if not limited.
 
     Raises:
-        ServeError: invalid_input, naming the sample and what is wrong with it.
+        ServeError: invalid_input, naming the sample and the problem.
     """
     samples = []
     for number, sample in enumerate(options.warmup_samples):
         name = sample.name or str(number)
         try:
-            samples.append(_make(name, sample, interface, folder, max_rows))
+            samples.append(_make_sample(name, sample, interface, folder, max_rows))
         except ServeError as error:
             raise ServeError(error.kind, f"warm-up sample '{name}': {error.message}") from None
     return samples
 
 
-def _make(name: str, sample: WarmupSample, interface: Interface, folder: Path | None, max_rows: int | None) -> Sample:
+def _make_sample(
+    name: str, sample: WarmupSample, interface: Interface, folder: Path | None, max_rows: int | None
+) -> Sample:
     signature = interface.client
     is_batched = signature.is_batched
     rows = sample.rows if is_batched else 1
@@ -244,7 +255,8 @@ def _make(name: str, sample: WarmupSample, interface: Interface, folder: Path | 
         declared = sample.inputs.get(spec.name, WarmupInput())
         if declared.datatype not in (None, spec.datatype):
             raise invalid_input(f"input '{spec.name}': expected {spec.datatype.value}, got {declared.datatype}")
-        shape = _shape(spec, declared, rows)
+        dims, axis = _sample_dims(spec, declared), spec.batch_axis
+        shape = dims if axis is None else (*dims[:axis], rows, *dims[axis:])
         arrays.append(_fill(generator, spec, declared, shape, folder))
     inputs = tuple(arrays)
     if interface.conversions is not None:
@@ -252,16 +264,11 @@ def _make(name: str, sample: WarmupSample, interface: Interface, folder: Path | 
     return Sample(name, inputs, rows, sample.count)
 
 
-def _shape(spec: TensorSpec, declared: WarmupInput, rows: int) -> tuple[int, ...]:
-    """The whole shape of the tensor that clients would send; ``dims`` leave the batch axis out."""
-    dims, axis = _dims(spec, declared), spec.batch_axis
-    return dims if axis is None else (*dims[:axis], rows, *dims[axis:])
-
-
-def _dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
+def _sample_dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
+    """The shape of a row of a sample's tensor."""
     own = spec.row_shape
     if declared.dims is None:
-        return row_sizes(spec, FREE_DIM)
+        return _row_sizes(spec, FREE_DIM)
     if len(declared.dims) != len(own) or any(
         dim not in (-1, size) for dim, size in zip(own, declared.dims, strict=True)
     ):
@@ -277,10 +284,10 @@ def _fill(
     folder: Path | None,
 ) -> np.ndarray:
     if declared.file is not None:
-        raw = read_model_file(folder, f"{FOLDER}/{declared.file}", f"input '{spec.name}'")
+        raw = read_model_file(folder, f"{SAMPLE_FOLDER}/{declared.file}", f"input '{spec.name}'")
         return decode_binary_tensor(memoryview(raw), spec.datatype, shape, spec.name, "warm-up")
     if declared.data == "random":
-        return draw(generator, spec.datatype, shape)
+        return _draw(generator, spec.datatype, shape)
     zeros = np.zeros(shape, spec.datatype.numpy)
     if zeros.dtype.hasobject:
         zeros.fill("")

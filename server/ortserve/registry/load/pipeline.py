@@ -1,15 +1,17 @@
-"""From a model file to a warm instance. Blocks for as long as that takes: runs on the loader's thread."""
+"""The load pipeline: from a model file to warm instances. Blocks until they are warm; runs on a thread of its own.
+
+``load_model`` calls the steps in order; each step is a method of ``_Load``.
+"""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
-from ortserve.core.batch import Arrays, Batch
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.bounded_time import why_unbounded
@@ -17,20 +19,19 @@ from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.placement import Placement, count_operators, describe_operators, left_to_cpu
-from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, searches_each_shape
-from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
+from ortserve.engine.placement import Placement, count_operators
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
+from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.tensorrt_profiles import most_rows
-from ortserve.engine.zip_maps import read_classes
-from ortserve.errors import ServeError, invalid_input
+from ortserve.engine.zip_maps import Classes, read_classes
+from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.load.batch_sizes import RunBounds
-from ortserve.registry.load.coordination import LoadTurn, LoadTurns, Progress
+from ortserve.registry.load.coordination import LoadLimiter, LoadPermit, Progress
 from ortserve.registry.load.inputs import Sample, make_samples
 from ortserve.registry.load.interface import Interface, resolve_interface, resolve_padding
-from ortserve.registry.load.loaded_model import LoadedModel, gpus_in_vain, sizes_in_vain, threads_in_vain
-from ortserve.registry.load.provider_check import CpuTrial, RunThreads, refused_rows
+from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
+from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, find_rejected_rows
 from ortserve.registry.load.row_axes import Grounds, RowAxes, find_row_axes
 from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.registry.on_device import OnDevice, prepare
@@ -40,9 +41,9 @@ from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_LEAST_S: Final = 0.001
-_LEAST_EFFORT_S: Final = 0.03
-"""For measuring larger batches of a model that is opened in less."""
+_MIN_BUDGET_S: Final = 0.001
+_MIN_EFFORT_S: Final = 0.03
+"""For measuring larger batches of a model that is opened in less time."""
 
 
 def load_model(
@@ -54,38 +55,82 @@ def load_model(
     runtime: Runtime | None = None,
     trials: CaptureTrials | None = None,
     progress: Progress | None = None,
-    turns: LoadTurns | None = None,
+    limiter: LoadLimiter | None = None,
 ) -> LoadedModel:
-    """Open a model and warm it up.
+    """Load a model in eight steps.
+
+    1. Analyse the graph: along which axes rows run together.
+    2. Choose an execution provider.
+    3. Open a session on it.
+    4. Read the signature, and resolve the configured interface, padding and samples against it.
+    5. Warm up an instance of the session: batch sizes, latencies, the independence of rows. If the model does not run,
+       steps 3 to 5 repeat on the next provider; if it runs better with another number of threads, 3 and 5 repeat.
+    6. Prepare the instance: device buffers, graphs, configured samples.
+    7. Add the other instances.
+    8. Report to the log what differs from the configuration.
 
     Args:
         path: The ``.onnx`` file.
-        name: What threads and log lines are called.
+        name: Of the model, for threads and log lines.
         options: Of the model.
         clock: Monotonic nanoseconds.
-        folder: Of the model, with the files that its options name; None where it is a file by itself.
+        folder: Of the model, with the files that its options name; None for a model that is a single file.
         runtime: The process's; None for a plain one.
-        trials: Of captures, the process's; None for those of this load.
-        progress: Told of each step that begins; None where nobody asks.
-        turns: By which it shares processors and devices with other loads; None where there are none.
+        trials: Graph captures that the process has tried; None for none.
+        progress: Receives each step that begins; None if it is not observed.
+        limiter: Shares processors and devices with other loads; None if there are none.
 
     Raises:
-        ServeError: In words, why it cannot be served.
+        ServeError: The reason why the model cannot be served.
     """
     runtime, trials = runtime or Runtime(), trials or CaptureTrials()
-    turns, progress = turns or LoadTurns(cpu_budget()), progress or Progress(clock)
-    with turns.turn(partial(progress.begin, "waiting for other loads")) as turn:
-        with turns.proving():
+    limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(clock)
+    with limiter.permit(partial(progress.begin, "waiting for other loads")) as permit:
+        with limiter.analyzing():
             progress.begin("following rows through the graph")
             rows = find_row_axes(path, options)
-        return _Load(path, name, options, rows, clock, folder, runtime, trials, progress, turn).run()
+        classes = read_classes(path)
+        class_names = {output: tuple(map(str, names)) for output, names in classes.items()}
+        labels = class_names | read_labels(options, folder)
+        libraries = operator_libraries(options, folder)
+        opening = Opening(path, name, options, rows, runtime, trials, libraries, clock, progress)
+        load = _Load(
+            path, name, options, rows, clock, folder, runtime, progress, permit, opening, libraries, classes, labels
+        )
+        choice = load.choose_provider()
+        failures: list[str] = []
+        while True:
+            try:
+                warm = load.warm_up_on(choice)
+                break
+            except _ModelError:
+                load.report_provider(choice)
+                raise
+            except DeviceLostError:
+                raise
+            except ServeError as error:
+                failures.append(error.message)
+                if not (options.allow_fallback and choice.behind):
+                    next_name = choice.behind[0].name if choice.behind else ""
+                    hint = f" (with allow_fallback it would be tried on {next_name})" if next_name else ""
+                    raise ServeError(error.kind, "; ".join(dict.fromkeys(failures)) + hint) from error
+                choice = choice.without_first(error.message)
+        load.report_provider(choice)
+        warm = load.adjust_threads(warm)
+        loaded = load.add_instances(load.prepare_first(warm), warm.details.samples)
+        load.report(loaded)
+        return loaded
+
+
+class _ModelError(ServeError):
+    """The model or its options are wrong, on whichever execution provider it is opened."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Contents:
-    """What is known of a model once a session of it is open.
+class _Details:
+    """What an open session and the options say about the model.
 
-    ``samples`` cannot be made again of an interface that is found to be unbatched meanwhile.
+    ``samples`` are made once: their rows are those of the interface before it may be found to be unbatched.
     """
 
     interface: Interface
@@ -95,231 +140,215 @@ class _Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class _Warm:
-    """A first instance, on an execution provider that runs the model, and what its warm-up has found."""
+class _WarmInstance:
+    """The first instance on an execution provider that runs the model, and the results of its warm-up."""
 
     instance: Instance | DeviceInstance
     opened: OpenedSession
     choice: ProviderChoice
     threads: int
-    contents: _Contents
+    details: _Details
     found: WarmUp
 
 
+@dataclass(slots=True)
 class _Load:
-    """One load of a model: its steps, and what they share."""
+    """The steps of one load and the values that they share."""
 
-    def __init__(
-        self,
-        path: Path,
-        name: str,
-        options: ModelOptions,
-        rows: RowAxes,
-        clock: Clock,
-        folder: Path | None,
-        runtime: Runtime,
-        trials: CaptureTrials,
-        progress: Progress,
-        turn: LoadTurn,
-    ) -> None:
-        self._path = path
-        self._name = name
-        self._options = options
-        self._clock = clock
-        self._folder = folder
-        self._runtime = runtime
-        self._progress = progress
-        self._turn = turn
-        self._rows = rows
-        self._classes = read_classes(path)
-        names = {output: tuple(map(str, classes)) for output, classes in self._classes.items()}
-        self._labels = names | read_labels(options, folder)
-        self._libraries = tuple(operator_libraries(options, folder))
-        self._opening = Opening(path, name, options, rows, runtime, trials, self._libraries, clock, progress)
-        self._bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
-        self._run_threads = RunThreads(path, options, has_global_threads=runtime.has_global_threads)
-        limits = [limit for limit in (options.max_rows, max(options.buckets, default=None)) if limit is not None]
-        self._spent_s = 0.0
-        self._most_rows = min(limits, default=None)  # a batch over the largest bucket could not be padded to any
+    path: Path
+    name: str
+    options: ModelOptions
+    rows: RowAxes
+    clock: Clock
+    folder: Path | None
+    runtime: Runtime
+    progress: Progress
+    permit: LoadPermit
+    opening: Opening
+    libraries: tuple[Path, ...]
+    classes: Mapping[str, Classes]
+    labels: Mapping[str, Sequence[str]]
+    settings: ProviderSettings = field(init=False)
+    bounds: RunBounds = field(init=False)
+    spent_s: float = 0.0
 
-    def run(self) -> LoadedModel:
-        warm = self._warm_on_first()
-        threads = self._run_threads.wanted(warm.choice, warm.found.latencies)
-        if threads != warm.threads:
-            warm.instance.close()
-            warm = self._warm(self._opening.open(warm.choice, threads), warm.choice, threads, warm.contents)
-        loaded = self._add_instances(self._prepare_first(warm), warm.contents.samples)
-        self._warn(loaded)
-        return loaded
+    def __post_init__(self) -> None:
+        self.settings = ProviderSettings(self.path, self.options, self.runtime)
+        self.bounds = RunBounds(self.options.warmup_run_timeout_s, self.options.run_grace_s)
 
-    def _warm_on_first(self) -> _Warm:
-        """A warm instance on the first execution provider that opens and runs the model."""
-        options = self._options
-        self._progress.begin("choosing an execution provider")
-        choice = choose_provider(options.execution_providers, self._runtime.offer)
+    def choose_provider(self) -> ProviderChoice:
+        """Choose the first configured execution provider that this machine offers."""
+        self.progress.begin("choosing an execution provider")
+        choice = choose_provider(self.options.execution_providers, self.runtime.offer)
         if choice.name != CPU:
-            self._turn.move_to_device()
-        if options.session.shared_arena:
-            self._runtime.share_arena()
-        warm, choice = open_on_first(choice, self._try_on, allow_fallback=options.allow_fallback)
-        for reason in choice.passed_over:
-            log_event(logger, logging.WARNING, "execution provider passed over", model=self._name, reason=reason)
-        if searches_each_shape(choice.name, choice.options) and not options.buckets:
-            reason = "cudnn_conv_algo_search is EXHAUSTIVE, and without buckets every size of a batch is searched for"
-            log_event(logger, logging.WARNING, "new batch sizes are slow", model=self._name, reason=reason)
-        if isinstance(warm, ServeError):
-            raise warm
-        return warm
+            self.permit.move_to_device()
+        if self.options.session.shared_arena:
+            self.runtime.share_arena()
+        return choice
 
-    def _try_on(self, choice: ProviderChoice) -> _Warm | ServeError:
-        """Open the model on an execution provider, and warm it up there.
-
-        Returns:
-            The first instance, or what is wrong with the model or its options wherever it runs.
+    def warm_up_on(self, choice: ProviderChoice) -> _WarmInstance:
+        """Open the model on an execution provider, read its details and warm up an instance.
 
         Raises:
-            ServeError: What is wrong on this provider.
+            _ModelError: The model or its options are wrong on every provider.
+            ServeError: The model cannot be opened or does not run on this provider.
         """
-        choice = self._place(choice, 0)
-        threads = self._run_threads.first(choice)
-        opened = self._opening.open(choice, threads)
+        placed = self.settings.place(choice, 0)
+        threads = self.settings.first_threads(placed)
+        opened = self.opening.open(placed, threads)
         try:
-            contents = self._read(opened)
+            details = self._read_details(opened)
         except ServeError as error:
-            return ServeError(error.kind, error.message)  # a new one: the traceback of that has the session
-        return self._warm(opened, choice, threads, contents, is_first=True)
+            rejection = _ModelError(error.kind, error.message)
+        else:
+            return self._warm_up(opened, placed, threads, details, is_first=True)
+        raise rejection  # A new error: the traceback of the original one would keep the session alive.
 
-    def _read(self, opened: OpenedSession) -> _Contents:
-        """What the session tells of the model, as it is configured; the session is freed where that fails."""
-        options = self._options
-        self._progress.begin("reading its signature and samples")
+    def _read_details(self, opened: OpenedSession) -> _Details:
+        """Read the model's signature and resolve the options against it. Frees the session if that fails."""
+        options = self.options
+        self.progress.begin("reading its signature and samples")
         try:
-            signature = read_signature(opened.session, self._path, served_outputs=options.served_outputs)
-            own = self._rows.apply(signature)
+            signature = read_signature(opened.session, self.path, served_outputs=options.served_outputs)
+            own = self.rows.apply(signature)
             if options.pad or options.buckets:
                 own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
             interface = resolve_interface(options, own)
             padding = resolve_padding(options, interface.model)
-            samples = make_samples(options, interface, self._folder, max_rows=self._most_rows)
-            return _Contents(interface, padding, samples, count_operators(opened.session))
+            samples = make_samples(options, interface, self.folder, max_rows=self.settings.max_rows())
+            return _Details(interface, padding, samples, count_operators(opened.session))
         except BaseException:
             opened.abandon()
             raise
 
-    def _warm(
+    def _warm_up(
         self,
         opened: OpenedSession,
         choice: ProviderChoice,
         threads: int,
-        contents: _Contents,
+        details: _Details,
         *,
         is_first: bool = False,
-    ) -> _Warm:
-        """An instance of the session, warmed up, with nothing left of it where that fails.
+    ) -> _WarmInstance:
+        """Make an instance of the session and warm it up. Frees both if that fails.
 
-        Warm-up of the first session ends early where another number of threads is wanted.
+        Warm-up of the first session ends early if another number of threads is better.
 
         Raises:
-            ServeError: It finds no memory, or takes nothing, although the CPU does.
+            ServeError: There is too little memory, or the provider fails on inputs that the CPU accepts.
         """
-        signature, padding = contents.interface.model, contents.padding
-        instance = self._opening.make_instance(opened, choice, signature, self._name, threads, padding)
+        signature, padding = details.interface.model, details.padding
+        instance = self.opening.make_instance(opened, choice, signature, self.name, threads, padding)
         opened.forget()
 
         try:
-            self._progress.begin_warming()
-            with self._turn.measuring(threads):
+            self.progress.begin_warming()
+            with self.permit.measuring(threads):
                 found = warm_up(
                     instance,
                     signature,
-                    budget_s=self._left_s(),
-                    max_rows=self._most_rows_on(choice),
-                    clock=self._clock,
-                    buckets=self._options.buckets,
+                    budget_s=self._remaining_s(),
+                    max_rows=self.settings.max_rows(choice),
+                    clock=self.clock,
+                    buckets=self.options.buckets,
                     padding=padding,
-                    progress=self._progress,
+                    progress=self.progress,
                     is_coarse=choice.name in GPU_PROVIDERS,
-                    rows_depend=self._rows.known_dependence,
-                    is_believed=self._rows.grounds is Grounds.CONFIGURED,
-                    samples=contents.samples,
-                    bounds=self._bounds,
-                    effort_s=max(opened.opening_s, _LEAST_EFFORT_S) if choice.name == CPU else None,
-                    give_back_memory=self._gives_memory_back(instance, choice),
-                    keeps_session=lambda row: not is_first or self._run_threads.wanted(choice, [row]) == threads,
+                    rows_depend=self.rows.known_dependence,
+                    always_batches=self.rows.grounds is Grounds.CONFIGURED,
+                    samples=details.samples,
+                    bounds=self.bounds,
+                    effort_s=max(opened.opening_s, _MIN_EFFORT_S) if choice.name == CPU else None,
+                    give_back_memory=self.settings.memory_release(instance, choice),
+                    keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == threads,
                 )
-            self._spent_s += found.spent_ns / 1e9
+            self.spent_s += found.spent_ns / 1e9
             if found.refused and not found.has_run and choice.name != CPU:
-                rows = refused_rows(instance, signature, padding, self._progress, self._bounds)
-                if rows and self._cpu_takes_any(rows, contents):
-                    raise invalid_input(
-                        f"execution_providers: {choice.name} opens the model, but fails at inputs that "
-                        f"{CPU} takes: {found.refused}"
-                    )
+                self._check_provider(instance, choice, details, found.refused)
         except BaseException:
-            instance.close()  # else its worker and session would stay for as long as the process
+            instance.close()  # Otherwise its worker and session would live as long as the process.
             raise
-        return _Warm(instance, opened, choice, threads, contents, found)
+        return _WarmInstance(instance, opened, choice, threads, details, found)
 
-    def _why_alone(self, found: WarmUp) -> str:
-        """Why rows do not run together after all; empty where they do, or the model was not batched anyway."""
-        rows = self._rows
-        if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
-            because = _untried(found, rows.doubt)
-            log_event(logger, logging.WARNING, "requests run one at a time", model=self._name, reason=because)
-            return because
-        if rows.grounds is Grounds.CONFIGURED and (against := (rows.is_mixed and rows.doubt) or found.rows_depend):
-            event = "rows run together because the configuration says so"
-            log_event(logger, logging.WARNING, event, model=self._name, reason=against)
-            return ""
-        return found.rows_depend
+    def _check_provider(
+        self, instance: Instance | DeviceInstance, choice: ProviderChoice, details: _Details, reason: str
+    ) -> None:
+        """Tell a provider that fails on all inputs from a model that rejects synthetic inputs.
 
-    def _cpu_takes_any(self, rows: Sequence[Arrays], contents: _Contents) -> bool:
-        """Whether the model runs one of these rows on the CPU alone: then it is not the model that refuses them."""
-        self._progress.begin(f"trying on {CPU} what was refused")
-        has_global_threads, threads = self._runtime.has_global_threads, self._run_threads.usual(ProviderChoice(CPU))
-        settings, clock, bounds = self._options.session, self._clock, self._bounds
-        trial = CpuTrial(self._path, self._name, settings, self._libraries, has_global_threads, threads, clock, bounds)
-        return trial.takes_any(rows, contents.interface.model, contents.padding)
+        Raises:
+            ServeError: invalid_input: the CPU accepts inputs that the instance rejects.
+        """
+        signature, padding = details.interface.model, details.padding
+        rows = find_rejected_rows(instance, signature, padding, self.progress, self.bounds)
+        if not rows:
+            return
+        self.progress.begin(f"trying on {CPU} the rejected inputs")
+        options = self.settings.plain_cpu(self.libraries)
+        if cpu_accepts_any(self.path, self.name, options, rows, signature, padding, self.clock, self.bounds):
+            raise invalid_input(
+                f"execution_providers: {choice.name} opens the model, but fails on inputs that {CPU} accepts: {reason}"
+            )
 
-    def _prepare_first(self, warm: _Warm) -> LoadedModel:
-        """The model with its first instance, whose buffers are made and samples run."""
-        options, found, instance, opened = self._options, warm.found, warm.instance, warm.opened
-        interface, padding = warm.contents.interface, warm.contents.padding
+    def adjust_threads(self, warm: _WarmInstance) -> _WarmInstance:
+        """Open and warm up the model again if its runs are better served by another number of threads."""
+        threads = self.settings.best_threads(warm.choice, warm.found.latencies)
+        if threads == warm.threads:
+            return warm
+        warm.instance.close()
+        return self._warm_up(self.opening.open(warm.choice, threads), warm.choice, threads, warm.details)
+
+    def prepare_first(self, warm: _WarmInstance) -> LoadedModel:
+        """Make the device buffers of the first instance, capture its graphs and run the samples."""
+        options, found, instance, opened = self.options, warm.found, warm.instance, warm.opened
+        interface, padding = warm.details.interface, warm.details.padding
         try:
             alone_because = self._why_alone(found) if interface.model.is_batched else ""
             if alone_because:
                 interface = interface.unbatched(alone_because)
-                padding = resolve_padding(options, interface.model)  # what runs alone is not padded
+                padding = resolve_padding(options, interface.model)  # Requests that run alone are not padded.
             on_device = OnDevice(
                 no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
             )
             if isinstance(instance, DeviceInstance):
-                on_device = prepare(instance, opened, options, interface.model, found, padding, self._progress)
-                found = self._timed_on(instance, interface.model, on_device, found, padding)
-            run_samples(instance, warm.contents.samples, self._progress, self._bounds)
+                on_device = prepare(instance, opened, options, interface.model, found, padding, self.progress)
+                found = self._time_on_buffers(instance, interface.model, on_device, found, padding)
+            run_samples(instance, warm.details.samples, self.progress, self.bounds)
         except BaseException:
             instance.close()
             raise
-        choice, operators, threads = warm.choice, warm.contents.operators, warm.threads
-        run_threads = threads + self._run_threads.branches - 1
-        unbounded_because = why_unbounded(self._path, interface.model)
         return LoadedModel(
             (instance,),
             interface,
-            self._rows,
+            self.rows,
             found,
-            choice,
-            operators,
-            threads,
-            run_threads,
+            warm.choice,
+            warm.details.operators,
+            warm.threads,
+            warm.threads + self.settings.branches - 1,
             padding,
-            self._labels,
+            self.labels,
             on_device,
-            unbounded_because=unbounded_because,
-            classes=self._classes,
+            unbounded_because=why_unbounded(self.path, interface.model),
+            classes=self.classes,
         )
 
-    def _timed_on(
+    def _why_alone(self, found: WarmUp) -> str:
+        """Why each request of a batched model runs alone after all; empty if requests share batches."""
+        rows = self.rows
+        if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
+            cause = "the model refuses made-up inputs" if found.refused else "the model was not warmed up"
+            because = (
+                f"{rows.doubt}; rows could not be tried, as {cause}; 'batched: true' says that they are independent"
+            )
+            log_event(logger, logging.WARNING, "requests run one at a time", model=self.name, reason=because)
+            return because
+        if rows.grounds is Grounds.CONFIGURED and (against := (rows.is_mixed and rows.doubt) or found.rows_depend):
+            event = "rows run together because the configuration says so"
+            log_event(logger, logging.WARNING, event, model=self.name, reason=against)
+            return ""
+        return found.rows_depend
+
+    def _time_on_buffers(
         self,
         instance: DeviceInstance,
         signature: ModelSignature,
@@ -327,111 +356,70 @@ class _Load:
         found: WarmUp,
         padding: Padding | None,
     ) -> WarmUp:
-        """What was found, with the times of batches as they will run: on the device's buffers, where they do."""
+        """Replace the latencies by those of runs on device buffers, for sizes that have buffers."""
         if not on_device.sizes:
             return found
         sizes = time_sizes(
             instance,
             signature,
             on_device.sizes,
-            budget_s=self._left_s(),
-            clock=self._clock,
-            progress=self._progress,
+            budget_s=self._remaining_s(),
+            clock=self.clock,
+            progress=self.progress,
             padding=padding,
-            bounds=self._bounds,
+            bounds=self.bounds,
         )
-        left = [size for size in found.latencies if size.rows > sizes[-1].rows and size.rows in on_device.sizes]
-        return replace(found, latencies=(*sizes, *left))
+        untimed = [size for size in found.latencies if size.rows > sizes[-1].rows and size.rows in on_device.sizes]
+        return replace(found, latencies=(*sizes, *untimed))
 
-    def _add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
-        """Open and prepare those beside the first."""
-        options, choice = self._options, loaded.providers
+    def add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
+        """Open and prepare all instances after the first."""
+        options, choice = self.options, loaded.providers
         try:
             for number in range(1, options.instances):
-                self._progress.turn_to(f"instance {number + 1} of {options.instances}")
-                placed = self._place(choice, number)
-                opened = self._opening.open(placed, loaded.intra_op_threads)
-                instance = self._opening.make_instance(
-                    opened, placed, loaded.signature, f"{self._name} {number}", loaded.intra_op_threads, loaded.padding
+                self.progress.begin_part(f"instance {number + 1} of {options.instances}")
+                placed = self.settings.place(choice, number)
+                opened = self.opening.open(placed, loaded.intra_op_threads)
+                instance = self.opening.make_instance(
+                    opened, placed, loaded.signature, f"{self.name} {number}", loaded.intra_op_threads, loaded.padding
                 )
                 opened.forget()
                 loaded = replace(loaded, instances=(*loaded.instances, instance))
-                self._prepare_further(instance, opened, loaded, samples)
+                found = loaded.warm_up
+                if found.latencies and found.inputs is not None:
+                    rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
+                    run_once(instance, found.inputs, rows, progress=self.progress, bounds=self.bounds)
+                if isinstance(instance, DeviceInstance):
+                    prepare(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
+                run_samples(instance, samples, self.progress, self.bounds)
         except BaseException:
             for instance in loaded.instances:
                 instance.close()
             raise
-        if options.gpus and self._is_on_gpu(choice):
-            placed_on = tuple(self._place(choice, number).device_id for number in range(options.instances))
+        if options.gpus and self.settings.is_on_gpu(choice):
+            placed_on = tuple(self.settings.place(choice, number).device_id for number in range(options.instances))
             loaded = replace(loaded, placed=placed_on)
         return loaded
 
-    def _prepare_further(
-        self, instance: Instance | DeviceInstance, opened: OpenedSession, loaded: LoadedModel, samples: Sequence[Sample]
-    ) -> None:
-        found, progress = loaded.warm_up, self._progress
-        if found.latencies and found.make_up is not None:
-            rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
-            run_once(instance, found.make_up, rows, progress=progress, bounds=self._bounds)
-        if isinstance(instance, DeviceInstance):
-            prepare(instance, opened, self._options, loaded.signature, found, loaded.padding, progress)
-        run_samples(instance, samples, progress, self._bounds)
+    def report_provider(self, choice: ProviderChoice) -> None:
+        """Log what an operator may not expect of the execution provider that opened the model."""
+        for reason in choice.passed_over:
+            log_event(logger, logging.WARNING, "execution provider passed over", model=self.name, reason=reason)
+        if searches_each_shape(choice.name, choice.options) and not self.options.buckets:
+            reason = "cudnn_conv_algo_search is EXHAUSTIVE and there are no buckets: each batch size is searched for"
+            log_event(logger, logging.WARNING, "new batch sizes are slow", model=self.name, reason=reason)
 
-    def _warn(self, loaded: LoadedModel) -> None:
-        """Say what of the model is not as who configured it may believe."""
-        options, choice = self._options, loaded.providers
-        if left := left_to_cpu(choice.name, loaded.operators):
-            log_event(
-                logger,
-                logging.WARNING,
-                "nodes are left to the CPU",
-                model=self._name,
-                execution_provider=choice.name,
-                nodes=sum(left.values()),
-                of=sum(loaded.nodes.values()),
-                operators=describe_operators(left),
-            )
-        if no_memory := loaded.warm_up.no_memory:
-            told, rows = "memory keeps batches small", loaded.warm_up.max_rows
-            log_event(logger, logging.WARNING, told, model=self._name, max_rows=rows, reason=no_memory)
-        in_vain = (
-            *loaded.interface.without_effect,
-            *loaded.interface.in_vain_alone(options),
-            *threads_in_vain(options, has_global_threads=self._runtime.has_global_threads),
-            *sizes_in_vain(options, self._most_rows),
-            *(() if self._is_on_gpu(choice) else gpus_in_vain(options, choice.name)),
+    def report(self, loaded: LoadedModel) -> None:
+        """Log what an operator may not expect of the loaded model."""
+        log_warnings(
+            loaded,
+            self.name,
+            self.options,
+            max_rows=self.settings.max_rows(),
+            has_global_threads=self.runtime.has_global_threads,
+            is_on_gpu=self.settings.is_on_gpu(loaded.providers),
         )
-        for reason in in_vain:
-            log_event(logger, logging.WARNING, "configured without effect", model=self._name, reason=reason)
 
-    def _left_s(self) -> float:
-        """What is left of the time for warm-up; enough for the first run of a session, unless nothing is to run."""
-        return max(min(_LEAST_S, self._options.warmup_s), self._options.warmup_s - self._spent_s)
-
-    def _gives_memory_back(
-        self, instance: Instance | DeviceInstance, choice: ProviderChoice
-    ) -> Callable[[Batch], None] | None:
-        """What frees the memory that an instance needs in warm-up alone; None where it has no arena of its own."""
-        settings = self._options.session
-        has_arena = settings.memory_arena and not settings.shared_arena and not settings.shrink_arenas
-        is_on_cpu = choice.name == CPU and not choice.behind
-        return instance.give_back_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
-
-    def _most_rows_on(self, choice: ProviderChoice) -> int | None:
-        """The most rows of a batch that is tried on an execution provider."""
-        limits = [self._most_rows, most_rows(choice.options) if choice.name == TENSORRT else None]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def _is_on_gpu(self, choice: ProviderChoice) -> bool:
-        return choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name)
-
-    def _place(self, choice: ProviderChoice, number: int) -> ProviderChoice:
-        """The choice for the instance of this number."""
-        gpus = self._options.gpus
-        return choice.on_device(gpus[number % len(gpus)]) if gpus and self._is_on_gpu(choice) else choice
-
-
-def _untried(found: WarmUp, doubt: str) -> str:
-    """Why rows do not run together of which nothing is known, and nobody said that they may."""
-    because = "the model refuses made-up inputs" if found.refused else "the model was not warmed up"
-    return f"{doubt}; rows could not be tried, as {because}; 'batched: true' says that they are independent"
+    def _remaining_s(self) -> float:
+        """The rest of the time for warm-up. Enough for the first run of a session, unless warm-up is off."""
+        return max(min(_MIN_BUDGET_S, self.options.warmup_s), self.options.warmup_s - self.spent_s)

@@ -1,4 +1,4 @@
-"""A trial of a model whose graph does not tell whether rows are independent: rows run alone and together."""
+"""A trial of rows for a model whose graph does not show whether they are independent: alone and together."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,84 +12,29 @@ from ortserve.core.closeness import TOLERANCES, agree, as_float64
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError
 from ortserve.registry.load.batch_sizes import WorkerRuns, as_batch
-from ortserve.registry.load.inputs import USUAL, ZEROS, MakeUp, Sample, Spread
-
-
-def why_rows_depend(
-    signature: ModelSignature, together: Arrays, alone: Sequence[Arrays], *, is_coarse: bool = False
-) -> str:
-    """Compare rows that ran together with the same rows each run alone.
-
-    Args:
-        signature: Of a model whose axis 0 was taken for the batch axis.
-        together: Outputs of one run of ``len(alone)`` rows.
-        alone: Outputs of a run of each of these rows by itself.
-        is_coarse: As in ``core.closeness``.
-
-    Returns:
-        In words, how the outputs show that axis 0 is no batch axis; empty where they do not.
-    """
-    rows = len(alone)
-    if problem := why_no_rows(signature, together, rows):
-        return problem
-    for index, spec in enumerate(signature.outputs):
-        output = together[index]
-        for row, outputs in enumerate(alone):
-            if outputs[index].shape != (1, *output.shape[1:]):
-                return f"the shape of output '{spec.name}' for a row depends on the rows beside it"
-            if not agree(output[row], outputs[index][0], spec.datatype, is_coarse=is_coarse):
-                return f"output '{spec.name}' of a row depends on the rows beside it"
-    return ""
-
-
-def why_no_rows(signature: ModelSignature, outputs: Arrays, rows: int) -> str:
-    """Say which output of a run of ``rows`` rows has another number of them; empty where none has."""
-    for spec, output in zip(signature.outputs, outputs, strict=True):
-        if output.ndim == 0 or len(output) != rows:
-            return f"output '{spec.name}' has shape {list(output.shape)} for {rows} rows"
-    return ""
-
-
-def row_drift(signature: ModelSignature, together: Arrays, alone: Sequence[Arrays]) -> float:
-    """The largest difference of a finite float between rows that ran together and the same rows each run alone.
-
-    Args:
-        signature: Of the model.
-        together: Outputs of one run of ``len(alone)`` rows, axis 0 the rows.
-        alone: Outputs of a run of each of these rows by itself, found to be the same rows.
-    """
-    drift = 0.0
-    for index, (spec, output) in enumerate(zip(signature.outputs, together, strict=True)):
-        if spec.datatype not in TOLERANCES or not output.size:
-            continue
-        solo = np.concatenate([outputs[index] for outputs in alone])
-        with np.errstate(invalid="ignore"):  # the difference of two infinities, which is left out
-            difference = np.abs(as_float64(output, spec.datatype) - as_float64(solo, spec.datatype))
-        drift = max(drift, float(np.nanmax(difference, initial=0.0, where=np.isfinite(difference))))
-    return drift
-
+from ortserve.registry.load.inputs import USUAL, ZEROS, InputGenerator, Sample, Spread
 
 LEAST_ROWS: Final = 3
-"""Of the first set of inputs, each of which also runs alone."""
+"""Of the first set of inputs. Each of its rows also runs alone."""
 _SET_RUNS: Final = 4 * LEAST_ROWS
-"""Runs of one row that take as long as the first set: together, for the first time, each alone, and zeros."""
+"""How many runs of one row take as long as the first set: together, for the first time, each alone, and zeros."""
 _SHORT_SET_NS: Final = 20_000_000
-"""A set that takes no longer is tried in any case: it decides whether rows run together for as long as the model is
-loaded, and a busy machine may have used the time for warm-up up."""
+"""A set that takes less is tried even if the time for warm-up is used up, perhaps by a busy machine: it decides whether
+rows run together for as long as the model is loaded."""
 _COMPARED: Final = 3
 """Rows of a larger set that also run alone."""
 WIDER: Final = (Spread(8, 10.0), Spread(256, 0.1), Spread(2**15, 100.0))
-"""Integers below 2 hide that a scale is taken of the whole batch; small floats hide it, too."""
+"""Integers below 2 do not reveal a scale that is computed over the whole batch, nor do small floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """What a trial has shown.
+    """The result of a trial.
 
     Attributes:
-        problem: How rows depend on each other; empty where no dependence was seen.
+        problem: How rows depend on each other; empty if no dependence was seen.
         drift: Largest difference of a float between rows alone and the same rows among others.
-        extent: In words, what was tried.
+        extent: How much was tried, in words.
     """
 
     problem: str
@@ -98,15 +43,15 @@ class TrialOutcome:
 
 
 class RowTrial:
-    """One trial, on an instance's own worker, from the loader's thread."""
+    """One trial on an instance's own worker. For the thread of the load."""
 
     def __init__(
         self,
         worker: WorkerRuns,
-        make_up: MakeUp,
+        inputs: InputGenerator,
         samples: Sequence[Sample],
         *,
-        most_rows: int,
+        max_rows: int,
         row_ns: int,
         is_coarse: bool,
         stop_ns: int,
@@ -117,20 +62,20 @@ class RowTrial:
 
         Args:
             worker: Runs the batches.
-            make_up: Makes inputs that the model takes.
+            inputs: Generates inputs that the model accepts.
             samples: Configured requests, which are tried first.
-            most_rows: As many rows as will run together, as far as the time suffices; at least ``LEAST_ROWS``.
-            row_ns: How long a run of one row takes.
+            max_rows: Rows of the largest set, if there is time: as many as will run together, at least ``LEAST_ROWS``.
+            row_ns: Duration of a run of one row.
             is_coarse: As in ``core.closeness``.
-            stop_ns: No further set of inputs is begun then (monotonic).
-            ends_ns: A set that decides whether rows run together is not begun if it would last longer.
+            stop_ns: No further set of inputs begins after this time (monotonic).
+            ends_ns: A set that decides whether rows run together begins only if it is predicted to end before.
             clock: Monotonic nanoseconds.
         """
         self._worker = worker
-        self._make_up = make_up
-        self._signature = make_up.signature
+        self._inputs = inputs
+        self._signature = inputs.signature
         self._samples = samples
-        self._most_rows = max(most_rows, LEAST_ROWS)
+        self._max_rows = max(max_rows, LEAST_ROWS)
         self._is_coarse = is_coarse
         self._stop_ns = stop_ns
         self._ends_ns = ends_ns
@@ -141,16 +86,16 @@ class RowTrial:
         self._row_ns = row_ns
 
     def run(self) -> TrialOutcome:
-        """Run it, unless not even the first set of inputs has time.
+        """Run the trial, unless there is no time even for the first set of inputs.
 
         Raises:
             OutOfMemoryError: Not even two rows find memory.
-            ServeError: internal, when the model refuses made-up inputs.
+            ServeError: internal, if the model rejects synthetic inputs.
         """
         if not self._has_time_for_a_set():
             return TrialOutcome("rows could not be tried together in the time for warm-up")
         problem = self._try_samples() or self._try_usual()
-        if not problem and self._signature.has_optional_inputs and not self._make_up.brings_optional:
+        if not problem and self._signature.has_optional_inputs and not self._inputs.includes_optional:
             problem = self._try_optional()
         if not problem:
             problem = self._try_wider()
@@ -160,7 +105,7 @@ class RowTrial:
         return TrialOutcome("", self._drift, f"{sets} of inputs, of up to {self._rows} rows")
 
     def _try_samples(self) -> str:
-        """Rows that were configured together, as far as they have one shape."""
+        """Try the rows of samples that have the same shapes."""
         for inputs in _joined(self._samples):
             rows = len(inputs[0])
             if rows > 1 and (problem := self._compare(inputs, rows)):
@@ -168,20 +113,20 @@ class RowTrial:
         return ""
 
     def _try_usual(self) -> str:
+        rows = LEAST_ROWS
         try:
-            problem = self._compare(self._make_up(LEAST_ROWS, 0, USUAL), LEAST_ROWS)
-            rows = LEAST_ROWS
+            problem = self._compare(self._inputs.generate(rows, 0, USUAL), rows)
         except OutOfMemoryError:
             rows = 2
-            problem = self._compare(self._make_up(rows, 0, USUAL), rows)
+            problem = self._compare(self._inputs.generate(rows, 0, USUAL), rows)
         if problem:
             return problem
-        # Where data decides how many rows come out, drawn inputs may happen to give as many as went in.
+        # If data decide how many rows an output has, random inputs may by chance give as many as they have.
         try:
-            zeros = self._run(self._make_up(rows, 0, ZEROS), rows)
+            zeros = self._run(self._inputs.generate(rows, 0, ZEROS), rows)
         except OutOfMemoryError:
             raise
-        except _RefusedError:  # some models take no zeros
+        except _RejectedError:  # Some models reject zeros.
             return ""
         return why_no_rows(self._signature, zeros, rows)
 
@@ -192,38 +137,38 @@ class RowTrial:
     def _try_optional(self) -> str:
         if not self._has_time_for_a_set():
             return "rows could not be tried with the optional inputs in the time for warm-up"
-        make_up = replace(self._make_up, brings_optional=True)
+        inputs = replace(self._inputs, includes_optional=True)
         try:
-            return self._compare(make_up(LEAST_ROWS, 0, USUAL), LEAST_ROWS)
-        except _RefusedError as refusal:
-            return (
-                f"rows could not be tried with the optional inputs, of which the model refuses made-up ones: {refusal}"
-            )
+            return self._compare(inputs.generate(LEAST_ROWS, 0, USUAL), LEAST_ROWS)
+        except _RejectedError as error:
+            return f"rows could not be tried with the optional inputs, of which the model refuses made-up ones: {error}"
 
     def _try_wider(self) -> str:
-        """Larger numbers in larger batches, as far as the model takes them, and the same rows beside others."""
+        """Try larger numbers in larger batches, as far as the model accepts them, and the same rows beside others."""
         for seed, spread in enumerate(WIDER, 1):
             rows = self._affordable_rows()
             if not rows:
                 break
             try:
                 problem = self._compare(
-                    self._make_up(rows, seed, spread), rows, among=self._make_up(rows, -seed % 2**32, spread)
+                    self._inputs.generate(rows, seed, spread),
+                    rows,
+                    among=self._inputs.generate(rows, -seed % 2**32, spread),
                 )
-            except (OutOfMemoryError, _RefusedError):  # such as numbers beyond the rows of a table
+            except (OutOfMemoryError, _RejectedError):  # For example indices beyond the rows of a table.
                 continue
             if problem:
                 return problem
         return ""
 
     def _affordable_rows(self) -> int:
-        """As many rows as two batches and some rows alone have time for; 0 where that is not worth while."""
+        """Rows of a set for which there is time: two batches and some rows alone. 0 if that is too few to try."""
         left_ns = self._stop_ns - self._clock()
-        rows = min(self._most_rows, self._make_up.most_rows, left_ns // max(1, 3 * self._row_ns) - _COMPARED)
+        rows = min(self._max_rows, self._inputs.max_rows, left_ns // max(1, 3 * self._row_ns) - _COMPARED)
         return rows if rows >= LEAST_ROWS else 0
 
     def _compare(self, inputs: Arrays, rows: int, among: Arrays = ()) -> str:
-        """Run some of the rows alone and all together, and the same rows again at other places ``among`` others."""
+        """Run all rows together and some of them alone, and the same rows at other places ``among`` others."""
         together = self._run(inputs, rows)
         if problem := why_no_rows(self._signature, together, rows):
             return problem
@@ -238,7 +183,7 @@ class RowTrial:
             places = [*chosen[1:], chosen[0]]
             mixed = [array.copy() for array in among]
             for index, (spec, own) in enumerate(zip(self._signature.inputs, inputs, strict=True)):
-                if spec.batch_axis is None:  # the same for all rows, those alone among them
+                if spec.batch_axis is None:  # The same for all rows.
                     mixed[index] = own
                 else:
                     mixed[index][places] = own[chosen]
@@ -260,18 +205,72 @@ class RowTrial:
         except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
             raise
         except ServeError as error:
-            raise _RefusedError(error.kind, error.message) from None
+            raise _RejectedError(error.kind, error.message) from None
 
 
-class _RefusedError(ServeError):
-    """The model refuses inputs."""
+class _RejectedError(ServeError):
+    """The model rejects inputs."""
 
 
 def _joined(samples: Sequence[Sample]) -> Iterator[Arrays]:
-    """The rows of samples with the same shapes, one behind the other."""
+    """The rows of samples with the same shapes, concatenated."""
     by_shape: dict[object, list[Arrays]] = {}
     for sample in samples:
         key = tuple((array.dtype, array.shape[1:]) for array in sample.inputs)
         by_shape.setdefault(key, []).append(sample.inputs)
     for group in by_shape.values():
         yield tuple(np.concatenate(arrays) for arrays in zip(*group, strict=True))
+
+
+def why_rows_depend(
+    signature: ModelSignature, together: Arrays, alone: Sequence[Arrays], *, is_coarse: bool = False
+) -> str:
+    """Compare rows that ran together with the same rows each run alone.
+
+    Args:
+        signature: Of the model, with rows on axis 0.
+        together: Outputs of one run of ``len(alone)`` rows.
+        alone: Outputs of a run of each of these rows by itself.
+        is_coarse: As in ``core.closeness``.
+
+    Returns:
+        How the outputs show that rows depend on each other; empty if they do not.
+    """
+    rows = len(alone)
+    if problem := why_no_rows(signature, together, rows):
+        return problem
+    for index, spec in enumerate(signature.outputs):
+        output = together[index]
+        for row, outputs in enumerate(alone):
+            if outputs[index].shape != (1, *output.shape[1:]):
+                return f"the shape of output '{spec.name}' for a row depends on the rows beside it"
+            if not agree(output[row], outputs[index][0], spec.datatype, is_coarse=is_coarse):
+                return f"output '{spec.name}' of a row depends on the rows beside it"
+    return ""
+
+
+def why_no_rows(signature: ModelSignature, outputs: Arrays, rows: int) -> str:
+    """Name an output of a run of ``rows`` rows that has another number of rows; empty if all have as many."""
+    for spec, output in zip(signature.outputs, outputs, strict=True):
+        if output.ndim == 0 or len(output) != rows:
+            return f"output '{spec.name}' has shape {list(output.shape)} for {rows} rows"
+    return ""
+
+
+def row_drift(signature: ModelSignature, together: Arrays, alone: Sequence[Arrays]) -> float:
+    """The largest difference of a finite float between rows that ran together and the same rows each run alone.
+
+    Args:
+        signature: Of the model.
+        together: Outputs of one run of ``len(alone)`` rows, on axis 0.
+        alone: Outputs of a run of each of these rows by itself, equal within the tolerances.
+    """
+    drift = 0.0
+    for index, (spec, output) in enumerate(zip(signature.outputs, together, strict=True)):
+        if spec.datatype not in TOLERANCES or not output.size:
+            continue
+        solo = np.concatenate([outputs[index] for outputs in alone])
+        with np.errstate(invalid="ignore"):  # Differences of two infinities are left out.
+            difference = np.abs(as_float64(output, spec.datatype) - as_float64(solo, spec.datatype))
+        drift = max(drift, float(np.nanmax(difference, initial=0.0, where=np.isfinite(difference))))
+    return drift

@@ -1,4 +1,4 @@
-"""Running a fresh instance until it is warm, and learning its latency, batch size and batchability on the way."""
+"""Warm-up: runs a fresh instance until it is warm, and finds its latencies, batch size and whether rows depend."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError, invalid_input
 from ortserve.registry.load.batch_sizes import (
+    DEFAULT_BOUNDS,
     MAX_SWEPT_ROWS,
-    USUAL_BOUNDS,
     RunBounds,
     SizeLatency,
     SizeTimer,
@@ -20,11 +20,11 @@ from ortserve.registry.load.batch_sizes import (
     as_batch,
     next_rows,
     row_ns_to_beat,
-    warming_batches,
+    warming_step,
     worthwhile_rows,
 )
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.inputs import FREE_DIM, MakeUp, Sample
+from ortserve.registry.load.inputs import FREE_DIM, InputGenerator, Sample
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
 
 _TRIAL_SHARE: Final = 0.5
@@ -33,20 +33,21 @@ _TRIAL_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """What warm-up found.
+    """The results of warm-up.
 
     Attributes:
-        max_rows: The largest batch worth making.
-        latencies: For each batch size that was run, 1 row first.
-        rows_depend: How rows depend on each other, by the model's graph or a trial; empty where none of them shows it.
+        max_rows: The largest batch worth having.
+        latencies: Of each batch size that ran, ascending from 1 row.
+        rows_depend: How rows depend on each other, by the model's graph or a trial; empty if neither shows it.
         drift: Largest difference of a float between rows alone and the same rows among others, in that trial.
-        tried: In words, what was tried; empty where nothing was.
-        refused: What the model said to made-up inputs, empty where it took them; then nothing else is known.
-        has_run: Whether any made-up input ran, and be it before another one was refused.
-        no_memory: What a size that found too little memory said, empty where all did; ``max_rows`` is then no more than
-            the largest that found some, and one of the buckets where there are any.
-        make_up: What makes inputs that the model takes; None where nothing ran.
-        spent_ns: How long warm-up took.
+        tried: The extent of the trial in words; empty without one.
+        refused: The error with which the model rejected synthetic inputs; empty if it accepted them. If set, the
+            other results are unknown.
+        has_run: Whether any synthetic input ran, perhaps before another one was rejected.
+        no_memory: The error of a size that found too little memory; empty if all found enough. If set, ``max_rows`` is
+            at most the largest size that found enough, and one of the buckets if there are any.
+        inputs: Generates inputs that the model accepts; None if nothing ran.
+        spent_ns: Duration of warm-up.
     """
 
     max_rows: int
@@ -57,7 +58,7 @@ class WarmUp:
     refused: str = ""
     has_run: bool = False
     no_memory: str = ""
-    make_up: MakeUp | None = None
+    inputs: InputGenerator | None = None
     spent_ns: int = field(default=0, compare=False)
 
 
@@ -73,36 +74,44 @@ def warm_up(
     progress: Progress | None = None,
     is_coarse: bool = False,
     rows_depend: str | None = None,
-    is_believed: bool = False,
+    always_batches: bool = False,
     samples: Sequence[Sample] = (),
-    bounds: RunBounds = USUAL_BOUNDS,
+    bounds: RunBounds = DEFAULT_BOUNDS,
     effort_s: float | None = None,
     give_back_memory: Callable[[Batch], None] | None = None,
     keeps_session: Callable[[SizeLatency], bool] = lambda one_row: True,
 ) -> WarmUp:
-    """Run the instance on made-up inputs, on its own worker, from the loader's thread.
+    """Run an instance on synthetic inputs, on its own worker. Called on the thread of the load.
 
-    One row runs first. Then batch sizes double until two in a row have not made the time a row fall by 5 %, up to 64
-    rows, or up to ``max_rows`` whatever it gains. A run is begun only if it is predicted to end within ``budget_s``. A
-    budget of 0 runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are
-    left out, unless the model refuses that; free dimensions are larger where it refuses small ones. ``is_coarse`` is as
-    in ``core.closeness``. ``rows_depend`` is how rows of a batched model depend on each other, empty where they do not;
-    where it is None, rows are run alone and together, those of ``samples`` first. ``is_believed`` says that batches are
-    made whatever that shows.
+    One row runs first. Then batch sizes double until two in a row have not reduced the time per row by 5 %, up to 64
+    rows, or up to ``max_rows`` even without gain. A size that finds too little memory ends the sweep, and batches stay
+    below it.
 
-    A size that finds too little memory ends the sweep, and batches stay below it. They are padded to ``buckets``, where
-    there are any, of which the largest is at least ``max_rows``: then they have no more rows than the largest bucket
-    that finds memory, so that those above it are padded to by none.
-
-    Where no ``max_rows`` asks for them, larger sizes are measured for no longer than ``effort_s``; what they would gain
-    beyond is computed from the sizes that were measured. None sets no such limit. Warm-up ends after one row where
-    ``keeps_session`` says by its time that another session will be warmed up instead. ``give_back_memory`` runs a
-    batch, and frees what larger ones took: it is called, with one row, where a batch of warm-up had more rows than are
-    worth having.
+    Args:
+        runner: The instance.
+        signature: Of the model.
+        budget_s: A run begins only if it is predicted to end within this time; 0 runs nothing.
+        max_rows: Configured maximum; None to find one.
+        clock: Monotonic nanoseconds.
+        buckets: Batches are padded to these sizes; the largest is at least ``max_rows``. If memory is short, batches
+            have no more rows than the largest bucket that finds memory.
+        padding: Of the runner. Inputs are as long as it makes them.
+        progress: Receives the steps; None if it is not observed.
+        is_coarse: As in ``core.closeness``.
+        rows_depend: How rows depend on each other, empty if they do not. If None, a trial runs rows alone and together.
+        always_batches: Whether batches are measured even if rows depend on each other.
+        samples: Configured requests, which the trial runs first.
+        bounds: Limits of each run.
+        effort_s: Limits the measurement of larger sizes if ``max_rows`` is None; the gain of sizes beyond it is
+            computed from those that were measured. None for no limit.
+        give_back_memory: Runs a batch and frees memory that larger batches took. Called with one row if a batch of
+            warm-up was larger than ``WarmUp.max_rows``.
+        keeps_session: Called with the latency of one row. If it returns False, warm-up ends, because another session
+            will replace this one.
 
     Raises:
-        DeviceLostError: Whatever the model takes, it cannot be run.
-        RunTimeoutError: A run took longer than ``bounds`` say.
+        DeviceLostError: Nothing can be run any more.
+        RunTimeoutError: A run exceeded ``bounds``.
         OutOfMemoryError: Not even one row finds memory, or none of the buckets does.
     """
     unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
@@ -113,19 +122,19 @@ def warm_up(
     progress = progress or Progress(clock)
     worker = WorkerRuns(runner, bounds)
     try:
-        make_up = _choose(worker, MakeUp(signature, padding), progress, stop_ns, clock)
-        timer = SizeTimer(worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=is_coarse)
+        inputs = _choose_inputs(worker, InputGenerator(signature, padding), progress, stop_ns, clock)
+        timer = SizeTimer(worker, inputs, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=is_coarse)
         one_row = timer.time_size(1)
         if not keeps_session(one_row):
-            return WarmUp(1, (one_row,), has_run=True, make_up=make_up, spent_ns=clock() - began_ns)
+            return WarmUp(1, (one_row,), has_run=True, inputs=inputs, spent_ns=clock() - began_ns)
         outcome, no_memory = TrialOutcome(rows_depend or ""), ""
         if rows_depend is None and signature.is_batched:
             progress.begin("warming up: rows alone and together")
             trial = RowTrial(
                 worker,
-                make_up,
+                inputs,
                 samples,
-                most_rows=max_rows or MAX_SWEPT_ROWS,
+                max_rows=max_rows or MAX_SWEPT_ROWS,
                 row_ns=one_row.least_ns,
                 is_coarse=is_coarse,
                 stop_ns=min(stop_ns, clock() + int(budget_s * 1e9 * _TRIAL_SHARE)),
@@ -139,31 +148,31 @@ def warm_up(
                 problem = f"rows could not be tried together, as not even two find memory: {no_memory}"
                 outcome = TrialOutcome(problem)
         sizes = [one_row]
-        most_rows = max_rows or 1
-        if signature.is_batched and (is_believed or not outcome.problem):
+        best_rows = max_rows or 1
+        if signature.is_batched and (always_batches or not outcome.problem):
             if effort_s is not None and max_rows is None:
                 timer.limit_effort(int(effort_s * 1e9))
             limit = max_rows or MAX_SWEPT_ROWS
             limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
-            if make_up.free_dim != FREE_DIM:
-                limit = min(limit, make_up.most_rows)
+            if inputs.free_dim != FREE_DIM:
+                limit = min(limit, inputs.max_rows)
             no_memory = _sweep(timer, sizes, limit, buckets, is_set=max_rows is not None)
-            most_rows = max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
+            best_rows = max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
         if no_memory:
-            most_rows = min(most_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
-        if give_back_memory is not None and worker.most_rows > most_rows:
-            give_back_memory(as_batch(make_up(1, 0), 1))
-            if timer.can_begin(most_rows, one_row):
-                worker.run(as_batch(make_up(most_rows, 0), most_rows))
+            best_rows = min(best_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
+        if give_back_memory is not None and worker.max_rows > best_rows:
+            give_back_memory(as_batch(inputs.generate(1, 0), 1))
+            if timer.can_begin(best_rows, one_row):
+                worker.run(as_batch(inputs.generate(best_rows, 0), best_rows))
         return WarmUp(
-            most_rows,
+            best_rows,
             tuple(sizes),
             outcome.problem,
             outcome.drift,
             outcome.extent,
             has_run=True,
             no_memory=no_memory,
-            make_up=make_up,
+            inputs=inputs,
             spent_ns=clock() - began_ns,
         )
     except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
@@ -172,35 +181,37 @@ def warm_up(
         return replace(unknown, refused=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)
 
 
-def _choose(worker: WorkerRuns, make_up: MakeUp, progress: Progress, stop_ns: int, clock: Clock) -> MakeUp:
-    """The first of the ways to make inputs up that the model takes, and has an answer for: of no elements is none.
+def _choose_inputs(
+    worker: WorkerRuns, inputs: InputGenerator, progress: Progress, stop_ns: int, clock: Clock
+) -> InputGenerator:
+    """Choose the first variant that the model accepts and answers with outputs that have elements.
 
     Returns:
-        The first way that the model takes, or ``make_up``, where none of them has such an answer before ``stop_ns``.
+        If there is none before ``stop_ns``, the first variant that the model accepts, or ``inputs``.
     """
-    taken: MakeUp | None = None
-    ways = make_up.ways()
-    for way in ways if len(ways) > 1 else ():
+    accepted: InputGenerator | None = None
+    variants = inputs.variants()
+    for variant in variants if len(variants) > 1 else ():
         if clock() >= stop_ns:
             break
-        progress.begin("warming up: looking for inputs that the model takes")
+        progress.begin("warming up: looking for inputs that the model accepts")
         try:
-            outputs = worker.run(as_batch(way(1, 0), 1)).outputs
+            outputs = worker.run(as_batch(variant.generate(1, 0), 1)).outputs
         except (DeviceLostError, RunTimeoutError):
             raise
         except ServeError:
             continue
         if all(output.size for output in outputs):
-            return way
-        taken = taken or way
-    return taken or make_up
+            return variant
+        accepted = accepted or variant
+    return accepted or inputs
 
 
 def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequence[int], *, is_set: bool) -> str:
-    """Measure larger sizes as long as they are worth it, and add them to ``sizes``.
+    """Measure larger sizes while they are worthwhile, and append them to ``sizes``.
 
     Returns:
-        What a size that found no memory said; empty where all did.
+        The error of a size that found too little memory; empty if all found enough.
     """
     no_memory = ""
     while (rows := next_rows(sizes, limit, is_set=is_set)) and timer.can_begin(rows, sizes[-1]):
@@ -214,10 +225,10 @@ def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequ
 
 
 def _largest_that_fits(rows: int, buckets: Sequence[int], no_memory: str) -> int:
-    """The most rows of batches that are padded to ``buckets``, if there are any, where ``rows`` find memory.
+    """The most rows of a batch if ``rows`` find memory and batches are padded to ``buckets``.
 
     Raises:
-        OutOfMemoryError: None of the buckets does.
+        OutOfMemoryError: There are buckets, and none finds memory.
     """
     fitting = [bucket for bucket in buckets if bucket <= rows] if buckets else [rows]
     if not fitting:
@@ -237,19 +248,19 @@ def time_sizes(
     clock: Clock,
     progress: Progress,
     padding: Padding | None = None,
-    bounds: RunBounds = USUAL_BOUNDS,
+    bounds: RunBounds = DEFAULT_BOUNDS,
 ) -> tuple[SizeLatency, ...]:
-    """Time batches of these sizes, once an instance runs them in another way than when it was warmed up.
+    """Time batches of these sizes again, after the way in which an instance runs them has changed.
 
     Returns:
-        The smallest, and those that are predicted to end within the budget; they ascend.
+        Ascending latencies: the smallest size, and those that are predicted to end within the budget.
 
     Raises:
-        ServeError: internal, when a run fails.
+        ServeError: internal, if a run fails.
     """
-    worker, make_up = WorkerRuns(runner, bounds), MakeUp(signature, padding)
+    worker, inputs = WorkerRuns(runner, bounds), InputGenerator(signature, padding)
     stop_ns = clock() + int(budget_s * 1e9)
-    timer = SizeTimer(worker, make_up, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=True)
+    timer = SizeTimer(worker, inputs, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=True)
     timed: list[SizeLatency] = []
     for rows in sorted(sizes):
         if timed and not timer.can_begin(rows, timed[-1]):
@@ -259,25 +270,25 @@ def time_sizes(
 
 
 def run_once(
-    runner: Runner, make_up: MakeUp, rows: int, *, progress: Progress, bounds: RunBounds = USUAL_BOUNDS
+    runner: Runner, inputs: InputGenerator, rows: int, *, progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
 ) -> None:
-    """Have an instance allocate what a batch of ``rows`` rows takes; for those beside the one that was measured.
+    """Have an instance allocate the memory of a batch of ``rows`` rows. For instances after the first.
 
     Raises:
-        ServeError: internal, when the model refuses made-up inputs.
+        ServeError: internal, if the model rejects synthetic inputs.
     """
-    progress.begin(warming_batches(rows))
-    WorkerRuns(runner, bounds).run(as_batch(make_up(rows, 0), rows))
+    progress.begin(warming_step(rows))
+    WorkerRuns(runner, bounds).run(as_batch(inputs.generate(rows, 0), rows))
 
 
 def run_samples(
-    runner: Runner, samples: Sequence[Sample], progress: Progress, bounds: RunBounds = USUAL_BOUNDS
+    runner: Runner, samples: Sequence[Sample], progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
 ) -> None:
-    """Run what the model's configuration asks for, on the instance's own worker.
+    """Run the configured samples on the instance's own worker.
 
     Raises:
-        ServeError: invalid_input, naming the sample that failed, and why; not_ready, where the device is lost.
-        RunTimeoutError: A run took longer than ``bounds`` say.
+        ServeError: invalid_input, naming the sample that failed and the reason; not_ready, if the device is lost.
+        RunTimeoutError: A run exceeded ``bounds``.
     """
     worker = WorkerRuns(runner, bounds)
     for sample in samples:

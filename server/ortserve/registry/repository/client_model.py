@@ -1,8 +1,8 @@
-"""A model that a client sends: its configuration as JSON, and perhaps its files.
+"""A model that a client sends: its configuration as JSON, with or without files.
 
-Whoever may send requests is not thereby trusted with the machine. What names a library, a file elsewhere, or a file
-that the server would write, is for configurations in the operator's own repository; and of ONNX Runtime's many options
-only those are let through that are known to do nothing of the kind.
+A client is not trusted with the machine. Its configuration must not name libraries, files elsewhere, or files that the
+server would write; only the operator's own repository may. Options of ONNX Runtime pass only if they are known to do
+none of this.
 """
 
 import math
@@ -24,10 +24,10 @@ from ortserve.registry.repository.model_files import VERSION, ModelFiles, read_r
 from ortserve.registry.repository.source import ModelSource, make_source
 
 SOURCE: Final = "config"
-"""What errors of such a configuration begin with: the name of the parameter."""
+"""The parameter with the configuration; errors begin with it."""
 
 _FILE_PREFIX: Final = "file:"
-_LONGEST_NAME: Final = 255
+_MAX_NAME_BYTES: Final = 255
 
 _PROVIDER_OPTIONS: Final = frozenset(
     {
@@ -68,21 +68,20 @@ _PROVIDER_OPTIONS: Final = frozenset(
 )
 """Options of execution providers that name no file and hold no address in memory."""
 
-
-_MOST_THREADS: Final = 256
+_MAX_THREADS: Final = 256
 """Of all instances of a model that a client configures."""
-_MOST_ELEMENTS: Final = 2**24
-"""Of a tensor that warms such a model up: 128 MiB where they are of 8 bytes."""
+_MAX_ELEMENTS: Final = 2**24
+"""Of a warm-up tensor of such a model: 128 MiB if an element has 8 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientModel:
-    """What a load request brings.
+    """The model of a load request.
 
     Attributes:
         name: Of the model.
-        configuration: That holds until the next load.
-        files: Their contents by their path in the model's folder; empty for a model that lies in the repository.
+        configuration: Holds until the next load.
+        files: Contents by path in the model's folder; empty for a model in a repository.
     """
 
     name: str
@@ -90,10 +89,10 @@ class ClientModel:
     files: Mapping[str, bytes]
 
     def write(self, folder: Path) -> ModelFiles:
-        """Put the files into an empty folder, and list them as a repository would. Blocks.
+        """Write the files into an empty folder, and list them as a repository does. Blocks.
 
         Raises:
-            ServeError: invalid_input, when one cannot be written, such as one that is a folder of another.
+            ServeError: invalid_input, if a file cannot be written, for example because its path is a folder of another.
         """
         versions: dict[int, Path] = {}
         for path, content in self.files.items():
@@ -102,7 +101,7 @@ class ClientModel:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
             except OSError as error:
-                raise invalid_input(f"{_FILE_PREFIX}{path}: cannot be kept: {error.strerror}") from None
+                raise invalid_input(f"{_FILE_PREFIX}{path}: cannot be written: {error.strerror}") from None
             version = path.partition("/")[0]
             if "/" in path and VERSION.fullmatch(version):
                 versions[int(version)] = folder / version / "model.onnx"
@@ -114,19 +113,19 @@ class ClientModel:
 def read_client_model(
     name: str, config: str | bytes | None, files: Mapping[str, bytes], defaults: LoadOptions
 ) -> ClientModel | None:
-    """Read what a load request brings beside the model's name.
+    """Read and check the parameters of a load request.
 
     Args:
         name: Of the model.
-        config: The parameter ``config``, JSON of a ModelConfig; None where there is none.
+        config: The parameter ``config``, JSON of a ModelConfig; None if it is missing.
         files: Contents by parameter, ``file:<version>/<file>``.
-        defaults: What holds for what the configuration does not say.
+        defaults: Hold for options that the configuration does not set.
 
     Returns:
-        None where it brings neither, so that the model's own files hold.
+        None if the request has no such parameters; then the model's own files hold.
 
     Raises:
-        ServeError: invalid_input or unsupported, naming what is wrong or not allowed.
+        ServeError: invalid_input or unsupported, naming the part that is wrong or not allowed.
     """
     paths = {_path(parameter): content for parameter, content in files.items()}
     if config is None:
@@ -141,17 +140,17 @@ def read_client_model(
 
 
 def _path(parameter: str) -> str:
-    """The path that a parameter names, in the model's folder.
+    """The path of a parameter in the model's folder.
 
     Raises:
-        ServeError: invalid_input, for one outside of it, or that no file system takes.
+        ServeError: invalid_input, for a path outside the folder, or one that file systems do not accept.
     """
     path = parameter.removeprefix(_FILE_PREFIX)
     parts = path.split("/")
     if path == parameter or "\\" in path or any(part in ("", ".", "..") for part in parts):
-        raise invalid_input(f"expected file:<path in the model's folder>, got {parameter[:_LONGEST_NAME]!r}")
-    if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts) or not path.isprintable():
-        raise invalid_input(f"expected names of at most 255 bytes that can be printed, got {path[:_LONGEST_NAME]!r}")
+        raise invalid_input(f"expected file:<path in the model's folder>, got {parameter[:_MAX_NAME_BYTES]!r}")
+    if any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in parts) or not path.isprintable():
+        raise invalid_input(f"expected names of at most 255 bytes that can be printed, got {path[:_MAX_NAME_BYTES]!r}")
     return path
 
 
@@ -163,7 +162,7 @@ def _check_message(config: ModelConfig) -> None:
 
 
 def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
-    """Refuse what clients may not say. What is as the operator's defaults have it was said by the operator."""
+    """Reject options that clients must not set. Options that equal the operator's defaults were set by the operator."""
     for key in options.session.entries:
         if key in FILE_ENTRIES:
             raise _not_for_clients(f"parameters['{key}']")
@@ -174,7 +173,7 @@ def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
             if key not in _PROVIDER_OPTIONS and usual.get(name, {}).get(key) != value:
                 raise _not_for_clients(f"option '{key}' of the execution provider {name}")
     threads = options.instances * ((options.intra_op_threads or 1) + options.session.inter_op_threads - 1)
-    most_threads = max(_MOST_THREADS, defaults.intra_op_threads or 1)
+    most_threads = max(_MAX_THREADS, defaults.intra_op_threads or 1)
     if threads > most_threads:
         raise invalid_input(f"{SOURCE}: expected at most {most_threads} threads in all instances, got {threads}")
     for output in options.outputs.values():
@@ -182,9 +181,9 @@ def _check_options(options: ModelOptions, defaults: LoadOptions) -> None:
             _check_inside(output.labels, "label_filename")
     for sample in options.warmup_samples:
         for name, tensor in sample.inputs.items():
-            if sample.rows * math.prod(tensor.dims or ()) > _MOST_ELEMENTS:
+            if sample.rows * math.prod(tensor.dims or ()) > _MAX_ELEMENTS:
                 raise invalid_input(
-                    f"{SOURCE}: model_warmup: expected at most {_MOST_ELEMENTS} elements, got {sample.rows} rows of "
+                    f"{SOURCE}: model_warmup: expected at most {_MAX_ELEMENTS} elements, got {sample.rows} rows of "
                     f"{list(tensor.dims or ())} for input '{name}'"
                 )
             if tensor.file is not None:
@@ -196,29 +195,29 @@ def _check_inside(path: str, field: str) -> None:
         raise invalid_input(f"{SOURCE}: {field}: expected a file in the model's folder, got '{path}'")
 
 
-def _not_for_clients(what: str) -> ServeError:
-    return invalid_input(f"{SOURCE}: {what} may be set in the server's own repository only, not by a client")
+def _not_for_clients(option: str) -> ServeError:
+    return invalid_input(f"{SOURCE}: {option} may be set in the server's own repository only, not by a client")
 
 
 @contextmanager
 def client_source(client: ClientModel, roots: Sequence[Path]) -> Iterator[ModelSource]:
-    """Give what to load for as long as the context lasts. Blocks on the disk, on entering and on leaving.
+    """The source of a client's model, valid until the context exits. Blocks on the disk, on entry and on exit.
 
     Args:
-        client: With files, they are the model's; without, only its configuration is the client's.
-        roots: The repositories, for a model without files.
+        client: Its files are written to a temporary folder. Without files, the model is that of a repository.
+        roots: The repositories.
 
     Raises:
-        ServeError: invalid_input, when the files cannot be kept, or the model is in no repository.
+        ServeError: invalid_input, if the files cannot be written, or the model is in no repository.
     """
     if not client.files:
         yield make_source(_find(client.name, roots), client.configuration)
         return
     try:
-        # Not in memory: weights beside the model's file are found by their names.
+        # On disk, not in memory: ONNX Runtime finds files with weights by their names beside the model's.
         folder = TemporaryDirectory(prefix="ortserve-load-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise invalid_input(f"its files cannot be kept: {error.strerror}") from None
+        raise invalid_input(f"its files cannot be written: {error.strerror}") from None
     with folder as path:
         yield make_source(client.write(Path(path)), client.configuration)
 
@@ -226,7 +225,7 @@ def client_source(client: ClientModel, roots: Sequence[Path]) -> Iterator[ModelS
 def _find(name: str, roots: Sequence[Path]) -> ModelFiles:
     try:
         found = read_repositories(roots)
-    except ServeError:  # its text names the folder, which is none of a client's business
+    except ServeError:  # Its message names the folder, which clients must not learn.
         raise invalid_input("a repository cannot be read") from None
     files = next((files for files in found if files.name == name), None)
     if files is None:

@@ -1,7 +1,7 @@
-"""What lies in a model repository on disk.
+"""The files of models in a repository, and the files that a model's configuration names. Blocks on the disk.
 
 ``<repository>/<model>/<version>/model.onnx`` with an optional ``model.yaml`` or Triton's ``config.pbtxt`` in the
-model's folder, or simply ``<repository>/<name>.onnx`` as version 1 of ``<name>``. Reads names only, never a model.
+model's folder, or simply ``<repository>/<name>.onnx`` as version 1 of ``<name>``. No model file is opened here.
 """
 
 import re
@@ -17,23 +17,23 @@ from ortserve.registry.configuration.configuration import OPTIONS_FILE, TRITON_O
 MODEL_FILE: Final = "model.onnx"
 
 VERSION: Final = re.compile("[1-9][0-9]*")
-"""The name of a version's folder: not 01, which would be 1 once more."""
+"""The name of a version's folder. 01 is excluded: it would be version 1 a second time."""
 
-_MEANT_OPTIONS: Final = re.compile(r"model\.ya?ml", re.IGNORECASE)
-_MEANT_TRITON_OPTIONS: Final = re.compile(r"config\.(pb|pbtxt|pbtext|prototxt|textproto|txtpb)", re.IGNORECASE)
-_MOST_LISTED: Final = 5
+_LIKE_OPTIONS: Final = re.compile(r"model\.ya?ml", re.IGNORECASE)
+_LIKE_TRITON_OPTIONS: Final = re.compile(r"config\.(pb|pbtxt|pbtext|prototxt|textproto|txtpb)", re.IGNORECASE)
+_MAX_LISTED: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model as found.
+    """The files of a model.
 
     Attributes:
         name: That of the folder, or of the file without its suffix.
-        versions: The file of each, which is there unless the options name another one.
-        options_files: Those that say how it is served. More than one are a problem.
-        problem: Why it cannot be.
-        folder: Where its other files are; None for a file by itself.
+        versions: The usual model file of each version; the options may name another one instead.
+        options_files: Files that configure the model. More than one are a problem.
+        problem: Why the model cannot be served; empty if nothing is known against it.
+        folder: Of the model; None for a model that is a single file.
     """
 
     name: str
@@ -44,24 +44,24 @@ class ModelFiles:
 
     @property
     def options(self) -> Path | None:
-        """The file that says how it is served; None without one."""
+        """The file that configures the model; None without one."""
         return self.options_files[0] if self.options_files else None
 
     def file(self, version: int, options: ModelOptions) -> Path:
-        """The file of a version to open, by what the options say.
+        """The file of a version to open, according to the options.
 
         Raises:
-            ServeError: invalid_input, when it is not there.
+            ServeError: invalid_input, if it is missing.
         """
         found = self.versions[version]
         if self.folder is None:
             return found
         file = found.with_name(options.model_file)
-        if file.is_dir():  # as Triton takes it, for models whose weights lie beside them
+        if file.is_dir():  # As in Triton, for models whose weights are in files beside them.
             file /= MODEL_FILE
         if not file.is_file():
-            there = _listed(entry.name for entry in found.parent.iterdir())
-            raise invalid_input(f"version folder {version} has no file {options.model_file}: it has {there}")
+            present = _list_names(entry.name for entry in found.parent.iterdir())
+            raise invalid_input(f"version folder {version} has no file {options.model_file}: it has {present}")
         return file
 
 
@@ -69,7 +69,7 @@ def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
     """List the models of all repositories by name.
 
     Raises:
-        ServeError: invalid_input, when a repository is not a readable folder.
+        ServeError: invalid_input, if a repository is not a readable folder.
     """
     found: dict[str, ModelFiles] = {}
     for root in roots:
@@ -84,6 +84,57 @@ def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
     return [found[name] for name in sorted(found)]
 
 
+def read_model_file(folder: Path | None, name: str, role: str) -> bytes:
+    """Read a file that the configuration names, relative to the model's folder.
+
+    Args:
+        folder: Of the model; None for a model that is a single file.
+        name: As configured.
+        role: Of the file, for errors.
+
+    Raises:
+        ServeError: invalid_input, if it cannot be read or is not in the folder.
+    """
+    if folder is None:
+        raise invalid_input(f"{role}: '{name}' needs a model in a folder of its own, got a single file")
+    root = folder.resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root):
+        raise invalid_input(f"{role}: expected a file in the model's folder, got '{name}'")
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise invalid_input(f"{role}: '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_labels(options: ModelOptions, folder: Path | None) -> dict[str, tuple[str, ...]]:
+    """Read the configured labels by the name of the output.
+
+    Raises:
+        ServeError: invalid_input, if a file of labels cannot be read.
+    """
+    labels: dict[str, tuple[str, ...]] = {}
+    for name, output in options.outputs.items():
+        if isinstance(output.labels, str):
+            role = f"labels of output '{name}'"
+            try:
+                text = read_model_file(folder, output.labels, role).decode()
+            except UnicodeDecodeError:
+                raise invalid_input(f"{role}: expected text in UTF-8, got other bytes in '{output.labels}'") from None
+            labels[name] = tuple(text.splitlines())
+        elif output.labels is not None:
+            labels[name] = output.labels
+    return labels
+
+
+def operator_libraries(options: ModelOptions, folder: Path | None) -> tuple[Path, ...]:
+    """The configured operator libraries. Relative paths are relative to the model's folder."""
+    return tuple(
+        path if (path := Path(name)).is_absolute() or folder is None else folder / name
+        for name in options.session.operator_libraries
+    )
+
+
 def _read_repository(root: Path) -> list[ModelFiles]:
     try:
         entries = sorted(root.iterdir())
@@ -96,7 +147,7 @@ def _read_repository(root: Path) -> list[ModelFiles]:
         try:
             found = _read_entry(entry)
         except OSError as error:
-            found = ModelFiles(_readable(entry.name), problem=f"it cannot be read: {error.strerror}")
+            found = ModelFiles(_printable(entry.name), problem=f"it cannot be read: {error.strerror}")
         if found is not None:
             models.append(found)
     return models
@@ -107,111 +158,51 @@ def _read_entry(entry: Path) -> ModelFiles | None:
     if not is_folder and entry.suffix != ".onnx":
         return None
     name = entry.name if is_folder else entry.stem
-    if (readable := _readable(name)) != name:
-        return ModelFiles(readable, problem="its name has letters that cannot be printed, or that are not UTF-8")
+    if (printable := _printable(name)) != name:
+        return ModelFiles(printable, problem="its name has characters that cannot be printed or are not UTF-8")
     return _read_model(entry) if is_folder else ModelFiles(name, {1: entry})
 
 
-def _readable(name: str) -> str:
-    """A name that can be told of, and asked for: letters that cannot be printed, or stand for bytes, are spelled."""
+def _printable(name: str) -> str:
+    """The name with escapes for characters that cannot be printed or that stand for bytes."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
 
 
 def _read_model(folder: Path) -> ModelFiles:
     name = folder.name
     entries = sorted(folder.iterdir())
-    said = tuple(entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
+    options_files = tuple(entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
     versions = {
         int(entry.name): entry / MODEL_FILE for entry in entries if VERSION.fullmatch(entry.name) and entry.is_dir()
     }
     problem = ""
-    if len(said) > 1:
-        problem = f"it has both {OPTIONS_FILE} and {TRITON_OPTIONS_FILE}: say it all in one of them"
+    if len(options_files) > 1:
+        problem = f"it has both {OPTIONS_FILE} and {TRITON_OPTIONS_FILE}: expected one of them"
     elif misnamed := next((found for entry in entries if (found := _misnamed(entry))), ""):
         problem = misnamed
     elif not versions:
-        problem = (
-            f"no version folder (1, 2, …) with a file {MODEL_FILE}: it has {_listed(path.name for path in entries)}"
-        )
+        present = _list_names(path.name for path in entries)
+        problem = f"no version folder (1, 2, …) with a file {MODEL_FILE}: it has {present}"
         if VERSION.fullmatch(name) and (folder / MODEL_FILE).exists():
-            problem += f"; a repository is a folder of models, which '{folder.parent.name}' seems to be one of"
-    return ModelFiles(name, versions, said, problem, folder)
+            problem += f"; a repository is a folder of models, but '{folder.parent.name}' seems to be a model itself"
+    return ModelFiles(name, versions, options_files, problem, folder)
 
 
 def _misnamed(entry: Path) -> str:
-    """What to do with a file that nothing reads, though it is meant to say how the model is served; empty for others.
+    """What is wrong with a file that looks like a configuration and is not read as one; empty for other files.
 
-    To be passed over in silence would be to serve a model otherwise than its owner believes.
+    Ignoring it would serve the model differently from what its owner expects.
     """
     name = entry.name
     if VERSION.fullmatch(name) and (entry / OPTIONS_FILE).exists():
         return f"found {name}/{OPTIONS_FILE}: expected it beside the version folders"
-    meant = OPTIONS_FILE if _MEANT_OPTIONS.fullmatch(name) else TRITON_OPTIONS_FILE
-    is_meant = _MEANT_OPTIONS.fullmatch(name) or _MEANT_TRITON_OPTIONS.fullmatch(name)
-    return f"found {name}: expected {meant}" if is_meant and name != meant else ""
+    expected = OPTIONS_FILE if _LIKE_OPTIONS.fullmatch(name) else TRITON_OPTIONS_FILE
+    is_like = _LIKE_OPTIONS.fullmatch(name) or _LIKE_TRITON_OPTIONS.fullmatch(name)
+    return f"found {name}: expected {expected}" if is_like and name != expected else ""
 
 
-def _listed(names: Iterable[str]) -> str:
-    """What lies in a folder, for who expected something else there."""
-    some = sorted(name for name in names if not name.startswith("."))
-    more = f" and {len(some) - _MOST_LISTED} more" if len(some) > _MOST_LISTED else ""
-    return f"{', '.join(some[:_MOST_LISTED])}{more}" if some else "nothing"
-
-
-def read_model_file(folder: Path | None, name: str, what: str) -> bytes:
-    """Read a file of the model's folder. Blocks on it.
-
-    Args:
-        folder: Of the model; None for one that is a single file.
-        name: As the configuration says it, relative to the folder.
-        what: It is, for the error.
-
-    Raises:
-        ServeError: invalid_input, when it cannot be read, or is not in the folder.
-    """
-    return _read(_find(folder, name, what), name, what)
-
-
-def read_labels(options: ModelOptions, folder: Path | None) -> dict[str, tuple[str, ...]]:
-    """The labels of each output that has some.
-
-    Raises:
-        ServeError: invalid_input, when a file of labels cannot be read.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    for name, output in options.outputs.items():
-        if isinstance(output.labels, str):
-            what = f"labels of output '{name}'"
-            try:
-                text = read_model_file(folder, output.labels, what).decode()
-            except UnicodeDecodeError:
-                raise invalid_input(f"{what}: expected a text in UTF-8, got another in '{output.labels}'") from None
-            found[name] = tuple(text.splitlines())
-        elif output.labels is not None:
-            found[name] = output.labels
-    return found
-
-
-def operator_libraries(options: ModelOptions, folder: Path | None) -> tuple[Path, ...]:
-    """Where the libraries of a model's own operators are; one of a relative path is in the model's folder."""
-    return tuple(
-        path if (path := Path(name)).is_absolute() or folder is None else folder / name
-        for name in options.session.operator_libraries
-    )
-
-
-def _find(folder: Path | None, name: str, what: str) -> Path:
-    if folder is None:
-        raise invalid_input(f"{what}: expected a model in a folder of its own, that would hold '{name}'")
-    root = folder.resolve()
-    path = (root / name).resolve()
-    if not path.is_relative_to(root):
-        raise invalid_input(f"{what}: expected a file in the model's folder, got '{name}'")
-    return path
-
-
-def _read(path: Path, name: str, what: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise invalid_input(f"{what}: '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
+def _list_names(names: Iterable[str]) -> str:
+    """The first names in a folder, for errors."""
+    visible = sorted(name for name in names if not name.startswith("."))
+    more = f" and {len(visible) - _MAX_LISTED} more" if len(visible) > _MAX_LISTED else ""
+    return f"{', '.join(visible[:_MAX_LISTED])}{more}" if visible else "nothing"

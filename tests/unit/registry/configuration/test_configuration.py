@@ -135,7 +135,7 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
         ("max_batch_size: -1", ErrorKind.INVALID_INPUT, "max_batch_size: expected 0 or more, got -1"),
         ("max_batch_size: 100000", ErrorKind.INVALID_INPUT, "max_rows: expected integer, 1 to 65536, got 100000"),
         ('input [{ name: "x" dims: 0 }]', ErrorKind.INVALID_INPUT, "dims of 'x': expected sizes of at least 1, or -1"),
-        ('input [{ name: "x" }, { name: "x" }]', ErrorKind.INVALID_INPUT, "input: expected a name of its own for each"),
+        ('input [{ name: "x" }, { name: "x" }]', ErrorKind.INVALID_INPUT, "input: expected a distinct name for each"),
         (
             'input [{ name: "x" data_type: 99 }]',
             ErrorKind.INVALID_INPUT,
@@ -166,7 +166,7 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
             ErrorKind.INVALID_INPUT,
             "parameters['gpu_mem_limit']: expected an unsigned integer, got '999",
         ),
-        ("output [{ dims: 1 }]", ErrorKind.INVALID_INPUT, "output: expected a name of its own for each"),
+        ("output [{ dims: 1 }]", ErrorKind.INVALID_INPUT, "output: expected a distinct name for each"),
         ("sequence_batching {}", ErrorKind.UNSUPPORTED, "sequence_batching is not supported"),
         (
             "optimization { graph { level: 3 } }",
@@ -258,6 +258,6 @@ def test_parameters_that_mean_nothing_here_are_reported(tmp_path: Path) -> None:
         'parameters { key: "gpu_mem_limit" value { string_value: "1" } } instance_group { kind: KIND_CPU }',
     )
     assert sorted(read_here.without_effect) == [
-        "parameters['FORCE_CPU_ONLY_INPUT_TENSORS']: it means nothing to this server",
+        "parameters['FORCE_CPU_ONLY_INPUT_TENSORS']: this server does not know it",
         "parameters['gpu_mem_limit']: the model is not on a GPU",
     ]

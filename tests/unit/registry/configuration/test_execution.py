@@ -9,17 +9,17 @@ from google.protobuf import text_format
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.config.model import LoadOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.configuration.execution import Wishes, choose_wishes
+from ortserve.registry.configuration.execution import ProviderWishes, choose_providers
 
 TENSORRT = 'gpu_execution_accelerator { name: "tensorrt" %s }'
 OPENVINO = 'cpu_execution_accelerator { name: "openvino" }'
 
 
-def wishes(text: str, cuda: dict[str, str] | None = None, usual: tuple[str, ...] = ("cpu",)) -> Wishes:
+def wishes(text: str, cuda: dict[str, str] | None = None, usual: tuple[str, ...] = ("cpu",)) -> ProviderWishes:
     config = text_format.Parse(text, ModelConfig())
     accelerators = config.optimization.execution_accelerators
     defaults = LoadOptions(execution_providers=usual)
-    return choose_wishes(config.instance_group, accelerators, cuda or {}, defaults)
+    return choose_providers(config.instance_group, accelerators, cuda or {}, defaults)
 
 
 def accelerated(text: str) -> str:
@@ -103,7 +103,7 @@ def test_accelerator_for_another_kind_than_the_instances_is_reported() -> None:
         (
             "instance_group { kind: KIND_CPU } instance_group { kind: KIND_GPU }",
             ErrorKind.UNSUPPORTED,
-            "instances of one kind are served, got KIND_CPU, KIND_GPU",
+            "expected instances of one kind, got KIND_CPU, KIND_GPU",
         ),
         (
             "instance_group { gpus: [0, -1] }",
@@ -113,9 +113,9 @@ def test_accelerator_for_another_kind_than_the_instances_is_reported() -> None:
         (
             "instance_group { kind: KIND_GPU gpus: [0, 1] } instance_group { kind: KIND_GPU }",
             ErrorKind.INVALID_INPUT,
-            "instance_group.gpus: expected some in every group, as others name several",
+            "instance_group.gpus: expected GPUs in every group, because some groups name several",
         ),
-        ("instance_group { kind: KIND_CPU gpus: 0 }", ErrorKind.INVALID_INPUT, "KIND_CPU has none"),
+        ("instance_group { kind: KIND_CPU gpus: 0 }", ErrorKind.INVALID_INPUT, "expected none for KIND_CPU"),
         ("instance_group { count: -1 }", ErrorKind.INVALID_INPUT, "expected 0 or more, got -1"),
         (
             "instance_group { count: 64 } instance_group { }",

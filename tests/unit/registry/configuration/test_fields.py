@@ -9,7 +9,7 @@ from google.protobuf.descriptor import Descriptor
 
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.configuration.fields import FIELDS, Fate, check_fields, fate_of
+from ortserve.registry.configuration.fields import FIELDS, Support, check_fields, support_of
 
 
 def leaf_fields(message: Descriptor, above: str = "") -> Iterator[str]:
@@ -74,7 +74,7 @@ def test_all_fields_that_hold_a_value_are_looked_at() -> None:
 
 @pytest.mark.parametrize("path", LEAVES)
 def test_every_field_has_a_fate(path: str) -> None:
-    assert fate_of(path) is not None, f"say in the table what becomes of {path}"
+    assert support_of(path) is not None, f"say in the table what becomes of {path}"
 
 
 def test_table_names_no_field_that_is_not_there() -> None:
@@ -82,8 +82,8 @@ def test_table_names_no_field_that_is_not_there() -> None:
 
 
 def test_every_refusal_and_report_is_tried_here() -> None:
-    assert {path for path, (fate, _) in FIELDS.items() if fate is Fate.REFUSED} == REFUSED.keys()
-    assert {path for path, (fate, _) in FIELDS.items() if fate is Fate.REPORTED} == REPORTED.keys()
+    assert {path for path, (fate, _) in FIELDS.items() if fate is Support.REFUSED} == REFUSED.keys()
+    assert {path for path, (fate, _) in FIELDS.items() if fate is Support.REPORTED} == REPORTED.keys()
 
 
 @pytest.mark.parametrize(("path", "text"), REFUSED.items())

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from ortserve.registry.load.coordination import LoadTurn, LoadTurns
+from ortserve.registry.load.coordination import LoadLimiter, LoadPermit
 
 WAIT_S = 30
 
@@ -17,7 +17,7 @@ class Load:
     """One load on a thread of its own, which goes on when the test says so."""
 
     def __init__(
-        self, pool: ThreadPoolExecutor, turns: LoadTurns, *, threads: int = 1, on_device: bool = False
+        self, pool: ThreadPoolExecutor, turns: LoadLimiter, *, threads: int = 1, on_device: bool = False
     ) -> None:
         self.waits = threading.Event()
         self.has_turn = threading.Event()
@@ -26,8 +26,8 @@ class Load:
         self.may_end = threading.Event()
         self._ended: Future[None] = pool.submit(self._run, turns, threads, on_device)
 
-    def _run(self, turns: LoadTurns, threads: int, on_device: bool) -> None:
-        with turns.turn(self.waits.set) as turn:
+    def _run(self, turns: LoadLimiter, threads: int, on_device: bool) -> None:
+        with turns.permit(self.waits.set) as turn:
             if on_device:
                 turn.move_to_device()
             self.has_turn.set()
@@ -48,7 +48,7 @@ def begin() -> Iterator[Callable[..., Load]]:
     loads: list[Load] = []
     with ThreadPoolExecutor(16) as pool:
 
-        def begin_load(turns: LoadTurns, *, threads: int = 1, on_device: bool = False) -> Load:
+        def begin_load(turns: LoadLimiter, *, threads: int = 1, on_device: bool = False) -> Load:
             loads.append(Load(pool, turns, threads=threads, on_device=on_device))
             return loads[-1]
 
@@ -59,7 +59,7 @@ def begin() -> Iterator[Callable[..., Load]]:
 
 
 def test_as_many_loads_as_processors_are_under_way(begin: Callable[..., Load]) -> None:
-    turns = LoadTurns(2)
+    turns = LoadLimiter(2)
     first, second = begin(turns), begin(turns)
     assert first.has_turn.wait(WAIT_S)
     assert second.has_turn.wait(WAIT_S)
@@ -71,7 +71,7 @@ def test_as_many_loads_as_processors_are_under_way(begin: Callable[..., Load]) -
 
 
 def test_sessions_of_one_thread_are_measured_side_by_side(begin: Callable[..., Load]) -> None:
-    turns = LoadTurns(2)
+    turns = LoadLimiter(2)
     loads = [begin(turns), begin(turns)]
     for load in loads:
         load.may_measure.set()
@@ -82,7 +82,7 @@ def test_sessions_of_one_thread_are_measured_side_by_side(begin: Callable[..., L
 def test_session_of_all_threads_is_measured_while_no_other_load_has_a_processor(
     begin: Callable[..., Load], threads: int
 ) -> None:
-    turns = LoadTurns(2)
+    turns = LoadLimiter(2)
     wide = begin(turns, threads=threads)
     assert wide.has_turn.wait(WAIT_S)
     other = begin(turns)
@@ -100,7 +100,7 @@ def test_session_of_all_threads_is_measured_while_no_other_load_has_a_processor(
 
 
 def test_loads_that_all_want_all_processors_do_not_wait_for_each_other(begin: Callable[..., Load]) -> None:
-    turns = LoadTurns(3)
+    turns = LoadLimiter(3)
     loads = [begin(turns, threads=3) for _ in range(8)]
     for load in loads:
         load.may_measure.set()
@@ -110,7 +110,7 @@ def test_loads_that_all_want_all_processors_do_not_wait_for_each_other(begin: Ca
 
 
 def test_devices_are_for_one_load_at_a_time_and_keep_no_processor(begin: Callable[..., Load]) -> None:
-    turns = LoadTurns(1)
+    turns = LoadLimiter(1)
     first = begin(turns, on_device=True)
     assert first.has_turn.wait(WAIT_S)
     second = begin(turns, on_device=True)
@@ -124,9 +124,9 @@ def test_devices_are_for_one_load_at_a_time_and_keep_no_processor(begin: Callabl
 
 @pytest.mark.parametrize("stage", ["turn", "measuring", "device"])
 def test_load_that_fails_gives_back_what_it_has(stage: str) -> None:
-    turns = LoadTurns(2)
+    turns = LoadLimiter(2)
 
-    def fail(turn: LoadTurn) -> None:
+    def fail(turn: LoadPermit) -> None:
         if stage == "device":
             turn.move_to_device()
         measuring: AbstractContextManager[None] = turn.measuring(2) if stage == "measuring" else nullcontext()
@@ -134,18 +134,18 @@ def test_load_that_fails_gives_back_what_it_has(stage: str) -> None:
             raise RuntimeError(stage)
 
     for _ in range(3):
-        with pytest.raises(RuntimeError, match=stage), turns.turn() as turn:
+        with pytest.raises(RuntimeError, match=stage), turns.permit() as turn:
             fail(turn)
-    with turns.turn() as turn, turn.measuring(2):
+    with turns.permit() as turn, turn.measuring(2):
         pass
 
 
 def test_proofs_are_made_one_after_the_other() -> None:
-    turns, order = LoadTurns(4), SimpleQueue[str]()
+    turns, order = LoadLimiter(4), SimpleQueue[str]()
     may_go_on = threading.Event()
 
     def prove(name: str) -> None:
-        with turns.proving():
+        with turns.analyzing():
             order.put(f"{name} begins")
             assert may_go_on.wait(WAIT_S)
             order.put(f"{name} ends")

@@ -30,15 +30,15 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.runtime import Offer, Runtime
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
-from ortserve.registry.load import provider_check
+from ortserve.registry.load import providers as providers_module
 from ortserve.registry.load.assembly import _policy
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.loaded_model import (
     LoadedModel,
     describe_properties,
-    gpus_in_vain,
-    sizes_in_vain,
-    threads_in_vain,
+    gpus_without_effect,
+    sizes_without_effect,
+    threads_without_effect,
 )
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.opening import OpenedSession, Opening
@@ -70,8 +70,8 @@ def test_model_is_opened_again_only_where_its_size_told_the_wrong_number_of_thre
     opened: list[int],
     threads: int,
 ) -> None:
-    monkeypatch.setattr(provider_check, "cpu_budget", lambda: 2)
-    monkeypatch.setattr(provider_check, "_FEW_WEIGHTS_NBYTES", few_nbytes)
+    monkeypatch.setattr(providers_module, "cpu_budget", lambda: 2)
+    monkeypatch.setattr(providers_module, "_SMALL_MODEL_NBYTES", few_nbytes)
     seen: list[int] = []
 
     def open_noted(opening: Opening, choice: ProviderChoice, threads: int) -> OpenedSession:
@@ -166,7 +166,7 @@ def test_model_that_cannot_be_opened_never_warms_up(tmp_path: Path) -> None:
 def test_inputs_that_a_model_may_refuse_are_a_step_of_their_own(tmp_path: Path) -> None:
     progress = NotedProgress()
     load(builders.pools_images(tmp_path / "model.onnx"), QUICK, progress)
-    assert "warming up: looking for inputs that the model takes" in progress.steps
+    assert "warming up: looking for inputs that the model accepts" in progress.steps
 
 
 def test_instance_is_closed_when_its_warm_up_fails_unexpectedly(tmp_path: Path) -> None:
@@ -300,14 +300,14 @@ def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) 
 
 def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
-    (told,) = [record for record in caplog.records if record.message == "configured without effect"]
+    (told,) = [record for record in caplog.records if record.message == "option has no effect"]
     assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(told))
 
 
 @pytest.mark.parametrize(
     ("options", "has_global_threads", "told"),
     [
-        ({"session": {"inter_op_threads": 4}}, False, ["session.inter_op_threads: they are of the execution_mode"]),
+        ({"session": {"inter_op_threads": 4}}, False, ["session.inter_op_threads: only the execution_mode"]),
         ({"session": {"inter_op_threads": 4, "execution_mode": "parallel"}}, False, []),
         ({"session": {"inter_op_threads": 1}, "intra_op_threads": 2}, False, []),
         (
@@ -319,26 +319,26 @@ def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, ca
     ],
 )
 def test_threads_that_no_session_has_are_told(options: Any, has_global_threads: bool, told: list[str]) -> None:
-    found = threads_in_vain(ModelOptions.model_validate(options), has_global_threads=has_global_threads)
+    found = threads_without_effect(ModelOptions.model_validate(options), has_global_threads=has_global_threads)
     assert len(found) == len(told)
     assert all(reason.startswith(begun) for reason, begun in zip(found, told, strict=True))
 
 
-def test_what_is_said_of_gpus_or_of_larger_batches_is_told_where_there_are_none() -> None:
+def test_options_of_gpus_and_of_larger_batches_are_reported_if_there_are_none() -> None:
     options = ModelOptions.model_validate({"gpus": (0, 1), "graph_replay": True, "preferred_rows": (4, 8, 100)})
-    assert gpus_in_vain(options, "CPUExecutionProvider") == (
+    assert gpus_without_effect(options, "CPUExecutionProvider") == [
         "gpus: the model is on CPUExecutionProvider",
         "graph_replay: the model is on CPUExecutionProvider",
-    )
-    assert gpus_in_vain(ModelOptions(), "CPUExecutionProvider") == ()
-    assert sizes_in_vain(options, 8) == ("preferred_rows: 100: batches have at most 8 rows",)
-    assert sizes_in_vain(options, 100) == sizes_in_vain(options, None) == ()
+    ]
+    assert gpus_without_effect(ModelOptions(), "CPUExecutionProvider") == []
+    assert sizes_without_effect(options, 8) == ["preferred_rows: 100: batches have at most 8 rows"]
+    assert sizes_without_effect(options, 100) == sizes_without_effect(options, None) == []
 
 
 def test_options_without_effect_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = QUICK.model_copy(update={"graph_replay": True, "preferred_rows": (9,), "max_rows": 8})
     load(builders.mlp(tmp_path / "model.onnx"), options)
-    told = [record for record in caplog.records if record.message == "configured without effect"]
+    told = [record for record in caplog.records if record.message == "option has no effect"]
     assert len(told) == 2
 
 
@@ -420,7 +420,7 @@ class Providers:
         self._most_rows = most_rows
         self._sessions: list[weakref.ref[Any]] = []
         monkeypatch.setattr("ortserve.registry.opening.open_session", self._open)
-        monkeypatch.setattr("ortserve.registry.load.provider_check.open_session", self._try)
+        monkeypatch.setattr("ortserve.registry.load.providers.open_session", self._try)
 
     def _open(self, path: Path, name: str, options: SessionOptions) -> Any:
         asked = options.provider.name
@@ -477,7 +477,7 @@ def test_provider_that_opens_the_model_and_fails_every_run_fails_the_load(
         load_on(build(tmp_path / "model.onnx"), [provider, "cpu"])
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == (
-        f"execution_providers: {provider} opens the model, but fails at inputs that {CPU} takes: "
+        f"execution_providers: {provider} opens the model, but fails on inputs that {CPU} accepts: "
         f"ONNX Runtime failed to run the model: {BROKEN} (with allow_fallback it would be tried on {CPU})"
     )
     assert (providers.opened, len(providers.tried)) == ([provider], 1)
@@ -496,7 +496,7 @@ def test_provider_that_fails_every_run_is_passed_over_where_that_is_allowed_and_
         )
     assert (loaded.execution_provider, [size.rows for size in loaded.warm_up.latencies]) == (CPU, [1, 2, 4])
     assert loaded.providers.passed_over == tuple(
-        f"execution_providers: {name} opens the model, but fails at inputs that {CPU} takes: "
+        f"execution_providers: {name} opens the model, but fails on inputs that {CPU} accepts: "
         f"ONNX Runtime failed to run the model: {text}"
         for name, text in ((provider, BROKEN), (AZURE, "nor does it"))
     )
@@ -516,7 +516,7 @@ def test_failures_to_open_and_to_run_are_told_together(tmp_path: Path, monkeypat
         return real(path, name, options)
 
     monkeypatch.setattr("ortserve.registry.opening.open_session", open_some)
-    told = rf"^it cannot be opened there; execution_providers: {OTHER} opens the model, but fails at .* nullptr!$"
+    told = rf"^it cannot be opened there; execution_providers: {OTHER} opens the model, but fails on .* nullptr!$"
     with pytest.raises(ServeError, match=told):
         load_on(builders.mlp(tmp_path / "model.onnx"), [AZURE, OTHER], allow_fallback=True)
 
@@ -542,7 +542,7 @@ def test_model_that_the_cpu_cannot_open_is_served_likewise(tmp_path: Path, monke
     def open_none(*args: Any) -> Any:
         raise ServeError(ErrorKind.INVALID_INPUT, "No Op registered for Own")
 
-    monkeypatch.setattr("ortserve.registry.load.provider_check.open_session", open_none)
+    monkeypatch.setattr("ortserve.registry.load.providers.open_session", open_none)
     loaded = load_on(builders.mlp(tmp_path / "model.onnx"), [OTHER, "cpu"])
     assert (loaded.execution_provider, loaded.warm_up.refused) == (
         OTHER,
@@ -600,7 +600,7 @@ def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_i
         kept.write_bytes(b"of the provider")
         return session
 
-    monkeypatch.setattr("ortserve.registry.load.provider_check.open_session", try_without_libraries)
+    monkeypatch.setattr("ortserve.registry.load.providers.open_session", try_without_libraries)
     monkeypatch.setattr("ortserve.registry.opening.open_session", open_without_libraries)
     monkeypatch.setattr("ortserve.registry.load.pipeline.operator_libraries", lambda options, folder: libraries)
     monkeypatch.setattr("ortserve.engine.session._check_settings", lambda options: None)  # the CPU has no gpu:0
@@ -612,7 +612,7 @@ def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_i
         "thread_affinities": "1",
         "entries": {"session.dynamic_block_base": 4},
     }
-    with pytest.raises(ServeError, match=f"{CUDA} opens the model, but fails at inputs"):
+    with pytest.raises(ServeError, match=f"{CUDA} opens the model, but fails on inputs"):
         load_on(builders.mlp(tmp_path / "model.onnx"), ["cuda", "cpu"], session=settings)
     (options,) = providers.tried
     assert options.provider == ProviderChoice(CPU)
@@ -705,7 +705,7 @@ def test_threads_with_processors_of_their_own_are_kept_for_short_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: dict[str, Any]
 ) -> None:
     """One thread has none to place, and ONNX Runtime would say nothing of that."""
-    monkeypatch.setattr("ortserve.registry.load.provider_check.cpu_budget", lambda: 2)
+    monkeypatch.setattr("ortserve.registry.load.providers.cpu_budget", lambda: 2)
     path = builders.mlp(tmp_path / "model.onnx")
     options = ModelOptions.model_validate({"warmup_s": 0.1, "session": session})
     assert load(path, options).intra_op_threads == 2

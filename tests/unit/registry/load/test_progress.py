@@ -17,7 +17,7 @@ def test_time_is_that_of_the_present_step() -> None:
 def test_part_is_told_of_all_steps_that_begin_after_it() -> None:
     progress = Progress(FakeClock())
     progress.begin("opening the session")
-    progress.turn_to("instance 2 of 3")
+    progress.begin_part("instance 2 of 3")
     assert progress.describe() == "opening the session, for 0 s"
     progress.begin("opening the session")
     assert progress.describe() == "instance 2 of 3: opening the session, for 0 s"

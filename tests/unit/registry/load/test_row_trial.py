@@ -10,8 +10,8 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, OutOfMemoryError, ServeError
-from ortserve.registry.load.batch_sizes import USUAL_BOUNDS, WorkerRuns
-from ortserve.registry.load.inputs import MakeUp, Sample
+from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, WorkerRuns
+from ortserve.registry.load.inputs import InputGenerator, Sample
 from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
 
 Compute = Callable[[np.ndarray], np.ndarray]
@@ -62,10 +62,10 @@ def attempt(
     spec = TensorSpec("x", datatype, (-1, 4))
     signature = ModelSignature((spec,), (TensorSpec("y", DataType.FP32, (-1, 4)),))
     trial = RowTrial(
-        WorkerRuns(runner, USUAL_BOUNDS),
-        MakeUp(signature, None),
+        WorkerRuns(runner, DEFAULT_BOUNDS),
+        InputGenerator(signature, None),
         [Sample(str(number), (rows,), len(rows), 1) for number, rows in enumerate(samples)],
-        most_rows=most_rows,
+        max_rows=most_rows,
         row_ns=run_ns,
         is_coarse=False,
         stop_ns=clock() + budget_ns,

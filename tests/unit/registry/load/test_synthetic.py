@@ -74,5 +74,5 @@ def test_optional_inputs_are_absent_unless_they_are_brought() -> None:
     specs = (TensorSpec("a", DataType.FP32, (-1, 2)), TensorSpec("b", DataType.FP32, (-1, 3), is_optional=True))
     a, b = synthetic_inputs(ModelSignature(specs, ()), 3, 0)
     assert [is_absent(a), is_absent(b), len(b)] == [False, True, 3]
-    a, b = synthetic_inputs(ModelSignature(specs, ()), 3, 0, brings_optional=True)
+    a, b = synthetic_inputs(ModelSignature(specs, ()), 3, 0, includes_optional=True)
     assert [a.shape, b.shape] == [(3, 2), (3, 3)]

@@ -24,7 +24,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
 from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS, SizeLatency
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import LARGER_FREE_DIMS, Sample
-from ortserve.registry.load.provider_check import refused_rows, takes_any
+from ortserve.registry.load.providers import accepts_any, find_rejected_rows
 from ortserve.registry.load.warmup import WarmUp, run_samples, time_sizes, warm_up
 
 MS = 1_000_000
@@ -389,7 +389,7 @@ FREE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("
 
 def refused_by(signature: ModelSignature, compute: Callable[[Batch], Arrays]) -> list[tuple[int, ...]]:
     """The shapes of the first inputs that are refused."""
-    rows = refused_rows(ComputingRunner(compute), signature, None, Progress(FakeClock()))
+    rows = find_rejected_rows(ComputingRunner(compute), signature, None, Progress(FakeClock()))
     return [arrays[0].shape for arrays in rows]
 
 
@@ -419,10 +419,10 @@ def test_instance_that_takes_a_row_in_any_way_refuses_none() -> None:
 
     assert refused_by(FREE, compute) == []
     rows = [(np.zeros((1, dim), np.float32),) for dim in (8, 32)]
-    assert takes_any(ComputingRunner(compute), rows)
-    assert not takes_any(ComputingRunner(compute), rows[:1])
+    assert accepts_any(ComputingRunner(compute), rows)
+    assert not accepts_any(ComputingRunner(compute), rows[:1])
     with pytest.raises(DeviceLostError):
-        takes_any(ComputingRunner(fail_with(DeviceLostError("lost"))), rows)
+        accepts_any(ComputingRunner(fail_with(DeviceLostError("lost"))), rows)
 
 
 @pytest.fixture
@@ -485,8 +485,8 @@ def test_model_that_has_no_answer_for_small_images_is_warmed_with_larger_ones(
 ) -> None:
     found = warm(build, rows_depend="")
     assert (found.refused, found.rows_depend) == ("", "")
-    assert found.make_up is not None
-    assert found.make_up.free_dim == free_dim
+    assert found.inputs is not None
+    assert found.inputs.free_dim == free_dim
     assert found.latencies
 
 
@@ -543,8 +543,8 @@ def test_optional_inputs_are_left_out_and_rows_tried_with_them_too(
 ) -> None:
     for build in (interfaces.optional_bias, partial(interfaces.default_scale, shape=("batch", 1))):
         found = warm(build)
-        assert found.make_up is not None
-        assert not found.make_up.brings_optional
+        assert found.inputs is not None
+        assert not found.inputs.includes_optional
         assert not found.rows_depend
         assert sizes(found)[0] == 1
 
@@ -590,8 +590,8 @@ def test_model_that_needs_its_optional_inputs_is_brought_them() -> None:
         return both
 
     found = with_optional(mix)
-    assert found.make_up is not None
-    assert found.make_up.brings_optional
+    assert found.inputs is not None
+    assert found.inputs.includes_optional
     assert not found.rows_depend
     assert found.latencies
 
@@ -637,6 +637,6 @@ def test_rows_that_are_believed_to_be_independent_are_batched_whatever_the_trial
         return (rows - rows.mean(axis=0),)
 
     runner = ComputingRunner(compute_batch)
-    found = warm_up(runner, BATCHED, budget_s=60, max_rows=4, clock=FakeClock(), is_believed=True)
+    found = warm_up(runner, BATCHED, budget_s=60, max_rows=4, clock=FakeClock(), always_batches=True)
     assert found.rows_depend == "output 'y' of a row depends on the rows beside it"
     assert (found.max_rows, sizes(found)) == (4, [1, 2, 4])

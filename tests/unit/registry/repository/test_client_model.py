@@ -90,7 +90,7 @@ def test_files_need_a_configuration_and_a_version(tmp_path: Path) -> None:
 def test_file_that_is_a_folder_of_another_is_refused(tmp_path: Path) -> None:
     model = read({}, {"file:1/a": b"", "file:1/a/b": b""})
     assert model is not None
-    with pytest.raises(ServeError, match="file:1/a/b: cannot be kept"):
+    with pytest.raises(ServeError, match="file:1/a/b: cannot be written"):
         model.write(tmp_path)
 
 

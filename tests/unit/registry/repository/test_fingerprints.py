@@ -10,7 +10,7 @@ from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.registry.repository.model_files import ModelFiles
-from ortserve.registry.repository.source import FileStamp, stamp_files
+from ortserve.registry.repository.source import Fingerprint, take_fingerprints
 
 MEMORY_STATS = "session.collect_node_memory_stats_to_file"
 
@@ -27,9 +27,9 @@ def options_with(**entries: object) -> ModelOptions:
     return make_model_options({"session": {"entries": entries}}, LoadOptions(), "test")
 
 
-def stamp(folder: Path, options: ModelOptions) -> tuple[FileStamp, ...]:
+def stamp(folder: Path, options: ModelOptions) -> tuple[Fingerprint, ...]:
     files = ModelFiles("m", {1: folder / "1" / "model.onnx"}, folder=folder)
-    return stamp_files(files, 1, options)
+    return take_fingerprints(files, 1, options)
 
 
 def run_once(folder: Path, options: ModelOptions) -> None:

@@ -94,7 +94,7 @@ def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, fold
         (["m/1/model.onnx", "m/1/model.yaml"], "found 1/model.yaml: expected it beside the version folders"),
         (
             ["m/1/model.onnx", "m/config.pbtxt", "m/model.yaml"],
-            "it has both model.yaml and config.pbtxt: say it all in one of them",
+            "it has both model.yaml and config.pbtxt: expected one of them",
         ),
         (["m/1/model.onnx", "m.onnx"], "there are two models of this name in the repositories"),
     ],
@@ -132,7 +132,9 @@ def test_version_without_its_file_keeps_no_other_from_being_served(
 def test_model_that_is_taken_for_a_repository_is_told_from_one(tmp_path: Path) -> None:
     touch(tmp_path, "m/1/model.onnx")
     (model,) = read_repositories([tmp_path / "m"])
-    assert model.problem.endswith("it has model.onnx; a repository is a folder of models, which 'm' seems to be one of")
+    assert model.problem.endswith(
+        "it has model.onnx; a repository is a folder of models, but 'm' seems to be a model itself"
+    )
 
 
 def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_name_that_cannot_be_told_is_told_otherwise(tmp_path: Path, name: bytes,
     touch(tmp_path, os.fsdecode(name) if name.endswith(b".onnx") else f"{os.fsdecode(name)}/1/model.onnx")
     model = read_one(tmp_path)
     assert model.name == told
-    assert model.problem == "its name has letters that cannot be printed, or that are not UTF-8"
+    assert model.problem == "its name has characters that cannot be printed or are not UTF-8"
 
 
 @pytest.mark.parametrize("name", ["none", "file"])

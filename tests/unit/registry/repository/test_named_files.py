@@ -27,7 +27,7 @@ def test_labels_are_the_lines_of_a_file_or_a_list(tmp_path: Path) -> None:
         ("../other/labels.txt", "expected a file in the model's folder, got '../other/labels.txt'"),
         ("/etc/hostname", "expected a file in the model's folder, got '/etc/hostname'"),
         ("link", "expected a file in the model's folder, got 'link'"),
-        ("binary", "expected a text in UTF-8, got another in 'binary'"),
+        ("binary", "expected text in UTF-8, got other bytes in 'binary'"),
         ("", "cannot be read: Is a directory"),
     ],
 )
@@ -46,7 +46,7 @@ def test_labels_that_cannot_be_read_or_lie_elsewhere_are_told(tmp_path: Path, na
 
 
 def test_single_file_has_no_files_beside_it() -> None:
-    with pytest.raises(ServeError, match=r"expected a model in a folder of its own, that would hold 'labels.txt'"):
+    with pytest.raises(ServeError, match=r"'labels.txt' needs a model in a folder of its own, got a single file"):
         read_labels(labelled("labels.txt"), None)
 
 
