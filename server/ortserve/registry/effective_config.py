@@ -8,7 +8,7 @@ from ortserve.config.model import AllVersions, LatestVersions, ModelOptions
 from ortserve.config.queueing import QueuePolicy
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
-from ortserve.registry.configuration.configuration import BACKEND, PLATFORM
+from ortserve.registry.repository.configuration import BACKEND, PLATFORM
 from ortserve.registry.served import ServedModel
 
 _CPU: Final = "CPUExecutionProvider"

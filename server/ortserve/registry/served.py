@@ -18,8 +18,8 @@ from ortserve.core.shape_class import Alone
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
-from ortserve.registry.configuration.configuration import Configuration
 from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, crashing_operators, drop_rows, make_up_row
 from ortserve.telemetry.metrics import ModelMetrics
 from ortserve.telemetry.rejection_log import RejectionLog

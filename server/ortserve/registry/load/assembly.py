@@ -28,9 +28,9 @@ from ortserve.engine.device.readings import read_runs
 from ortserve.engine.device.replay import NO_BUFFERS
 from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import GPU_PROVIDERS
-from ortserve.registry.configuration.configuration import Configuration
 from ortserve.registry.load.loaded_model import LoadedModel, describe_ended_sharing, describe_properties
 from ortserve.registry.load.row_axes import Grounds
+from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses
 from ortserve.registry.served import ServedModel, requests_limits
 from ortserve.telemetry.devices import DeviceRuns

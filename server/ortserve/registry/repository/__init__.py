@@ -1,3 +1,3 @@
-"""What a model is loaded from: files in a repository or sent by a client, and fingerprints that show changes."""
+"""What models are loaded from: files in repositories or sent by clients, fingerprints, and their configuration."""
 
-__all__ = ["client_model", "model_files", "source"]
+__all__ = ["client_model", "configuration", "model_files", "source"]

@@ -19,7 +19,7 @@ from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.session import provider_parts
 from ortserve.config.session_entries import FILE_ENTRIES
 from ortserve.errors import ServeError, invalid_input
-from ortserve.registry.configuration.configuration import Configuration, configure
+from ortserve.registry.repository.configuration import Configuration, configure
 from ortserve.registry.repository.model_files import VERSION, ModelFiles, read_repositories
 from ortserve.registry.repository.source import ModelSource, make_source
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.errors import invalid_input
-from ortserve.registry.configuration.configuration import OPTIONS_FILE, TRITON_OPTIONS_FILE
+from ortserve.registry.repository.configuration import OPTIONS_FILE, TRITON_OPTIONS_FILE
 
 MODEL_FILE: Final = "model.onnx"
 

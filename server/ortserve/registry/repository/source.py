@@ -22,7 +22,7 @@ from ortserve.config.model import (
 )
 from ortserve.config.session import Scalar, option_text, provider_parts
 from ortserve.errors import ServeError, invalid_input
-from ortserve.registry.configuration.configuration import Configuration, read_configuration
+from ortserve.registry.repository.configuration import Configuration, read_configuration
 from ortserve.registry.repository.model_files import ModelFiles, read_repositories
 
 logger: Final = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from ortserve.engine.device.protocol import BoundRun
 from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.provider_options import CPU
 from ortserve.engine.runtime import Runtime
-from ortserve.registry.configuration.configuration import Configuration
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.served import ServedModel
 from ortserve.telemetry.metrics import Metrics
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ortserve.config.model import LoadOptions
-from ortserve.registry.configuration.configuration import Configuration, read_configuration
 from ortserve.registry.repository import source
+from ortserve.registry.repository.configuration import Configuration, read_configuration
 from ortserve.registry.repository.source import ModelSource, read_source, read_sources
 
 

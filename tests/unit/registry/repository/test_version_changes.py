@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ortserve.config.model import ModelOptions
-from ortserve.registry.configuration.configuration import Configuration
+from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.repository.source import VersionChanges, VersionSource, plan_changes
 
 

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import Descriptor
 
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.configuration.fields import FIELDS, Support, check_fields, support_of
+from ortserve.registry.repository.triton_fields import FIELDS, Support, check_fields, support_of
 
 
 def leaf_fields(message: Descriptor, above: str = "") -> Iterator[str]:

@@ -8,7 +8,7 @@ from ortserve._pb import model_config_pb2 as pb
 from ortserve.config.model import MOST_INSTANCES, LoadOptions
 from ortserve.config.session import provider_parts
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.configuration.fields import value_name
+from ortserve.registry.repository.triton_fields import value_name
 
 _ARENA_STRATEGIES: Final = {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"}
 _ALGORITHM_SEARCHES: Final = {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"}

@@ -7,7 +7,7 @@ import pytest
 from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.configuration.configuration import Configuration, read_configuration
+from ortserve.registry.repository.configuration import Configuration, read_configuration
 
 DEFAULTS = ServerOptions(warmup_s=1.5)
 

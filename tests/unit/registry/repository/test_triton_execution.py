@@ -9,7 +9,7 @@ from google.protobuf import text_format
 from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.config.model import LoadOptions
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.configuration.execution import ProviderWishes, choose_providers
+from ortserve.registry.repository.triton_execution import ProviderWishes, choose_providers
 
 TENSORRT = 'gpu_execution_accelerator { name: "tensorrt" %s }'
 OPENVINO = 'cpu_execution_accelerator { name: "openvino" }'

@@ -1,3 +1,0 @@
-"""The configuration of a model: ``model.yaml``, ``config.pbtxt`` or a client's JSON become the same options."""
-
-__all__ = ["configuration"]
