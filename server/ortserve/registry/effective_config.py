@@ -1,4 +1,4 @@
-"""The configuration that a served version really has, as clients of Triton read it."""
+"""The effective configuration of a served version, as clients of Triton read it."""
 
 from collections import Counter
 from typing import Final
@@ -16,10 +16,10 @@ _GRAPH_LEVELS: Final = {"all": 0, "layout": 0, "basic": -1, "extended": 1, "none
 
 
 def describe_config(served: ServedModel) -> pb.ModelConfig:
-    """Say what holds for a version: what its ``config.pbtxt`` says, completed and corrected by how it is really served.
+    """Describe a version: its ``config.pbtxt``, completed and corrected by how it is served.
 
-    ``max_batch_size`` is the most rows that run together where they are on axis 0 of all tensors. Clients take it for
-    that: it is 0 elsewhere, and for a model whose requests run alone; then dims are whole shapes.
+    ``max_batch_size`` is the most rows that run together, if rows are on axis 0 of all tensors, because clients expect
+    them there. Otherwise, and for a model whose requests run alone, it is 0, and dims include all axes.
     """
     options = served.options
     config = pb.ModelConfig()
@@ -32,7 +32,7 @@ def describe_config(served: ServedModel) -> pb.ModelConfig:
     if not config.HasField("optimization"):
         config.optimization.graph.level = _GRAPH_LEVELS[options.session.graph_optimization]
     config.ClearField("dynamic_batching")
-    config.ClearField("response_cache")  # clients that see it expect answers out of one
+    config.ClearField("response_cache")  # Clients that see it expect cached responses.
     if config.max_batch_size > 1:
         _describe_batching(config.dynamic_batching, options, served.max_rows)
     _describe_instances(config, served)
@@ -81,7 +81,7 @@ def _describe_outputs(config: pb.ModelConfig, served: ServedModel) -> None:
 
 def _describe_reshape(message: pb.ModelTensorReshape, spec: TensorSpec, own: TensorSpec, first: int) -> None:
     if spec.shape != own.shape:
-        message.SetInParent()  # an empty shape says that the dimension of 1 is not the model's
+        message.SetInParent()  # An empty shape removes a dimension of 1.
         message.shape.extend(own.shape[first:])
 
 
@@ -113,7 +113,7 @@ def _describe_instances(config: pb.ModelConfig, served: ServedModel) -> None:
     if served.execution_provider in (_CPU, "OpenVINOExecutionProvider"):
         config.instance_group.add(name=name, count=served.options.instances, kind="KIND_CPU")
         return
-    # A group a device: the count of one that names several is of each of them.
+    # One group per device: the count of a group with several devices is that of each of them.
     for number, count in Counter(served.device_ids).items():
         config.instance_group.add(name=name, count=count, kind="KIND_GPU", gpus=[number])
 
@@ -121,7 +121,7 @@ def _describe_instances(config: pb.ModelConfig, served: ServedModel) -> None:
 def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:
     specs = served.signature.inputs_by_name
     for sample in served.options.warmup_samples:
-        told = config.model_warmup.add(name=sample.name, batch_size=sample.rows, count=sample.count)
+        described = config.model_warmup.add(name=sample.name, batch_size=sample.rows, count=sample.count)
         for name, declared in sample.inputs.items():
             own_dims = specs[name].shape[_first(served, specs[name]) :]
             dims = own_dims if declared.dims is None else declared.dims
@@ -132,11 +132,11 @@ def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:
                 tensor.zero_data = True
             else:
                 tensor.random_data = True
-            told.inputs[name].CopyFrom(tensor)
+            described.inputs[name].CopyFrom(tensor)
 
 
 def _first(served: ServedModel, spec: TensorSpec) -> int:
-    """Where the dimensions begin that a configuration names."""
+    """The first axis that a configuration names."""
     return spec.leading if served.signature.rows_lead else 0
 
 

@@ -1,4 +1,9 @@
-"""Which requests of a model may share a batch: those of one shape class."""
+"""Shapes of requests: which requests may share a batch, and how empty tensors are handled.
+
+ONNX Runtime 1.31.1 with the CPU provider was run on empty tensors: the backend node tests of ONNX 1.22 and the models
+of ``tests/rows``, with 0 elements along one axis. Most models returned empty outputs, exported transformers failed at a
+Reshape, and the operators in ``CRASHING`` ended the process.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -17,20 +22,20 @@ from ortserve.core.tensor import format_shape
 from ortserve.errors import invalid_input
 from ortserve.rows import sum_terms
 
-_MOST_VALUE_BYTES: Final = 64 * 1024
-"""Of an input without rows, which is compared by value: a rate, a scale, a list of labels."""
-_MOST_KEPT: Final = 256
-"""Sets of shapes whose verdict is kept."""
+_MAX_VALUE_BYTES: Final = 64 * 1024
+"""Of an input without rows, such as a scale or a list of labels, which is compared by value."""
+_MAX_VERDICTS: Final = 256
+"""Sets of shapes whose verdict is cached."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
-"""Of a row of each input; None for one that is absent."""
+"""The shape of a row of each input; None for an absent input."""
 
 
 class ShapeClasses:
-    """Finds the shape class of a request, of a model that has several. Any thread."""
+    """Finds the shape class of a request, for a model that has several. Any thread."""
 
     def __init__(self, signature: ModelSignature, padding: Padding | None) -> None:
-        """``signature`` is of the model itself; ``padding`` is None where no request is padded."""
+        """``signature`` is the model's own; ``padding`` is None if no request is padded."""
         self._is_batched = signature.is_batched
         self._padding = padding
         self._wholes = [
@@ -39,13 +44,13 @@ class ShapeClasses:
             if signature.is_batched and spec.batch_axis is None
         ]
         self._sizes = EqualSizes(signature)
-        self._may_share = lru_cache(_MOST_KEPT)(self._judge_shapes)
+        self._may_share = lru_cache(_MAX_VERDICTS)(self._judge_shapes)
 
     def find(self, inputs: Arrays) -> Hashable:
-        """The class of a request: equal for those that may share a batch, ``Alone`` for one that must not.
+        """The shape class of a request: equal for requests that may share a batch, ``Alone`` for one that must not.
 
-        A request must run alone that brings an initializer of the model's, that has an axis of no elements, or whose
-        sizes disagree with the names of the model's dimensions where the proof that rows are independent needs them.
+        A request runs alone if it sets an initializer of the model, if it has an axis without elements, or if its sizes
+        contradict names of dimensions on which the proof of independent rows relies.
 
         Args:
             inputs: As batches hold them.
@@ -66,7 +71,7 @@ class ShapeClasses:
             if shapes[index] is None:
                 continue
             value = inputs[index][0, ...]
-            if is_optional or value.nbytes > _MOST_VALUE_BYTES:
+            if is_optional or value.nbytes > _MAX_VALUE_BYTES:
                 return Alone()
             elements = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
             key = key, blake2b(elements, digest_size=16).hexdigest()
@@ -77,12 +82,12 @@ class ShapeClasses:
 
 
 class EqualSizes:
-    """The conditions on sizes under which the rows of a model were proven to be independent."""
+    """The conditions on sizes under which the rows of a model are proven to be independent."""
 
     def __init__(self, signature: ModelSignature) -> None:
         self._names = set(signature.equal_sizes)
         self._sums = {name: terms for name in signature.equal_sizes if (terms := sum_terms(name))}
-        # Terms of sums are dimensions, too.
+        # The terms of sums are dimensions, too.
         self._names |= {term for terms in self._sums.values() for term in terms if isinstance(term, str)}
         self._dims = [
             tuple(name for axis, name in enumerate(spec.dim_names) if axis != spec.batch_axis)
@@ -90,7 +95,7 @@ class EqualSizes:
         ]
 
     def agree(self, shapes: Shapes) -> bool:
-        """Whether each dimension has one size in all of these, and sums have theirs."""
+        """Whether each dimension has the same size in all shapes, and each sum is that of its terms."""
         if not self._names:
             return True
         sizes: dict[str, int] = {}
@@ -101,7 +106,7 @@ class EqualSizes:
         return all(self._adds_up(name, terms, sizes) for name, terms in self._sums.items())
 
     def _adds_up(self, name: str, terms: Sequence[str | int], sizes: dict[str, int]) -> bool:
-        if name not in sizes:  # of an optional input that is absent
+        if name not in sizes:  # A dimension of an absent optional input.
             return True
         unknown = [term for term in terms if isinstance(term, str) and term not in sizes]
         rest = sizes[name] - sum(term if isinstance(term, int) else sizes.get(term, 0) for term in terms)
@@ -121,23 +126,23 @@ CRASHING: Final[Mapping[str, bool]] = {
     "LSTM": True,
     "Unique": True,
 }
-"""Operators that end the process on an empty tensor: GRU, LSTM and Unique by ``std::terminate``, the former for 0 rows
-or 0 steps, the latter where another axis than its own is empty; Einsum by a division by 0, for 0 rows. False for those
-that are only known to do so where axis 0 is empty: a decoder may have an Einsum and begin with a past of length 0."""
+"""Operators that end the process on an empty tensor. GRU and LSTM call ``std::terminate`` for 0 rows or 0 steps, Unique
+if an axis other than its own is empty; Einsum divides by 0 for 0 rows. False for operators that are only known to crash
+if axis 0 is empty: a decoder with an Einsum may begin with a past of length 0."""
 
-_MOST_ELEMENTS: Final = 2**23
-"""Of a made-up row of an input with free dimensions, which a request without data chooses at will: 32 MiB of FP32."""
-_MOST_TEXTS: Final = 2**14
-"""Likewise of texts, as ``text_weight`` has it for a run."""
+_MAX_ELEMENTS: Final = 2**23
+"""Of a placeholder row of an input with free dimensions, whose sizes a request without data chooses: 32 MiB of FP32."""
+_MAX_TEXTS: Final = 2**14
+"""The same for texts, as ``text_weight`` limits them for a run."""
 
 
 def crashing_operators(operators: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """Operators of a model, listed by execution provider, that crash on empty tensors; sorted."""
+    """Sort out the operators of a model, listed by execution provider, that crash on empty tensors."""
     return tuple(sorted({name for kinds in operators.values() for name in kinds} & CRASHING.keys()))
 
 
 def check_not_empty(inputs: Arrays, signature: ModelSignature, model: str, crashing: Sequence[str]) -> None:
-    """Reject inputs that one of the model's ``crashing`` operators may crash on.
+    """Reject empty inputs on which one of the model's ``crashing`` operators may crash.
 
     Raises:
         ServeError: invalid_input, naming the first such input and the operators.
@@ -152,12 +157,12 @@ def check_not_empty(inputs: Arrays, signature: ModelSignature, model: str, crash
             )
 
 
-def make_up_row(inputs: Arrays, signature: ModelSignature, model: str) -> Arrays:
-    """The inputs of one row in place of a request's that has none: zeros and empty texts, of the same dimensions.
+def placeholder_row(inputs: Arrays, signature: ModelSignature, model: str) -> Arrays:
+    """Make one row of zeros and empty texts for a request without rows, with the same other dimensions.
 
     Args:
-        inputs: As clients see them, in the signature's order; empty along their batch axes.
-        signature: As clients see it, of a batched model.
+        inputs: Of the request, in the signature's order; empty along their batch axes.
+        signature: Of requests of a batched model.
         model: For the error.
 
     Raises:
@@ -167,7 +172,7 @@ def make_up_row(inputs: Arrays, signature: ModelSignature, model: str) -> Arrays
 
 
 def drop_rows(outputs: Arrays, signature: ModelSignature) -> Arrays:
-    """The outputs of a batch of one made-up row without that row; those that have no rows stay as they are."""
+    """Remove the placeholder row from the outputs. Outputs without rows stay as they are."""
     return tuple(
         [
             output if spec.batch_axis is None else output[:0]
@@ -183,7 +188,7 @@ def _one_row(spec: TensorSpec, array: np.ndarray, model: str) -> np.ndarray:
     if axis is None:
         return array
     shape = (*array.shape[:axis], 1, *array.shape[axis + 1 :])
-    most = _MOST_TEXTS if array.dtype.hasobject else _MOST_ELEMENTS
+    most = _MAX_TEXTS if array.dtype.hasobject else _MAX_ELEMENTS
     if -1 in spec.row_shape and prod(shape) > most:
         raise invalid_input(
             f"input '{spec.name}' has no rows for model '{model}': expected at most {most} elements a row then, "

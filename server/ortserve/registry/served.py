@@ -20,7 +20,13 @@ from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.repository.configuration import Configuration
-from ortserve.registry.request_shapes import ShapeClasses, check_not_empty, crashing_operators, drop_rows, make_up_row
+from ortserve.registry.request_shapes import (
+    ShapeClasses,
+    check_not_empty,
+    crashing_operators,
+    drop_rows,
+    placeholder_row,
+)
 from ortserve.telemetry.metrics import ModelMetrics
 from ortserve.telemetry.rejection_log import RejectionLog
 
@@ -31,7 +37,7 @@ class Submission:
 
     Attributes:
         outputs: In the signature's order, for ``cut_back``, or a ``ServeError``.
-        leave: To be called by who stops waiting: its place in the queue is free at once, and ``outputs`` cancelled.
+        leave: Called if the response is no longer wanted: frees the place in the queue and cancels ``outputs``.
     """
 
     outputs: Final[Outputs]
@@ -43,7 +49,7 @@ class Submission:
 
 
 class ServedModel:
-    """What the service sees of a version: its signature and a way in. Loop thread only."""
+    """A version as the service sees it: its signature, and how to submit requests. Loop thread only."""
 
     def __init__(
         self,
@@ -56,35 +62,35 @@ class ServedModel:
         configuration: Configuration,
         properties: Mapping[str, str],
     ) -> None:
-        """Open for requests.
+        """Accept requests.
 
         Args:
             name: Of the model.
             version: Digits.
-            loaded: What the loader made of it.
+            loaded: The result of its load.
             batcher: Of the loaded instances.
             metrics: Of the version.
-            configuration: It was loaded with.
-            properties: What operators may read about it.
+            configuration: Of its load.
+            properties: Shown in the metadata.
         """
         self.name = name
         self.version = version
         self.signature: Final = loaded.interface.client
-        """What requests bring and get."""
+        """Of requests and responses."""
         self.model_signature: Final = loaded.interface.model
-        """The same tensors in the same order as the model itself has them: other shapes, where they are reshaped."""
+        """Of the model itself: the same tensors in the same order, with other shapes if they are reshaped."""
         self.labels: Final[Mapping[str, Sequence[str]]] = loaded.labels
         """Names of the elements of an output, by its name; outputs without labels are not in it."""
         self.metrics = metrics
         self.rejections: Final = RejectionLog(name, version)
         self.properties = properties
-        """Replaced as a whole where one of them changes."""
+        """Replaced as a whole when one of them changes."""
         self.options: Final = configuration.options
         self.declared: Final = configuration.declared
-        """Its ``config.pbtxt`` as it stands; empty where it has none."""
+        """Its ``config.pbtxt``; empty without one."""
         self.execution_provider: Final = loaded.execution_provider
         self.device_ids: Final = loaded.device_ids
-        """For each instance."""
+        """Of each instance."""
         self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
         self._instances = loaded.instances
@@ -192,7 +198,7 @@ class ServedModel:
 
     async def _run_without_rows(self, inputs: Arrays, timing: Timing, terms: Terms) -> Arrays:
         """Answer a request of 0 rows, which many models reject or crash on, by a row that ONNX Runtime takes."""
-        submission = self.submit(make_up_row(inputs, self.signature, self.name), 1, timing, terms)
+        submission = self.submit(placeholder_row(inputs, self.signature, self.name), 1, timing, terms)
         try:
             return drop_rows(await submission.outputs, self.signature)
         except ModelRejectionError as error:
@@ -235,7 +241,7 @@ class ServedModel:
 
 
 def has_queue_policies(options: ModelOptions) -> bool:
-    """Whether there are any but those that every model has."""
+    """Whether the options set queue policies."""
     return bool(options.priority_queue_policies) or options.queue_policy != QueuePolicy()
 
 
@@ -244,12 +250,15 @@ def policy_terms(
 ) -> Terms:
     """The terms of a request of a model with queue policies.
 
+    Such a model has two levels in the batcher for each priority level: the first for requests in time, the second for
+    requests that waited too long and let the others go first.
+
     Args:
         options: Of the model.
         level: Of the request, 1 first.
-        received_ns: What its wait counts from (monotonic).
-        finish_by_ns: When its answer is of no use any more.
-        asked_ns: How long it is ready to wait in the queue; it is heard where the policy lets it be, and asks for less.
+        received_ns: The begin of its wait (monotonic).
+        finish_by_ns: Its deadline.
+        asked_ns: The longest wait in the queue that it asks for; effective if shorter and if the policy allows it.
     """
     policy = options.priority_queue_policies.get(level, options.queue_policy)
     wait_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)
@@ -260,15 +269,15 @@ def policy_terms(
 
 
 def terms_behind(terms: Terms) -> Terms:
-    """Those of a request that has waited too long, and now goes behind everybody of its level who has not."""
+    """The terms of a request that waited too long and now runs after the others of its level."""
     return replace(terms, level=terms.level + 1, start_by_ns=None, yields_when_late=False)
 
 
 def requests_limits(options: ModelOptions) -> dict[int, int]:
-    """How many requests may wait, by the level that the batcher knows."""
+    """The most queued requests by the batcher's level."""
     if not has_queue_policies(options):
         return {}
-    # The usual level, too, where a model has a policy but no levels.
+    # The default level, too: a model may have a policy and no levels.
     levels = {*range(1, options.priority_levels + 1), options.default_priority_level}
     policies = {level: options.priority_queue_policies.get(level, options.queue_policy) for level in levels}
     return {2 * level - 1: policy.max_requests for level, policy in policies.items() if policy.max_requests is not None}

@@ -1,4 +1,4 @@
-"""From a loaded model to one that answers: its instances behind a queue and a batcher, its numbers in the metrics."""
+"""Assembles a served model from a loaded one: a queue, a batcher and the sources of its metrics."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ logger: Final = logging.getLogger(__name__)
 
 
 class Assembly:
-    """Makes served models that share the loop's time and the host's processors. Loop thread only."""
+    """Assembles served models, which share the loop's time and the host's processors. Loop thread only."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, clock: Clock, *, processors: int, activity: LoopActivity | None = None
@@ -60,18 +60,18 @@ class Assembly:
         on_lost: Callable[[str], object] | None = None,
         run_events: RunEvents | None = None,
     ) -> ServedModel:
-        """Open a loaded model for requests.
+        """Assemble a served model.
 
         Args:
-            loaded: What the loader made.
-            configuration: It was loaded with.
-            metrics: The series of its version, which name it.
-            on_lost: Told why, once the devices of all its instances are lost, so that it answers nobody any more.
+            loaded: The result of its load.
+            configuration: Of its load.
+            metrics: Of its version.
+            on_lost: Called with the reason once the devices of all its instances are lost and it cannot run any more.
             run_events: Called for runs over their limits.
         """
         found = loaded.warm_up
         options = configuration.options
-        # What was measured at one shape says nothing of another: then each shape class learns from its own batches.
+        # Latencies of one shape do not hold for another: with several, each shape class learns from its own batches.
         is_known = loaded.signature.has_one_shape_class
         queue = RiderQueue(
             [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
@@ -87,7 +87,7 @@ class Assembly:
             _policy(loaded, options),
             queue,
             limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
-            # A run on a GPU neither waits for processors nor keeps others from them, and its session is its worker's.
+            # A run on a GPU neither needs nor holds processors, and only its worker uses its session.
             shared=self._processors if runs_on_host else SharedThreads(len(loaded.instances) * depth, self._loop),
             threads=loaded.run_threads if runs_on_host else 1,
             inline=self._inline_runs(loaded, metrics) if runs_on_host else None,
@@ -106,7 +106,7 @@ class Assembly:
         )
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks))
         metrics.set_saturation_source(batcher.saturation)
-        # What warm-up staged was nobody's.
+        # Elements that warm-up staged do not count.
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
         if any(isinstance(instance, DeviceInstance) for instance in loaded.instances):
             metrics.set_device_source(partial(read_runs, loaded.instances))
@@ -149,7 +149,7 @@ def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
 
 
 def _tried_shapes(loaded: LoadedModel) -> list[Hashable]:
-    """The shape class of the row that warm-up ran."""
+    """The shape class of the row that ran in warm-up."""
     inputs = loaded.warm_up.inputs
     if inputs is None or not loaded.signature.is_batched or loaded.signature.has_one_shape_class:
         return []
@@ -162,7 +162,7 @@ def _run_limits(options: ModelOptions) -> RunLimits:
 
 
 def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> RowChecks | None:
-    """The checks of a batched model; None where its rows are proven to be independent or the configuration says so."""
+    """The row checks of a batched model; None if its rows are proven to be independent or the configuration says so."""
     is_checked = options.row_checks
     if is_checked is None:
         is_checked = loaded.rows.grounds is not Grounds.PROVEN
@@ -172,7 +172,7 @@ def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> Row
 
 
 def _end_sharing(served: ServedModel, difference: Difference) -> None:
-    """Report to operators that each request of a model runs alone from now on."""
+    """Report in the log and the properties that each request of a model runs alone from now on."""
     log_event(
         logger,
         logging.ERROR,

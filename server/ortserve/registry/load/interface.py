@@ -1,9 +1,9 @@
-"""What clients see of a model: its own inputs and outputs, as its configuration orders, narrows and reshapes them."""
+"""The inputs and outputs that clients see, and the padding of batches: the configuration checked against the model."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,18 +17,16 @@ from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
 
-_OF_BATCHES: Final = ("max_rows", "buckets", "preferred_rows", "queue_delay_s")
-
 
 @dataclass(frozen=True, slots=True)
 class Interface:
     """Two signatures of the same tensors in the same order.
 
     Attributes:
-        model: What instances are given and give.
-        client: What requests bring and get.
-        conversions: Between what clients see and what batches hold; None where they are the same.
-        without_effect: What the configuration says in vain, and why.
+        model: Of instances.
+        client: Of requests and responses.
+        conversions: Between the tensors of requests and those of batches; None if they are the same.
+        without_effect: For each option that has no effect, its name and the reason.
     """
 
     model: ModelSignature
@@ -36,17 +34,8 @@ class Interface:
     conversions: Conversions | None = None
     without_effect: tuple[str, ...] = ()
 
-    def in_vain_alone(self, options: ModelOptions) -> tuple[str, ...]:
-        """What a model's own options say of batches, where each of its requests runs alone; not the server's."""
-        if self.model.is_batched:
-            return ()
-        said = [key for key in _OF_BATCHES if key in options.model_fields_set and getattr(options, key)]
-        if options.max_rows == 1:
-            said = [key for key in said if key != "max_rows"]  # which is what happens
-        return tuple(f"{key}: each request runs alone: {self.model.unbatched_because}" for key in said)
-
     def unbatched(self, because: str) -> "Interface":
-        """The same, each request alone."""
+        """The same interface of a model whose requests each run alone."""
         return replace(
             self,
             model=replace(self.model, unbatched_because=because),
@@ -55,14 +44,14 @@ class Interface:
 
 
 def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Interface:
-    """Check what the configuration says of inputs and outputs against the model, and apply it.
+    """Check the configured inputs and outputs against the model, and apply their order, dims and reshapes.
 
     Args:
         options: Of the model.
-        signature: As the model itself has it.
+        signature: Of the model itself.
 
     Raises:
-        ServeError: invalid_input, naming the input or output, what the model has and what was configured.
+        ServeError: invalid_input, with the name, the model's and the configured value.
     """
     if options.says_batched and not signature.is_batched:
         raise invalid_input(f"the configuration says that the model is batched, but {signature.unbatched_because}")
@@ -72,8 +61,8 @@ def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Inter
         by_name = {spec.name: spec for spec in outputs}
         _check_names("output", options.served_outputs, by_name)
         outputs = [by_name[name] for name in dict.fromkeys(options.served_outputs)]
-    in_vain = tuple(
-        f"optional: the model cannot do without input '{spec.name}'"
+    without_effect = tuple(
+        f"optional: the model requires input '{spec.name}'"
         for spec in inputs
         if spec.name in options.inputs and options.inputs[spec.name].optional and not spec.is_optional
     )
@@ -90,7 +79,7 @@ def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Inter
     to_model = tuple(_to_model(own, seen, is_batched=signature.is_batched) for own, seen in resolved_inputs)
     to_client = tuple(_to_client(own, seen, is_batched=signature.is_batched) for own, seen in resolved_outputs)
     is_same = not any(conversion is not None for conversion in (*to_model, *to_client))
-    return Interface(model, client, None if is_same else Conversions(to_model, to_client), in_vain)
+    return Interface(model, client, None if is_same else Conversions(to_model, to_client), without_effect)
 
 
 def _ordered(role: str, specs: Sequence[TensorSpec], declared: Mapping[str, TensorOptions]) -> list[TensorSpec]:
@@ -106,7 +95,7 @@ def _check_names(role: str, names: Iterable[str], known: Mapping[str, TensorSpec
 
 
 def _resolve(spec: TensorSpec, declared: TensorOptions | None) -> tuple[TensorSpec, TensorSpec]:
-    """The tensor as the model has it and as clients see it."""
+    """The tensor of the model and the tensor of clients."""
     if declared is None:
         return spec, spec
     if declared.datatype is not None and declared.datatype is not spec.datatype:
@@ -116,7 +105,9 @@ def _resolve(spec: TensorSpec, declared: TensorOptions | None) -> tuple[TensorSp
         )
     if declared.dims is None:
         if declared.reshape is not None:
-            raise invalid_input(f"'{spec.name}': reshape says what the model's dimensions are, dims are missing")
+            raise invalid_input(
+                f"'{spec.name}': reshape holds the model's dimensions; expected dims, too, with the client's"
+            )
         return spec, spec
     own_dims = declared.dims if declared.reshape is None else declared.reshape
     if not same_elements(declared.dims, own_dims):
@@ -133,7 +124,7 @@ def _resolve(spec: TensorSpec, declared: TensorOptions | None) -> tuple[TensorSp
 
 
 def _narrow(spec: TensorSpec, dims: tuple[int, ...]) -> TensorSpec:
-    """The tensor with the free dimensions that the configuration fixes."""
+    """The tensor with those free dimensions fixed that the configuration fixes."""
     if spec.has_any_shape:
         return replace(spec, shape=dims, has_any_shape=False)
     own = spec.shape[spec.leading :]
@@ -160,7 +151,7 @@ def _misfit(spec: TensorSpec, dims: tuple[int, ...], own: str, configured: str) 
 
 
 def _to_model(own: TensorSpec, seen: TensorSpec, *, is_batched: bool) -> Conversion | None:
-    """Of an input."""
+    """The conversion of an input."""
     if is_batched and own.batch_axis is None:
         return RepeatForRows(_reshape(seen, own))
     if own.batch_axis:
@@ -169,7 +160,7 @@ def _to_model(own: TensorSpec, seen: TensorSpec, *, is_batched: bool) -> Convers
 
 
 def _to_client(own: TensorSpec, seen: TensorSpec, *, is_batched: bool) -> Conversion | None:
-    """Of an output."""
+    """The conversion of an output."""
     if is_batched and own.batch_axis is None:
         return FirstRow(_reshape(own, seen))
     if own.batch_axis:
@@ -187,11 +178,11 @@ Value: TypeAlias = bool | int | float | str
 
 
 def resolve_padding(options: ModelOptions, signature: ModelSignature) -> Padding | None:
-    """Say what is padded in the batches of a model; None where nothing ever is.
+    """The padding of the batches of a model; None if they are never padded.
 
     Args:
         options: Of the model, with ``pad`` and ``buckets``.
-        signature: Read from a session: the names of its dimensions are needed.
+        signature: Of the model, with the names of its dimensions.
 
     Raises:
         ServeError: invalid_input, naming the key of ``model.yaml`` that does not fit the model.
@@ -201,7 +192,7 @@ def resolve_padding(options: ModelOptions, signature: ModelSignature) -> Padding
     if not signature.is_batched:
         raise _bad("pad", f"the model is not batched: {signature.unbatched_because}")
     if off_front := [spec.name for spec in (*signature.inputs, *signature.outputs) if spec.batch_axis != 0]:
-        raise _bad("pad", f"expected rows on axis 0 of all inputs and outputs, not so of '{off_front[0]}'")
+        raise _bad("pad", f"expected rows on axis 0 of all inputs and outputs, got another axis for '{off_front[0]}'")
     for name in options.pad:
         if name not in signature.inputs_by_name:
             raise _bad(f"pad.{name}", f"expected one of the inputs {', '.join(signature.inputs_by_name)}, got '{name}'")
@@ -223,18 +214,18 @@ def _resolve_axis(spec: TensorSpec, pad: PadAxis) -> PaddedAxis:
         raise _bad(f"{key}.axis", f"axis {axis} of '{spec.name}' is fixed at {spec.shape[axis]}")
     if not spec.dim_names[axis]:
         raise _bad(
-            f"{key}.axis", f"axis {axis} of '{spec.name}' has no name in the model, by which outputs are cut back"
+            f"{key}.axis", f"axis {axis} of '{spec.name}' has no name in the model; outputs are cut back by the name"
         )
     value = as_element(pad.value, spec.datatype)
     if value is None:
         raise _bad(f"{key}.value", f"expected a value of {spec.datatype.value}, got {pad.value!r}")
     if spec.is_optional:
-        raise _bad(key, "it is an optional input, which is not padded")
+        raise _bad(key, "optional inputs are not padded")
     return PaddedAxis(spec.name, axis, pad.multiple, value, spec.dim_names[axis])
 
 
 def as_element(value: Value, datatype: DataType) -> Value | None:
-    """The value as an element of a tensor; None where the datatype has no such value."""
+    """The value as an element of a tensor; None if the datatype cannot represent it."""
     if isinstance(value, str) or datatype is DataType.BYTES:
         return value if isinstance(value, str) and datatype is DataType.BYTES else None
     if datatype is DataType.BOOL:
@@ -246,7 +237,7 @@ def as_element(value: Value, datatype: DataType) -> Value | None:
     if datatype.numpy.kind == "f":
         try:
             number = float(value)
-        except OverflowError:  # an integer of hundreds of digits
+        except OverflowError:  # An integer of hundreds of digits.
             return None
         return None if abs(number) > float(np.finfo(datatype.numpy).max) and math.isfinite(number) else number
     bounds = np.iinfo(datatype.numpy)
@@ -254,7 +245,7 @@ def as_element(value: Value, datatype: DataType) -> Value | None:
 
 
 def _as_bfloat16(value: float) -> int | None:
-    """Bit patterns are what BF16 tensors hold."""
+    """The bit pattern, which BF16 tensors hold."""
     number = as_element(value, DataType.FP32)
     if number is None:
         return None
@@ -263,7 +254,7 @@ def _as_bfloat16(value: float) -> int | None:
 
 
 def _check_shared_dimensions(signature: ModelSignature, axes: tuple[PaddedAxis | None, ...]) -> None:
-    """Axes that share a dimension must be padded alike, else the model would be given two lengths of it."""
+    """Check that axes of one dimension are padded alike; otherwise the model would receive two lengths of it."""
     padded = {axis.dim_name: axis for axis in reversed(axes) if axis is not None}
     for spec, own in zip(signature.inputs, axes, strict=True):
         for axis, name in enumerate(spec.dim_names):
@@ -285,7 +276,7 @@ def _find_cuts(signature: ModelSignature, axes: tuple[PaddedAxis | None, ...]) -
                 continue
             if size == -1 and not name:
                 raise _bad(
-                    "pad", f"axis {axis} of output '{spec.name}' has no name in the model: it may be one to cut back"
+                    "pad", f"axis {axis} of output '{spec.name}' has no name in the model: it might need to be cut back"
                 )
             if name in sources:
                 yield CutAxis(index, spec.name, axis, sources[name])

@@ -174,7 +174,7 @@ def log_warnings(
         log_event(logger, logging.WARNING, event, model=name, max_rows=found.max_rows, reason=found.no_memory)
     for reason in (
         *loaded.interface.without_effect,
-        *_batch_options_without_effect(loaded.signature, options),
+        *batch_options_without_effect(loaded.signature, options),
         *threads_without_effect(options, has_global_threads=has_global_threads),
         *sizes_without_effect(options, max_rows),
         *(() if is_on_gpu else gpus_without_effect(options, loaded.execution_provider)),
@@ -182,7 +182,7 @@ def log_warnings(
         log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
 
 
-def _batch_options_without_effect(signature: ModelSignature, options: ModelOptions) -> list[str]:
+def batch_options_without_effect(signature: ModelSignature, options: ModelOptions) -> list[str]:
     """The model's own options of batches, if each of its requests runs alone."""
     if signature.is_batched:
         return []

@@ -1,4 +1,4 @@
-"""Along which axes of a model's tensors rows run together, and on what grounds that is believed."""
+"""The row axes of a model's tensors, from its graph and its configuration, and on what grounds they are believed."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -28,38 +28,38 @@ class Grounds(enum.Enum):
     PROVEN = "proven"
     """The graph shows it."""
     TRIED = "tried"
-    """The graph does not tell, and rows alone and together had the same answers."""
+    """The graph does not show it; rows alone and together gave the same outputs."""
     CONFIGURED = "configured"
     """The configuration says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowAxes:
-    """What is known of a model's rows before a session is open.
+    """The rows of a model, as known before a session is open.
 
     Attributes:
-        grounds: TRIED where that is still to be done, unless ``is_mixed``.
-        inputs: The axis with the rows, None for an input without. Empty where axis 0 is to be tried.
-        outputs: Likewise.
+        grounds: TRIED if a trial will follow, unless ``is_mixed``.
+        inputs: The axis with the rows by input, None for an input without rows. Empty if a trial assumes axis 0.
+        outputs: The same by output.
         equal_sizes: As in ``ModelSignature``.
-        is_refused: Whether the configuration says that requests run alone.
-        doubt: What the graph says against the rows' independence, or why it does not tell; empty for proven ones.
-        is_mixed: Whether it says that rows may meet.
+        is_disabled: Whether the configuration says that requests run alone.
+        doubt: What in the graph speaks against independent rows, or why it does not show them; empty if proven.
+        is_mixed: Whether the graph shows that rows may meet.
     """
 
     grounds: Grounds
     inputs: Axes = field(default_factory=dict)
     outputs: Axes = field(default_factory=dict)
     equal_sizes: tuple[str, ...] = ()
-    is_refused: bool = False
+    is_disabled: bool = False
     doubt: str = ""
     is_mixed: bool = False
 
     @property
     def known_dependence(self) -> str | None:
-        """How rows depend on each other; None where a trial must show it.
+        """How rows depend on each other; None if a trial must show it.
 
-        Empty where they are proven not to, and where the configuration overrules a graph in which they may meet.
+        Empty if they are proven not to, and if the configuration overrules a graph in which they may meet.
         """
         if self.grounds is Grounds.PROVEN:
             return ""
@@ -68,12 +68,12 @@ class RowAxes:
         return None
 
     def apply(self, signature: ModelSignature) -> ModelSignature:
-        """The signature with these axes.
+        """Set these axes in a signature.
 
         Args:
-            signature: As ``read_signature`` gives it, batched along axis 0 where the names of dimensions allow that.
+            signature: As ``read_signature`` returns it, batched along axis 0 if the names of dimensions allow that.
         """
-        if self.is_refused:
+        if self.is_disabled:
             return replace(signature, unbatched_because="its configuration says so")
         if not self.inputs:
             return signature
@@ -87,19 +87,19 @@ class RowAxes:
     def _input_axis(self, spec: TensorSpec) -> int | None:
         if spec.name in self.inputs:
             return self.inputs[spec.name]
-        # An initializer: the proof is of its own value.
+        # An initializer: the proof holds for its own value.
         has_rows = self.grounds is not Grounds.PROVEN and spec.shape[:1] == (-1,)
         return 0 if has_rows else None
 
 
 def find_row_axes(path: Path, options: ModelOptions) -> RowAxes:
-    """Decide by the model's graph and its configuration. Blocks on the file; takes some 50 µs a node.
+    """Find the row axes by the graph and the configuration. Blocks on the file; takes about 50 µs per node.
 
     Raises:
-        ServeError: invalid_input, for a ``batch_axis`` of an input or output that is not there.
+        ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.
     """
     if options.batched is False:
-        return RowAxes(Grounds.CONFIGURED, is_refused=True)
+        return RowAxes(Grounds.CONFIGURED, is_disabled=True)
     try:
         model = read_graph(path)
         if model is None:

@@ -11,6 +11,7 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.interface import Interface, resolve_interface
+from ortserve.registry.load.loaded_model import batch_options_without_effect
 from ortserve.registry.load.row_axes import Grounds, RowAxes
 
 BATCHED = ModelSignature(
@@ -38,22 +39,26 @@ def test_without_a_word_clients_see_the_model_as_it_is() -> None:
     assert resolve(BATCHED) == Interface(BATCHED, BATCHED)
 
 
-def test_what_a_model_that_runs_requests_alone_says_of_batches_is_in_vain() -> None:
+def test_options_of_batches_have_no_effect_if_requests_run_alone() -> None:
     said = ModelOptions(max_rows=8, buckets=(1, 8), preferred_rows=(4,), queue_delay_s=1, warmup_s=0)
     why = "each request runs alone: the first dimension of input 'x' is fixed at 1"
-    assert resolve(FIXED).in_vain_alone(said) == tuple(
+    assert batch_options_without_effect(resolve(FIXED).model, said) == [
         f"{key}: {why}" for key in ("max_rows", "buckets", "preferred_rows", "queue_delay_s")
-    )
-    assert resolve(BATCHED).in_vain_alone(said) == ()
+    ]
+    assert batch_options_without_effect(resolve(BATCHED).model, said) == []
     found = resolve(BATCHED).unbatched("rows depend")
-    assert found.in_vain_alone(ModelOptions(buckets=(4,))) == ("buckets: each request runs alone: rows depend",)
+    assert batch_options_without_effect(found.model, ModelOptions(buckets=(4,))) == [
+        "buckets: each request runs alone: rows depend"
+    ]
 
 
-def test_what_happens_anyway_or_is_said_for_all_models_is_not_in_vain() -> None:
-    assert resolve(FIXED).in_vain_alone(ModelOptions(max_rows=1, buckets=(), queue_delay_s=0)) == ()
+def test_options_that_hold_anyway_or_are_set_for_all_models_are_not_reported() -> None:
+    assert (
+        batch_options_without_effect(resolve(FIXED).model, ModelOptions(max_rows=1, buckets=(), queue_delay_s=0)) == []
+    )
     inherited = load_model_options(None, LoadOptions(max_rows=8, queue_delay_s=0.1))
     assert inherited.max_rows == 8
-    assert resolve(FIXED).in_vain_alone(inherited) == ()
+    assert batch_options_without_effect(resolve(FIXED).model, inherited) == []
 
 
 def test_sizes_fix_free_dimensions_for_clients_and_warm_up_alike() -> None:
@@ -96,7 +101,7 @@ def test_whole_shapes_are_reshaped_where_requests_run_alone() -> None:
 
 
 def test_batching_can_be_switched_off_and_dims_are_whole_shapes_then() -> None:
-    signature = RowAxes(Grounds.CONFIGURED, is_refused=True).apply(BATCHED)
+    signature = RowAxes(Grounds.CONFIGURED, is_disabled=True).apply(BATCHED)
     interface = resolve(signature, batched=False, inputs={"a": {"dims": (-1, 16)}})
     assert interface.model.unbatched_because == interface.client.unbatched_because == "its configuration says so"
     assert interface.client.inputs[0].shape == (-1, 16)
@@ -104,7 +109,7 @@ def test_batching_can_be_switched_off_and_dims_are_whole_shapes_then() -> None:
 
 def test_optional_input_that_the_model_requires_is_reported_and_stays_required() -> None:
     interface = resolve(BATCHED, inputs={"a": {"optional": True}})
-    assert interface.without_effect == ("optional: the model cannot do without input 'a'",)
+    assert interface.without_effect == ("optional: the model requires input 'a'",)
     assert not interface.client.has_one_shape_class
 
 
@@ -143,7 +148,7 @@ def test_optional_input_that_the_model_requires_is_reported_and_stays_required()
             {"inputs": {"a": {"dims": (4, 5), "reshape": (16,)}}},
             "'a': dims [4,5] and reshape [16] have different numbers of elements",
         ),
-        (BATCHED, {"inputs": {"a": {"reshape": (16,)}}}, "'a': reshape says what the model's dimensions are, dims"),
+        (BATCHED, {"inputs": {"a": {"reshape": (16,)}}}, "'a': expected dims beside reshape: dims are"),
     ],
 )
 def test_what_does_not_fit_the_model_is_told(

@@ -70,13 +70,13 @@ def test_buckets_alone_pad_rows_and_nothing_else_is_padding() -> None:
         (
             ModelSignature((spec("ids", "batch", None),), (spec("y", "batch"),)),
             {"ids": axis()},
-            "pad.ids.axis: axis 1 of 'ids' has no name in the model, by which outputs are cut back",
+            "pad.ids.axis: axis 1 of 'ids' has no name in the model; outputs are cut back by the name",
         ),
         (TOKENS, {"ids": axis(value=1.5), "mask": axis()}, "pad.ids.value: expected a value of INT64, got 1.5"),
         (
             ModelSignature((replace(spec("ids", "batch", "seq"), is_optional=True),), TOKENS.outputs),
             {"ids": axis()},
-            "pad.ids: it is an optional input, which is not padded",
+            "pad.ids: optional inputs are not padded",
         ),
         (
             ModelSignature(TOKENS.inputs, TOKENS.outputs, "the first dimension of input 'ids' is fixed at 1"),
@@ -106,7 +106,7 @@ def test_buckets_alone_pad_rows_and_nothing_else_is_padding() -> None:
         (
             ModelSignature((spec("ids", "batch", "seq"),), (spec("y", "batch", None),)),
             {"ids": axis()},
-            "pad: axis 1 of output 'y' has no name in the model: it may be one to cut back",
+            "pad: axis 1 of output 'y' has no name in the model: it might need to be cut back",
         ),
     ],
 )
