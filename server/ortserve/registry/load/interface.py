@@ -106,7 +106,7 @@ def _resolve(spec: TensorSpec, declared: TensorOptions | None) -> tuple[TensorSp
     if declared.dims is None:
         if declared.reshape is not None:
             raise invalid_input(
-                f"'{spec.name}': reshape holds the model's dimensions; expected dims, too, with the client's"
+                f"'{spec.name}': expected dims beside reshape: dims are the client's, reshape the model's"
             )
         return spec, spec
     own_dims = declared.dims if declared.reshape is None else declared.reshape
