@@ -172,7 +172,7 @@ def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_c
         assert infer(server, "falls_back", np.zeros((3, 0, 5), np.float32)).shape == (3, 0, 5)
         server.wait_for_line("execution provider passed over", "falls_back", words)
         assert told_of["not_warmed"]["warm_up"] == "not warmed up"
-        assert told_of["picky"]["warm_up"].startswith("not warmed up: the model refuses made-up inputs: ")
+        assert told_of["picky"]["warm_up"].startswith("not warmed up: the model rejects synthetic inputs: ")
         images = np.ones((1, 1, 500, 500), np.float32)
         assert infer(server, "picky", images) == 1
 

@@ -89,7 +89,7 @@ def check_rows(path: Path, name: str, stored: Arrays) -> bool:
     instance = Instance(session, signature, name=name, intra_op_threads=1, clock=time.monotonic_ns)
     try:
         found = warm_up(instance, signature, budget_s=1e-3, max_rows=1, clock=time.monotonic_ns)
-        if found.rows_depend or found.refused or [array.dtype for array in stored] != numpy_types(signature):
+        if found.rows_depend or found.rejection or [array.dtype for array in stored] != numpy_types(signature):
             return False
         together = instance.run(as_batch(stored)).outputs
         alone = [

@@ -365,11 +365,11 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
     assert properties["fixed"]["batching"] == "not batched because the first dimension of input 'x' is fixed at 1"
     unknown_node = unknown.replace("#0", "#.")
     untried = f"not batched because {unknown_node}.*; rows could not be tried, as the model {{}}; 'batched: true' says "
-    assert re.match(untried.format("refuses made-up inputs"), properties["refuses"]["batching"])
+    assert re.match(untried.format("rejects synthetic inputs"), properties["refuses"]["batching"])
     assert properties["believed"]["batching"].startswith(
         f"up to 64 rows run together, configured; not tried; {unknown}"
     )
-    assert properties["refuses"]["warm_up"].startswith("not warmed up: the model refuses made-up inputs: ")
+    assert properties["refuses"]["warm_up"].startswith("not warmed up: the model rejects synthetic inputs: ")
     assert re.match(untried.format("was not warmed up"), properties["cold"]["batching"])
     assert properties["cold"]["warm_up"] == "not warmed up"
 

@@ -99,8 +99,8 @@ def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
     """
     found = loaded.warm_up
     warm_up = "not warmed up"
-    if found.refused:
-        warm_up = f"not warmed up: the model refuses made-up inputs: {found.refused}"
+    if found.rejection:
+        warm_up = f"not warmed up: the model rejects synthetic inputs: {found.rejection}"
     elif found.latencies:
         warm_up = ", ".join(f"{size.rows}: {size.run_ns / 1e6:.3f} ms" for size in found.latencies)
     properties = {

@@ -4,8 +4,8 @@
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,7 @@ from ortserve.engine.placement import Placement, count_operators
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.zip_maps import Classes, read_classes
+from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.load.batch_sizes import RunBounds
@@ -88,20 +88,17 @@ def load_model(
     with limiter.permit(partial(progress.begin, "waiting for other loads")) as permit:
         with limiter.analyzing():
             progress.begin("following rows through the graph")
-            rows = find_row_axes(path, options)
-        classes = read_classes(path)
-        class_names = {output: tuple(map(str, names)) for output, names in classes.items()}
-        labels = class_names | read_labels(options, folder)
-        libraries = operator_libraries(options, folder)
-        opening = Opening(path, name, options, rows, runtime, trials, libraries, clock, progress)
-        load = _Load(
-            path, name, options, rows, clock, folder, runtime, progress, permit, opening, libraries, classes, labels
-        )
-        choice = load.choose_provider()
+            rows = find_row_axes(path, options)  # 1
+        load = _Load(path, name, options, rows, clock, folder, runtime, trials, progress, permit)
+        choice = load.choose_provider()  # 2
         failures: list[str] = []
         while True:
             try:
-                warm = load.warm_up_on(choice)
+                placed = load.settings.place(choice, 0)
+                threads = load.settings.first_threads(placed)
+                opened = load.opening.open(placed, threads)  # 3
+                details = load.read_details(opened)  # 4
+                warm = load.warm_up(opened, placed, threads, details, is_first=True)  # 5
                 break
             except _ModelError:
                 load.report_provider(choice)
@@ -117,8 +114,9 @@ def load_model(
                 choice = choice.without_first(error.message)
         load.report_provider(choice)
         warm = load.adjust_threads(warm)
-        loaded = load.add_instances(load.prepare_first(warm), warm.details.samples)
-        load.report(loaded)
+        loaded = load.prepare_first(warm)  # 6
+        loaded = load.add_instances(loaded, warm.details.samples)  # 7
+        load.report(loaded)  # 8
         return loaded
 
 
@@ -151,30 +149,39 @@ class _WarmInstance:
     found: WarmUp
 
 
-@dataclass(slots=True)
 class _Load:
     """The steps of one load and the values that they share."""
 
-    path: Path
-    name: str
-    options: ModelOptions
-    rows: RowAxes
-    clock: Clock
-    folder: Path | None
-    runtime: Runtime
-    progress: Progress
-    permit: LoadPermit
-    opening: Opening
-    libraries: tuple[Path, ...]
-    classes: Mapping[str, Classes]
-    labels: Mapping[str, Sequence[str]]
-    settings: ProviderSettings = field(init=False)
-    bounds: RunBounds = field(init=False)
-    spent_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.settings = ProviderSettings(self.path, self.options, self.runtime)
-        self.bounds = RunBounds(self.options.warmup_run_timeout_s, self.options.run_grace_s)
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        options: ModelOptions,
+        rows: RowAxes,
+        clock: Clock,
+        folder: Path | None,
+        runtime: Runtime,
+        trials: CaptureTrials,
+        progress: Progress,
+        permit: LoadPermit,
+    ) -> None:
+        self.path = path
+        self.name = name
+        self.options = options
+        self.rows = rows
+        self.clock = clock
+        self.folder = folder
+        self.runtime = runtime
+        self.progress = progress
+        self.permit = permit
+        self.classes = read_classes(path)
+        class_names = {output: tuple(map(str, classes)) for output, classes in self.classes.items()}
+        self.labels = class_names | read_labels(options, folder)
+        self.libraries = operator_libraries(options, folder)
+        self.opening = Opening(path, name, options, rows, runtime, trials, self.libraries, clock, progress)
+        self.settings = ProviderSettings(path, options, runtime)
+        self.bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
+        self.spent_s = 0.0
 
     def choose_provider(self) -> ProviderChoice:
         """Choose the first configured execution provider that this machine offers."""
@@ -186,26 +193,19 @@ class _Load:
             self.runtime.share_arena()
         return choice
 
-    def warm_up_on(self, choice: ProviderChoice) -> _WarmInstance:
-        """Open the model on an execution provider, read its details and warm up an instance.
+    def read_details(self, opened: OpenedSession) -> _Details:
+        """Read the model's signature and resolve the options against it. Frees the session if that fails.
 
         Raises:
             _ModelError: The model or its options are wrong on every provider.
-            ServeError: The model cannot be opened or does not run on this provider.
         """
-        placed = self.settings.place(choice, 0)
-        threads = self.settings.first_threads(placed)
-        opened = self.opening.open(placed, threads)
         try:
-            details = self._read_details(opened)
+            return self._read_details(opened)
         except ServeError as error:
             rejection = _ModelError(error.kind, error.message)
-        else:
-            return self._warm_up(opened, placed, threads, details, is_first=True)
         raise rejection  # A new error: the traceback of the original one would keep the session alive.
 
     def _read_details(self, opened: OpenedSession) -> _Details:
-        """Read the model's signature and resolve the options against it. Frees the session if that fails."""
         options = self.options
         self.progress.begin("reading its signature and samples")
         try:
@@ -221,7 +221,7 @@ class _Load:
             opened.abandon()
             raise
 
-    def _warm_up(
+    def warm_up(
         self,
         opened: OpenedSession,
         choice: ProviderChoice,
@@ -263,8 +263,8 @@ class _Load:
                     keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == threads,
                 )
             self.spent_s += found.spent_ns / 1e9
-            if found.refused and not found.has_run and choice.name != CPU:
-                self._check_provider(instance, choice, details, found.refused)
+            if found.rejection and not found.has_run and choice.name != CPU:
+                self._check_provider(instance, choice, details, found.rejection)
         except BaseException:
             instance.close()  # Otherwise its worker and session would live as long as the process.
             raise
@@ -295,7 +295,7 @@ class _Load:
         if threads == warm.threads:
             return warm
         warm.instance.close()
-        return self._warm_up(self.opening.open(warm.choice, threads), warm.choice, threads, warm.details)
+        return self.warm_up(self.opening.open(warm.choice, threads), warm.choice, threads, warm.details)
 
     def prepare_first(self, warm: _WarmInstance) -> LoadedModel:
         """Make the device buffers of the first instance, capture its graphs and run the samples."""
@@ -336,7 +336,7 @@ class _Load:
         """Why each request of a batched model runs alone after all; empty if requests share batches."""
         rows = self.rows
         if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
-            cause = "the model refuses made-up inputs" if found.refused else "the model was not warmed up"
+            cause = "the model rejects synthetic inputs" if found.rejection else "the model was not warmed up"
             because = (
                 f"{rows.doubt}; rows could not be tried, as {cause}; 'batched: true' says that they are independent"
             )

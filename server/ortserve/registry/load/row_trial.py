@@ -141,7 +141,9 @@ class RowTrial:
         try:
             return self._compare(inputs.generate(LEAST_ROWS, 0, USUAL), LEAST_ROWS)
         except _RejectedError as error:
-            return f"rows could not be tried with the optional inputs, of which the model refuses made-up ones: {error}"
+            return (
+                f"rows could not be tried with the optional inputs, because the model rejects synthetic ones: {error}"
+            )
 
     def _try_wider(self) -> str:
         """Try larger numbers in larger batches, as far as the model accepts them, and the same rows beside others."""

@@ -41,7 +41,7 @@ class WarmUp:
         rows_depend: How rows depend on each other, by the model's graph or a trial; empty if neither shows it.
         drift: Largest difference of a float between rows alone and the same rows among others, in that trial.
         tried: The extent of the trial in words; empty without one.
-        refused: The error with which the model rejected synthetic inputs; empty if it accepted them. If set, the
+        rejection: The error with which the model rejected synthetic inputs; empty if it accepted them. If set, the
             other results are unknown.
         has_run: Whether any synthetic input ran, perhaps before another one was rejected.
         no_memory: The error of a size that found too little memory; empty if all found enough. If set, ``max_rows`` is
@@ -55,7 +55,7 @@ class WarmUp:
     rows_depend: str = ""
     drift: float = 0.0
     tried: str = ""
-    refused: str = ""
+    rejection: str = ""
     has_run: bool = False
     no_memory: str = ""
     inputs: InputGenerator | None = None
@@ -178,7 +178,7 @@ def warm_up(
     except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
         raise
     except ServeError as error:
-        return replace(unknown, refused=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)
+        return replace(unknown, rejection=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)
 
 
 def _choose_inputs(

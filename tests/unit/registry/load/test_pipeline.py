@@ -530,8 +530,8 @@ def test_model_that_the_cpu_refuses_to_run_too_is_served_as_one_that_refuses_mad
     path = builders.refuses_synthetic(tmp_path / "model.onnx", is_proven=False)
     loaded = load_on(path, [provider, "cpu"], allow_fallback=allow_fallback)
     assert (loaded.execution_provider, loaded.providers.passed_over) == (provider, ())
-    assert "indices element out of data bounds" in loaded.warm_up.refused
-    assert "refuses made-up inputs" in loaded.signature.unbatched_because
+    assert "indices element out of data bounds" in loaded.warm_up.rejection
+    assert "rejects synthetic inputs" in loaded.signature.unbatched_because
     assert len(providers.tried) == 1
     assert not workers()
 
@@ -544,7 +544,7 @@ def test_model_that_the_cpu_cannot_open_is_served_likewise(tmp_path: Path, monke
 
     monkeypatch.setattr("ortserve.registry.load.providers.open_session", open_none)
     loaded = load_on(builders.mlp(tmp_path / "model.onnx"), [OTHER, "cpu"])
-    assert (loaded.execution_provider, loaded.warm_up.refused) == (
+    assert (loaded.execution_provider, loaded.warm_up.rejection) == (
         OTHER,
         f"ONNX Runtime failed to run the model: {BROKEN}",
     )
@@ -578,7 +578,7 @@ def test_provider_that_runs_some_made_up_inputs_has_not_failed(
 ) -> None:
     providers = Providers(monkeypatch, {provider: BROKEN}, most_rows=4)
     loaded = load_on(builders.mlp(tmp_path / "model.onnx"), [provider, "cpu"], max_rows=8)
-    assert BROKEN in loaded.warm_up.refused
+    assert BROKEN in loaded.warm_up.rejection
     assert (loaded.execution_provider, providers.tried) == (provider, [])
 
 

@@ -139,7 +139,7 @@ def test_budget_ends_the_sweep() -> None:
     found, took_ns = sweep_timed(lambda rows: 10 * MS * rows, budget_s=0.23, rows_depend=None)
     assert sizes(found) == [1, 2]
     assert 210 * MS < took_ns <= 230 * MS
-    assert not found.refused
+    assert not found.rejection
 
 
 def sweep_timed(
@@ -281,7 +281,7 @@ def test_model_without_a_batch_axis_is_run_one_at_a_time() -> None:
 def test_refusal_is_told_and_leaves_the_rest_unknown() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS, ServeError(ErrorKind.INTERNAL, "no such index"))
-    assert warm_up(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUp(9, refused="no such index")
+    assert warm_up(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUp(9, rejection="no such index")
 
 
 def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple[int, ...] = ()) -> WarmUp:
@@ -305,7 +305,7 @@ def test_sweep_ends_below_the_size_that_finds_too_little_memory_and_keeps_what_i
 ) -> None:
     found = sweep_cramped(most_rows, max_rows=64)
     assert (sizes(found), found.max_rows) == (swept, swept[-1])
-    assert (found.refused, found.rows_depend) == ("", "")
+    assert (found.rejection, found.rows_depend) == ("", "")
     assert found.no_memory == f"no memory for {refused_size} rows"
 
 
@@ -381,7 +381,7 @@ def test_refusal_tells_whether_anything_ran_before_it(fails_from: int) -> None:
         return (np.concatenate(batch.parts[0]),)
 
     found = warm_up(ComputingRunner(compute), BATCHED, budget_s=60, max_rows=8, clock=FakeClock())
-    assert found == WarmUp(8, refused="no", has_run=fails_from > 1)
+    assert found == WarmUp(8, rejection="no", has_run=fails_from > 1)
 
 
 FREE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("y", DataType.FP32, (-1, -1)),))
@@ -452,7 +452,7 @@ def test_rows_that_influence_each_other_are_found_out(warm: Callable[..., WarmUp
 def test_rows_that_do_not_are_batched(warm: Callable[..., WarmUp], build: Callable[[Path], Path]) -> None:
     found = warm(build)
     assert not found.rows_depend
-    assert not found.refused
+    assert not found.rejection
     assert found.latencies[0].rows == 1
     assert all(0 < size.run_ns <= size.round_trip_ns for size in found.latencies)
 
@@ -465,8 +465,8 @@ def test_rows_without_elements_are_warmed(warm: Callable[[Callable[[Path], Path]
 
 def test_model_that_refuses_made_up_inputs_is_not_warmed(warm: Callable[..., WarmUp]) -> None:
     found = warm(builders.refuses_synthetic)
-    assert "indices element out of data bounds" in found.refused
-    assert found == WarmUp(4, refused=found.refused)
+    assert "indices element out of data bounds" in found.rejection
+    assert found == WarmUp(4, rejection=found.rejection)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_model_that_has_no_answer_for_small_images_is_warmed_with_larger_ones(
     warm: Callable[..., WarmUp], build: Callable[[Path], Path], free_dim: int
 ) -> None:
     found = warm(build, rows_depend="")
-    assert (found.refused, found.rows_depend) == ("", "")
+    assert (found.rejection, found.rows_depend) == ("", "")
     assert found.inputs is not None
     assert found.inputs.free_dim == free_dim
     assert found.latencies
@@ -500,7 +500,7 @@ def test_larger_inputs_are_made_up_only_while_they_are_not_too_large(free: int, 
 
     x = TensorSpec("x", DataType.FP32, (-1,) * (1 + free))
     found = warm_up(ComputingRunner(refuse), ModelSignature((x,), (Y,)), budget_s=60, max_rows=9, clock=FakeClock())
-    assert found.refused == "no"
+    assert found.rejection == "no"
     assert max(made) == largest
 
 
@@ -508,8 +508,8 @@ def test_model_that_refuses_all_sizes_tells_what_it_said_to_the_smallest(
     warm: Callable[..., WarmUp],
 ) -> None:
     found = warm(partial(builders.pools_images, least=500))
-    assert found.refused
-    assert found == WarmUp(4, refused=found.refused)
+    assert found.rejection
+    assert found == WarmUp(4, rejection=found.rejection)
 
 
 def test_rows_that_data_decides_are_found_out_although_drawn_data_may_hide_it(
@@ -535,7 +535,7 @@ def test_model_that_takes_no_zeros_is_batched_by_what_else_is_known() -> None:
         return (1 / rows,)
 
     found = warm_up(ComputingRunner(compute_batch), BATCHED, budget_s=60, max_rows=4, clock=FakeClock())
-    assert (found.rows_depend, found.refused) == ("", "")
+    assert (found.rows_depend, found.rejection) == ("", "")
 
 
 def test_optional_inputs_are_left_out_and_rows_tried_with_them_too(
@@ -577,9 +577,9 @@ def test_optional_input_that_cannot_be_tried_keeps_rows_apart() -> None:
 
     found = with_optional(mix)
     assert found.rows_depend == (
-        "rows could not be tried with the optional inputs, of which the model refuses made-up ones: no such index"
+        "rows could not be tried with the optional inputs, because the model rejects synthetic ones: no such index"
     )
-    assert not found.refused
+    assert not found.rejection
 
 
 def test_model_that_needs_its_optional_inputs_is_brought_them() -> None:
