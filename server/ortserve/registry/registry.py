@@ -82,7 +82,9 @@ class Registry:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._catalog = Catalog()
-        self._versions = Versions(self._catalog, metrics, clock, self._notify, self._start_replacing, runtime, activity)
+        self._versions = Versions(
+            self._catalog, metrics, clock, self._on_change, self._start_replacing, runtime, activity
+        )
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._sources: dict[str, ModelSource] = {}
         """The source of the latest load of each model, failed or not."""
@@ -195,7 +197,7 @@ class Registry:
         if not task.cancelled():
             task.exception()  # Retrieved here in case the caller was cancelled; asyncio would log it otherwise.
 
-    def _notify(self) -> None:
+    def _on_change(self) -> None:
         self.on_change()
 
     def _lock(self, name: str) -> asyncio.Lock:

@@ -66,7 +66,7 @@ class InputGenerator:
         padding: Of its batches; padded axes are as long as batches will be.
         includes_optional: Whether optional inputs are present.
         free_dim: Size of free dimensions.
-        ones: Names of free dimensions of size 1.
+        ones: Names of free dimensions that have size 1 instead; ``""`` for first ones without a name.
     """
 
     signature: ModelSignature
@@ -76,17 +76,29 @@ class InputGenerator:
     ones: frozenset[str] = frozenset()
 
     def generate(self, rows: int, seed: int, spread: Spread = USUAL) -> Arrays:
-        """As ``synthetic_inputs``."""
-        return synthetic_inputs(
-            self.signature,
-            rows,
-            seed,
-            self.padding,
-            includes_optional=self.includes_optional,
-            free_dim=self.free_dim,
-            ones=self.ones,
-            spread=spread,
-        )
+        """Generate one array per input, as batches hold them. The same seed gives the same arrays.
+
+        ``rows`` has no effect if the model is not batched. Optional inputs that are the same for all rows are always
+        absent, because requests that have them are not batched.
+        """
+        signature = self.signature
+        generator = np.random.default_rng(seed)
+        arrays = []
+        padded_axes = self.padding.axes if self.padding is not None else (None,) * len(signature.inputs)
+        for spec, padded in zip(signature.inputs, padded_axes, strict=True):
+            is_whole = signature.is_batched and spec.batch_axis is None
+            if spec.is_optional and (is_whole or not self.includes_optional):
+                arrays.append(absent(rows if signature.is_batched else 1))
+                continue
+            shape = _row_sizes(spec, self.free_dim, self.ones)
+            if signature.is_batched and not is_whole:
+                shape = (rows, *shape)
+            if padded is not None:
+                length = padded.padded_length(self.free_dim)
+                shape = (*shape[: padded.axis], length, *shape[padded.axis + 1 :])
+            array = _draw(generator, spec.datatype, shape, spread)
+            arrays.append(repeated(array, rows) if is_whole else array)
+        return tuple(arrays)
 
     def variants(self) -> list["InputGenerator"]:
         """All variants to try, preferred ones first: without optional inputs, small free dimensions, first ones of 1.
@@ -116,47 +128,9 @@ class InputGenerator:
         return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
 
 
-def synthetic_inputs(
-    signature: ModelSignature,
-    rows: int,
-    seed: int,
-    padding: Padding | None = None,
-    *,
-    includes_optional: bool = False,
-    free_dim: int = FREE_DIM,
-    ones: Collection[str] = (),
-    spread: Spread = USUAL,
-) -> Arrays:
-    """Generate one array per input, as batches hold them. The same seed gives the same arrays.
-
-    Args:
-        signature: Of the model.
-        rows: Of the batch; ignored by a model that is not batched.
-        seed: Of the numbers.
-        padding: Axes that it pads are as long as batches will be.
-        includes_optional: Whether optional inputs are present. Those that are the same for all rows stay absent:
-            requests that have them are not batched.
-        free_dim: Size of free dimensions.
-        ones: Names of free dimensions that have size 1 instead; ``""`` for first ones without a name.
-        spread: Of the numbers.
-    """
-    generator = np.random.default_rng(seed)
-    arrays = []
-    padded_axes = padding.axes if padding is not None else (None,) * len(signature.inputs)
-    for spec, padded in zip(signature.inputs, padded_axes, strict=True):
-        is_whole = signature.is_batched and spec.batch_axis is None
-        if spec.is_optional and (is_whole or not includes_optional):
-            arrays.append(absent(rows if signature.is_batched else 1))
-            continue
-        shape = _row_sizes(spec, free_dim, ones)
-        if signature.is_batched and not is_whole:
-            shape = (rows, *shape)
-        if padded is not None:
-            length = padded.padded_length(free_dim)
-            shape = (*shape[: padded.axis], length, *shape[padded.axis + 1 :])
-        array = _draw(generator, spec.datatype, shape, spread)
-        arrays.append(repeated(array, rows) if is_whole else array)
-    return tuple(arrays)
+def synthetic_inputs(signature: ModelSignature, rows: int, seed: int, padding: Padding | None = None) -> Arrays:
+    """Generate the preferred variant of inputs, as ``InputGenerator.generate``."""
+    return InputGenerator(signature, padding).generate(rows, seed)
 
 
 def _row_sizes(spec: TensorSpec, free_dim: int, ones: Collection[str] = ()) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from ortserve.core.bfloat16 import widen
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.registry.load.inputs import FREE_DIM, ZEROS, synthetic_inputs
+from ortserve.registry.load.inputs import FREE_DIM, ZEROS, InputGenerator, synthetic_inputs
 
 
 def signature(datatype: DataType, *shape: int, unbatched_because: str = "") -> ModelSignature:
@@ -57,7 +57,7 @@ def test_same_seed_gives_the_same_and_another_does_not() -> None:
 
 @pytest.mark.parametrize("datatype", DataType)
 def test_without_a_spread_everything_is_nothing(datatype: DataType) -> None:
-    (array,) = synthetic_inputs(signature(datatype, -1, 2), rows=3, seed=0, spread=ZEROS)
+    (array,) = InputGenerator(signature(datatype, -1, 2), None).generate(3, 0, ZEROS)
     assert array.shape == (3, 2)
     assert array.dtype == datatype.numpy
     assert set(array.flat) == {"a" if datatype is DataType.BYTES else 0}
@@ -74,5 +74,5 @@ def test_optional_inputs_are_absent_unless_they_are_brought() -> None:
     specs = (TensorSpec("a", DataType.FP32, (-1, 2)), TensorSpec("b", DataType.FP32, (-1, 3), is_optional=True))
     a, b = synthetic_inputs(ModelSignature(specs, ()), 3, 0)
     assert [is_absent(a), is_absent(b), len(b)] == [False, True, 3]
-    a, b = synthetic_inputs(ModelSignature(specs, ()), 3, 0, includes_optional=True)
+    a, b = InputGenerator(ModelSignature(specs, ()), None, includes_optional=True).generate(3, 0)
     assert [a.shape, b.shape] == [(3, 2), (3, 3)]
