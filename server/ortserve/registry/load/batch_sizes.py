@@ -123,49 +123,39 @@ class SizeLatency:
         return self.least_ns / self.rows
 
 
+@dataclass(slots=True)
 class SizeTimer:
-    """Times batch sizes on an instance's own worker. For the thread of the load."""
+    """Times batch sizes on an instance's own worker. For the thread of the load.
 
-    def __init__(
-        self,
-        worker: WorkerRuns,
-        inputs: InputGenerator,
-        *,
-        stop_ns: int,
-        clock: Clock,
-        progress: Progress,
-        needs_second: bool,
-    ) -> None:
-        """Run nothing yet.
+    Attributes:
+        worker: Runs the batches.
+        inputs: Generates inputs that the model accepts.
+        stop_ns: The end of warm-up (monotonic).
+        clock: Monotonic nanoseconds.
+        progress: Receives each size as a step.
+        min_warm_runs: Of each size after its first run. 1 if the first run may choose algorithms or build an engine,
+            because then its time says nothing about later runs; otherwise 0.
+        is_cut: Whether a size was skipped for lack of time.
+    """
 
-        Args:
-            worker: Runs the batches.
-            inputs: Generates inputs that the model accepts.
-            stop_ns: The end of warm-up (monotonic).
-            clock: Monotonic nanoseconds.
-            progress: Receives each size as a step.
-            needs_second: Whether each size needs a second run, because the first may choose algorithms or build an
-                engine, and its time says nothing about later runs.
-        """
-        self._worker = worker
-        self._inputs = inputs
-        self._stop_ns = stop_ns
-        self._clock = clock
-        self._progress = progress
-        self._min_runs = 1 if needs_second else 0
-        self._hop_ns = _MAX_HOP_NS
-        self.is_cut = False
-        """Whether a size was skipped for lack of time."""
+    worker: WorkerRuns
+    inputs: InputGenerator
+    stop_ns: int
+    clock: Clock
+    progress: Progress
+    min_warm_runs: int
+    is_cut: bool = False
+    _hop_ns: int = _MAX_HOP_NS
 
     def limit_effort(self, effort_ns: int) -> None:
         """End all following measurements within ``effort_ns``, too."""
-        self._stop_ns = min(self._stop_ns, self._clock() + effort_ns)
+        self.stop_ns = min(self.stop_ns, self.clock() + effort_ns)
 
     def can_begin(self, rows: int, last: SizeLatency) -> bool:
         """Whether a size is predicted to end in time, from the time per row of the ``last`` one."""
         first_ns = min(last.first_ns, _MAX_FIRST * last.least_ns)
-        runs_ns = (first_ns + self._min_runs * last.least_ns) * rows // last.rows
-        is_in_time = self._clock() + runs_ns <= self._stop_ns
+        runs_ns = (first_ns + self.min_warm_runs * last.least_ns) * rows // last.rows
+        is_in_time = self.clock() + runs_ns <= self.stop_ns
         self.is_cut = self.is_cut or not is_in_time
         return is_in_time
 
@@ -182,14 +172,14 @@ class SizeTimer:
         Raises:
             ServeError: As ``WorkerRuns.run``.
         """
-        self._progress.begin(warming_step(rows))
-        batch = as_batch(self._inputs.generate(rows, rows), rows)
+        self.progress.begin(warming_step(rows))
+        batch = as_batch(self.inputs.generate(rows, rows), rows)
         runs: list[int] = []
         round_trips: list[int] = []
         while not runs or self._wants_another(rows, runs, round_trips, row_ns_to_beat):
-            began_ns = self._clock()
-            runs.append(self._worker.run(batch).run_ns)
-            round_trips.append(self._clock() - began_ns)
+            began_ns = self.clock()
+            runs.append(self.worker.run(batch).run_ns)
+            round_trips.append(self.clock() - began_ns)
             self._hop_ns = min(self._hop_ns, max(0, round_trips[-1] - runs[-1]))
         warm = slice(1 if len(runs) > 1 else 0, None)
         return SizeLatency(
@@ -202,9 +192,9 @@ class SizeTimer:
 
     def _wants_another(self, rows: int, runs: list[int], round_trips: list[int], row_ns_to_beat: float) -> bool:
         warm_runs = len(runs) - 1
-        if warm_runs < self._min_runs:
+        if warm_runs < self.min_warm_runs:
             return True
-        if warm_runs == _MAX_RUNS or self._clock() + min(runs) > self._stop_ns:
+        if warm_runs == _MAX_RUNS or self.clock() + min(runs) > self.stop_ns:
             return False
         row_ns = (min(runs) + self._hop_ns) / rows
         if row_ns >= row_ns_to_beat or not warm_runs:

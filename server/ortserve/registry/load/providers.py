@@ -1,6 +1,6 @@
 """Decisions of a load that depend on the execution provider: devices, threads, and whether the provider works."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -123,10 +123,16 @@ def find_rejected_rows(
         RunTimeoutError: As ``warm_up``.
     """
     progress.begin("warming up: looking for a row that the model accepts")
+    rows = (variant.generate(1, 0) for variant in InputGenerator(signature, padding).variants())
+    accepted, rejected = run_until_accepted(runner, rows, bounds)
+    return () if accepted else tuple(rejected)
+
+
+def run_until_accepted(runner: Runner, rows: Iterable[Arrays], bounds: RunBounds) -> tuple[bool, list[Arrays]]:
+    """Run rows one after the other until one is accepted. Returns whether one was, and the rejected ones."""
     worker = WorkerRuns(runner, bounds)
     rejected: list[Arrays] = []
-    for variant in InputGenerator(signature, padding).variants():
-        row = variant.generate(1, 0)
+    for row in rows:
         try:
             worker.run(as_batch(row, 1))
         except (DeviceLostError, RunTimeoutError):
@@ -136,27 +142,8 @@ def find_rejected_rows(
         except ServeError:
             rejected.append(row)
         else:
-            return ()
-    return tuple(rejected)
-
-
-def accepts_any(runner: Runner, rows: Sequence[Arrays], bounds: RunBounds = DEFAULT_BOUNDS) -> bool:
-    """Whether an instance runs any of the rows.
-
-    Raises:
-        DeviceLostError: As ``warm_up``.
-        RunTimeoutError: As ``warm_up``.
-    """
-    worker = WorkerRuns(runner, bounds)
-    for row in rows:
-        try:
-            worker.run(as_batch(row, 1))
-        except (DeviceLostError, RunTimeoutError):
-            raise
-        except ServeError:
-            continue
-        return True
-    return False
+            return True, rejected
+    return False, rejected
 
 
 def cpu_accepts_any(
@@ -197,6 +184,6 @@ def cpu_accepts_any(
     )
     del session
     try:
-        return accepts_any(instance, rows, bounds)
+        return run_until_accepted(instance, rows, bounds)[0]
     finally:
         instance.close()

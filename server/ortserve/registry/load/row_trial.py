@@ -42,48 +42,38 @@ class TrialOutcome:
     extent: str = ""
 
 
+@dataclass(slots=True)
 class RowTrial:
-    """One trial on an instance's own worker. For the thread of the load."""
+    """One trial on an instance's own worker. For the thread of the load.
 
-    def __init__(
-        self,
-        worker: WorkerRuns,
-        inputs: InputGenerator,
-        samples: Sequence[Sample],
-        *,
-        max_rows: int,
-        row_ns: int,
-        is_coarse: bool,
-        stop_ns: int,
-        ends_ns: int,
-        clock: Clock,
-    ) -> None:
-        """Prepare a trial.
+    Attributes:
+        worker: Runs the batches.
+        inputs: Generates inputs that the model accepts.
+        samples: Configured requests, which are tried first.
+        max_rows: Rows of the largest set, if there is time: as many as will run together.
+        row_ns: Duration of a run of one row; measured again during the trial.
+        is_coarse: As in ``core.closeness``.
+        stop_ns: No further set of inputs begins after this time (monotonic).
+        ends_ns: A set that decides whether rows run together begins only if it is predicted to end before.
+        clock: Monotonic nanoseconds.
+    """
 
-        Args:
-            worker: Runs the batches.
-            inputs: Generates inputs that the model accepts.
-            samples: Configured requests, which are tried first.
-            max_rows: Rows of the largest set, if there is time: as many as will run together, at least ``LEAST_ROWS``.
-            row_ns: Duration of a run of one row.
-            is_coarse: As in ``core.closeness``.
-            stop_ns: No further set of inputs begins after this time (monotonic).
-            ends_ns: A set that decides whether rows run together begins only if it is predicted to end before.
-            clock: Monotonic nanoseconds.
-        """
-        self._worker = worker
-        self._inputs = inputs
-        self._signature = inputs.signature
-        self._samples = samples
-        self._max_rows = max(max_rows, LEAST_ROWS)
-        self._is_coarse = is_coarse
-        self._stop_ns = stop_ns
-        self._ends_ns = ends_ns
-        self._clock = clock
-        self._drift = 0.0
-        self._sets = 0
-        self._rows = 0
-        self._row_ns = row_ns
+    worker: WorkerRuns
+    inputs: InputGenerator
+    samples: Sequence[Sample]
+    max_rows: int
+    row_ns: int
+    is_coarse: bool
+    stop_ns: int
+    ends_ns: int
+    clock: Clock
+    _drift: float = 0.0
+    _sets: int = 0
+    _rows: int = 0
+
+    @property
+    def _signature(self) -> ModelSignature:
+        return self.inputs.signature
 
     def run(self) -> TrialOutcome:
         """Run the trial, unless there is no time even for the first set of inputs.
@@ -95,7 +85,7 @@ class RowTrial:
         if not self._has_time_for_a_set():
             return TrialOutcome("rows could not be tried together in the time for warm-up")
         problem = self._try_samples() or self._try_usual()
-        if not problem and self._signature.has_optional_inputs and not self._inputs.includes_optional:
+        if not problem and self._signature.has_optional_inputs and not self.inputs.includes_optional:
             problem = self._try_optional()
         if not problem:
             problem = self._try_wider()
@@ -106,7 +96,7 @@ class RowTrial:
 
     def _try_samples(self) -> str:
         """Try the rows of samples that have the same shapes."""
-        for inputs in _joined(self._samples):
+        for inputs in _joined(self.samples):
             rows = len(inputs[0])
             if rows > 1 and (problem := self._compare(inputs, rows)):
                 return problem
@@ -115,15 +105,15 @@ class RowTrial:
     def _try_usual(self) -> str:
         rows = LEAST_ROWS
         try:
-            problem = self._compare(self._inputs.generate(rows, 0, USUAL), rows)
+            problem = self._compare(self.inputs.generate(rows, 0, USUAL), rows)
         except OutOfMemoryError:
             rows = 2
-            problem = self._compare(self._inputs.generate(rows, 0, USUAL), rows)
+            problem = self._compare(self.inputs.generate(rows, 0, USUAL), rows)
         if problem:
             return problem
         # If data decide how many rows an output has, random inputs may by chance give as many as they have.
         try:
-            zeros = self._run(self._inputs.generate(rows, 0, ZEROS), rows)
+            zeros = self._run(self.inputs.generate(rows, 0, ZEROS), rows)
         except OutOfMemoryError:
             raise
         except _RejectedError:  # Some models reject zeros.
@@ -131,13 +121,13 @@ class RowTrial:
         return why_no_rows(self._signature, zeros, rows)
 
     def _has_time_for_a_set(self) -> bool:
-        set_ns = _SET_RUNS * self._row_ns
-        return set_ns <= _SHORT_SET_NS or self._clock() + set_ns <= self._ends_ns
+        set_ns = _SET_RUNS * self.row_ns
+        return set_ns <= _SHORT_SET_NS or self.clock() + set_ns <= self.ends_ns
 
     def _try_optional(self) -> str:
         if not self._has_time_for_a_set():
             return "rows could not be tried with the optional inputs in the time for warm-up"
-        inputs = replace(self._inputs, includes_optional=True)
+        inputs = replace(self.inputs, includes_optional=True)
         try:
             return self._compare(inputs.generate(LEAST_ROWS, 0, USUAL), LEAST_ROWS)
         except _RejectedError as error:
@@ -153,9 +143,9 @@ class RowTrial:
                 break
             try:
                 problem = self._compare(
-                    self._inputs.generate(rows, seed, spread),
+                    self.inputs.generate(rows, seed, spread),
                     rows,
-                    among=self._inputs.generate(rows, -seed % 2**32, spread),
+                    among=self.inputs.generate(rows, -seed % 2**32, spread),
                 )
             except (OutOfMemoryError, _RejectedError):  # For example indices beyond the rows of a table.
                 continue
@@ -165,8 +155,8 @@ class RowTrial:
 
     def _affordable_rows(self) -> int:
         """Rows of a set for which there is time: two batches and some rows alone. 0 if that is too few to try."""
-        left_ns = self._stop_ns - self._clock()
-        rows = min(self._max_rows, self._inputs.max_rows, left_ns // max(1, 3 * self._row_ns) - _COMPARED)
+        left_ns = self.stop_ns - self.clock()
+        rows = min(max(self.max_rows, LEAST_ROWS), self.inputs.max_rows, left_ns // max(1, 3 * self.row_ns) - _COMPARED)
         return rows if rows >= LEAST_ROWS else 0
 
     def _compare(self, inputs: Arrays, rows: int, among: Arrays = ()) -> str:
@@ -177,9 +167,9 @@ class RowTrial:
         chosen = sorted({0, rows // 2, rows - 1})
         alone = []
         for row in chosen:
-            began_ns = self._clock()
+            began_ns = self.clock()
             alone.append(self._run(tuple(array[row : row + 1] for array in inputs), 1))
-            self._row_ns = max(1, self._clock() - began_ns)
+            self.row_ns = max(1, self.clock() - began_ns)
         problem = self._judge(together, chosen, alone)
         if among and not problem:
             places = [*chosen[1:], chosen[0]]
@@ -196,14 +186,14 @@ class RowTrial:
 
     def _judge(self, together: Arrays, places: Sequence[int], alone: Sequence[Arrays]) -> str:
         picked = tuple(output[places] for output in together)
-        problem = why_rows_depend(self._signature, picked, alone, is_coarse=self._is_coarse)
+        problem = why_rows_depend(self._signature, picked, alone, is_coarse=self.is_coarse)
         if not problem:
             self._drift = max(self._drift, row_drift(self._signature, picked, alone))
         return problem
 
     def _run(self, inputs: Arrays, rows: int) -> Arrays:
         try:
-            return self._worker.run(as_batch(inputs, rows)).outputs
+            return self.worker.run(as_batch(inputs, rows)).outputs
         except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
             raise
         except ServeError as error:

@@ -123,7 +123,7 @@ def warm_up(
     worker = WorkerRuns(runner, bounds)
     try:
         inputs = _choose_inputs(worker, InputGenerator(signature, padding), progress, stop_ns, clock)
-        timer = SizeTimer(worker, inputs, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=is_coarse)
+        timer = SizeTimer(worker, inputs, stop_ns, clock, progress, min_warm_runs=1 if is_coarse else 0)
         one_row = timer.time_size(1)
         if not keeps_session(one_row):
             return WarmUp(1, (one_row,), has_run=True, inputs=inputs, spent_ns=clock() - began_ns)
@@ -260,7 +260,7 @@ def time_sizes(
     """
     worker, inputs = WorkerRuns(runner, bounds), InputGenerator(signature, padding)
     stop_ns = clock() + int(budget_s * 1e9)
-    timer = SizeTimer(worker, inputs, stop_ns=stop_ns, clock=clock, progress=progress, needs_second=True)
+    timer = SizeTimer(worker, inputs, stop_ns, clock, progress, min_warm_runs=1)
     timed: list[SizeLatency] = []
     for rows in sorted(sizes):
         if timed and not timer.can_begin(rows, timed[-1]):

@@ -21,10 +21,10 @@ from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
-from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS, SizeLatency
+from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, MAX_SWEPT_ROWS, SizeLatency
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import LARGER_FREE_DIMS, Sample
-from ortserve.registry.load.providers import accepts_any, find_rejected_rows
+from ortserve.registry.load.providers import find_rejected_rows, run_until_accepted
 from ortserve.registry.load.warmup import WarmUp, run_samples, time_sizes, warm_up
 
 MS = 1_000_000
@@ -419,10 +419,10 @@ def test_instance_that_takes_a_row_in_any_way_refuses_none() -> None:
 
     assert refused_by(FREE, compute) == []
     rows = [(np.zeros((1, dim), np.float32),) for dim in (8, 32)]
-    assert accepts_any(ComputingRunner(compute), rows)
-    assert not accepts_any(ComputingRunner(compute), rows[:1])
+    assert run_until_accepted(ComputingRunner(compute), rows, DEFAULT_BOUNDS) == (True, rows[:1])
+    assert run_until_accepted(ComputingRunner(compute), rows[:1], DEFAULT_BOUNDS) == (False, rows[:1])
     with pytest.raises(DeviceLostError):
-        accepts_any(ComputingRunner(fail_with(DeviceLostError("lost"))), rows)
+        run_until_accepted(ComputingRunner(fail_with(DeviceLostError("lost"))), rows, DEFAULT_BOUNDS)
 
 
 @pytest.fixture
