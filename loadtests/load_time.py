@@ -98,7 +98,7 @@ def made_up(model: Any, rows: int) -> Feeds:
 
     signature = model.warm_up.inputs.signature
     feeds = {}
-    for spec, array in zip(signature.inputs, model.warm_up.inputs(rows, 0), strict=True):
+    for spec, array in zip(signature.inputs, model.warm_up.inputs.generate(rows, 0), strict=True):
         if is_absent(array):
             continue
         if signature.is_batched:
