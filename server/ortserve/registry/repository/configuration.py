@@ -9,11 +9,9 @@ from ortserve._pb import model_config_pb2 as pb
 from ortserve.codecs.model_config_text import parse_config_text
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options, make_model_options
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.repository.model_files import TRITON_OPTIONS_FILE
 from ortserve.registry.repository.triton_execution import choose_providers, read_parameters
 from ortserve.registry.repository.triton_fields import check_fields, value_name
-
-OPTIONS_FILE: Final = "model.yaml"
-TRITON_OPTIONS_FILE: Final = "config.pbtxt"
 
 PLATFORM: Final = "onnxruntime_onnx"
 BACKEND: Final = "onnxruntime"

@@ -12,9 +12,10 @@ from typing import Final
 
 from ortserve.config.model import ModelOptions
 from ortserve.errors import invalid_input
-from ortserve.registry.repository.configuration import OPTIONS_FILE, TRITON_OPTIONS_FILE
 
 MODEL_FILE: Final = "model.onnx"
+OPTIONS_FILE: Final = "model.yaml"
+TRITON_OPTIONS_FILE: Final = "config.pbtxt"
 
 VERSION: Final = re.compile("[1-9][0-9]*")
 """The name of a version's folder. 01 is excluded: it would be version 1 a second time."""
