@@ -64,7 +64,7 @@ protos: .venv/dev.done
 reference: .venv/dev.done
 	$(BIN)/python -m ortserve.config.reference
 	$(BIN)/python -m ortserve.config.schema
-	$(BIN)/python -m ortserve.registry.reference
+	$(BIN)/python -m ortserve.registry.repository.triton_fields
 	$(BIN)/python -m ortserve.telemetry.reference
 	$(BIN)/python tests/onnx_node_verdicts.py
 	$(BIN)/python tests/rows/verdicts.py

@@ -65,9 +65,9 @@ from ortserve.engine.device.use import DeviceUse  # noqa: E402
 from ortserve.engine.provider_options import CPU, CUDA  # noqa: E402
 from ortserve.engine.runtime import Runtime  # noqa: E402
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder  # noqa: E402
-from ortserve.registry.loaded import LoadedModel  # noqa: E402
-from ortserve.registry.loader import load_model  # noqa: E402
-from ortserve.registry.synthetic import synthetic_inputs  # noqa: E402
+from ortserve.registry.load.inputs import synthetic_inputs  # noqa: E402
+from ortserve.registry.load.loaded_model import LoadedModel  # noqa: E402
+from ortserve.registry.load.pipeline import load_model  # noqa: E402
 
 BUDGET_S: Final = 520.0
 REPLAY_GOAL: Final = 1.5

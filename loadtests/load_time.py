@@ -72,7 +72,7 @@ def load_served(models: Sequence[Path], folder: Path) -> dict[str, Any]:
     """Load each model as ortserve does, and write what the bare session is to run to ``folder``."""
     from ortserve.clock import monotonic_ns
     from ortserve.config.model import ModelOptions
-    from ortserve.registry.loader import load_model
+    from ortserve.registry.load.pipeline import load_model
 
     load_s, loaded = 0.0, []
     began_bytes = resident_bytes()
@@ -80,7 +80,7 @@ def load_served(models: Sequence[Path], folder: Path) -> dict[str, Any]:
         model, took_s = timed(load_model, path, path.stem, ModelOptions(), monotonic_ns)
         load_s += took_s
         loaded.append(model)
-        sizes = sorted({1, model.warm_up.max_rows}) if model.warm_up.make_up is not None else []
+        sizes = sorted({1, model.warm_up.max_rows}) if model.warm_up.inputs is not None else []
         (folder / str(number)).write_bytes(pickle.dumps([made_up(model, rows) for rows in sizes]))
     gc.collect()
     result = {"load_s": load_s, "bytes": resident_bytes() - began_bytes}
@@ -96,9 +96,9 @@ def made_up(model: Any, rows: int) -> Feeds:
 
     from ortserve.core.absent import is_absent
 
-    signature = model.warm_up.make_up.signature
+    signature = model.warm_up.inputs.signature
     feeds = {}
-    for spec, array in zip(signature.inputs, model.warm_up.make_up(rows, 0), strict=True):
+    for spec, array in zip(signature.inputs, model.warm_up.inputs.generate(rows, 0), strict=True):
         if is_absent(array):
             continue
         if signature.is_batched:

@@ -40,9 +40,9 @@ from ortserve.engine.run_options import run_options
 from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.registry.capture_trial import CaptureTrials
-from ortserve.registry.loaded import LoadedModel
-from ortserve.registry.loader import load_model
-from ortserve.registry.synthetic import synthetic_inputs
+from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.load.pipeline import load_model
 
 SIZES = (1, 2, 4, 8)
 _TELL_THE_HOST: Final = frozenset({"NonZero"})

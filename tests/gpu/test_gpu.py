@@ -44,9 +44,8 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
-from ortserve.registry.loaded import LoadedModel
-from ortserve.registry.properties import describe_properties
-from ortserve.registry.synthetic import synthetic_inputs
+from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 
 both_ways = pytest.mark.parametrize("captures", [False, True], ids=["bound", "replayed"])
 

@@ -26,9 +26,8 @@ from ortserve.engine.provider_options import CUDA
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import OutOfMemoryError
 from ortserve.registry.capture_trial import CaptureTrials
-from ortserve.registry.loaded import LoadedModel
-from ortserve.registry.loader import load_model
-from ortserve.registry.properties import describe_properties
+from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
+from ortserve.registry.load.pipeline import load_model
 from servers import LONG_S
 
 _LIBRARY = ctypes.CDLL("libcudart.so.13")

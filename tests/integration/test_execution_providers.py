@@ -157,7 +157,7 @@ def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_c
     write_options(add_model(tmp_path, "not_warmed", empty), wishes | {"warmup_s": 0})
     write_options(add_model(tmp_path, "picky", picky), wishes | {"allow_fallback": True})
     with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
-        failed = f"execution_providers: {OPENVINO} opens the model, but fails at inputs that {CPU} takes: "
+        failed = f"execution_providers: {OPENVINO} opens the model, but fails on inputs that {CPU} accepts: "
         words = "Tensor data equal nullptr"
         told = reason(server, "fails")
         assert told.startswith(failed)
@@ -172,7 +172,7 @@ def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_c
         assert infer(server, "falls_back", np.zeros((3, 0, 5), np.float32)).shape == (3, 0, 5)
         server.wait_for_line("execution provider passed over", "falls_back", words)
         assert told_of["not_warmed"]["warm_up"] == "not warmed up"
-        assert told_of["picky"]["warm_up"].startswith("not warmed up: the model refuses made-up inputs: ")
+        assert told_of["picky"]["warm_up"].startswith("not warmed up: the model rejects synthetic inputs: ")
         images = np.ones((1, 1, 500, 500), np.float32)
         assert infer(server, "picky", images) == 1
 

@@ -17,8 +17,8 @@ from ortserve.engine.model_signature import read_signature
 from ortserve.engine.providers import CPU, ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
-from ortserve.registry.batchability import why_rows_depend
-from ortserve.registry.warmup import warm_up
+from ortserve.registry.load.row_trial import why_rows_depend
+from ortserve.registry.load.warmup import warm_up
 
 pytestmark = pytest.mark.timeout(240)  # a server for all cases; about 20 s on two idle cores
 
@@ -89,7 +89,7 @@ def check_rows(path: Path, name: str, stored: Arrays) -> bool:
     instance = Instance(session, signature, name=name, intra_op_threads=1, clock=time.monotonic_ns)
     try:
         found = warm_up(instance, signature, budget_s=1e-3, max_rows=1, clock=time.monotonic_ns)
-        if found.rows_depend or found.refused or [array.dtype for array in stored] != numpy_types(signature):
+        if found.rows_depend or found.rejection or [array.dtype for array in stored] != numpy_types(signature):
             return False
         together = instance.run(as_batch(stored)).outputs
         alone = [

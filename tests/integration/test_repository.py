@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders, interfaces
-from ortserve.registry.load_turns import MOST_LOADS
+from ortserve.registry.load.coordination import MAX_LOADS
 from servers import (
     LONG_S,
     SHORT_WARMUP,
@@ -99,7 +99,7 @@ def test_only_models_are_taken_for_models(mixed_server: ServerProcess) -> None:
 
 def test_model_whose_turn_to_load_has_not_come_is_not_ready_rather_than_unknown(tmp_path: Path) -> None:
     """As many models as load side by side come out of pipes, whose other ends the test opens when it is done."""
-    names = [f"a_slow_{number}" for number in range(MOST_LOADS)]
+    names = [f"a_slow_{number}" for number in range(MAX_LOADS)]
     for name in names:
         os.mkfifo(tmp_path / f"{name}.onnx")
     add_model(tmp_path, "identity", builders.identity)

@@ -240,9 +240,9 @@ def test_model_file_may_be_a_folder(server: ServerProcess) -> None:
 
 
 def test_fields_without_effect_are_told_once_a_load(server: ServerProcess) -> None:
-    told = [line for line in server.lines if "configured without effect" in line and "model=simple" in line]
+    told = [line for line in server.lines if "option has no effect" in line and "model=simple" in line]
     assert len(told) == 2
-    assert any("dynamic_batching.preserve_ordering: each answer is sent when it is there" in line for line in told)
+    assert any("dynamic_batching.preserve_ordering: each response is sent when it is ready" in line for line in told)
     assert any("optimization.input_pinned_memory" in line for line in told)
 
 
@@ -262,7 +262,7 @@ REFUSED = {
     "ensemble": ('platform: "ensemble"', "config.pbtxt: platform: expected 'onnxruntime_onnx', got 'ensemble'"),
     "decoupled": (
         "model_transaction_policy { decoupled: true }",
-        "config.pbtxt: model_transaction_policy.decoupled is not supported: every request has one answer",
+        "config.pbtxt: model_transaction_policy.decoupled is not supported: every request has one response",
     ),
     "typo": ("max_batch: 3", 'config.pbtxt: 1:1 : Message type \\"ModelConfig\\" has no field named'),
     "wrong_name": ('name: "right_name"', "name: expected 'wrong_name', as the model's folder, got 'right_name'"),
@@ -272,7 +272,7 @@ REFUSED = {
     ),
     "wrong_input": ('input { name: "q" }', "unexpected inference input 'q', allowed inputs are: x"),
     "gpu": ("instance_group { kind: KIND_GPU }", "execution_providers: none of cuda can be used"),
-    "twice": ("", "it has both model.yaml and config.pbtxt: say it all in one of them"),
+    "twice": ("", "it has both model.yaml and config.pbtxt: expected one of them"),
     "labels": (
         'output { name: "y" label_filename: "labels.txt" }',
         "labels of output 'y': 'labels.txt' cannot be read",
@@ -356,4 +356,4 @@ def test_single_file_takes_the_servers_options(tmp_path: Path) -> None:
     builders.identity(tmp_path / "bare.onnx")
     with starting(tmp_path, *SHORT_WARMUP) as server:
         server.wait_until_loaded()
-        assert "configured without effect" not in server.output
+        assert "option has no effect" not in server.output

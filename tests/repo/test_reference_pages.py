@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 import ortserve.config.reference
 import ortserve.config.schema
-import ortserve.registry.reference
+import ortserve.registry.repository.triton_fields
 import ortserve.telemetry.reference
 from ortserve.config.model import ModelOptions
 from ortserve.config.options import ServerOptions
@@ -37,7 +37,11 @@ NARROWING: Final = ("pattern", "patternProperties", "minLength", "minItems", "mi
     [
         (ortserve.config.reference.PAGE, ortserve.config.reference.render, "ortserve.config.reference"),
         (ortserve.config.schema.FILE, ortserve.config.schema.render, "ortserve.config.schema"),
-        (ortserve.registry.reference.PAGE, ortserve.registry.reference.render, "ortserve.registry.reference"),
+        (
+            ortserve.registry.repository.triton_fields.PAGE,
+            ortserve.registry.repository.triton_fields.render,
+            "ortserve.registry.repository.triton_fields",
+        ),
         (ortserve.telemetry.reference.PAGE, ortserve.telemetry.reference.render, "ortserve.telemetry.reference"),
     ],
 )

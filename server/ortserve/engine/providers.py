@@ -5,7 +5,7 @@ The list is walked here and not by ONNX Runtime, which takes the next one withou
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Final
 
 import onnxruntime as ort
 
@@ -21,11 +21,9 @@ from ortserve.engine.provider_options import (
     with_threads,
 )
 from ortserve.engine.runtime import Offer, Runtime, missing_library
-from ortserve.errors import DeviceLostError, ServeError, invalid_input
+from ortserve.errors import invalid_input
 
 _SHORT_NAMES: Final = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT, "openvino": OPENVINO}
-
-_Opened = TypeVar("_Opened")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,35 +139,6 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
         )
     first, *others = usable
     return ProviderChoice.of(first, others, missing)
-
-
-def open_on_first(
-    choice: ProviderChoice, open_on: Callable[[ProviderChoice], _Opened], *, allow_fallback: bool
-) -> tuple[_Opened, ProviderChoice]:
-    """Open on the chosen EP, or, where that is allowed, on the first after it that can be opened on.
-
-    Returns:
-        What ``open_on`` made, and the choice that it made it of.
-
-    Raises:
-        DeviceLostError: What ``open_on`` raised: the process needs to be replaced, not a model that runs elsewhere.
-        ServeError: What ``open_on`` raised for the chosen EP, and for each that was tried after it.
-    """
-    failures: list[str] = []
-    while True:
-        try:
-            return open_on(choice), choice
-        except DeviceLostError:
-            raise
-        except ServeError as error:
-            failures.append(error.message)
-            if allow_fallback and choice.behind:
-                choice = choice.without_first(error.message)
-                continue
-            hint = ""
-            if choice.behind:
-                hint = f" (with allow_fallback it would be tried on {choice.behind[0].name})"
-            raise ServeError(error.kind, "; ".join(dict.fromkeys(failures)) + hint) from error
 
 
 def attach_providers(

@@ -1,3 +1,3 @@
-"""Which models run: what lies in the repositories, which versions should serve, and bringing them up and down."""
+"""Model repositories, their configuration, loading models, and the versions that serve."""
 
-__all__ = ["lifecycle", "model_config", "registry", "served"]
+__all__ = ["catalog", "effective_config", "registry", "served"]

@@ -27,8 +27,8 @@ from ortserve.engine.runtime import preload_libraries
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import VERDICT, TrialOrder
-from ortserve.registry.row_axes import find_row_axes
-from ortserve.registry.synthetic import synthetic_inputs
+from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.row_axes import find_row_axes
 
 
 def try_capture(order: TrialOrder, tell: Callable[[str], None], uses: Mapping[str, DeviceUse] | None = None) -> None:

@@ -1,26 +1,106 @@
-"""Finding: every version that was asked for, and the one that answers a request."""
+"""The catalog: a record of each version and its state, and which version answers a request."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from enum import IntEnum
+from typing import Final
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.load.coordination import WAITING, Progress
+from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.served import ServedModel
+from ortserve.telemetry.metrics import ModelMetrics
+
+UNLOADED: Final = "unloaded"
+"""The reason of versions that were taken out of service, by request or for another version."""
+
+
+class State(IntEnum):
+    """States of one load of a version, in order. A state never goes back: serving again is a new load."""
+
+    LOADING = 0
+    WARMING = 1
+    READY = 2
+    DRAINING = 3
+    GONE = 4
+    FAILED = 5
+
+
+class VersionRecord:
+    """One load of one version: its state, source and metrics. Loop thread only."""
+
+    def __init__(
+        self,
+        model: str,
+        version: int,
+        on_change: Callable[[], None],
+        *,
+        is_required: bool = False,
+        source: VersionSource | None = None,
+    ) -> None:
+        """Begin in the state LOADING.
+
+        Args:
+            model: Name of the model.
+            version: 0 for a model whose versions could not be read.
+            on_change: Called after each change of state.
+            is_required: Whether the server is ready only if this version is.
+            source: What is loaded; None for version 0.
+        """
+        self.model = model
+        self.version = version
+        self.is_required = is_required
+        self.source = source
+        self._on_change = on_change
+        self.state = State.LOADING
+        self.reason = ""
+        """Why it failed, or ``UNLOADED``; if it is READY, why its last reload failed."""
+        self.progress: Progress | None = None
+        """The steps of its load; None before the load begins."""
+        self.metrics = ModelMetrics(model, self.label)
+        self.metrics.set_state(self.state.name.lower())
+        self.served: ServedModel | None = None
+        """Answers its requests. Set while READY or DRAINING, and until it is freed after its device was lost."""
+
+    @property
+    def label(self) -> str:
+        """The version as clients see it; empty for version 0."""
+        return str(self.version) if self.version else ""
+
+    @property
+    def is_unloaded(self) -> bool:
+        """Whether it was taken out of service on purpose."""
+        return self.reason == UNLOADED
+
+    @property
+    def explanation(self) -> str:
+        """Why it is in its state: ``reason``, or the present step of its load with its duration."""
+        if self.state > State.WARMING:
+            return self.reason
+        return WAITING if self.progress is None else self.progress.describe()
+
+    def advance(self, state: State, reason: str = "") -> None:
+        """Enter a later state."""
+        assert state > self.state, f"{self.model}/{self.version} cannot go from {self.state.name} to {state.name}"
+        self.state = state
+        self.reason = reason
+        self.metrics.set_state(state.name.lower())
+        self._on_change()
 
 
 class Catalog:
-    """Records by model and version, and the routes of requests. Loop thread only.
+    """Records by model and version, and the version that answers each name. Loop thread only.
 
-    Of a version that is loaded anew while the old load serves, the record here is the one that serves.
+    While a version is loaded again, its record here is the one that serves.
     """
 
     def __init__(self) -> None:
         self._records: dict[str, dict[int, VersionRecord]] = {}
         self._serving: dict[tuple[str, str], ServedModel] = {}
-        self.is_whole = False
-        """Whether all that is served from the start was asked for; until then no model is unknown for good."""
+        self.is_complete = False
+        """Whether initial loading is over. Until then a model that is unknown may still come."""
 
     def find(self, name: str, version: str) -> ServedModel:
-        """The version that answers: the one named, or the highest that is ready.
+        """Find the version that answers: the one named, or the highest that is ready.
 
         Args:
             name: Of the model.
@@ -32,22 +112,22 @@ class Catalog:
         served = self._serving.get((name, version))
         if served is not None:
             return served
-        raise self._refusal(name, version)
+        raise self._error(name, version)
 
     def knows(self, name: str) -> bool:
-        """Whether the model was ever asked for."""
+        """Whether a load of the model was ever begun."""
         return name in self._records
 
     def names(self) -> list[str]:
-        """The models that are known, in the order they came."""
+        """The known models, in the order of their first load."""
         return list(self._records)
 
     def of(self, name: str) -> Mapping[int, VersionRecord]:
-        """A model's records by version; none for an unknown one."""
+        """The records of a model by version; empty for an unknown model."""
         return self._records.get(name, {})
 
     def records(self) -> Iterator[VersionRecord]:
-        """Every version that was asked for; a model that could not even be read counts as version 0."""
+        """All records."""
         for records in self._records.values():
             yield from records.values()
 
@@ -59,18 +139,18 @@ class Catalog:
         )
 
     def put(self, record: VersionRecord) -> VersionRecord | None:
-        """Show a record, in the place of the one before, which is returned."""
+        """Add a record. Returns the record that it replaces."""
         records = self._records.setdefault(record.model, {})
         before = records.get(record.version)
         records[record.version] = record
         return before
 
     def drop(self, record: VersionRecord) -> None:
-        """Forget a record; the model stays known."""
+        """Remove a record. The model stays known."""
         del self._records[record.model][record.version]
 
     def route(self, name: str) -> None:
-        """Point requests for a model at its ready versions, and those without a version at the highest."""
+        """Send requests for a model to its ready versions, and requests without a version to the highest of them."""
         for key in [key for key in self._serving if key[0] == name]:
             del self._serving[key]
         for record in self.ready(name):
@@ -78,9 +158,10 @@ class Catalog:
             self._serving[name, str(record.version)] = record.served
             self._serving[name, ""] = record.served
 
-    def _refusal(self, name: str, version: str) -> ServeError:
+    def _error(self, name: str, version: str) -> ServeError:
+        """Why no version answers."""
         records = self._records.get(name)
-        if records is None and not self.is_whole:
+        if records is None and not self.is_complete:
             text = f"Request for unknown model: '{name}' is not at ready state: the server is still loading its models"
             return ServeError(ErrorKind.NOT_READY, text, retry_after_s=1)
         if records is None:
@@ -96,8 +177,10 @@ class Catalog:
         else:
             asked = list(records.values())
             text = f"Request for unknown model: '{name}' has no available versions"
-        # What was unloaded on purpose is not coming back by itself: no use in trying again.
+        # A retry is of no use: versions that were unloaded on purpose do not come back by themselves.
         if all(record.is_unloaded for record in asked):
             return ServeError(ErrorKind.NOT_FOUND, f"{text}: it was unloaded")
-        told = "; ".join(f"{record.state.name}{f' ({why})' if (why := record.explanation) else ''}" for record in asked)
-        return ServeError(ErrorKind.NOT_READY, f"{text}: {told}", retry_after_s=1)
+        states = "; ".join(
+            f"{record.state.name}{f' ({why})' if (why := record.explanation) else ''}" for record in asked
+        )
+        return ServeError(ErrorKind.NOT_READY, f"{text}: {states}", retry_after_s=1)

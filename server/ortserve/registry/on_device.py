@@ -9,10 +9,10 @@ from ortserve.core.signature import ModelSignature
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.preparation import Prepared
 from ortserve.engine.device.replay import NO_BUFFERS, NoReplay
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.warmup import WarmUp
 from ortserve.registry.opening import OpenedSession
-from ortserve.registry.progress import Progress
-from ortserve.registry.synthetic import synthetic_inputs
-from ortserve.registry.warmup import WarmUp
 
 
 @dataclass(frozen=True, slots=True)

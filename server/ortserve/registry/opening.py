@@ -36,10 +36,10 @@ from ortserve.engine.tensorrt_profiles import (
 )
 from ortserve.errors import DeviceLostError, ServeError
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
-from ortserve.registry.progress import Progress
-from ortserve.registry.row_axes import RowAxes
-from ortserve.registry.row_trial import LEAST_ROWS
-from ortserve.registry.sweep import MAX_SWEPT_ROWS
+from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.row_axes import RowAxes
+from ortserve.registry.load.row_trial import LEAST_ROWS
 
 
 @dataclass(slots=True)

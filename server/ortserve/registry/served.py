@@ -3,21 +3,28 @@
 import asyncio
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.statistics import Learned
+from ortserve.config.model import ModelOptions
+from ortserve.config.queueing import QueuePolicy
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.shape_class import Alone
 from ortserve.core.terms import Terms
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
-from ortserve.registry.configuration import Configuration
-from ortserve.registry.empty_inputs import check_not_empty, crashing_operators, drop_rows, make_up_row
-from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
-from ortserve.registry.loaded import LoadedModel
-from ortserve.registry.shape_classes import ShapeClasses
+from ortserve.registry.load.loaded_model import LoadedModel
+from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.request_shapes import (
+    ShapeClasses,
+    check_not_empty,
+    crashing_operators,
+    drop_rows,
+    placeholder_row,
+)
 from ortserve.telemetry.metrics import ModelMetrics
 from ortserve.telemetry.rejection_log import RejectionLog
 
@@ -36,35 +43,35 @@ class ServedModel:
         configuration: Configuration,
         properties: Mapping[str, str],
     ) -> None:
-        """Open for requests.
+        """Accept requests.
 
         Args:
             name: Of the model.
             version: Digits.
-            loaded: What the loader made of it.
+            loaded: The result of its load.
             batcher: Of the loaded instances.
             metrics: Of the version.
-            configuration: It was loaded with.
-            properties: What operators may read about it.
+            configuration: Of its load.
+            properties: Shown in the metadata.
         """
         self.name = name
         self.version = version
         self.signature: Final = loaded.interface.client
-        """What requests bring and get."""
+        """Of requests and responses."""
         self.model_signature: Final = loaded.interface.model
-        """The same tensors in the same order as the model itself has them: other shapes, where they are reshaped."""
+        """Of the model itself: the same tensors in the same order, with other shapes if they are reshaped."""
         self.labels: Final[Mapping[str, Sequence[str]]] = loaded.labels
         """Names of the elements of an output, by its name; outputs without labels are not in it."""
         self.metrics = metrics
         self.rejections: Final = RejectionLog(name, version)
         self.properties = properties
-        """Replaced as a whole where one of them changes."""
+        """Replaced as a whole when one of them changes."""
         self.options: Final = configuration.options
         self.declared: Final = configuration.declared
-        """Its ``config.pbtxt`` as it stands; empty where it has none."""
+        """Its ``config.pbtxt``; empty without one."""
         self.execution_provider: Final = loaded.execution_provider
         self.device_ids: Final = loaded.device_ids
-        """For each instance."""
+        """Of each instance."""
         self.intra_op_threads: Final = loaded.intra_op_threads
         self._batcher = batcher
         self._instances = loaded.instances
@@ -126,7 +133,7 @@ class ServedModel:
         """
         inputs, rows = request.inputs, request.rows
         if rows == 0:
-            self._submit_made_up_row(request, terms)
+            self._submit_placeholder_row(request, terms)
             return
         batcher = self._batcher
         if self._crashing and self._shape_classes is not None:
@@ -164,9 +171,9 @@ class ServedModel:
         except ValueError as error:
             raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
 
-    def _submit_made_up_row(self, request: InflightRequest, terms: Terms) -> None:
+    def _submit_placeholder_row(self, request: InflightRequest, terms: Terms) -> None:
         """Answer a request of 0 rows, which many models reject or crash on, by a row that ONNX Runtime accepts."""
-        row = request.child(make_up_row(request.inputs, self.signature, self.name), 1)
+        row = request.child(placeholder_row(request.inputs, self.signature, self.name), 1)
         if self._conversions is not None:
             request.inputs = self._conversions.to_model(request.inputs)
         self.submit(row, terms)
@@ -207,3 +214,46 @@ class ServedModel:
         await self._batcher.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
+
+
+def has_queue_policies(options: ModelOptions) -> bool:
+    """Whether the options set queue policies."""
+    return bool(options.priority_queue_policies) or options.queue_policy != QueuePolicy()
+
+
+def policy_terms(
+    options: ModelOptions, level: int, received_ns: int, finish_by_ns: int | None, asked_ns: int | None
+) -> Terms:
+    """The terms of a request of a model with queue policies.
+
+    Such a model has two levels in the batcher for each priority level: the first for requests in time, the second for
+    requests that waited too long and let the others go first.
+
+    Args:
+        options: Of the model.
+        level: Of the request, 1 first.
+        received_ns: The begin of its wait (monotonic).
+        finish_by_ns: Its deadline.
+        asked_ns: The longest wait in the queue that it asks for; effective if shorter and if the policy allows it.
+    """
+    policy = options.priority_queue_policies.get(level, options.queue_policy)
+    wait_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)
+    if asked_ns is not None and policy.timeout_override:
+        wait_ns = asked_ns if wait_ns is None else min(asked_ns, wait_ns)
+    start_by_ns = None if wait_ns is None else received_ns + wait_ns
+    return Terms(2 * level - 1, finish_by_ns, start_by_ns, start_by_ns is not None and policy.timeout_action == "delay")
+
+
+def terms_behind(terms: Terms) -> Terms:
+    """The terms of a request that waited too long and now runs after the others of its level."""
+    return replace(terms, level=terms.level + 1, start_by_ns=None, yields_when_late=False)
+
+
+def requests_limits(options: ModelOptions) -> dict[int, int]:
+    """The most queued requests by the batcher's level."""
+    if not has_queue_policies(options):
+        return {}
+    # The default level, too: a model may have a policy and no levels.
+    levels = {*range(1, options.priority_levels + 1), options.default_priority_level}
+    policies = {level: options.priority_queue_policies.get(level, options.queue_policy) for level in levels}
+    return {2 * level - 1: policy.max_requests for level, policy in policies.items() if policy.max_requests is not None}

@@ -10,8 +10,8 @@ from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.batching.statistics import Learned
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ServeError
-from ortserve.registry.lifecycle import State, VersionRecord
-from ortserve.registry.model_config import describe_config
+from ortserve.registry.catalog import State, VersionRecord
+from ortserve.registry.effective_config import describe_config
 from ortserve.registry.registry import Registry
 
 PLATFORM: Final = "onnxruntime_onnx"

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 
 from ortserve.codecs.control_json import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.lifecycle import State, VersionRecord
+from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.registry import Registry
 from ortserve.telemetry.logs import log_event
 

@@ -13,10 +13,9 @@ from ortserve.engine.providers import (
     attach_providers,
     check_providers,
     choose_provider,
-    open_on_first,
 )
 from ortserve.engine.runtime import Offer
-from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
+from ortserve.errors import ErrorKind, ServeError
 
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
@@ -138,48 +137,13 @@ def test_device_of_a_provider_that_is_not_known_here_is_its_own_business() -> No
     assert choose_provider([{"Other": {"device_id": "first"}}], offering("Other")).device_id == 0
 
 
-def failing_on(*names: str) -> Callable[[ProviderChoice], str]:
-    def open_on(choice: ProviderChoice) -> str:
-        if choice.name in names:
-            raise invalid_input(f"{choice.name} fails")
-        return f"opened on {choice.name}"
-
-    return open_on
-
-
 BOTH = ProviderChoice(TENSORRT, ("x is missing",), behind=(Provider(CUDA, {"device_id": "1"}), Provider(CPU)))
 
 
-def test_choice_that_opens_stays() -> None:
-    assert open_on_first(BOTH, failing_on(CUDA), allow_fallback=True) == (f"opened on {TENSORRT}", BOTH)
-
-
-def test_choice_that_does_not_open_gives_way_where_that_is_allowed() -> None:
-    opened, choice = open_on_first(BOTH, failing_on(TENSORRT), allow_fallback=True)
-    assert opened == f"opened on {CUDA}"
-    assert choice == ProviderChoice(
+def test_choice_without_its_first_provider_is_the_next_with_the_reason() -> None:
+    assert BOTH.without_first(f"{TENSORRT} fails") == ProviderChoice(
         CUDA, ("x is missing", f"{TENSORRT} fails"), {"device_id": "1"}, behind=(Provider(CPU),)
     )
-
-
-def test_choice_that_does_not_open_is_an_error_where_giving_way_is_not_allowed() -> None:
-    with pytest.raises(ServeError) as caught:
-        open_on_first(BOTH, failing_on(TENSORRT), allow_fallback=False)
-    assert caught.value.message == f"{TENSORRT} fails (with allow_fallback it would be tried on {CUDA})"
-
-
-def test_choice_whose_device_is_lost_gives_way_to_nobody() -> None:
-    def open_on(choice: ProviderChoice) -> str:
-        raise DeviceLostError("cuda:0 is lost")
-
-    with pytest.raises(DeviceLostError, match=r"^cuda:0 is lost$"):
-        open_on_first(BOTH, open_on, allow_fallback=True)
-
-
-def test_error_names_all_that_were_tried_where_none_opens() -> None:
-    with pytest.raises(ServeError) as caught:
-        open_on_first(BOTH, failing_on(TENSORRT, CUDA, CPU), allow_fallback=True)
-    assert caught.value.message == f"{TENSORRT} fails; {CUDA} fails; {CPU} fails"
 
 
 def test_a_choice_is_moved_to_a_device_with_those_behind_it() -> None:

@@ -28,13 +28,12 @@ from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
-from ortserve.registry.loaded import LoadedModel
-from ortserve.registry.loader import load_model
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
+from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.load.row_axes import find_row_axes
 from ortserve.registry.on_device import OnDevice, doubling
 from ortserve.registry.opening import Opening
-from ortserve.registry.progress import Progress
-from ortserve.registry.properties import describe_properties
-from ortserve.registry.row_axes import find_row_axes
 
 
 class Trials(CaptureTrials):

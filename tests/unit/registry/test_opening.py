@@ -21,9 +21,9 @@ from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.engine.tensorrt_profiles import most_rows
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.row_axes import find_row_axes
 from ortserve.registry.opening import Opening, model_nbytes
-from ortserve.registry.progress import Progress
-from ortserve.registry.row_axes import find_row_axes
 
 
 def opening_of(path: Path, options: ModelOptions, progress: Progress | None = None) -> Opening:

@@ -25,10 +25,12 @@ from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.registry import loading, retries
-from ortserve.registry.lifecycle import State, VersionRecord
-from ortserve.registry.progress import WAITING
-from ortserve.registry.registry import MOST_ABANDONED, Registry
+from ortserve.registry import registry as registry_module
+from ortserve.registry import versions
+from ortserve.registry.catalog import State, VersionRecord
+from ortserve.registry.load.coordination import WAITING
+from ortserve.registry.registry import Registry
+from ortserve.registry.versions import MAX_ABANDONED
 from ortserve.telemetry.metrics import Metrics
 
 Load = Callable[..., Awaitable[Registry]]
@@ -270,7 +272,7 @@ UNMEASURED = LoadOptions(warmup_s=0, intra_op_threads=1)
 async def test_models_are_opened_side_by_side_and_a_slow_one_delays_no_other(
     tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "cpu_budget", lambda: 3)
+    monkeypatch.setattr(versions, "cpu_budget", lambda: 3)
     slow = [pipes("a_slow"), pipes("b_slow")]
     put(tmp_path, builders.not_onnx, "c_broken")
     names = [f"m{number}" for number in range(8)]
@@ -299,7 +301,7 @@ async def test_models_are_opened_side_by_side_and_a_slow_one_delays_no_other(
 async def test_loading_that_is_cancelled_begins_no_further_model(
     tmp_path: Path, pipes: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "cpu_budget", lambda: 2)
+    monkeypatch.setattr(versions, "cpu_budget", lambda: 2)
     slow = [pipes("a_slow"), pipes("b_slow")]
     put(tmp_path, builders.unnamed_dims, "m")
     registry = Registry([tmp_path], UNMEASURED, Metrics(CollectorRegistry()), time.monotonic_ns)
@@ -364,11 +366,11 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
     assert properties["fixed"]["batching"] == "not batched because the first dimension of input 'x' is fixed at 1"
     unknown_node = unknown.replace("#0", "#.")
     untried = f"not batched because {unknown_node}.*; rows could not be tried, as the model {{}}; 'batched: true' says "
-    assert re.match(untried.format("refuses made-up inputs"), properties["refuses"]["batching"])
+    assert re.match(untried.format("rejects synthetic inputs"), properties["refuses"]["batching"])
     assert properties["believed"]["batching"].startswith(
         f"up to 64 rows run together, configured; not tried; {unknown}"
     )
-    assert properties["refuses"]["warm_up"].startswith("not warmed up: the model refuses made-up inputs: ")
+    assert properties["refuses"]["warm_up"].startswith("not warmed up: the model rejects synthetic inputs: ")
     assert re.match(untried.format("was not warmed up"), properties["cold"]["batching"])
     assert properties["cold"]["warm_up"] == "not warmed up"
 
@@ -548,7 +550,7 @@ async def test_fault_after_loading_fails_the_version_and_frees_its_instances(
 
     put(tmp_path, builders.identity, "m", options="instances: 2")
     with monkeypatch.context() as patch:
-        patch.setattr("ortserve.registry.assembly.describe_properties", fail)
+        patch.setattr("ortserve.registry.load.assembly.describe_properties", fail)
         registry = await load()
     assert state_of(registry, "m") == {1: (State.FAILED, "unexpected error")}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("run m/1")]
@@ -584,7 +586,7 @@ async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: 
 async def test_poll_tries_what_failed_again_in_time_as_the_reason_may_have_passed(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, is_due: bool
 ) -> None:
-    monkeypatch.setattr(retries, "_FIRST_S", 0.0 if is_due else 60.0)
+    monkeypatch.setattr(registry_module, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
     file = tmp_path / "m" / "1" / "model.onnx"
     put(tmp_path, builders.identity, "m")
     good, stat = file.read_bytes(), file.stat()
@@ -777,14 +779,14 @@ async def test_a_version_that_cannot_be_loaded_anew_says_why(load: Load, tmp_pat
 async def test_a_version_is_not_replaced_for_ever(load: Load, tmp_path: Path) -> None:
     put(tmp_path, builders.identity, "long", options="warmup_s: 0\nbatched: true\n")
     registry = await load()
-    for given_up in range(1, MOST_ABANDONED + 2):
+    for given_up in range(1, MAX_ABANDONED + 2):
         (record,) = registry.records()
-        registry._on_abandoned(record, _Stuck(), f"run {given_up} did not end", True)
-        if given_up <= MOST_ABANDONED:
+        registry._versions._on_abandoned(record, _Stuck(), f"run {given_up} did not end", True)
+        if given_up <= MAX_ABANDONED:
             await ready_again(registry, "long", instead_of=record.served)
     await asyncio.sleep(0)
     assert state_of(registry, "long")[1][0] is State.FAILED
-    assert "4 runs of the model did not end: the server is to be restarted" in refusal(registry, "long").message
+    assert "4 runs of the model did not end: restart the server" in refusal(registry, "long").message
 
 
 class _Stuck:

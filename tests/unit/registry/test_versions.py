@@ -1,25 +1,73 @@
-"""Which versions are served, by literals."""
+"""Loading one version on a thread, with the real ONNX Runtime, while the loop runs on."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from ortserve.config.model import AllVersions, LatestVersions, SpecificVersions, VersionPolicy
-from ortserve.registry.versions import choose_versions
+from models import builders
+from ortserve.config.model import LoadOptions
+from ortserve.registry.catalog import Catalog, State, VersionRecord
+from ortserve.registry.repository.source import read_source
+from ortserve.registry.versions import Versions
+from ortserve.telemetry.metrics import Metrics
 
-
-@pytest.mark.parametrize(
-    ("policy", "chosen"),
-    [
-        (LatestVersions(latest=1), [10]),
-        (LatestVersions(latest=2), [9, 10]),
-        (LatestVersions(latest=99), [1, 2, 9, 10]),
-        (AllVersions(all=True), [1, 2, 9, 10]),
-        (SpecificVersions(specific=(9, 1)), [1, 9]),
-        (SpecificVersions(specific=(2, 2)), [2]),
-    ],
-)
-def test_chosen_versions_are_ascending_by_number(policy: VersionPolicy, chosen: list[int]) -> None:
-    assert choose_versions(policy, {10, 2, 9, 1}) == chosen
+OPENING = "opening the session on CPUExecutionProvider, for 0 s"
 
 
-def test_version_that_is_named_is_chosen_also_where_it_is_not_there() -> None:
-    assert choose_versions(SpecificVersions(specific=(3, 1, 7)), {10, 2, 9, 1}) == [1, 3, 7]
+class Lines(logging.Handler):
+    """The fields of log lines, for the loop to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage() == "model is still loading":
+            self.fields.put_nowait(vars(record)["fields"])
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Path]:
+    """The model ``m``, which ONNX Runtime opens for as long as nobody writes it."""
+    path = tmp_path / "m.onnx"
+    os.mkfifo(path)
+    yield path
+    with suppress(OSError):  # nobody reads any more, unless the test failed: then the loader's thread would stay
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+
+async def test_load_that_lasts_is_told_until_it_ends(
+    tmp_path: Path, pipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = LoadOptions.model_validate({"warmup_s": 0, "intra_op_threads": 1})
+    source = read_source("m", [tmp_path], options)
+    assert source is not None
+    before = asyncio.all_tasks()
+    record = VersionRecord("m", 1, lambda: None)
+    metrics = Metrics(CollectorRegistry())
+    versions = Versions(Catalog(), metrics, lambda: 0, lambda: None, lambda record: None, progress_log_interval_s=0.001)
+    lines = Lines()
+    with caplog.at_level(logging.INFO):
+        logging.getLogger("ortserve.registry.versions").addHandler(lines)
+        try:
+            loading = asyncio.create_task(versions.load(record, source.versions[1]))
+            while (told := await lines.fields.get())["doing"] != OPENING:
+                pass
+            assert told == {"model": "m", "version": 1, "doing": OPENING, "seconds": 0.0}
+            assert (record.state, record.explanation) == (State.LOADING, OPENING)
+            content = builders.identity(tmp_path / "real").read_bytes()
+            await asyncio.to_thread(pipe.write_bytes, content)
+            assert await loading == ""
+        finally:
+            logging.getLogger("ortserve.registry.versions").removeHandler(lines)
+    assert (record.state, record.explanation) == (State.READY, "")
+    await versions.close()
+    # Whatever the load began has ended, else there would be lines for ever.
+    await asyncio.wait_for(asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True), 30)

@@ -26,7 +26,7 @@ from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.capture_trial import CaptureTrials
-from ortserve.registry.lifecycle import State
+from ortserve.registry.catalog import State
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.models import ModelService

@@ -1,0 +1,144 @@
+"""The effective configuration of a served version, as clients of Triton read it."""
+
+from collections import Counter
+from typing import Final
+
+from ortserve._pb import model_config_pb2 as pb
+from ortserve.config.model import AllVersions, LatestVersions, ModelOptions
+from ortserve.config.queueing import QueuePolicy
+from ortserve.core.dtypes import DataType
+from ortserve.core.signature import TensorSpec
+from ortserve.registry.repository.configuration import BACKEND, PLATFORM
+from ortserve.registry.served import ServedModel
+
+_CPU: Final = "CPUExecutionProvider"
+_GRAPH_LEVELS: Final = {"all": 0, "layout": 0, "basic": -1, "extended": 1, "none": 2}
+
+
+def describe_config(served: ServedModel) -> pb.ModelConfig:
+    """Describe a version: its ``config.pbtxt``, completed and corrected by how it is served.
+
+    ``max_batch_size`` is the most rows that run together, if rows are on axis 0 of all tensors, because clients expect
+    them there. Otherwise, and for a model whose requests run alone, it is 0, and dims include all axes.
+    """
+    options = served.options
+    config = pb.ModelConfig()
+    config.CopyFrom(served.declared)
+    config.name, config.platform, config.backend = served.name, PLATFORM, BACKEND
+    _describe_versions(config.version_policy, options)
+    config.max_batch_size = served.max_rows if served.signature.rows_lead else 0
+    _describe_inputs(config, served)
+    _describe_outputs(config, served)
+    if not config.HasField("optimization"):
+        config.optimization.graph.level = _GRAPH_LEVELS[options.session.graph_optimization]
+    config.ClearField("dynamic_batching")
+    config.ClearField("response_cache")  # Clients that see it expect cached responses.
+    if config.max_batch_size > 1:
+        _describe_batching(config.dynamic_batching, options, served.max_rows)
+    _describe_instances(config, served)
+    config.default_model_filename = options.model_file
+    config.parameters["intra_op_thread_count"].string_value = str(served.intra_op_threads)
+    if options.session.execution_mode == "parallel":
+        config.parameters["execution_mode"].string_value = "1"
+        config.parameters["inter_op_thread_count"].string_value = str(options.session.inter_op_threads)
+    if not served.declared.model_warmup:
+        _describe_samples(config, served)
+    return config
+
+
+def _describe_versions(policy: pb.ModelVersionPolicy, options: ModelOptions) -> None:
+    policy.Clear()
+    if isinstance(options.version_policy, LatestVersions):
+        policy.latest.num_versions = options.version_policy.latest
+    elif isinstance(options.version_policy, AllVersions):
+        policy.all.SetInParent()
+    else:
+        policy.specific.versions.extend(options.version_policy.specific)
+
+
+def _describe_inputs(config: pb.ModelConfig, served: ServedModel) -> None:
+    declared = {tensor.name: tensor for tensor in served.declared.input}
+    del config.input[:]
+    for spec, own in zip(served.signature.inputs, served.model_signature.inputs, strict=True):
+        first = _first(served, spec)
+        tensor = config.input.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[first:])
+        if spec.name in declared:
+            tensor.format = declared[spec.name].format
+        tensor.optional = spec.is_optional
+        _describe_reshape(tensor.reshape, spec, own, first)
+
+
+def _describe_outputs(config: pb.ModelConfig, served: ServedModel) -> None:
+    del config.output[:]
+    for spec, own in zip(served.signature.outputs, served.model_signature.outputs, strict=True):
+        first = _first(served, spec)
+        tensor = config.output.add(name=spec.name, data_type=_data_type(spec), dims=spec.shape[first:])
+        configured = served.options.outputs.get(spec.name)
+        if configured is not None and isinstance(configured.labels, str):
+            tensor.label_filename = configured.labels
+        _describe_reshape(tensor.reshape, spec, own, first)
+
+
+def _describe_reshape(message: pb.ModelTensorReshape, spec: TensorSpec, own: TensorSpec, first: int) -> None:
+    if spec.shape != own.shape:
+        message.SetInParent()  # An empty shape removes a dimension of 1.
+        message.shape.extend(own.shape[first:])
+
+
+def _describe_batching(batching: pb.ModelDynamicBatching, options: ModelOptions, max_rows: int) -> None:
+    batching.preferred_batch_size.extend(options.preferred_rows or (max_rows,))
+    batching.max_queue_delay_microseconds = round(options.queue_delay_s * 1e6)
+    batching.priority_levels = options.priority_levels
+    if options.priority_levels:
+        batching.default_priority_level = options.default_priority_level
+    if options.queue_policy != QueuePolicy():
+        batching.default_queue_policy.CopyFrom(_policy(options.queue_policy))
+    for level, policy in options.priority_queue_policies.items():
+        batching.priority_queue_policy[level].CopyFrom(_policy(policy))
+
+
+def _policy(policy: QueuePolicy) -> pb.ModelQueuePolicy:
+    return pb.ModelQueuePolicy(
+        timeout_action=policy.timeout_action.upper(),
+        default_timeout_microseconds=round((policy.timeout_s or 0) * 1e6),
+        allow_timeout_override=policy.timeout_override,
+        max_queue_size=policy.max_requests or 0,
+    )
+
+
+def _describe_instances(config: pb.ModelConfig, served: ServedModel) -> None:
+    declared = served.declared.instance_group
+    del config.instance_group[:]
+    name = (declared[0].name if declared else "") or served.name
+    if served.execution_provider in (_CPU, "OpenVINOExecutionProvider"):
+        config.instance_group.add(name=name, count=served.options.instances, kind="KIND_CPU")
+        return
+    # One group per device: the count of a group with several devices is that of each of them.
+    for number, count in Counter(served.device_ids).items():
+        config.instance_group.add(name=name, count=count, kind="KIND_GPU", gpus=[number])
+
+
+def _describe_samples(config: pb.ModelConfig, served: ServedModel) -> None:
+    specs = served.signature.inputs_by_name
+    for sample in served.options.warmup_samples:
+        described = config.model_warmup.add(name=sample.name, batch_size=sample.rows, count=sample.count)
+        for name, declared in sample.inputs.items():
+            own_dims = specs[name].shape[_first(served, specs[name]) :]
+            dims = own_dims if declared.dims is None else declared.dims
+            tensor = pb.ModelWarmup.Input(data_type=_data_type(specs[name]), dims=dims)
+            if declared.file is not None:
+                tensor.input_data_file = declared.file
+            elif declared.data == "zeros":
+                tensor.zero_data = True
+            else:
+                tensor.random_data = True
+            described.inputs[name].CopyFrom(tensor)
+
+
+def _first(served: ServedModel, spec: TensorSpec) -> int:
+    """The first axis that a configuration names."""
+    return spec.leading if served.signature.rows_lead else 0
+
+
+def _data_type(spec: TensorSpec) -> str:
+    return "TYPE_STRING" if spec.datatype is DataType.BYTES else f"TYPE_{spec.datatype.value}"

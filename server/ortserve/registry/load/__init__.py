@@ -1,0 +1,13 @@
+"""The load pipeline: from a model file to warm instances, and to a model that serves requests."""
+
+__all__ = [
+    "assembly",
+    "batch_sizes",
+    "coordination",
+    "inputs",
+    "loaded_model",
+    "pipeline",
+    "row_axes",
+    "row_trial",
+    "warmup",
+]

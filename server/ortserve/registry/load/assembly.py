@@ -1,0 +1,207 @@
+"""Assembles a served model from a loaded one: a queue, a batcher and the sources of its metrics."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Final
+
+from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batcher import Batcher
+from ortserve.batching.executor import InlineBudget, InlineRuns
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RequestQueue
+from ortserve.batching.row_checks import Difference, RowChecks
+from ortserve.batching.run_limits import RunEvents, RunLimits
+from ortserve.batching.shared_threads import SharedThreads
+from ortserve.batching.statistics import Learned
+from ortserve.batching.timers import best_timer
+from ortserve.clock import Clock
+from ortserve.config.model import ModelOptions
+from ortserve.core.activity import LoopActivity
+from ortserve.core.dtypes import DataType
+from ortserve.core.padding import StagedElements, padding_of_requests
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.device.readings import read_runs
+from ortserve.engine.device.replay import NO_BUFFERS
+from ortserve.engine.instance import Instance
+from ortserve.engine.provider_options import GPU_PROVIDERS
+from ortserve.registry.load.loaded_model import LoadedModel, describe_ended_sharing, describe_properties
+from ortserve.registry.load.row_axes import Grounds
+from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.request_shapes import ShapeClasses
+from ortserve.registry.served import ServedModel, requests_limits
+from ortserve.telemetry.devices import DeviceRuns
+from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
+
+logger: Final = logging.getLogger(__name__)
+
+
+class Assembly:
+    """Assembles served models, which share the loop's time and the host's processors. Loop thread only."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, clock: Clock, *, processors: int, activity: LoopActivity | None = None
+    ) -> None:
+        """``processors`` is how many threads all models may keep busy; ``activity`` as in ``InlineBudget``."""
+        self._loop = loop
+        self._clock = clock
+        self._inline = InlineBudget(loop, activity)
+        self._processors = SharedThreads(processors, loop)
+
+    def serve(
+        self,
+        loaded: LoadedModel,
+        configuration: Configuration,
+        metrics: ModelMetrics,
+        on_lost: Callable[[str], object] | None = None,
+        run_events: RunEvents | None = None,
+    ) -> ServedModel:
+        """Assemble a served model.
+
+        Args:
+            loaded: The result of its load.
+            configuration: Of its load.
+            metrics: Of its version.
+            on_lost: Called with the reason once the devices of all its instances are lost and it cannot run any more.
+            run_events: Called for runs over their limits.
+        """
+        found = loaded.warm_up
+        options = configuration.options
+        # Latencies of one shape do not hold for another: with several, each shape class learns from its own batches.
+        is_known = loaded.signature.has_one_shape_class
+        queue = RequestQueue(
+            [(size.rows, size.round_trip_ns) for size in found.latencies if is_known],
+            [(size.rows, size.run_ns) for size in found.latencies if is_known],
+            tries_one_row=loaded.signature.is_batched and not is_known,
+            tried=_tried_shapes(loaded),
+        )
+        checks = _row_checks(loaded, options, self._clock)
+        depth = min(instance.depth for instance in loaded.instances)
+        runs_on_host = all(instance.runs_on_host for instance in loaded.instances)
+        batcher = Batcher(
+            loaded.instances,
+            _policy(loaded, options),
+            queue,
+            limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
+            # A run on a GPU neither needs nor holds processors, and only its worker uses its session.
+            shared=self._processors if runs_on_host else SharedThreads(len(loaded.instances) * depth, self._loop),
+            threads=loaded.run_threads if runs_on_host else 1,
+            inline=self._inline_runs(loaded, metrics) if runs_on_host else None,
+            loop=self._loop,
+            clock=self._clock,
+            observe_batch=metrics.observe_batch,
+            make_timer=partial(best_timer, self._loop),
+            depth=depth,
+            on_lost=on_lost,
+            has_texts=any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs),
+            name=metrics.name,
+            run_limits=_run_limits(options),
+            run_events=run_events,
+            row_checks=checks,
+            on_difference=lambda difference: _end_sharing(served, difference),
+        )
+        metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks))
+        metrics.set_saturation_source(batcher.saturation)
+        # Elements that warm-up staged do not count.
+        metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
+        if any(isinstance(instance, DeviceInstance) for instance in loaded.instances):
+            metrics.set_device_source(partial(read_runs, loaded.instances))
+        elif loaded.on_device.no_buffers_because:
+            captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
+            metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count}, captures))
+        served = ServedModel(
+            metrics.name,
+            metrics.version,
+            loaded,
+            batcher,
+            metrics,
+            configuration=configuration,
+            properties=describe_properties(loaded, batcher.max_rows),
+        )
+        return served
+
+    def _inline_runs(self, loaded: LoadedModel, metrics: ModelMetrics) -> InlineRuns:
+        works_on_its_thread = all(
+            isinstance(runner, Instance) and runner.is_single_threaded for runner in loaded.instances
+        )
+        return InlineRuns(
+            self._inline,
+            f"{metrics.name}/{metrics.version}",
+            barred_because=loaded.unbounded_because,
+            cpu_clock=time.thread_time_ns if works_on_its_thread else None,
+        )
+
+
+def _policy(loaded: LoadedModel, options: ModelOptions) -> BatchPolicy:
+    if not loaded.signature.is_batched:
+        return BatchPolicy(1)
+    return BatchPolicy(
+        loaded.warm_up.max_rows,
+        int(options.queue_delay_s * 1e9),
+        tuple(sorted(options.preferred_rows)),
+        tuple(sorted(set(options.buckets))) or loaded.on_device.sizes,
+        options.closed_loop_wait,
+    )
+
+
+def _tried_shapes(loaded: LoadedModel) -> list[Hashable]:
+    """The shape class of the row that ran in warm-up."""
+    inputs = loaded.warm_up.inputs
+    if inputs is None or not loaded.signature.is_batched or loaded.signature.has_one_shape_class:
+        return []
+    return [ShapeClasses(loaded.signature, padding_of_requests(loaded.padding)).find(inputs.generate(1, 0))]
+
+
+def _run_limits(options: ModelOptions) -> RunLimits:
+    timeout_s = options.run_timeout_s
+    return RunLimits(None if timeout_s is None else round(timeout_s * 1e9), round(options.run_grace_s * 1e9))
+
+
+def _row_checks(loaded: LoadedModel, options: ModelOptions, clock: Clock) -> RowChecks | None:
+    """The row checks of a batched model; None if its rows are proven to be independent or the configuration says so."""
+    is_checked = options.row_checks
+    if is_checked is None:
+        is_checked = loaded.rows.grounds is not Grounds.PROVEN
+    if not is_checked or not loaded.signature.is_batched or loaded.warm_up.max_rows == 1:
+        return None
+    return RowChecks(loaded.signature, clock, is_coarse=loaded.execution_provider in GPU_PROVIDERS)
+
+
+def _end_sharing(served: ServedModel, difference: Difference) -> None:
+    """Report in the log and the properties that each request of a model runs alone from now on."""
+    log_event(
+        logger,
+        logging.ERROR,
+        "batching stopped: an answer depended on the other requests of its batch",
+        model=served.name,
+        version=served.version,
+        difference=difference.reason,
+        neighbours=difference.neighbours,
+    )
+    served.properties = {**served.properties, "batching": describe_ended_sharing(difference, served.max_rows)}
+
+
+def _numbers(learned: Learned, queue: RequestQueue, checks: RowChecks | None) -> BatchingNumbers:
+    latest = learned.classes[0] if learned.classes else None
+    return BatchingNumbers(
+        learned.queued_rows,
+        asdict(learned.decisions),
+        {rows: ms / 1e3 for rows, ms in latest.latency_ms.items()} if latest else {},
+        latest.error_ms / 1e3 if latest else 0.0,
+        sum(len(shape_class.requests) for shape_class in queue.classes()),
+        {} if checks is None else checks.counts.copy(),
+    )
+
+
+def _staged(instances: Sequence[Instance | DeviceInstance]) -> StagedElements:
+    counts = [instance.staged_elements for instance in instances]
+    return StagedElements(sum(count.staged for count in counts), sum(count.padded for count in counts))
+
+
+def _staged_since(before: StagedElements, instances: Sequence[Instance | DeviceInstance]) -> StagedElements:
+    now = _staged(instances)
+    return StagedElements(now.staged - before.staged, now.padded - before.padded)

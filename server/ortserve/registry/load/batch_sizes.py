@@ -1,0 +1,261 @@
+"""Batch sizes in warm-up: runs on an instance's worker, their times, and which sizes are worth having."""
+
+import math
+import statistics
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays, Batch, BatchResult, Runner
+from ortserve.errors import RunTimeoutError
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.inputs import InputGenerator
+
+MAX_SWEPT_ROWS: Final = 64
+"""The largest size that is measured unless the configuration asks for more."""
+
+_MAX_RUNS: Final = 5
+"""Of one size, after its first run."""
+_ENOUGH_NS: Final = 20_000_000
+"""Total time of the runs of a size after its first: a few long runs are as exact as five short ones."""
+_MAX_HOP_NS: Final = 1_000_000
+"""Of the way to the worker and back, without the run. A longer time means that something else ran meanwhile."""
+_MAX_FIRST: Final = 2
+"""Limits the prediction of the first run of a larger size, as a multiple of the shortest run. The first run of one row
+may include work that is done once for all sizes."""
+_CLEARLY: Final = 0.85
+"""If the time per row is below this share of the time to beat, further runs would not change the verdict."""
+_WORTHWHILE: Final = 0.95
+"""A size is worth having if its time per row is below this share of that of the best smaller size."""
+_MAX_FUTILE: Final = 2
+"""Consecutive sizes without gain that end the sweep. One is not enough: an operator may be slow at a single size."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBounds:
+    """Limits of one run in warm-up: its duration, and the time for it to end after it was asked to."""
+
+    timeout_s: float = 600.0
+    grace_s: float = 5.0
+
+
+DEFAULT_BOUNDS: Final = RunBounds()
+
+
+class WorkerRuns:
+    """Runs batches on an instance's own worker, and waits for each. For the thread of the load."""
+
+    def __init__(self, runner: Runner, bounds: RunBounds) -> None:
+        """``runner`` is abandoned if a run of it does not end."""
+        self._runner = runner
+        self._bounds = bounds
+        self.has_run = False
+        """Whether any batch ran."""
+        self.max_rows = 0
+        """Rows of the largest batch that ran."""
+
+    def run(self, batch: Batch) -> BatchResult:
+        """Run one batch.
+
+        Raises:
+            RunTimeoutError: The run took too long.
+            Exception: As raised by the run.
+        """
+        finished = threading.Event()
+        outcomes: list[BatchResult | Exception] = []
+
+        def done(outcome: BatchResult | Exception) -> None:
+            outcomes.append(outcome)
+            finished.set()
+
+        self._runner.start(batch, done)
+        bounds = self._bounds
+        if not finished.wait(bounds.timeout_s):
+            self._runner.terminate()
+            if not finished.wait(bounds.grace_s):
+                self._runner.abandon()
+            raise RunTimeoutError(
+                f"a run in warm-up was ended after warmup_run_timeout_s {bounds.timeout_s:g} s, "
+                f"with a batch of {batch.rows} rows"
+            )
+        outcome = outcomes.pop()
+        if isinstance(outcome, Exception):
+            try:
+                raise outcome
+            finally:
+                # Its traceback refers to this frame and to those of the run, with the session. The session must be
+                # freed without the garbage collector: the device may not have room for the next one beside it.
+                del outcome
+        self.has_run = True
+        self.max_rows = max(self.max_rows, batch.rows)
+        return outcome
+
+
+def as_batch(inputs: Arrays, rows: int) -> Batch:
+    """A batch of one request, without padding."""
+    return Batch(tuple((array,) for array in inputs), rows, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLatency:
+    """Times of one batch size.
+
+    Attributes:
+        rows: Of the batch.
+        run_ns: Median of the run alone.
+        round_trip_ns: Median of the run with the way to the worker and back.
+        least_ns: The shortest round trip.
+        first_ns: The first round trip, which allocates memory.
+    """
+
+    rows: int
+    run_ns: int
+    round_trip_ns: int
+    least_ns: int
+    first_ns: int = 0
+
+    @property
+    def ns_per_row(self) -> float:
+        """The shortest time per row. Longer times show what else ran on the machine, not the value of batching."""
+        # The way to the worker counts, because the rows of a batch share it.
+        return self.least_ns / self.rows
+
+
+@dataclass(slots=True)
+class SizeTimer:
+    """Times batch sizes on an instance's own worker. For the thread of the load.
+
+    Attributes:
+        worker: Runs the batches.
+        inputs: Generates inputs that the model accepts.
+        stop_ns: The end of warm-up (monotonic).
+        clock: Monotonic nanoseconds.
+        progress: Receives each size as a step.
+        min_warm_runs: Of each size after its first run. 1 if the first run may choose algorithms or build an engine,
+            because then its time says nothing about later runs; otherwise 0.
+        is_cut: Whether a size was skipped for lack of time.
+    """
+
+    worker: WorkerRuns
+    inputs: InputGenerator
+    stop_ns: int
+    clock: Clock
+    progress: Progress
+    min_warm_runs: int
+    is_cut: bool = False
+    _hop_ns: int = _MAX_HOP_NS
+
+    def limit_effort(self, effort_ns: int) -> None:
+        """End all following measurements within ``effort_ns``, too."""
+        self.stop_ns = min(self.stop_ns, self.clock() + effort_ns)
+
+    def can_begin(self, rows: int, last: SizeLatency) -> bool:
+        """Whether a size is predicted to end in time, from the time per row of the ``last`` one."""
+        first_ns = min(last.first_ns, _MAX_FIRST * last.least_ns)
+        runs_ns = (first_ns + self.min_warm_runs * last.least_ns) * rows // last.rows
+        is_in_time = self.clock() + runs_ns <= self.stop_ns
+        self.is_cut = self.is_cut or not is_in_time
+        return is_in_time
+
+    def time_size(self, rows: int, row_ns_to_beat: float = math.inf) -> SizeLatency:
+        """Time a few runs of one size.
+
+        The first run allocates memory and counts only if there is no time for another one.
+
+        Args:
+            rows: Of the batch.
+            row_ns_to_beat: The size is worth having if its time per row is below this. Runs repeat, as far as there is
+                time, until that is so: other work on the machine makes runs longer and never shorter.
+
+        Raises:
+            ServeError: As ``WorkerRuns.run``.
+        """
+        self.progress.begin(warming_step(rows))
+        batch = as_batch(self.inputs.generate(rows, rows), rows)
+        runs: list[int] = []
+        round_trips: list[int] = []
+        while not runs or self._wants_another(rows, runs, round_trips, row_ns_to_beat):
+            began_ns = self.clock()
+            runs.append(self.worker.run(batch).run_ns)
+            round_trips.append(self.clock() - began_ns)
+            self._hop_ns = min(self._hop_ns, max(0, round_trips[-1] - runs[-1]))
+        warm = slice(1 if len(runs) > 1 else 0, None)
+        return SizeLatency(
+            rows,
+            int(statistics.median(runs[warm])),
+            int(statistics.median(round_trips[warm])),
+            min(runs) + self._hop_ns,
+            round_trips[0],
+        )
+
+    def _wants_another(self, rows: int, runs: list[int], round_trips: list[int], row_ns_to_beat: float) -> bool:
+        warm_runs = len(runs) - 1
+        if warm_runs < self.min_warm_runs:
+            return True
+        if warm_runs == _MAX_RUNS or self.clock() + min(runs) > self.stop_ns:
+            return False
+        row_ns = (min(runs) + self._hop_ns) / rows
+        if row_ns >= row_ns_to_beat or not warm_runs:
+            return True
+        is_clear = row_ns < _CLEARLY * row_ns_to_beat < math.inf
+        return not is_clear and sum(round_trips[1:]) < _ENOUGH_NS
+
+
+def warming_step(rows: int) -> str:
+    """The name of the step that runs batches of this size."""
+    return f"warming up: batches of {rows} rows"
+
+
+def next_rows(sizes: Sequence[SizeLatency], limit: int, *, is_set: bool) -> int:
+    """The size to measure next; 0 if there is none.
+
+    Args:
+        sizes: Measured so far, ascending, at least one.
+        limit: The most rows.
+        is_set: Whether sizes up to the limit are measured even without gain.
+    """
+    last = sizes[-1].rows
+    if last >= limit or (not is_set and _futile(sizes) >= _MAX_FUTILE):
+        return 0
+    return min(2 * last, limit)
+
+
+def row_ns_to_beat(sizes: Sequence[SizeLatency]) -> float:
+    """The time per row below which a further size is worth having."""
+    return _WORTHWHILE * _best(sizes).ns_per_row
+
+
+def worthwhile_rows(sizes: Sequence[SizeLatency], limit: int, *, is_cut: bool) -> int:
+    """The most rows of a batch that are worth having.
+
+    Args:
+        sizes: Measured, ascending, at least one.
+        limit: The most rows.
+        is_cut: Whether the sweep ended for lack of time. Then a line through the last two sizes predicts the gain of
+            larger ones, provided that the last one gained.
+    """
+    rows = _best(sizes).rows
+    if not is_cut or len(sizes) < 2 or _futile(sizes):
+        return rows
+    before, last = sizes[-2:]
+    row_ns = max(0.0, (last.least_ns - before.least_ns) / (last.rows - before.rows))
+    fixed_ns = max(0.0, last.least_ns - row_ns * last.rows)
+    while 2 * rows <= limit and fixed_ns / (2 * rows) + row_ns < _WORTHWHILE * (fixed_ns / rows + row_ns):
+        rows *= 2
+    return rows
+
+
+def _futile(sizes: Sequence[SizeLatency]) -> int:
+    """How many sizes were measured since the best."""
+    return len(sizes) - 1 - sizes.index(_best(sizes))
+
+
+def _best(sizes: Sequence[SizeLatency]) -> SizeLatency:
+    """The last size that is worth having; ``sizes`` ascend."""
+    best = sizes[0]
+    for size in sizes[1:]:
+        if size.ns_per_row < _WORTHWHILE * best.ns_per_row:
+            best = size
+    return best

@@ -1,0 +1,143 @@
+"""Coordination of loads: a limiter shares processors and devices among them, and each reports its progress."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.clock import Clock
+
+MAX_LOADS: Final = 4
+"""Side by side, however many processors there are: opening a model takes memory for its weights twice."""
+WAITING: Final = "waiting for its turn"
+"""The step of a load that waits because as many others as allowed are under way."""
+
+
+class LoadLimiter:
+    """Lends processors to loads in the order of their requests, and devices to one load at a time. Any thread.
+
+    A load holds one processor. While it measures a session of several threads it holds as many processors as those, so
+    that no other load disturbs the measurement; sessions are opened side by side. A load on a device holds no
+    processor, because it mostly waits.
+    """
+
+    def __init__(self, processors: int) -> None:
+        """``processors`` is how many all loads may hold together, at least 1."""
+        self._processors: Final = processors
+        self._free = processors
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+        self._device = threading.Lock()
+        self._analysis = threading.Lock()
+
+    @contextmanager
+    def analyzing(self) -> Iterator[None]:
+        """Hold the one permit for work that keeps the interpreter lock, which side by side would take no less time."""
+        with self._analysis:
+            yield
+
+    @contextmanager
+    def permit(self, on_wait: Callable[[], None] = lambda: None) -> Iterator["LoadPermit"]:
+        """Lend a processor to one load. ``on_wait`` is called whenever the load begins to wait."""
+        permit = LoadPermit(self, on_wait)
+        self._take(1, on_wait)
+        try:
+            yield permit
+        finally:
+            if permit.is_on_device:
+                self._device.release()
+            else:
+                self._give(1)
+
+    def _take(self, processors: int, on_wait: Callable[[], None]) -> None:
+        with self._changed:
+            if self._waiting or self._free < processors:
+                on_wait()
+                place = object()
+                self._waiting.append(place)
+                # First come, first served: otherwise a load that needs all processors would wait for the last other.
+                self._changed.wait_for(lambda: self._waiting[0] is place and self._free >= processors)
+                self._waiting.popleft()
+                self._changed.notify_all()
+            self._free -= processors
+
+    def _give(self, processors: int) -> None:
+        with self._changed:
+            self._free += processors
+            self._changed.notify_all()
+
+
+class LoadPermit:
+    """The processors or devices that one load holds. For the load's thread only.
+
+    A load that waits for more returns what it holds first, so that no two loads wait for each other.
+    """
+
+    def __init__(self, limiter: LoadLimiter, on_wait: Callable[[], None]) -> None:
+        self._limiter = limiter
+        self._on_wait = on_wait
+        self.is_on_device = False
+        """Whether it holds the devices for the rest of the load, instead of a processor."""
+
+    def move_to_device(self) -> None:
+        """Exchange the processor for the devices."""
+        assert not self.is_on_device
+        self._limiter._give(1)
+        if not self._limiter._device.acquire(blocking=False):
+            self._on_wait()
+            self._limiter._device.acquire()
+        self.is_on_device = True
+
+    @contextmanager
+    def measuring(self, threads: int) -> Iterator[None]:
+        """Hold as many processors as a run of ``threads`` threads keeps busy, at most all."""
+        wanted = min(threads, self._limiter._processors)
+        if self.is_on_device or wanted <= 1:
+            yield
+            return
+        self._exchange(1, wanted)
+        try:
+            yield
+        finally:
+            self._exchange(wanted, 1)
+
+    def _exchange(self, held: int, wanted: int) -> None:
+        self._limiter._give(held)
+        self._limiter._take(wanted, self._on_wait)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    name: str
+    began_ns: int
+
+
+class Progress:
+    """The steps of one load, for the repository index, rejected requests and the log.
+
+    One thread at a time writes, any thread reads. ONNX Runtime does not report its own progress, so that a step is a
+    call of it, and a step's duration is all that can be reported.
+    """
+
+    def __init__(self, clock: Clock, on_warming: Callable[[], object] = lambda: None) -> None:
+        """``on_warming`` is called on the thread of the load, when warm-up begins."""
+        self._clock = clock
+        self._part = ""
+        self._step = _Step(WAITING, clock())
+        self.begin_warming: Final = on_warming
+        """Called by the load when the model is open and warm-up begins."""
+
+    def begin(self, step: str) -> None:
+        """Begin a step, named in words that ``for 5 s`` can follow."""
+        self._step = _Step(self._part + step, self._clock())  # One assignment: readers never see half of it.
+
+    def begin_part(self, part: str) -> None:
+        """Prefix all following steps, as with ``instance 2 of 3``."""
+        self._part = f"{part}: "
+
+    def describe(self) -> str:
+        """The present step with its duration: ``warming up: batches of 8 rows, for 5 s``."""
+        step = self._step
+        return f"{step.name}, for {(self._clock() - step.began_ns) // 10**9} s"

@@ -1,0 +1,268 @@
+"""Inputs for warm-up: synthetic ones of any number of rows, and the samples that the configuration asks for.
+
+Synthetic floats are from N(0, 1), integers and booleans are 0 or 1, and texts are short.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ortserve.codecs.binary_tensor import decode_binary_tensor
+from ortserve.config.model import ModelOptions
+from ortserve.config.tensors import WarmupInput, WarmupSample
+from ortserve.core.absent import absent
+from ortserve.core.batch import Arrays
+from ortserve.core.bfloat16 import narrow
+from ortserve.core.conversion import repeated
+from ortserve.core.dtypes import DataType
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.errors import ServeError, invalid_input
+from ortserve.registry.load.interface import Interface
+from ortserve.registry.repository.model_files import read_model_file
+from ortserve.rows import sum_terms
+
+FREE_DIM: Final = 8
+"""Size of free dimensions other than the batch axis. All have the same size, because many must agree."""
+LARGER_FREE_DIMS: Final = (32, 224)
+"""Tried in this order if the model rejects ``FREE_DIM``: image models halve theirs about five times, and many were
+trained on 224."""
+MAX_ROW_ELEMENTS: Final = 2**20
+"""Of an input's row with larger free dimensions: three or four of them could make a row that fills the memory."""
+_MAX_BATCH_ELEMENTS: Final = 2**24
+"""Of an input with larger free dimensions: enough for a batch of images."""
+
+SAMPLE_FOLDER: Final = "warmup"
+"""In the model's folder, with the tensors of configured samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The range of synthetic numbers: integers from 0 to below ``below``, floats from N(0, ``scale``²)."""
+
+    below: int = 2
+    scale: float = 1.0
+
+
+USUAL: Final = Spread()
+ZEROS: Final = Spread(1, 0.0)
+"""All zeros, and equal texts. Shapes that depend on data are the smallest for them."""
+
+# Alternating by row, with different numbers of words: outputs show if a tokenizer pads to the longest row.
+_TEXTS: Final = np.array(["a", "b c d"], object)
+
+
+@dataclass(frozen=True, slots=True)
+class InputGenerator:
+    """Generates synthetic inputs of a model by rows and seed.
+
+    Attributes:
+        signature: Of the model.
+        padding: Of its batches; padded axes are as long as batches will be.
+        includes_optional: Whether optional inputs are present.
+        free_dim: Size of free dimensions.
+        ones: Names of free dimensions that have size 1 instead; ``""`` for first ones without a name.
+    """
+
+    signature: ModelSignature
+    padding: Padding | None
+    includes_optional: bool = False
+    free_dim: int = FREE_DIM
+    ones: frozenset[str] = frozenset()
+
+    def generate(self, rows: int, seed: int, spread: Spread = USUAL) -> Arrays:
+        """Generate one array per input, as batches hold them. The same seed gives the same arrays.
+
+        ``rows`` has no effect if the model is not batched. Optional inputs that are the same for all rows are always
+        absent, because requests that have them are not batched.
+        """
+        signature = self.signature
+        generator = np.random.default_rng(seed)
+        arrays = []
+        padded_axes = self.padding.axes if self.padding is not None else (None,) * len(signature.inputs)
+        for spec, padded in zip(signature.inputs, padded_axes, strict=True):
+            is_whole = signature.is_batched and spec.batch_axis is None
+            if spec.is_optional and (is_whole or not self.includes_optional):
+                arrays.append(absent(rows if signature.is_batched else 1))
+                continue
+            shape = _row_sizes(spec, self.free_dim, self.ones)
+            if signature.is_batched and not is_whole:
+                shape = (rows, *shape)
+            if padded is not None:
+                length = padded.padded_length(self.free_dim)
+                shape = (*shape[: padded.axis], length, *shape[padded.axis + 1 :])
+            array = _draw(generator, spec.datatype, shape, spread)
+            arrays.append(repeated(array, rows) if is_whole else array)
+        return tuple(arrays)
+
+    def variants(self) -> list["InputGenerator"]:
+        """All variants to try, preferred ones first: without optional inputs, small free dimensions, first ones of 1.
+
+        A free first dimension that is not the batch's may be the length of a list: 1 is the smallest.
+        """
+        ones = _first_dimensions(self.signature)
+        has_free_dims = any(-1 in shape for shape in self._row_shapes())
+        larger = [dim for dim in LARGER_FREE_DIMS if has_free_dims and self._row_elements(dim) <= MAX_ROW_ELEMENTS]
+        return [
+            replace(self, includes_optional=includes_optional, free_dim=free_dim, ones=names)
+            for includes_optional in ([False, True] if self.signature.has_optional_inputs else [False])
+            for free_dim in (FREE_DIM, *larger)
+            for names in dict.fromkeys((ones, frozenset[str]()))
+        ]
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows to generate at a time, if free dimensions are larger than usual."""
+        return max(1, _MAX_BATCH_ELEMENTS // max(1, self._row_elements(self.free_dim)))
+
+    def _row_shapes(self) -> list[tuple[int, ...]]:
+        return [spec.row_shape for spec in self.signature.inputs]
+
+    def _row_elements(self, free_dim: int) -> int:
+        """Of the largest input."""
+        return max(prod(free_dim if dim == -1 else dim for dim in shape) for shape in self._row_shapes())
+
+
+def synthetic_inputs(signature: ModelSignature, rows: int, seed: int, padding: Padding | None = None) -> Arrays:
+    """Generate the preferred variant of inputs, as ``InputGenerator.generate``."""
+    return InputGenerator(signature, padding).generate(rows, seed)
+
+
+def _row_sizes(spec: TensorSpec, free_dim: int, ones: Collection[str] = ()) -> tuple[int, ...]:
+    """The shape of a row: free dimensions have size ``free_dim``, those in ``ones`` 1, and sums of them the sum."""
+
+    def size(name: str) -> int:
+        terms = sum_terms(name)
+        if terms:
+            return sum(term if isinstance(term, int) else size(term) for term in terms)
+        return 1 if name in ones else free_dim
+
+    sizes = []
+    for axis, (dim, name) in enumerate(zip_longest(spec.shape, spec.dim_names, fillvalue="")):
+        if axis == spec.batch_axis:
+            continue
+        is_known = dim != -1
+        sizes.append(int(dim) if is_known else size(str(name)) if name or axis == 0 else free_dim)
+    return tuple(sizes)
+
+
+def _first_dimensions(signature: ModelSignature) -> frozenset[str]:
+    """Names of free first dimensions of the inputs of a model that is not batched."""
+    if signature.is_batched:
+        return frozenset()
+    return frozenset(spec.dim_names[0] for spec in signature.inputs if spec.dim_names and spec.shape[0] == -1)
+
+
+def _draw(
+    generator: np.random.Generator, datatype: DataType, shape: tuple[int, ...], spread: Spread = USUAL
+) -> np.ndarray:
+    """Draw one tensor. Integers stay within the range of a small type."""
+    if datatype is DataType.BYTES:
+        texts = _TEXTS if spread != ZEROS else _TEXTS[:1]
+        rows = np.resize(texts, shape[0] if shape else 1)
+        return np.broadcast_to(rows.reshape(shape[:1] + (1,) * (len(shape) - 1)), shape).copy()
+    if datatype is DataType.BF16:
+        return narrow(generator.standard_normal(shape, np.float32) * np.float32(spread.scale) + 0)
+    if datatype.numpy.kind == "f":
+        return np.asarray(generator.standard_normal(shape) * spread.scale + 0).astype(datatype.numpy)
+    largest = 1 if datatype is DataType.BOOL else int(np.iinfo(datatype.numpy).max)
+    return np.asarray(generator.integers(0, min(spread.below, largest + 1), size=shape)).astype(datatype.numpy)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A configured warm-up request: inputs in the model's own form and order, and how often it runs."""
+
+    name: str
+    inputs: Arrays
+    rows: int
+    count: int
+
+
+def make_samples(
+    options: ModelOptions, interface: Interface, folder: Path | None, *, max_rows: int | None
+) -> list[Sample]:
+    """Make the tensors of the configured samples. Blocks on their files.
+
+    Args:
+        options: Of the model.
+        interface: Of the model. Samples are checked against it like requests.
+        folder: Of the model.
+        max_rows: Most rows of a batch; None if not limited.
+
+    Raises:
+        ServeError: invalid_input, naming the sample and the problem.
+    """
+    samples = []
+    for number, sample in enumerate(options.warmup_samples):
+        name = sample.name or str(number)
+        try:
+            samples.append(_make_sample(name, sample, interface, folder, max_rows))
+        except ServeError as error:
+            raise ServeError(error.kind, f"warm-up sample '{name}': {error.message}") from None
+    return samples
+
+
+def _make_sample(
+    name: str, sample: WarmupSample, interface: Interface, folder: Path | None, max_rows: int | None
+) -> Sample:
+    signature = interface.client
+    is_batched = signature.is_batched
+    rows = sample.rows if is_batched else 1
+    if max_rows is not None and rows > max_rows:
+        raise invalid_input(f"expected at most {max_rows} rows, got {rows}")
+    for unknown in sample.inputs.keys() - signature.inputs_by_name.keys():
+        raise invalid_input(f"unexpected input '{unknown}', allowed are: {', '.join(signature.inputs_by_name)}")
+    generator = np.random.default_rng(0)
+    arrays: list[np.ndarray] = []
+    for spec in signature.inputs:
+        if spec.is_optional and spec.name not in sample.inputs:
+            arrays.append(absent(rows))
+            continue
+        if spec.is_optional and is_batched and spec.batch_axis is None:
+            raise invalid_input(f"input '{spec.name}' is the same for all rows: expected it to be left out")
+        declared = sample.inputs.get(spec.name, WarmupInput())
+        if declared.datatype not in (None, spec.datatype):
+            raise invalid_input(f"input '{spec.name}': expected {spec.datatype.value}, got {declared.datatype}")
+        dims, axis = _sample_dims(spec, declared), spec.batch_axis
+        shape = dims if axis is None else (*dims[:axis], rows, *dims[axis:])
+        arrays.append(_fill(generator, spec, declared, shape, folder))
+    inputs = tuple(arrays)
+    if interface.conversions is not None:
+        inputs = interface.conversions.to_model(inputs, rows)
+    return Sample(name, inputs, rows, sample.count)
+
+
+def _sample_dims(spec: TensorSpec, declared: WarmupInput) -> tuple[int, ...]:
+    """The shape of a row of a sample's tensor."""
+    own = spec.row_shape
+    if declared.dims is None:
+        return _row_sizes(spec, FREE_DIM)
+    if len(declared.dims) != len(own) or any(
+        dim not in (-1, size) for dim, size in zip(own, declared.dims, strict=True)
+    ):
+        raise invalid_input(f"input '{spec.name}': expected dims like {list(own)}, got {list(declared.dims)}")
+    return declared.dims
+
+
+def _fill(
+    generator: np.random.Generator,
+    spec: TensorSpec,
+    declared: WarmupInput,
+    shape: tuple[int, ...],
+    folder: Path | None,
+) -> np.ndarray:
+    if declared.file is not None:
+        raw = read_model_file(folder, f"{SAMPLE_FOLDER}/{declared.file}", f"input '{spec.name}'")
+        return decode_binary_tensor(memoryview(raw), spec.datatype, shape, spec.name, "warm-up")
+    if declared.data == "random":
+        return _draw(generator, spec.datatype, shape)
+    zeros = np.zeros(shape, spec.datatype.numpy)
+    if zeros.dtype.hasobject:
+        zeros.fill("")
+    return zeros

@@ -1,0 +1,268 @@
+"""A loaded model: warm instances, what is known of them, and what operators may read about it."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ortserve.batching.row_checks import Difference
+from ortserve.config.model import ModelOptions
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.instance import Instance
+from ortserve.engine.placement import (
+    Placement,
+    describe_elsewhere,
+    describe_operators,
+    describe_placement,
+    left_to_cpu,
+    total_nodes,
+)
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.zip_maps import Classes
+from ortserve.registry.load.interface import Interface
+from ortserve.registry.load.row_axes import Grounds, RowAxes
+from ortserve.registry.load.warmup import WarmUp
+from ortserve.registry.on_device import OnDevice
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+_BATCH_OPTIONS: Final = ("max_rows", "buckets", "preferred_rows", "queue_delay_s")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The result of a load.
+
+    Attributes:
+        instances: Warm.
+        interface: The inputs and outputs of the instances and of requests.
+        rows: Along which axes rows run together, and on what grounds.
+        warm_up: The results of warm-up.
+        providers: The execution provider, and why others were passed over.
+        operators: Nodes of the graph, by the execution provider that runs them and by operator.
+        intra_op_threads: Threads of a run inside an operator.
+        run_threads: Threads that a run may keep busy in total.
+        padding: Of batches; None if they are not padded.
+        labels: Names of the elements of an output, by its name; its classes if no labels are configured.
+        on_device: What runs on buffers of a device.
+        placed: The device of each instance; empty if all are on the execution provider's.
+        unbounded_because: Why the number of rows does not bound the time of a run; empty if it does.
+        classes: Of each output that is a sequence of maps in the file, by its name.
+    """
+
+    instances: tuple[Instance | DeviceInstance, ...]
+    interface: Interface
+    rows: RowAxes
+    warm_up: WarmUp
+    providers: ProviderChoice
+    operators: Placement
+    intra_op_threads: int
+    run_threads: int
+    padding: Padding | None = None
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    on_device: OnDevice = field(default_factory=OnDevice)
+    placed: tuple[int, ...] = ()
+    unbounded_because: str = ""
+    classes: Mapping[str, Classes] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> Mapping[str, int]:
+        """The number of nodes by execution provider."""
+        return total_nodes(self.operators)
+
+    @property
+    def signature(self) -> ModelSignature:
+        """The inputs and outputs of the instances."""
+        return self.interface.model
+
+    @property
+    def execution_provider(self) -> str:
+        """The full name of the chosen execution provider."""
+        return self.providers.name
+
+    @property
+    def device_ids(self) -> tuple[int, ...]:
+        """The number of the device of each instance, among the devices of its kind."""
+        return self.placed or (self.providers.device_id,) * len(self.instances)
+
+
+def describe_properties(loaded: LoadedModel, max_rows: int) -> dict[str, str]:
+    """The properties in the model's metadata, long ones last.
+
+    Args:
+        loaded: The model.
+        max_rows: Most rows of a batch.
+    """
+    found = loaded.warm_up
+    warm_up = "not warmed up"
+    if found.rejection:
+        warm_up = f"not warmed up: the model rejects synthetic inputs: {found.rejection}"
+    elif found.latencies:
+        warm_up = ", ".join(f"{size.rows}: {size.run_ns / 1e6:.3f} ms" for size in found.latencies)
+    properties = {
+        "execution_provider": loaded.execution_provider,
+        "batching": _describe_batching(loaded, max_rows),
+        "intra_op_threads": str(loaded.intra_op_threads),
+        "warm_up": warm_up,
+        "event_loop": _describe_event_loop(loaded),
+        "nodes": describe_placement(loaded.nodes),
+    }
+    if loaded.providers.passed_over:
+        properties["execution_providers_passed_over"] = "; ".join(loaded.providers.passed_over)
+    served = loaded.signature.output_index
+    if classes := {output: names for output, names in loaded.classes.items() if output in served}:
+        properties["classes"] = json.dumps(classes, ensure_ascii=False)
+    properties |= loaded.on_device.properties() | _describe_tensors(loaded.signature)
+    properties["operators"] = "; ".join(
+        f"{name}: {describe_operators(kinds)}" for name, kinds in loaded.operators.items()
+    )
+    if elsewhere := describe_elsewhere(loaded.execution_provider, loaded.operators):
+        properties["nodes_elsewhere"] = elsewhere
+    return properties
+
+
+def describe_ended_sharing(difference: Difference, max_rows: int) -> str:
+    """The property ``batching`` of a model whose requests stopped sharing batches after a failed row check.
+
+    Args:
+        difference: Between the outputs in the batch and alone.
+        max_rows: Most rows of one request that run together.
+    """
+    return (
+        "each request runs alone: an answer depended on the other requests of its batch, "
+        f"{difference.reason}; up to {max_rows} rows of one request run together"
+    )
+
+
+def log_warnings(
+    loaded: LoadedModel,
+    name: str,
+    options: ModelOptions,
+    *,
+    max_rows: int | None,
+    has_global_threads: bool,
+    is_on_gpu: bool,
+) -> None:
+    """Log what an operator may not expect: nodes on the CPU, batches limited by memory, options without effect.
+
+    Args:
+        loaded: The model.
+        name: For the log.
+        options: Of the model.
+        max_rows: Most rows of a batch, by configuration; None if not limited.
+        has_global_threads: Whether all models share the threads of the process.
+        is_on_gpu: Whether the model runs on a GPU.
+    """
+    found = loaded.warm_up
+    if on_cpu := left_to_cpu(loaded.execution_provider, loaded.operators):
+        log_event(
+            logger,
+            logging.WARNING,
+            "nodes are left to the CPU",
+            model=name,
+            execution_provider=loaded.execution_provider,
+            nodes=sum(on_cpu.values()),
+            of=sum(loaded.nodes.values()),
+            operators=describe_operators(on_cpu),
+        )
+    if found.no_memory:
+        event = "memory keeps batches small"
+        log_event(logger, logging.WARNING, event, model=name, max_rows=found.max_rows, reason=found.no_memory)
+    for reason in (
+        *loaded.interface.without_effect,
+        *batch_options_without_effect(loaded.signature, options),
+        *threads_without_effect(options, has_global_threads=has_global_threads),
+        *sizes_without_effect(options, max_rows),
+        *(() if is_on_gpu else gpus_without_effect(options, loaded.execution_provider)),
+    ):
+        log_event(logger, logging.WARNING, "option has no effect", model=name, reason=reason)
+
+
+def batch_options_without_effect(signature: ModelSignature, options: ModelOptions) -> list[str]:
+    """The model's own options of batches, if each of its requests runs alone."""
+    if signature.is_batched:
+        return []
+    keys = [key for key in _BATCH_OPTIONS if key in options.model_fields_set and getattr(options, key)]
+    if options.max_rows == 1:  # This is what happens.
+        keys = [key for key in keys if key != "max_rows"]
+    return [f"{key}: each request runs alone: {signature.unbatched_because}" for key in keys]
+
+
+def sizes_without_effect(options: ModelOptions, max_rows: int | None) -> list[str]:
+    """The preferred sizes that are larger than any batch."""
+    larger = [str(rows) for rows in options.preferred_rows if max_rows is not None and rows > max_rows]
+    return [f"preferred_rows: {', '.join(larger)}: batches have at most {max_rows} rows"] if larger else []
+
+
+def gpus_without_effect(options: ModelOptions, provider: str) -> list[str]:
+    """The model's own options of GPUs, if it runs on none."""
+    keys = ["gpus"] if options.gpus else []
+    if options.graph_replay and "graph_replay" in options.model_fields_set:
+        keys.append("graph_replay")
+    return [f"{key}: the model is on {provider}" for key in keys]
+
+
+def threads_without_effect(options: ModelOptions, *, has_global_threads: bool) -> list[str]:
+    """The model's own options of threads that none of its sessions has."""
+    session = options.session
+    if has_global_threads:
+        keys = []
+        if "intra_op_threads" in options.model_fields_set and options.intra_op_threads:
+            keys.append("intra_op_threads")
+        if "inter_op_threads" in session.model_fields_set:
+            keys.append("session.inter_op_threads")
+        return [f"{key}: all models share the threads of global_threads" for key in keys]
+    if session.inter_op_threads > 1 and session.execution_mode == "sequential":
+        return ["session.inter_op_threads: only the execution_mode parallel uses them, and it is sequential"]
+    return []
+
+
+def _describe_batching(loaded: LoadedModel, max_rows: int) -> str:
+    if not loaded.signature.is_batched:
+        return f"not batched because {loaded.signature.unbatched_because}"
+    rows, found = loaded.rows, loaded.warm_up
+    batching = f"up to {max_rows} rows run together, "
+    if rows.grounds is Grounds.PROVEN:
+        return batching + f"proven: the model's graph keeps rows apart{_describe_axes(loaded.signature)}"
+    tried = "not tried"
+    if found.rows_depend:
+        tried = f"tried: {found.rows_depend}"
+    elif found.latencies:
+        tried = f"tried on {found.tried}: a row alone and among others differs by {found.drift:.1e} at most"
+    configured = "configured; " if rows.grounds is Grounds.CONFIGURED else ""
+    return f"{batching}{configured}{tried}{_describe_axes(loaded.signature)}; {rows.doubt}"
+
+
+def _describe_axes(signature: ModelSignature) -> str:
+    """The tensors whose rows are not on axis 0."""
+    elsewhere = [
+        f"on axis {spec.batch_axis} of '{spec.name}'" if spec.batch_axis else f"none in '{spec.name}'"
+        for spec in (*signature.inputs, *signature.outputs)
+        if spec.batch_axis != 0
+    ]
+    return f" (rows: {', '.join(elsewhere)})" if elsewhere else ""
+
+
+def _describe_event_loop(loaded: LoadedModel) -> str:
+    """Whether runs may happen on the event loop."""
+    if not all(instance.runs_on_host for instance in loaded.instances):
+        return "no runs: the model computes on a device"
+    return f"no runs: {loaded.unbounded_because}" if loaded.unbounded_because else "short runs"
+
+
+def _describe_tensors(signature: ModelSignature) -> dict[str, str]:
+    """Properties of inputs and outputs that the protocol's metadata do not have."""
+    properties = {
+        "optional_inputs": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.is_optional),
+        "any_shape": ", ".join(f"'{spec.name}'" for spec in signature.inputs if spec.has_any_shape),
+        "sequences": ", ".join(f"'{spec.name}'" for spec in signature.outputs if spec.is_sequence),
+        "not_served": "; ".join(
+            [f"input '{name}': {why}" for name, why in signature.unserved_inputs.items()]
+            + [f"output '{name}': {why}" for name, why in signature.unserved_outputs.items()]
+        ),
+    }
+    return {name: text for name, text in properties.items() if text}

@@ -1,0 +1,425 @@
+"""The load pipeline: from a model file to warm instances. Blocks until they are warm; runs on a thread of its own.
+
+``load_model`` calls the steps in order; each step is a method of ``_Load``.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.config.model import ModelOptions
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.bounded_time import why_unbounded
+from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.instance import Instance
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.placement import Placement, count_operators
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
+from ortserve.engine.providers import ProviderChoice, choose_provider
+from ortserve.engine.runtime import Runtime
+from ortserve.engine.zip_maps import read_classes
+from ortserve.errors import DeviceLostError, ServeError, invalid_input
+from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.registry.load.batch_sizes import RunBounds
+from ortserve.registry.load.coordination import LoadLimiter, LoadPermit, Progress
+from ortserve.registry.load.inputs import Sample, make_samples
+from ortserve.registry.load.interface import Interface, resolve_interface, resolve_padding
+from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
+from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, find_rejected_rows
+from ortserve.registry.load.row_axes import Grounds, RowAxes, find_row_axes
+from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
+from ortserve.registry.on_device import OnDevice, prepare
+from ortserve.registry.opening import OpenedSession, Opening
+from ortserve.registry.repository.model_files import operator_libraries, read_labels
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+_MIN_BUDGET_S: Final = 0.001
+_MIN_EFFORT_S: Final = 0.03
+"""For measuring larger batches of a model that is opened in less time."""
+
+
+def load_model(
+    path: Path,
+    name: str,
+    options: ModelOptions,
+    clock: Clock,
+    folder: Path | None = None,
+    runtime: Runtime | None = None,
+    trials: CaptureTrials | None = None,
+    progress: Progress | None = None,
+    limiter: LoadLimiter | None = None,
+) -> LoadedModel:
+    """Load a model in eight steps.
+
+    1. Analyse the graph: along which axes rows run together.
+    2. Choose an execution provider.
+    3. Open a session on it.
+    4. Read the signature, and resolve the configured interface, padding and samples against it.
+    5. Warm up an instance of the session: batch sizes, latencies, the independence of rows. If the model does not run,
+       steps 3 to 5 repeat on the next provider; if it runs better with another number of threads, 3 and 5 repeat.
+    6. Prepare the instance: device buffers, graphs, configured samples.
+    7. Add the other instances.
+    8. Report to the log what differs from the configuration.
+
+    Args:
+        path: The ``.onnx`` file.
+        name: Of the model, for threads and log lines.
+        options: Of the model.
+        clock: Monotonic nanoseconds.
+        folder: Of the model, with the files that its options name; None for a model that is a single file.
+        runtime: The process's; None for a plain one.
+        trials: Graph captures that the process has tried; None for none.
+        progress: Receives each step that begins; None if it is not observed.
+        limiter: Shares processors and devices with other loads; None if there are none.
+
+    Raises:
+        ServeError: The reason why the model cannot be served.
+    """
+    runtime, trials = runtime or Runtime(), trials or CaptureTrials()
+    limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(clock)
+    with limiter.permit(partial(progress.begin, "waiting for other loads")) as permit:
+        with limiter.analyzing():
+            progress.begin("following rows through the graph")
+            rows = find_row_axes(path, options)  # 1
+        load = _Load(path, name, options, rows, clock, folder, runtime, trials, progress, permit)
+        choice = load.choose_provider()  # 2
+        failures: list[str] = []
+        while True:
+            try:
+                placed = load.settings.place(choice, 0)
+                threads = load.settings.first_threads(placed)
+                opened = load.opening.open(placed, threads)  # 3
+                details = load.read_details(opened)  # 4
+                warm = load.warm_up(opened, placed, threads, details, is_first=True)  # 5
+                break
+            except _ModelError:
+                load.report_provider(choice)
+                raise
+            except DeviceLostError:
+                raise
+            except ServeError as error:
+                failures.append(error.message)
+                if not (options.allow_fallback and choice.behind):
+                    next_name = choice.behind[0].name if choice.behind else ""
+                    hint = f" (with allow_fallback it would be tried on {next_name})" if next_name else ""
+                    raise ServeError(error.kind, "; ".join(dict.fromkeys(failures)) + hint) from error
+                choice = choice.without_first(error.message)
+        load.report_provider(choice)
+        warm = load.adjust_threads(warm)
+        loaded = load.prepare_first(warm)  # 6
+        loaded = load.add_instances(loaded, warm.details.samples)  # 7
+        load.report(loaded)  # 8
+        return loaded
+
+
+class _ModelError(ServeError):
+    """The model or its options are wrong, on whichever execution provider it is opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Details:
+    """What an open session and the options say about the model.
+
+    ``samples`` are made once: their rows are those of the interface before it may be found to be unbatched.
+    """
+
+    interface: Interface
+    padding: Padding | None
+    samples: Sequence[Sample]
+    operators: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class _WarmInstance:
+    """The first instance on an execution provider that runs the model, and the results of its warm-up."""
+
+    instance: Instance | DeviceInstance
+    opened: OpenedSession
+    choice: ProviderChoice
+    threads: int
+    details: _Details
+    found: WarmUp
+
+
+class _Load:
+    """The steps of one load and the values that they share."""
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        options: ModelOptions,
+        rows: RowAxes,
+        clock: Clock,
+        folder: Path | None,
+        runtime: Runtime,
+        trials: CaptureTrials,
+        progress: Progress,
+        permit: LoadPermit,
+    ) -> None:
+        self.path = path
+        self.name = name
+        self.options = options
+        self.rows = rows
+        self.clock = clock
+        self.folder = folder
+        self.runtime = runtime
+        self.progress = progress
+        self.permit = permit
+        self.classes = read_classes(path)
+        class_names = {output: tuple(map(str, classes)) for output, classes in self.classes.items()}
+        self.labels = class_names | read_labels(options, folder)
+        self.libraries = operator_libraries(options, folder)
+        self.opening = Opening(path, name, options, rows, runtime, trials, self.libraries, clock, progress)
+        self.settings = ProviderSettings(path, options, runtime)
+        self.bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
+        self.spent_s = 0.0
+
+    def choose_provider(self) -> ProviderChoice:
+        """Choose the first configured execution provider that this machine offers."""
+        self.progress.begin("choosing an execution provider")
+        choice = choose_provider(self.options.execution_providers, self.runtime.offer)
+        if choice.name != CPU:
+            self.permit.move_to_device()
+        if self.options.session.shared_arena:
+            self.runtime.share_arena()
+        return choice
+
+    def read_details(self, opened: OpenedSession) -> _Details:
+        """Read the model's signature and resolve the options against it. Frees the session if that fails.
+
+        Raises:
+            _ModelError: The model or its options are wrong on every provider.
+        """
+        try:
+            return self._read_details(opened)
+        except ServeError as error:
+            rejection = _ModelError(error.kind, error.message)
+        raise rejection  # A new error: the traceback of the original one would keep the session alive.
+
+    def _read_details(self, opened: OpenedSession) -> _Details:
+        options = self.options
+        self.progress.begin("reading its signature and samples")
+        try:
+            signature = read_signature(opened.session, self.path, served_outputs=options.served_outputs)
+            own = self.rows.apply(signature)
+            if options.pad or options.buckets:
+                own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
+            interface = resolve_interface(options, own)
+            padding = resolve_padding(options, interface.model)
+            samples = make_samples(options, interface, self.folder, max_rows=self.settings.max_rows())
+            return _Details(interface, padding, samples, count_operators(opened.session))
+        except BaseException:
+            opened.abandon()
+            raise
+
+    def warm_up(
+        self,
+        opened: OpenedSession,
+        choice: ProviderChoice,
+        threads: int,
+        details: _Details,
+        *,
+        is_first: bool = False,
+    ) -> _WarmInstance:
+        """Make an instance of the session and warm it up. Frees both if that fails.
+
+        Warm-up of the first session ends early if another number of threads is better.
+
+        Raises:
+            ServeError: There is too little memory, or the provider fails on inputs that the CPU accepts.
+        """
+        signature, padding = details.interface.model, details.padding
+        instance = self.opening.make_instance(opened, choice, signature, self.name, threads, padding)
+        opened.forget()
+
+        try:
+            self.progress.begin_warming()
+            with self.permit.measuring(threads):
+                found = warm_up(
+                    instance,
+                    signature,
+                    budget_s=self._remaining_s(),
+                    max_rows=self.settings.max_rows(choice),
+                    clock=self.clock,
+                    buckets=self.options.buckets,
+                    padding=padding,
+                    progress=self.progress,
+                    is_coarse=choice.name in GPU_PROVIDERS,
+                    rows_depend=self.rows.known_dependence,
+                    always_batches=self.rows.grounds is Grounds.CONFIGURED,
+                    samples=details.samples,
+                    bounds=self.bounds,
+                    effort_s=max(opened.opening_s, _MIN_EFFORT_S) if choice.name == CPU else None,
+                    give_back_memory=self.settings.memory_release(instance, choice),
+                    keeps_session=lambda row: not is_first or self.settings.best_threads(choice, [row]) == threads,
+                )
+            self.spent_s += found.spent_ns / 1e9
+            if found.rejection and not found.has_run and choice.name != CPU:
+                self._check_provider(instance, choice, details, found.rejection)
+        except BaseException:
+            instance.close()  # Otherwise its worker and session would live as long as the process.
+            raise
+        return _WarmInstance(instance, opened, choice, threads, details, found)
+
+    def _check_provider(
+        self, instance: Instance | DeviceInstance, choice: ProviderChoice, details: _Details, reason: str
+    ) -> None:
+        """Tell a provider that fails on all inputs from a model that rejects synthetic inputs.
+
+        Raises:
+            ServeError: invalid_input: the CPU accepts inputs that the instance rejects.
+        """
+        signature, padding = details.interface.model, details.padding
+        rows = find_rejected_rows(instance, signature, padding, self.progress, self.bounds)
+        if not rows:
+            return
+        self.progress.begin(f"trying on {CPU} the rejected inputs")
+        options = self.settings.plain_cpu(self.libraries)
+        if cpu_accepts_any(self.path, self.name, options, rows, signature, padding, self.clock, self.bounds):
+            raise invalid_input(
+                f"execution_providers: {choice.name} opens the model, but fails on inputs that {CPU} accepts: {reason}"
+            )
+
+    def adjust_threads(self, warm: _WarmInstance) -> _WarmInstance:
+        """Open and warm up the model again if its runs are better served by another number of threads."""
+        threads = self.settings.best_threads(warm.choice, warm.found.latencies)
+        if threads == warm.threads:
+            return warm
+        warm.instance.close()
+        return self.warm_up(self.opening.open(warm.choice, threads), warm.choice, threads, warm.details)
+
+    def prepare_first(self, warm: _WarmInstance) -> LoadedModel:
+        """Make the device buffers of the first instance, capture its graphs and run the samples."""
+        options, found, instance, opened = self.options, warm.found, warm.instance, warm.opened
+        interface, padding = warm.details.interface, warm.details.padding
+        try:
+            alone_because = self._why_alone(found) if interface.model.is_batched else ""
+            if alone_because:
+                interface = interface.unbatched(alone_because)
+                padding = resolve_padding(options, interface.model)  # Requests that run alone are not padded.
+            on_device = OnDevice(
+                no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
+            )
+            if isinstance(instance, DeviceInstance):
+                on_device = prepare(instance, opened, options, interface.model, found, padding, self.progress)
+                found = self._time_on_buffers(instance, interface.model, on_device, found, padding)
+            run_samples(instance, warm.details.samples, self.progress, self.bounds)
+        except BaseException:
+            instance.close()
+            raise
+        return LoadedModel(
+            (instance,),
+            interface,
+            self.rows,
+            found,
+            warm.choice,
+            warm.details.operators,
+            warm.threads,
+            warm.threads + self.settings.branches - 1,
+            padding,
+            self.labels,
+            on_device,
+            unbounded_because=why_unbounded(self.path, interface.model),
+            classes=self.classes,
+        )
+
+    def _why_alone(self, found: WarmUp) -> str:
+        """Why each request of a batched model runs alone after all; empty if requests share batches."""
+        rows = self.rows
+        if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
+            cause = "the model rejects synthetic inputs" if found.rejection else "the model was not warmed up"
+            because = (
+                f"{rows.doubt}; rows could not be tried, as {cause}; 'batched: true' says that they are independent"
+            )
+            log_event(logger, logging.WARNING, "requests run one at a time", model=self.name, reason=because)
+            return because
+        if rows.grounds is Grounds.CONFIGURED and (against := (rows.is_mixed and rows.doubt) or found.rows_depend):
+            event = "rows run together because the configuration says so"
+            log_event(logger, logging.WARNING, event, model=self.name, reason=against)
+            return ""
+        return found.rows_depend
+
+    def _time_on_buffers(
+        self,
+        instance: DeviceInstance,
+        signature: ModelSignature,
+        on_device: OnDevice,
+        found: WarmUp,
+        padding: Padding | None,
+    ) -> WarmUp:
+        """Replace the latencies by those of runs on device buffers, for sizes that have buffers."""
+        if not on_device.sizes:
+            return found
+        sizes = time_sizes(
+            instance,
+            signature,
+            on_device.sizes,
+            budget_s=self._remaining_s(),
+            clock=self.clock,
+            progress=self.progress,
+            padding=padding,
+            bounds=self.bounds,
+        )
+        untimed = [size for size in found.latencies if size.rows > sizes[-1].rows and size.rows in on_device.sizes]
+        return replace(found, latencies=(*sizes, *untimed))
+
+    def add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
+        """Open and prepare all instances after the first."""
+        options, choice = self.options, loaded.providers
+        try:
+            for number in range(1, options.instances):
+                self.progress.begin_part(f"instance {number + 1} of {options.instances}")
+                placed = self.settings.place(choice, number)
+                opened = self.opening.open(placed, loaded.intra_op_threads)
+                instance = self.opening.make_instance(
+                    opened, placed, loaded.signature, f"{self.name} {number}", loaded.intra_op_threads, loaded.padding
+                )
+                opened.forget()
+                loaded = replace(loaded, instances=(*loaded.instances, instance))
+                found = loaded.warm_up
+                if found.latencies and found.inputs is not None:
+                    rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
+                    run_once(instance, found.inputs, rows, progress=self.progress, bounds=self.bounds)
+                if isinstance(instance, DeviceInstance):
+                    prepare(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
+                run_samples(instance, samples, self.progress, self.bounds)
+        except BaseException:
+            for instance in loaded.instances:
+                instance.close()
+            raise
+        if options.gpus and self.settings.is_on_gpu(choice):
+            placed_on = tuple(self.settings.place(choice, number).device_id for number in range(options.instances))
+            loaded = replace(loaded, placed=placed_on)
+        return loaded
+
+    def report_provider(self, choice: ProviderChoice) -> None:
+        """Log what an operator may not expect of the execution provider that opened the model."""
+        for reason in choice.passed_over:
+            log_event(logger, logging.WARNING, "execution provider passed over", model=self.name, reason=reason)
+        if searches_each_shape(choice.name, choice.options) and not self.options.buckets:
+            reason = "cudnn_conv_algo_search is EXHAUSTIVE and there are no buckets: each batch size is searched for"
+            log_event(logger, logging.WARNING, "new batch sizes are slow", model=self.name, reason=reason)
+
+    def report(self, loaded: LoadedModel) -> None:
+        """Log what an operator may not expect of the loaded model."""
+        log_warnings(
+            loaded,
+            self.name,
+            self.options,
+            max_rows=self.settings.max_rows(),
+            has_global_threads=self.runtime.has_global_threads,
+            is_on_gpu=self.settings.is_on_gpu(loaded.providers),
+        )
+
+    def _remaining_s(self) -> float:
+        """The rest of the time for warm-up. Enough for the first run of a session, unless warm-up is off."""
+        return max(min(_MIN_BUDGET_S, self.options.warmup_s), self.options.warmup_s - self.spent_s)

@@ -1,0 +1,189 @@
+"""Decisions of a load that depend on the execution provider: devices, threads, and whether the provider works."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.config.model import ModelOptions
+from ortserve.config.session import SessionSettings
+from ortserve.core.batch import Arrays, Batch, Runner
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
+from ortserve.engine.device.instance import DeviceInstance
+from ortserve.engine.instance import Instance
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.runtime import Runtime
+from ortserve.engine.session import SessionOptions, affinities_key, open_session
+from ortserve.engine.tensorrt_profiles import most_rows
+from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError
+from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, RunBounds, SizeLatency, WorkerRuns, as_batch
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.inputs import InputGenerator
+from ortserve.registry.opening import model_nbytes
+
+ONE_THREAD_BELOW_NS: Final = 1_000_000
+"""If a run of one row is shorter, a second thread gains less than waking it costs."""
+_SMALL_MODEL_NBYTES: Final = 4 * 1024**2
+"""Runs of a model with fewer weights are mostly short."""
+
+
+class ProviderSettings:
+    """How sessions of one model are opened and run on each execution provider. Pure, but for the size of the file."""
+
+    def __init__(self, path: Path, options: ModelOptions, runtime: Runtime) -> None:
+        self._path = path
+        self._options = options
+        self._runtime = runtime
+        session = options.session
+        self.branches: Final = session.inter_op_threads if session.execution_mode == "parallel" else 1
+        """Operators that may run at the same time."""
+        self._may_use_one_thread = (
+            options.intra_op_threads is None and not affinities_key(session) and not runtime.has_global_threads
+        )
+
+    def is_on_gpu(self, choice: ProviderChoice) -> bool:
+        """Whether the provider computes on a GPU, or on another device that has buffers."""
+        return choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name)
+
+    def place(self, choice: ProviderChoice, number: int) -> ProviderChoice:
+        """The choice with the device of the instance of this number."""
+        gpus = self._options.gpus
+        return choice.on_device(gpus[number % len(gpus)]) if gpus and self.is_on_gpu(choice) else choice
+
+    def max_rows(self, choice: ProviderChoice | None = None) -> int | None:
+        """The most rows of a batch, on this provider or any; None if nothing limits them."""
+        options = self._options
+        limits = [
+            options.max_rows,
+            max(options.buckets, default=None),  # A batch larger than the largest bucket could not be padded.
+            most_rows(choice.options) if choice is not None and choice.name == TENSORRT else None,
+        ]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def memory_release(
+        self, instance: Instance | DeviceInstance, choice: ProviderChoice
+    ) -> Callable[[Batch], None] | None:
+        """How to free the memory that only warm-up needs; None for an instance without an arena of its own."""
+        settings = self._options.session
+        has_arena = settings.memory_arena and not settings.shared_arena and not settings.shrink_arenas
+        is_on_cpu = choice.name == CPU and not choice.behind
+        return instance.give_back_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
+
+    def usual_threads(self, choice: ProviderChoice) -> int:
+        """The number of threads inside an operator for runs of unknown length."""
+        if self._runtime.has_global_threads:
+            return cpu_budget()
+        if self._options.intra_op_threads is not None:
+            return self._options.intra_op_threads
+        return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=self.branches)
+
+    def first_threads(self, choice: ProviderChoice) -> int:
+        """The number for the first session, which shows how short runs are. A small model seldom needs a second one."""
+        usual = self.usual_threads(choice)
+        if usual == 1 or choice.name != CPU or not self._options.warmup_s or not self._may_use_one_thread:
+            return usual
+        return 1 if model_nbytes(self._path) < _SMALL_MODEL_NBYTES else usual
+
+    def best_threads(self, choice: ProviderChoice, latencies: Sequence[SizeLatency]) -> int:
+        """The number for runs of these latencies, the smallest batch first."""
+        is_short = bool(latencies) and latencies[0].run_ns < ONE_THREAD_BELOW_NS
+        return 1 if is_short and self._may_use_one_thread else self.usual_threads(choice)
+
+    def plain_cpu(self, libraries: Sequence[Path]) -> SessionOptions:
+        """Options of a session on the CPU, without settings that are meant for another provider or that write files."""
+        configured = self._options.session
+        settings = SessionSettings(
+            graph_optimization=configured.graph_optimization,
+            free_dimensions=configured.free_dimensions,
+            free_dimensions_by_denotation=configured.free_dimensions_by_denotation,
+        )
+        cpu = ProviderChoice(CPU)
+        has_global_threads = self._runtime.has_global_threads
+        return SessionOptions(cpu, self.usual_threads(cpu), settings, tuple(libraries), has_global_threads)
+
+
+def find_rejected_rows(
+    runner: Runner,
+    signature: ModelSignature,
+    padding: Padding | None,
+    progress: Progress,
+    bounds: RunBounds = DEFAULT_BOUNDS,
+) -> tuple[Arrays, ...]:
+    """Run one synthetic row of each variant on an instance.
+
+    Returns:
+        The rows that the instance rejects; empty if it accepts any of them. A row that finds too little memory counts
+        neither way.
+
+    Raises:
+        DeviceLostError: As ``warm_up``.
+        RunTimeoutError: As ``warm_up``.
+    """
+    progress.begin("warming up: looking for a row that the model accepts")
+    rows = (variant.generate(1, 0) for variant in InputGenerator(signature, padding).variants())
+    accepted, rejected = run_until_accepted(runner, rows, bounds)
+    return () if accepted else tuple(rejected)
+
+
+def run_until_accepted(runner: Runner, rows: Iterable[Arrays], bounds: RunBounds) -> tuple[bool, list[Arrays]]:
+    """Run rows one after the other until one is accepted. Returns whether one was, and the rejected ones."""
+    worker = WorkerRuns(runner, bounds)
+    rejected: list[Arrays] = []
+    for row in rows:
+        try:
+            worker.run(as_batch(row, 1))
+        except (DeviceLostError, RunTimeoutError):
+            raise
+        except OutOfMemoryError:
+            continue
+        except ServeError:
+            rejected.append(row)
+        else:
+            return True, rejected
+    return False, rejected
+
+
+def cpu_accepts_any(
+    path: Path,
+    name: str,
+    options: SessionOptions,
+    rows: Sequence[Arrays],
+    signature: ModelSignature,
+    padding: Padding | None,
+    clock: Clock,
+    bounds: RunBounds,
+) -> bool:
+    """Whether the model runs any of the rows on the CPU. False if the CPU cannot open it, which shows nothing.
+
+    Opens a session for that, in the memory of the host, beside the one that rejected the rows.
+
+    Args:
+        path: The model file.
+        name: Of the model.
+        options: Of a session on the CPU alone.
+        rows: As ``find_rejected_rows`` returns them.
+        signature: Of the model.
+        padding: Of the rows.
+        clock: Monotonic nanoseconds.
+        bounds: Of the runs.
+    """
+    try:
+        session = open_session(path, name, options)
+    except ServeError:
+        return False
+    instance = Instance(
+        session,
+        signature,
+        name=f"{name} on the CPU",
+        intra_op_threads=options.intra_op_threads,
+        clock=clock,
+        padding=padding,
+    )
+    del session
+    try:
+        return run_until_accepted(instance, rows, bounds)[0]
+    finally:
+        instance.close()

@@ -1,0 +1,165 @@
+"""The row axes of a model's tensors, from its graph and its configuration, and on what grounds they are believed."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ortserve.config.model import ModelOptions
+from ortserve.config.tensors import NO_ROWS, TensorOptions
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.rows import (
+    Axes,
+    Model,
+    Outcome,
+    RowVerdict,
+    TooLargeError,
+    TooMuchWorkError,
+    prove_axes,
+    prove_model,
+    read_graph,
+    real_inputs,
+)
+
+
+class Grounds(enum.Enum):
+    """Why rows are believed to be independent."""
+
+    PROVEN = "proven"
+    """The graph shows it."""
+    TRIED = "tried"
+    """The graph does not show it; rows alone and together gave the same outputs."""
+    CONFIGURED = "configured"
+    """The configuration says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowAxes:
+    """The rows of a model, as known before a session is open.
+
+    Attributes:
+        grounds: TRIED if a trial will follow, unless ``is_mixed``.
+        inputs: The axis with the rows by input, None for an input without rows. Empty if a trial assumes axis 0.
+        outputs: The same by output.
+        equal_sizes: As in ``ModelSignature``.
+        is_disabled: Whether the configuration says that requests run alone.
+        doubt: What in the graph speaks against independent rows, or why it does not show them; empty if proven.
+        is_mixed: Whether the graph shows that rows may meet.
+    """
+
+    grounds: Grounds
+    inputs: Axes = field(default_factory=dict)
+    outputs: Axes = field(default_factory=dict)
+    equal_sizes: tuple[str, ...] = ()
+    is_disabled: bool = False
+    doubt: str = ""
+    is_mixed: bool = False
+
+    @property
+    def known_dependence(self) -> str | None:
+        """How rows depend on each other; None if a trial must show it.
+
+        Empty if they are proven not to, and if the configuration overrules a graph in which they may meet.
+        """
+        if self.grounds is Grounds.PROVEN:
+            return ""
+        if self.is_mixed:
+            return self.doubt if self.grounds is Grounds.TRIED else ""
+        return None
+
+    def apply(self, signature: ModelSignature) -> ModelSignature:
+        """Set these axes in a signature.
+
+        Args:
+            signature: As ``read_signature`` returns it, batched along axis 0 if the names of dimensions allow that.
+        """
+        if self.is_disabled:
+            return replace(signature, unbatched_because="its configuration says so")
+        if not self.inputs:
+            return signature
+        inputs = tuple(replace(spec, batch_axis=self._input_axis(spec)) for spec in signature.inputs)
+        outputs = tuple(replace(spec, batch_axis=self.outputs.get(spec.name, 0)) for spec in signature.outputs)
+        because = _why_not_free("input", inputs) or _why_not_free("output", outputs)
+        return replace(
+            signature, inputs=inputs, outputs=outputs, unbatched_because=because, equal_sizes=self.equal_sizes
+        )
+
+    def _input_axis(self, spec: TensorSpec) -> int | None:
+        if spec.name in self.inputs:
+            return self.inputs[spec.name]
+        # An initializer: the proof holds for its own value.
+        has_rows = self.grounds is not Grounds.PROVEN and spec.shape[:1] == (-1,)
+        return 0 if has_rows else None
+
+
+def find_row_axes(path: Path, options: ModelOptions) -> RowAxes:
+    """Find the row axes by the graph and the configuration. Blocks on the file; takes about 50 µs per node.
+
+    Raises:
+        ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.
+    """
+    if options.batched is False:
+        return RowAxes(Grounds.CONFIGURED, is_disabled=True)
+    try:
+        model = read_graph(path)
+        if model is None:
+            return _unread(options, "the file cannot be read as an ONNX model")
+        return _decide(model, options)
+    except (TooLargeError, TooMuchWorkError) as failure:
+        return _unread(options, f"the model is not analysed: {failure}")
+
+
+def _unread(options: ModelOptions, doubt: str) -> RowAxes:
+    return RowAxes(Grounds.CONFIGURED if options.batched else Grounds.TRIED, doubt=doubt)
+
+
+def _decide(model: Model, options: ModelOptions) -> RowAxes:
+    configured = {**_configured(options.inputs), **_configured(options.outputs)}
+    free_first = {declared.name for declared in real_inputs(model) if _has_free_first(declared.dims)}
+    if configured or (options.batched and len(free_first) == len(real_inputs(model))):
+        axes: dict[str, int | None] = {
+            declared.name: configured.get(declared.name, 0 if declared.name in free_first else None)
+            for declared in real_inputs(model)
+        }
+        verdict = prove_axes(model, axes)
+        outputs = {output.name: configured.get(output.name, 0) for output in model.graph.outputs}
+        if verdict.outcome is Outcome.PROVEN and all(
+            verdict.output_axes[name] == axis for name, axis in outputs.items() if name in configured
+        ):
+            return _proven(verdict)
+        is_mixed = verdict.outcome is Outcome.MIXED
+        return RowAxes(Grounds.CONFIGURED, axes, outputs, doubt=_doubt(verdict), is_mixed=is_mixed)
+    verdict = prove_model(model)
+    if verdict.outcome is Outcome.PROVEN:
+        return _proven(verdict)
+    is_mixed, doubt = verdict.outcome is Outcome.MIXED, _doubt(verdict)
+    if options.batched:
+        return RowAxes(Grounds.CONFIGURED, doubt=doubt, is_mixed=is_mixed)
+    return RowAxes(Grounds.TRIED, doubt=doubt, is_mixed=is_mixed)
+
+
+def _configured(tensors: Mapping[str, TensorOptions]) -> dict[str, int | None]:
+    return {
+        name: None if declared.batch_axis == NO_ROWS else declared.batch_axis
+        for name, declared in tensors.items()
+        if declared.batch_axis is not None
+    }
+
+
+def _proven(verdict: RowVerdict) -> RowAxes:
+    return RowAxes(Grounds.PROVEN, verdict.input_axes, verdict.output_axes, verdict.equal_sizes)
+
+
+def _doubt(verdict: RowVerdict) -> str:
+    where = f"node '{verdict.node}': " if verdict.node else ""
+    if verdict.outcome is Outcome.MIXED:
+        return f"rows may meet: {where}{verdict.reason}"
+    return f"the graph does not tell whether rows meet: {where}{verdict.reason}"
+
+
+def _has_free_first(dims: Sequence[int | str | None] | None) -> bool:
+    return dims is not None and len(dims) > 0 and not isinstance(dims[0], int)
+
+
+def _why_not_free(role: str, specs: Sequence[TensorSpec]) -> str:
+    return next((why for spec in specs if (why := spec.why_no_rows(role))), "")

@@ -1,0 +1,303 @@
+"""Warm-up: runs a fresh instance until it is warm, and finds its latencies, batch size and whether rows depend."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Batch, Runner
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError, invalid_input
+from ortserve.registry.load.batch_sizes import (
+    DEFAULT_BOUNDS,
+    MAX_SWEPT_ROWS,
+    RunBounds,
+    SizeLatency,
+    SizeTimer,
+    WorkerRuns,
+    as_batch,
+    next_rows,
+    row_ns_to_beat,
+    warming_step,
+    worthwhile_rows,
+)
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.inputs import FREE_DIM, InputGenerator, Sample
+from ortserve.registry.load.row_trial import RowTrial, TrialOutcome
+
+_TRIAL_SHARE: Final = 0.5
+"""Of the time for warm-up that a trial of the rows may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The results of warm-up.
+
+    Attributes:
+        max_rows: The largest batch worth having.
+        latencies: Of each batch size that ran, ascending from 1 row.
+        rows_depend: How rows depend on each other, by the model's graph or a trial; empty if neither shows it.
+        drift: Largest difference of a float between rows alone and the same rows among others, in that trial.
+        tried: The extent of the trial in words; empty without one.
+        rejection: The error with which the model rejected synthetic inputs; empty if it accepted them. If set, the
+            other results are unknown.
+        has_run: Whether any synthetic input ran, perhaps before another one was rejected.
+        no_memory: The error of a size that found too little memory; empty if all found enough. If set, ``max_rows`` is
+            at most the largest size that found enough, and one of the buckets if there are any.
+        inputs: Generates inputs that the model accepts; None if nothing ran.
+        spent_ns: Duration of warm-up.
+    """
+
+    max_rows: int
+    latencies: tuple[SizeLatency, ...] = ()
+    rows_depend: str = ""
+    drift: float = 0.0
+    tried: str = ""
+    rejection: str = ""
+    has_run: bool = False
+    no_memory: str = ""
+    inputs: InputGenerator | None = None
+    spent_ns: int = field(default=0, compare=False)
+
+
+def warm_up(
+    runner: Runner,
+    signature: ModelSignature,
+    *,
+    budget_s: float,
+    max_rows: int | None,
+    clock: Clock,
+    buckets: Sequence[int] = (),
+    padding: Padding | None = None,
+    progress: Progress | None = None,
+    is_coarse: bool = False,
+    rows_depend: str | None = None,
+    always_batches: bool = False,
+    samples: Sequence[Sample] = (),
+    bounds: RunBounds = DEFAULT_BOUNDS,
+    effort_s: float | None = None,
+    give_back_memory: Callable[[Batch], None] | None = None,
+    keeps_session: Callable[[SizeLatency], bool] = lambda one_row: True,
+) -> WarmUp:
+    """Run an instance on synthetic inputs, on its own worker. Called on the thread of the load.
+
+    One row runs first. Then batch sizes double until two in a row have not reduced the time per row by 5 %, up to 64
+    rows, or up to ``max_rows`` even without gain. A size that finds too little memory ends the sweep, and batches stay
+    below it.
+
+    Args:
+        runner: The instance.
+        signature: Of the model.
+        budget_s: A run begins only if it is predicted to end within this time; 0 runs nothing.
+        max_rows: Configured maximum; None to find one.
+        clock: Monotonic nanoseconds.
+        buckets: Batches are padded to these sizes; the largest is at least ``max_rows``. If memory is short, batches
+            have no more rows than the largest bucket that finds memory.
+        padding: Of the runner. Inputs are as long as it makes them.
+        progress: Receives the steps; None if it is not observed.
+        is_coarse: As in ``core.closeness``.
+        rows_depend: How rows depend on each other, empty if they do not. If None, a trial runs rows alone and together.
+        always_batches: Whether batches are measured even if rows depend on each other.
+        samples: Configured requests, which the trial runs first.
+        bounds: Limits of each run.
+        effort_s: Limits the measurement of larger sizes if ``max_rows`` is None; the gain of sizes beyond it is
+            computed from those that were measured. None for no limit.
+        give_back_memory: Runs a batch and frees memory that larger batches took. Called with one row if a batch of
+            warm-up was larger than ``WarmUp.max_rows``.
+        keeps_session: Called with the latency of one row. If it returns False, warm-up ends, because another session
+            will replace this one.
+
+    Raises:
+        DeviceLostError: Nothing can be run any more.
+        RunTimeoutError: A run exceeded ``bounds``.
+        OutOfMemoryError: Not even one row finds memory, or none of the buckets does.
+    """
+    unknown = WarmUp(max_rows or MAX_SWEPT_ROWS)
+    if budget_s == 0:
+        return unknown
+    began_ns = clock()
+    stop_ns = began_ns + int(budget_s * 1e9)
+    progress = progress or Progress(clock)
+    worker = WorkerRuns(runner, bounds)
+    try:
+        inputs = _choose_inputs(worker, InputGenerator(signature, padding), progress, stop_ns, clock)
+        timer = SizeTimer(worker, inputs, stop_ns, clock, progress, min_warm_runs=1 if is_coarse else 0)
+        one_row = timer.time_size(1)
+        if not keeps_session(one_row):
+            return WarmUp(1, (one_row,), has_run=True, inputs=inputs, spent_ns=clock() - began_ns)
+        outcome, no_memory = TrialOutcome(rows_depend or ""), ""
+        if rows_depend is None and signature.is_batched:
+            progress.begin("warming up: rows alone and together")
+            trial = RowTrial(
+                worker,
+                inputs,
+                samples,
+                max_rows=max_rows or MAX_SWEPT_ROWS,
+                row_ns=one_row.least_ns,
+                is_coarse=is_coarse,
+                stop_ns=min(stop_ns, clock() + int(budget_s * 1e9 * _TRIAL_SHARE)),
+                ends_ns=stop_ns,
+                clock=clock,
+            )
+            try:
+                outcome = trial.run()
+            except OutOfMemoryError as error:
+                no_memory = error.message
+                problem = f"rows could not be tried together, as not even two find memory: {no_memory}"
+                outcome = TrialOutcome(problem)
+        sizes = [one_row]
+        best_rows = max_rows or 1
+        if signature.is_batched and (always_batches or not outcome.problem):
+            if effort_s is not None and max_rows is None:
+                timer.limit_effort(int(effort_s * 1e9))
+            limit = max_rows or MAX_SWEPT_ROWS
+            limit = min((bucket for bucket in buckets if bucket >= limit), default=limit)
+            if inputs.free_dim != FREE_DIM:
+                limit = min(limit, inputs.max_rows)
+            no_memory = _sweep(timer, sizes, limit, buckets, is_set=max_rows is not None)
+            best_rows = max_rows or worthwhile_rows(sizes, limit, is_cut=timer.is_cut and not no_memory)
+        if no_memory:
+            best_rows = min(best_rows, _largest_that_fits(sizes[-1].rows, buckets, no_memory))
+        if give_back_memory is not None and worker.max_rows > best_rows:
+            give_back_memory(as_batch(inputs.generate(1, 0), 1))
+            if timer.can_begin(best_rows, one_row):
+                worker.run(as_batch(inputs.generate(best_rows, 0), best_rows))
+        return WarmUp(
+            best_rows,
+            tuple(sizes),
+            outcome.problem,
+            outcome.drift,
+            outcome.extent,
+            has_run=True,
+            no_memory=no_memory,
+            inputs=inputs,
+            spent_ns=clock() - began_ns,
+        )
+    except (DeviceLostError, OutOfMemoryError, RunTimeoutError):
+        raise
+    except ServeError as error:
+        return replace(unknown, rejection=error.message, has_run=worker.has_run, spent_ns=clock() - began_ns)
+
+
+def _choose_inputs(
+    worker: WorkerRuns, inputs: InputGenerator, progress: Progress, stop_ns: int, clock: Clock
+) -> InputGenerator:
+    """Choose the first variant that the model accepts and answers with outputs that have elements.
+
+    Returns:
+        If there is none before ``stop_ns``, the first variant that the model accepts, or ``inputs``.
+    """
+    accepted: InputGenerator | None = None
+    variants = inputs.variants()
+    for variant in variants if len(variants) > 1 else ():
+        if clock() >= stop_ns:
+            break
+        progress.begin("warming up: looking for inputs that the model accepts")
+        try:
+            outputs = worker.run(as_batch(variant.generate(1, 0), 1)).outputs
+        except (DeviceLostError, RunTimeoutError):
+            raise
+        except ServeError:
+            continue
+        if all(output.size for output in outputs):
+            return variant
+        accepted = accepted or variant
+    return accepted or inputs
+
+
+def _sweep(timer: SizeTimer, sizes: list[SizeLatency], limit: int, buckets: Sequence[int], *, is_set: bool) -> str:
+    """Measure larger sizes while they are worthwhile, and append them to ``sizes``.
+
+    Returns:
+        The error of a size that found too little memory; empty if all found enough.
+    """
+    no_memory = ""
+    while (rows := next_rows(sizes, limit, is_set=is_set)) and timer.can_begin(rows, sizes[-1]):
+        try:
+            sizes.append(timer.time_size(rows, math.inf if is_set else row_ns_to_beat(sizes)))
+        except OutOfMemoryError as error:
+            no_memory = error.message
+            fitted = sizes[-1].rows
+            limit = max((bucket for bucket in buckets if fitted < bucket < rows), default=fitted)
+    return no_memory
+
+
+def _largest_that_fits(rows: int, buckets: Sequence[int], no_memory: str) -> int:
+    """The most rows of a batch if ``rows`` find memory and batches are padded to ``buckets``.
+
+    Raises:
+        OutOfMemoryError: There are buckets, and none finds memory.
+    """
+    fitting = [bucket for bucket in buckets if bucket <= rows] if buckets else [rows]
+    if not fitting:
+        raise OutOfMemoryError(
+            f"buckets: expected one of at most {rows} rows, for which there is memory, "
+            f"got {', '.join(map(str, sorted(buckets)))}: {no_memory}"
+        )
+    return max(fitting)
+
+
+def time_sizes(
+    runner: Runner,
+    signature: ModelSignature,
+    sizes: Sequence[int],
+    *,
+    budget_s: float,
+    clock: Clock,
+    progress: Progress,
+    padding: Padding | None = None,
+    bounds: RunBounds = DEFAULT_BOUNDS,
+) -> tuple[SizeLatency, ...]:
+    """Time batches of these sizes again, after the way in which an instance runs them has changed.
+
+    Returns:
+        Ascending latencies: the smallest size, and those that are predicted to end within the budget.
+
+    Raises:
+        ServeError: internal, if a run fails.
+    """
+    worker, inputs = WorkerRuns(runner, bounds), InputGenerator(signature, padding)
+    stop_ns = clock() + int(budget_s * 1e9)
+    timer = SizeTimer(worker, inputs, stop_ns, clock, progress, min_warm_runs=1)
+    timed: list[SizeLatency] = []
+    for rows in sorted(sizes):
+        if timed and not timer.can_begin(rows, timed[-1]):
+            break
+        timed.append(timer.time_size(rows))
+    return tuple(timed)
+
+
+def run_once(
+    runner: Runner, inputs: InputGenerator, rows: int, *, progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
+) -> None:
+    """Have an instance allocate the memory of a batch of ``rows`` rows. For instances after the first.
+
+    Raises:
+        ServeError: internal, if the model rejects synthetic inputs.
+    """
+    progress.begin(warming_step(rows))
+    WorkerRuns(runner, bounds).run(as_batch(inputs.generate(rows, 0), rows))
+
+
+def run_samples(
+    runner: Runner, samples: Sequence[Sample], progress: Progress, bounds: RunBounds = DEFAULT_BOUNDS
+) -> None:
+    """Run the configured samples on the instance's own worker.
+
+    Raises:
+        ServeError: invalid_input, naming the sample that failed and the reason; not_ready, if the device is lost.
+        RunTimeoutError: A run exceeded ``bounds``.
+    """
+    worker = WorkerRuns(runner, bounds)
+    for sample in samples:
+        progress.begin(f"warming up: sample '{sample.name}'")
+        batch = as_batch(sample.inputs, sample.rows)
+        try:
+            for _ in range(sample.count):
+                worker.run(batch)
+        except (DeviceLostError, RunTimeoutError):
+            raise
+        except ServeError as error:
+            raise invalid_input(f"warm-up sample '{sample.name}': {error.message}") from None

@@ -1,0 +1,235 @@
+"""The configuration of a model: reads ``model.yaml`` or translates a ``config.pbtxt`` into the same options."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ortserve._pb import model_config_pb2 as pb
+from ortserve.codecs.model_config_text import parse_config_text
+from ortserve.config.model import LoadOptions, ModelOptions, load_model_options, make_model_options
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.repository.model_files import TRITON_OPTIONS_FILE
+from ortserve.registry.repository.triton_execution import choose_providers, read_parameters
+from ortserve.registry.repository.triton_fields import check_fields, value_name
+
+PLATFORM: Final = "onnxruntime_onnx"
+BACKEND: Final = "onnxruntime"
+
+_GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The configuration of a model.
+
+    Attributes:
+        options: The same, whether a ``model.yaml`` or a ``config.pbtxt`` sets them.
+        declared: The fields of its ``config.pbtxt``, which clients may read; empty without such a file.
+        without_effect: For each field that has no effect here, its path and the reason.
+    """
+
+    options: ModelOptions
+    declared: pb.ModelConfig = field(default_factory=pb.ModelConfig)
+    without_effect: tuple[str, ...] = ()
+
+
+def read_configuration(name: str, path: Path | None, defaults: LoadOptions) -> Configuration:
+    """Read the file that configures a model. Blocks on it.
+
+    Args:
+        name: Of the model.
+        path: A ``model.yaml`` or ``config.pbtxt``; None for a model that has neither.
+        defaults: Hold for options that the file does not set.
+
+    Raises:
+        ServeError: invalid_input or unsupported, beginning with the file's name, never its folder.
+    """
+    if path is None or path.name != TRITON_OPTIONS_FILE:
+        return Configuration(load_model_options(path, defaults))
+    try:
+        config = parse_config_text(path.read_bytes())
+    except OSError as error:
+        raise invalid_input(f"{path.name}: cannot be read: {error.strerror}") from None
+    except ServeError as error:
+        raise ServeError(error.kind, f"{path.name}: {error.message}") from None
+    return configure(name, config, defaults, path.name)
+
+
+def configure(name: str, config: pb.ModelConfig, defaults: LoadOptions, source: str) -> Configuration:
+    """Translate Triton's configuration of a model.
+
+    Args:
+        name: Of the model.
+        config: As parsed.
+        defaults: Hold for options that the configuration does not set.
+        source: The beginning of errors, such as ``config.pbtxt``.
+
+    Raises:
+        ServeError: unsupported for fields that this server does not support, invalid_input for wrong values.
+    """
+    try:
+        _check_identity(config, name)
+        without_effect = check_fields(config)
+        given, more = _options(config, defaults)
+    except ServeError as error:
+        raise ServeError(error.kind, f"{source}: {error.message}") from None
+    return Configuration(make_model_options(given, defaults, source), config, (*without_effect, *more))
+
+
+def _check_identity(config: pb.ModelConfig, name: str) -> None:
+    if config.name and config.name != name:
+        raise invalid_input(f"name: expected '{name}', as the model's folder, got '{config.name}'")
+    for key, got, expected in (("platform", config.platform, PLATFORM), ("backend", config.backend, BACKEND)):
+        if got not in ("", expected):
+            raise ServeError(ErrorKind.UNSUPPORTED, f"{key}: expected '{expected}', got '{got}'")
+
+
+def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, Any], list[str]]:
+    given: dict[str, Any] = {}
+    if config.max_batch_size < 0:
+        raise invalid_input(f"max_batch_size: expected 0 or more, got {config.max_batch_size}")
+    if config.max_batch_size:
+        given |= {"max_rows": config.max_batch_size, "batched": True}
+    elif any(tensor.dims for tensor in config.input) or any(tensor.dims for tensor in config.output):
+        given["batched"] = False  # Then the dims include all axes.
+    given["inputs"] = {tensor.name: _tensor(tensor) | {"optional": tensor.optional} for tensor in config.input}
+    given["outputs"] = {
+        tensor.name: _tensor(tensor) | {"labels": tensor.label_filename or None} for tensor in config.output
+    }
+    given["served_outputs"] = list(given["outputs"])
+    for role, tensors in (("input", config.input), ("output", config.output)):
+        if len({tensor.name for tensor in tensors}) < len(tensors) or not all(tensor.name for tensor in tensors):
+            raise invalid_input(f"{role}: expected a distinct name for each")
+    if config.default_model_filename:
+        given["model_file"] = config.default_model_filename
+    given |= _version_policy(config.version_policy)
+    if config.HasField("dynamic_batching"):
+        given |= _dynamic_batching(config.dynamic_batching)
+        largest = max(config.dynamic_batching.preferred_batch_size, default=0)
+        if largest > config.max_batch_size > 0:
+            raise invalid_input(
+                "dynamic_batching.preferred_batch_size: expected sizes up to max_batch_size, "
+                f"{config.max_batch_size}, got {largest}"
+            )
+    given["warmup_samples"] = [_sample(sample) for sample in config.model_warmup]
+
+    groups = list(config.instance_group)
+    if count := sum(group.count or 1 for group in groups):
+        given["instances"] = count
+    parameters = read_parameters({key: value.string_value for key, value in config.parameters.items()})
+    wishes = choose_providers(groups, config.optimization.execution_accelerators, parameters.cuda, defaults)
+    given["execution_providers"] = wishes.providers
+    if wishes.gpus:
+        given |= {"gpus": list(wishes.gpus), "instances": len(wishes.gpus)}
+    if config.cc_model_filenames and wishes.wants_gpu:
+        raise ServeError(
+            ErrorKind.UNSUPPORTED,
+            "cc_model_filenames is not supported on a GPU: set default_model_filename instead",
+        )
+    without_effect = [*parameters.without_effect, *wishes.without_effect]
+    if config.optimization.cuda.graphs and wishes.wants_gpu:
+        given["graph_replay"] = True
+    elif config.optimization.cuda.graphs:
+        without_effect.append("optimization.cuda.graphs: the model is not on a GPU")
+    level = config.optimization.graph.level
+    if level not in _GRAPH_LEVELS:
+        raise invalid_input(f"optimization.graph.level: expected one of -1, 0, 1, 2, got {level}")
+    given |= parameters.options
+    given["session"] = parameters.session | {
+        "graph_optimization": _GRAPH_LEVELS[level],
+        "operator_libraries": list(config.model_operations.op_library_filename),
+    }
+    return given, without_effect
+
+
+def _tensor(tensor: pb.ModelInput | pb.ModelOutput) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if tensor.data_type:
+        options["datatype"] = _datatype_name(tensor.data_type, f"data_type of '{tensor.name}'")
+    if any(dim < 1 and dim != -1 for dim in tensor.dims):
+        raise invalid_input(f"dims of '{tensor.name}': expected sizes of at least 1, or -1, got {list(tensor.dims)}")
+    if tensor.dims:
+        options["dims"] = list(tensor.dims)
+    if tensor.HasField("reshape"):
+        options["reshape"] = list(tensor.reshape.shape)
+    return options
+
+
+def _datatype_name(datatype: int, path: str) -> str:
+    """The protocol's name of a configured datatype."""
+    name = value_name(pb.DataType, datatype, path).removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
+
+
+def _version_policy(policy: pb.ModelVersionPolicy) -> dict[str, Any]:
+    match policy.WhichOneof("policy_choice"):
+        case "latest":
+            return {"version_policy": {"latest": policy.latest.num_versions or 1}}
+        case "all":
+            return {"version_policy": {"all": True}}
+        case "specific":
+            return {"version_policy": {"specific": list(policy.specific.versions)}}
+        case _:
+            return {}
+
+
+def _dynamic_batching(batching: pb.ModelDynamicBatching) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "preferred_rows": list(batching.preferred_batch_size),
+        "queue_delay_s": batching.max_queue_delay_microseconds / 1e6,
+        "priority_levels": batching.priority_levels,
+    }
+    level, levels = batching.default_priority_level, max(1, batching.priority_levels)
+    if level > levels:
+        raise invalid_input(f"dynamic_batching.default_priority_level: expected 1 to {levels}, got {level}")
+    for named in batching.priority_queue_policy:
+        if not 1 <= named <= levels:
+            raise invalid_input(f"dynamic_batching.priority_queue_policy: expected keys 1 to {levels}, got {named}")
+    if batching.priority_levels:
+        given["default_priority_level"] = level or 1
+    if batching.HasField("default_queue_policy"):
+        given["queue_policy"] = _queue_policy(batching.default_queue_policy, "dynamic_batching.default_queue_policy")
+    given["priority_queue_policies"] = {
+        level: _queue_policy(policy, f"dynamic_batching.priority_queue_policy[{level}]")
+        for level, policy in batching.priority_queue_policy.items()
+    }
+    return given
+
+
+def _queue_policy(policy: pb.ModelQueuePolicy, path: str) -> dict[str, Any]:
+    action = value_name(pb.ModelQueuePolicy.TimeoutAction, policy.timeout_action, f"{path}.timeout_action")
+    return {
+        "timeout_s": policy.default_timeout_microseconds / 1e6 or None,
+        "timeout_override": policy.allow_timeout_override,
+        "timeout_action": action.lower(),
+        "max_requests": policy.max_queue_size or None,
+    }
+
+
+def _sample(sample: pb.ModelWarmup) -> dict[str, Any]:
+    return {
+        "name": sample.name,
+        "rows": sample.batch_size or 1,
+        "count": sample.count or 1,
+        "inputs": dict(_sample_inputs(sample.name, sample.inputs)),
+    }
+
+
+def _sample_inputs(sample: str, inputs: Mapping[str, pb.ModelWarmup.Input]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, tensor in inputs.items():
+        options: dict[str, Any] = {"dims": list(tensor.dims)}
+        if tensor.data_type:
+            options["datatype"] = _datatype_name(tensor.data_type, f"model_warmup '{sample}': data_type of '{name}'")
+        match tensor.WhichOneof("input_data_type"):
+            case "zero_data":
+                options["data"] = "zeros"
+            case "random_data":
+                options["data"] = "random"
+            case "input_data_file":
+                options["file"] = tensor.input_data_file
+            case _:
+                raise invalid_input(
+                    f"model_warmup '{sample}': input '{name}' needs zero_data, random_data or input_data_file"
+                )
+        yield name, options

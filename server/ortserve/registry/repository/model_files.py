@@ -1,0 +1,209 @@
+"""The files of models in a repository, and the files that a model's configuration names. Blocks on the disk.
+
+``<repository>/<model>/<version>/model.onnx`` with an optional ``model.yaml`` or Triton's ``config.pbtxt`` in the
+model's folder, or simply ``<repository>/<name>.onnx`` as version 1 of ``<name>``. No model file is opened here.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ortserve.config.model import ModelOptions
+from ortserve.errors import invalid_input
+
+MODEL_FILE: Final = "model.onnx"
+OPTIONS_FILE: Final = "model.yaml"
+TRITON_OPTIONS_FILE: Final = "config.pbtxt"
+
+VERSION: Final = re.compile("[1-9][0-9]*")
+"""The name of a version's folder. 01 is excluded: it would be version 1 a second time."""
+
+_LIKE_OPTIONS: Final = re.compile(r"model\.ya?ml", re.IGNORECASE)
+_LIKE_TRITON_OPTIONS: Final = re.compile(r"config\.(pb|pbtxt|pbtext|prototxt|textproto|txtpb)", re.IGNORECASE)
+_MAX_LISTED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model.
+
+    Attributes:
+        name: That of the folder, or of the file without its suffix.
+        versions: The usual model file of each version; the options may name another one instead.
+        options_files: Files that configure the model. More than one are a problem.
+        problem: Why the model cannot be served; empty if nothing is known against it.
+        folder: Of the model; None for a model that is a single file.
+    """
+
+    name: str
+    versions: Mapping[int, Path] = field(default_factory=dict)
+    options_files: tuple[Path, ...] = ()
+    problem: str = ""
+    folder: Path | None = None
+
+    @property
+    def options(self) -> Path | None:
+        """The file that configures the model; None without one."""
+        return self.options_files[0] if self.options_files else None
+
+    def file(self, version: int, options: ModelOptions) -> Path:
+        """The file of a version to open, according to the options.
+
+        Raises:
+            ServeError: invalid_input, if it is missing.
+        """
+        found = self.versions[version]
+        if self.folder is None:
+            return found
+        file = found.with_name(options.model_file)
+        if file.is_dir():  # As in Triton, for models whose weights are in files beside them.
+            file /= MODEL_FILE
+        if not file.is_file():
+            present = _list_names(entry.name for entry in found.parent.iterdir())
+            raise invalid_input(f"version folder {version} has no file {options.model_file}: it has {present}")
+        return file
+
+
+def read_repositories(roots: Sequence[Path]) -> list[ModelFiles]:
+    """List the models of all repositories by name.
+
+    Raises:
+        ServeError: invalid_input, if a repository is not a readable folder.
+    """
+    found: dict[str, ModelFiles] = {}
+    for root in roots:
+        for model in _read_repository(root):
+            if other := found.get(model.name):
+                model = ModelFiles(
+                    model.name,
+                    options_files=(*other.options_files, *model.options_files),
+                    problem="there are two models of this name in the repositories",
+                )
+            found[model.name] = model
+    return [found[name] for name in sorted(found)]
+
+
+def read_model_file(folder: Path | None, name: str, role: str) -> bytes:
+    """Read a file that the configuration names, relative to the model's folder.
+
+    Args:
+        folder: Of the model; None for a model that is a single file.
+        name: As configured.
+        role: Of the file, for errors.
+
+    Raises:
+        ServeError: invalid_input, if it cannot be read or is not in the folder.
+    """
+    if folder is None:
+        raise invalid_input(f"{role}: '{name}' needs a model in a folder of its own, got a single file")
+    root = folder.resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root):
+        raise invalid_input(f"{role}: expected a file in the model's folder, got '{name}'")
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise invalid_input(f"{role}: '{name}' cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_labels(options: ModelOptions, folder: Path | None) -> dict[str, tuple[str, ...]]:
+    """Read the configured labels by the name of the output.
+
+    Raises:
+        ServeError: invalid_input, if a file of labels cannot be read.
+    """
+    labels: dict[str, tuple[str, ...]] = {}
+    for name, output in options.outputs.items():
+        if isinstance(output.labels, str):
+            role = f"labels of output '{name}'"
+            try:
+                text = read_model_file(folder, output.labels, role).decode()
+            except UnicodeDecodeError:
+                raise invalid_input(f"{role}: expected text in UTF-8, got other bytes in '{output.labels}'") from None
+            labels[name] = tuple(text.splitlines())
+        elif output.labels is not None:
+            labels[name] = output.labels
+    return labels
+
+
+def operator_libraries(options: ModelOptions, folder: Path | None) -> tuple[Path, ...]:
+    """The configured operator libraries. Relative paths are relative to the model's folder."""
+    return tuple(
+        path if (path := Path(name)).is_absolute() or folder is None else folder / name
+        for name in options.session.operator_libraries
+    )
+
+
+def _read_repository(root: Path) -> list[ModelFiles]:
+    try:
+        entries = sorted(root.iterdir())
+    except OSError as error:
+        raise invalid_input(f"repository {root}: expected a folder of models, got: {error.strerror}") from None
+    models: list[ModelFiles] = []
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        try:
+            found = _read_entry(entry)
+        except OSError as error:
+            found = ModelFiles(_printable(entry.name), problem=f"it cannot be read: {error.strerror}")
+        if found is not None:
+            models.append(found)
+    return models
+
+
+def _read_entry(entry: Path) -> ModelFiles | None:
+    is_folder = entry.is_dir()
+    if not is_folder and entry.suffix != ".onnx":
+        return None
+    name = entry.name if is_folder else entry.stem
+    if (printable := _printable(name)) != name:
+        return ModelFiles(printable, problem="its name has characters that cannot be printed or are not UTF-8")
+    return _read_model(entry) if is_folder else ModelFiles(name, {1: entry})
+
+
+def _printable(name: str) -> str:
+    """The name with escapes for characters that cannot be printed or that stand for bytes."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in name)
+
+
+def _read_model(folder: Path) -> ModelFiles:
+    name = folder.name
+    entries = sorted(folder.iterdir())
+    options_files = tuple(entry for entry in entries if entry.name in (OPTIONS_FILE, TRITON_OPTIONS_FILE))
+    versions = {
+        int(entry.name): entry / MODEL_FILE for entry in entries if VERSION.fullmatch(entry.name) and entry.is_dir()
+    }
+    problem = ""
+    if len(options_files) > 1:
+        problem = f"it has both {OPTIONS_FILE} and {TRITON_OPTIONS_FILE}: expected one of them"
+    elif misnamed := next((found for entry in entries if (found := _misnamed(entry))), ""):
+        problem = misnamed
+    elif not versions:
+        present = _list_names(path.name for path in entries)
+        problem = f"no version folder (1, 2, …) with a file {MODEL_FILE}: it has {present}"
+        if VERSION.fullmatch(name) and (folder / MODEL_FILE).exists():
+            problem += f"; a repository is a folder of models, but '{folder.parent.name}' seems to be a model itself"
+    return ModelFiles(name, versions, options_files, problem, folder)
+
+
+def _misnamed(entry: Path) -> str:
+    """What is wrong with a file that looks like a configuration and is not read as one; empty for other files.
+
+    Ignoring it would serve the model differently from what its owner expects.
+    """
+    name = entry.name
+    if VERSION.fullmatch(name) and (entry / OPTIONS_FILE).exists():
+        return f"found {name}/{OPTIONS_FILE}: expected it beside the version folders"
+    expected = OPTIONS_FILE if _LIKE_OPTIONS.fullmatch(name) else TRITON_OPTIONS_FILE
+    is_like = _LIKE_OPTIONS.fullmatch(name) or _LIKE_TRITON_OPTIONS.fullmatch(name)
+    return f"found {name}: expected {expected}" if is_like and name != expected else ""
+
+
+def _list_names(names: Iterable[str]) -> str:
+    """The first names in a folder, for errors."""
+    visible = sorted(name for name in names if not name.startswith("."))
+    more = f" and {len(visible) - _MAX_LISTED} more" if len(visible) > _MAX_LISTED else ""
+    return f"{', '.join(visible[:_MAX_LISTED])}{more}" if visible else "nothing"

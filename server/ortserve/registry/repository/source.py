@@ -1,0 +1,262 @@
+"""The source of a model: the files and configuration of the versions that should serve. Blocks on the disk.
+
+Two sources are equal if loading the second would change nothing. Files are compared by fingerprints (names, sizes and
+times), not by their contents.
+"""
+
+import glob
+import logging
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ortserve.config.model import (
+    AllVersions,
+    LatestVersions,
+    LoadOptions,
+    ModelOptions,
+    VersionPolicy,
+    says_required,
+)
+from ortserve.config.session import Scalar, option_text, provider_parts
+from ortserve.errors import ServeError, invalid_input
+from ortserve.registry.repository.configuration import Configuration, read_configuration
+from ortserve.registry.repository.model_files import ModelFiles, read_repositories
+
+logger: Final = logging.getLogger(__name__)
+
+Fingerprint: TypeAlias = tuple[str, int, int, int, int]
+"""A file's name, inode, mode, size and modification time. It changes when the file is replaced or rewritten, and when
+its permissions change."""
+
+_MEMORY_STATS: Final = "session.collect_node_memory_stats_to_file"
+"""Each run rewrites this file, at a path relative to the model's file. The file of
+``session.moe_expert_counter_state_file`` is only read, so that a change of it is a change of the model."""
+_BESIDE_OPTIMIZED: Final = "session.optimized_model_external_initializers_file_name"
+_CONTEXT: Final = "ep.context_enable"
+_CONTEXT_FILE: Final = "ep.context_file_path"
+_BESIDE_CONTEXT: Final = "ep.context_model_external_initializers_file_name"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSource:
+    """The files and configuration of one version.
+
+    Attributes:
+        path: The file to open.
+        folder: Of the model, with the files that its configuration names; None for a model that is a single file.
+        configuration: Of the model.
+        fingerprints: Of all files that the version may consist of.
+        problem: Why there is no file to open; empty if there is one.
+    """
+
+    path: Path
+    folder: Path | None
+    configuration: Configuration
+    fingerprints: tuple[Fingerprint, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The versions of a model that should serve, or why none can.
+
+    Attributes:
+        name: Of the model.
+        versions: By number.
+        is_required: Whether the server is ready only if the model is.
+        problem: Why no version can be loaded; empty if some can.
+        has_files: Whether version folders exist; meaningful if there is a problem.
+        without_effect: For each part of the configuration that has no effect here, its path and the reason.
+    """
+
+    name: str
+    versions: Mapping[int, VersionSource] = field(default_factory=dict)
+    is_required: bool = False
+    problem: str = ""
+    has_files: bool = True
+    without_effect: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VersionChanges:
+    """Version numbers, ascending. The versions of ``retire`` are drained once all of ``load`` serve."""
+
+    load: tuple[int, ...]
+    retire: tuple[int, ...]
+
+
+def plan_changes(serving: Mapping[int, VersionSource], wanted: Mapping[int, VersionSource]) -> VersionChanges:
+    """Compute the loads and drains that lead from ``serving`` to ``wanted``. A version with an equal source is kept."""
+    return VersionChanges(
+        tuple(sorted(version for version, source in wanted.items() if serving.get(version) != source)),
+        tuple(sorted(serving.keys() - wanted.keys())),
+    )
+
+
+def read_sources(roots: Sequence[Path], defaults: LoadOptions) -> list[ModelSource]:
+    """Read all models of all repositories, sorted by name.
+
+    Args:
+        roots: The repositories.
+        defaults: Hold for options that a model's own configuration does not set.
+
+    Raises:
+        ServeError: invalid_input, if a repository is not a readable folder.
+    """
+    return [_read_source(files, defaults) for files in read_repositories(roots)]
+
+
+def read_source(name: str, roots: Sequence[Path], defaults: LoadOptions) -> ModelSource | None:
+    """Read the model of this name without reading the configuration of others. None if there is no such model.
+
+    Raises:
+        ServeError: invalid_input, if a repository is not a readable folder.
+    """
+    found = next((files for files in read_repositories(roots) if files.name == name), None)
+    return None if found is None else _read_source(found, defaults)
+
+
+def make_source(files: ModelFiles, configuration: Configuration) -> ModelSource:
+    """Make the source of a model whose files and configuration are known.
+
+    Raises:
+        OSError: A file was removed meanwhile.
+    """
+    options = configuration.options
+    versions = choose_versions(options.version_policy, files.versions)
+    return ModelSource(
+        files.name,
+        {version: _version_source(files, version, configuration) for version in versions},
+        options.required,
+        without_effect=configuration.without_effect,
+    )
+
+
+def choose_versions(policy: VersionPolicy, available: Collection[int]) -> list[int]:
+    """Choose the versions to serve, ascending. Versions that the policy names are chosen even if they are missing."""
+    versions = sorted(available)
+    if isinstance(policy, AllVersions):
+        return versions
+    if isinstance(policy, LatestVersions):
+        return versions[-policy.latest :]
+    return sorted(set(policy.specific))
+
+
+def _read_source(files: ModelFiles, defaults: LoadOptions) -> ModelSource:
+    try:
+        if files.problem:
+            raise invalid_input(files.problem)
+        return make_source(files, read_configuration(files.name, files.options, defaults))
+    except ServeError as error:
+        problem = error.message
+    except OSError as error:  # The folder is being changed.
+        problem = f"its files cannot be read: {error.strerror}"
+    except Exception as error:  # A bug, here or in a parser, must not keep every other model from loading.
+        logger.error("configuration of '%s' cannot be read", files.name, exc_info=error)
+        problem = "its configuration cannot be read"
+    is_required = any(map(says_required, files.options_files))
+    return ModelSource(files.name, is_required=is_required, problem=problem, has_files=bool(files.versions))
+
+
+def _version_source(files: ModelFiles, version: int, configuration: Configuration) -> VersionSource:
+    found = files.versions.get(version)
+    if found is None:
+        available = ", ".join(map(str, sorted(files.versions)))
+        problem = f"version_policy: expected versions out of {available}, got {version}"
+        return VersionSource(Path(str(version)), files.folder, configuration, (), problem)
+    fingerprints = take_fingerprints(files, version, configuration.options)
+    try:
+        path = files.file(version, configuration.options)
+    except ServeError as error:
+        return VersionSource(found, files.folder, configuration, fingerprints, error.message)
+    return VersionSource(path, files.folder, configuration, fingerprints)
+
+
+def take_fingerprints(files: ModelFiles, version: int, options: ModelOptions) -> tuple[Fingerprint, ...]:
+    """Take the fingerprints of all files that a version may consist of, such as weights and labels.
+
+    Left out are the file of options, which is compared by its contents; names that begin with a dot, such as an
+    editor's; files that were removed meanwhile and broken links; and files that a load writes, because otherwise each
+    load would look like a change.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    if files.folder is None:
+        return tuple(_fingerprints([files.versions[version]]))
+    left_out = _written_files(files.folder, files.versions[version], options)
+    if files.options is not None:
+        left_out.add(files.options)
+    return tuple(_fingerprints(_files(files.folder, str(version), left_out)))
+
+
+def _files(folder: Path, version: str, left_out: set[Path]) -> Iterator[Path]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith(".") or entry in left_out:
+            continue
+        if not entry.is_dir():
+            yield entry
+        elif entry.name == version or not entry.name.isdigit():
+            yield from _files_below(entry, left_out)
+
+
+def _files_below(folder: Path, left_out: set[Path]) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):  # os.walk skips folders that were removed meanwhile.
+        above = Path(parent)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and above / name not in left_out)
+        for name in sorted(names):
+            if not name.startswith(".") and above / name not in left_out:
+                yield above / name
+
+
+def _fingerprints(paths: Iterator[Path] | list[Path]) -> Iterator[Fingerprint]:
+    for path in paths:
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        yield str(path), status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
+
+
+def _written_files(folder: Path, model: Path, options: ModelOptions) -> set[Path]:
+    """Files and folders in ``folder`` that a load of the file ``model`` writes, because its options name them."""
+    entries = options.session.entries
+    named = _context_files(model, entries)
+    if stats := entries.get(_MEMORY_STATS):
+        named.append(str(model.parent / str(stats)))
+    if (optimized := options.session.optimized_model_file) is not None:
+        named += [optimized, *_beside(optimized, entries.get(_BESIDE_OPTIMIZED))]
+    for wish in options.execution_providers:
+        _, given = provider_parts(wish)
+        named += [value for key, value in given.items() if _is_cache(key)]
+    # Both as spelled and as resolved: links may lead into the folder and out of it.
+    return {
+        folder / path.relative_to(root)
+        for name in named
+        for resolve in (os.path.abspath, os.path.realpath)
+        if (path := Path(resolve(Path(name).parent), Path(name).name)) != (root := Path(resolve(folder)))
+        and path.is_relative_to(root)
+    }
+
+
+def _context_files(model: Path, entries: Mapping[str, Scalar]) -> list[str]:
+    """The files of a compiled model: an execution provider writes a model file, and others that it refers to."""
+    given = str(entries.get(_CONTEXT_FILE, ""))
+    if not given and option_text(entries.get(_CONTEXT, False)) != "1":
+        return []
+    context = Path(given) if given else model.with_name(f"{model.stem}_ctx.onnx")
+    stem = glob.escape(context.stem.removesuffix("_ctx"))
+    binaries = map(str, context.parent.glob(f"{stem}_*ExecutionProvider.bin"))
+    return [str(context), *binaries, *_beside(str(context), entries.get(_BESIDE_CONTEXT))]
+
+
+def _beside(file: str, name: Scalar | None) -> list[str]:
+    return [str(Path(file).with_name(Path(str(name)).name))] if name else []
+
+
+def _is_cache(option: str) -> bool:
+    """Whether an option of an execution provider names the place of its cache."""
+    return option.endswith(("_path", "_dir")) and ("cache" in option or "context" in option)

@@ -1,0 +1,197 @@
+"""Shapes of requests: which requests may share a batch, and how empty tensors are handled.
+
+ONNX Runtime 1.31.1 with the CPU provider was run on empty tensors: the backend node tests of ONNX 1.22 and the models
+of ``tests/rows``, with 0 elements along one axis. Most models returned empty outputs, exported transformers failed at a
+Reshape, and the operators in ``CRASHING`` ended the process.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from math import prod
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ortserve.core.absent import absent, is_absent
+from ortserve.core.batch import Arrays
+from ortserve.core.padding import Padding
+from ortserve.core.shape_class import Alone
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import format_shape
+from ortserve.errors import invalid_input
+from ortserve.rows import sum_terms
+
+_MAX_VALUE_BYTES: Final = 64 * 1024
+"""Of an input without rows, such as a scale or a list of labels, which is compared by value."""
+_MAX_VERDICTS: Final = 256
+"""Sets of shapes whose verdict is cached."""
+
+Shapes: TypeAlias = tuple[tuple[int, ...] | None, ...]
+"""The shape of a row of each input; None for an absent input."""
+
+
+class ShapeClasses:
+    """Finds the shape class of a request, for a model that has several. Any thread."""
+
+    def __init__(self, signature: ModelSignature, padding: Padding | None) -> None:
+        """``signature`` is the model's own; ``padding`` is None if no request is padded."""
+        self._is_batched = signature.is_batched
+        self._padding = padding
+        self._wholes = [
+            (index, spec.is_optional)
+            for index, spec in enumerate(signature.inputs)
+            if signature.is_batched and spec.batch_axis is None
+        ]
+        self._sizes = EqualSizes(signature)
+        self._may_share = lru_cache(_MAX_VERDICTS)(self._judge_shapes)
+
+    def find(self, inputs: Arrays) -> Hashable:
+        """The shape class of a request: equal for requests that may share a batch, ``Alone`` for one that must not.
+
+        A request runs alone if it sets an initializer of the model, if it has an axis without elements, or if its sizes
+        contradict names of dimensions on which the proof of independent rows relies.
+
+        Args:
+            inputs: As batches hold them.
+
+        Raises:
+            ServeError: invalid_input, for inputs that disagree on a padded dimension.
+        """
+        first = 1 if self._is_batched else 0
+        shapes: Shapes = tuple([None if is_absent(array) else array.shape[first:] for array in inputs])
+        if not self._is_batched:
+            return shapes
+        key: Hashable = shapes
+        if self._padding is not None:
+            key = self._padding.shape_class(inputs), tuple([shape is None for shape in shapes])
+        if not self._may_share(shapes):
+            return Alone()
+        for index, is_optional in self._wholes:
+            if shapes[index] is None:
+                continue
+            value = inputs[index][0, ...]
+            if is_optional or value.nbytes > _MAX_VALUE_BYTES:
+                return Alone()
+            elements = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+            key = key, blake2b(elements, digest_size=16).hexdigest()
+        return key
+
+    def _judge_shapes(self, shapes: Shapes) -> bool:
+        return not any(shape is not None and 0 in shape for shape in shapes) and self._sizes.agree(shapes)
+
+
+class EqualSizes:
+    """The conditions on sizes under which the rows of a model are proven to be independent."""
+
+    def __init__(self, signature: ModelSignature) -> None:
+        self._names = set(signature.equal_sizes)
+        self._sums = {name: terms for name in signature.equal_sizes if (terms := sum_terms(name))}
+        # The terms of sums are dimensions, too.
+        self._names |= {term for terms in self._sums.values() for term in terms if isinstance(term, str)}
+        self._dims = [
+            tuple(name for axis, name in enumerate(spec.dim_names) if axis != spec.batch_axis)
+            for spec in signature.inputs
+        ]
+
+    def agree(self, shapes: Shapes) -> bool:
+        """Whether each dimension has the same size in all shapes, and each sum is that of its terms."""
+        if not self._names:
+            return True
+        sizes: dict[str, int] = {}
+        for names, shape in zip(self._dims, shapes, strict=True):
+            for name, size in zip(names, shape or (), strict=False):
+                if name in self._names and sizes.setdefault(name, size) != size:
+                    return False
+        return all(self._adds_up(name, terms, sizes) for name, terms in self._sums.items())
+
+    def _adds_up(self, name: str, terms: Sequence[str | int], sizes: dict[str, int]) -> bool:
+        if name not in sizes:  # A dimension of an absent optional input.
+            return True
+        unknown = [term for term in terms if isinstance(term, str) and term not in sizes]
+        rest = sizes[name] - sum(term if isinstance(term, int) else sizes.get(term, 0) for term in terms)
+        if not unknown:
+            return rest == 0
+        if len(unknown) > 1 or rest < 1:
+            return False
+        sizes[unknown[0]] = rest
+        return True
+
+
+CRASHING: Final[Mapping[str, bool]] = {
+    "AttnLSTM": True,
+    "DynamicQuantizeLSTM": True,
+    "Einsum": False,
+    "GRU": True,
+    "LSTM": True,
+    "Unique": True,
+}
+"""Operators that end the process on an empty tensor. GRU and LSTM call ``std::terminate`` for 0 rows or 0 steps, Unique
+if an axis other than its own is empty; Einsum divides by 0 for 0 rows. False for operators that are only known to crash
+if axis 0 is empty: a decoder with an Einsum may begin with a past of length 0."""
+
+_MAX_ELEMENTS: Final = 2**23
+"""Of a placeholder row of an input with free dimensions, whose sizes a request without data chooses: 32 MiB of FP32."""
+_MAX_TEXTS: Final = 2**14
+"""The same for texts, as ``batching.large_requests`` limits them for a run."""
+
+
+def crashing_operators(operators: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
+    """Sort out the operators of a model, listed by execution provider, that crash on empty tensors."""
+    return tuple(sorted({name for kinds in operators.values() for name in kinds} & CRASHING.keys()))
+
+
+def check_not_empty(inputs: Arrays, signature: ModelSignature, model: str, crashing: Sequence[str]) -> None:
+    """Reject empty inputs on which one of the model's ``crashing`` operators may crash.
+
+    Raises:
+        ServeError: invalid_input, naming the first such input and the operators.
+    """
+    for spec, array in zip(signature.inputs, inputs, strict=True):
+        if array.size or is_absent(array):
+            continue
+        if found := [name for name in crashing if CRASHING[name] or not array.shape[0]]:
+            raise invalid_input(
+                f"input '{spec.name}' is empty for model '{model}', whose operators {', '.join(found)} may crash on "
+                f"empty tensors in ONNX Runtime: expected at least 1 element, got shape {format_shape(array.shape)}"
+            )
+
+
+def placeholder_row(inputs: Arrays, signature: ModelSignature, model: str) -> Arrays:
+    """Make one row of zeros and empty texts for a request without rows, with the same other dimensions.
+
+    Args:
+        inputs: Of the request, in the signature's order; empty along their batch axes.
+        signature: Of requests of a batched model.
+        model: For the error.
+
+    Raises:
+        ServeError: invalid_input, for a row of too many elements.
+    """
+    return tuple([_one_row(spec, array, model) for spec, array in zip(signature.inputs, inputs, strict=True)])
+
+
+def drop_rows(outputs: Arrays, signature: ModelSignature) -> Arrays:
+    """Remove the placeholder row from the outputs. Outputs without rows stay as they are."""
+    return tuple(
+        [
+            output if spec.batch_axis is None else output[:0]
+            for spec, output in zip(signature.outputs, outputs, strict=True)
+        ]
+    )
+
+
+def _one_row(spec: TensorSpec, array: np.ndarray, model: str) -> np.ndarray:
+    axis = spec.batch_axis
+    if is_absent(array):
+        return absent(1)
+    if axis is None:
+        return array
+    shape = (*array.shape[:axis], 1, *array.shape[axis + 1 :])
+    most = _MAX_TEXTS if array.dtype.hasobject else _MAX_ELEMENTS
+    if -1 in spec.row_shape and prod(shape) > most:
+        raise invalid_input(
+            f"input '{spec.name}' has no rows for model '{model}': expected at most {most} elements a row then, "
+            f"got shape {format_shape(array.shape)}"
+        )
+    return np.full(shape, "", array.dtype) if array.dtype.hasobject else np.zeros(shape, array.dtype)

@@ -1,0 +1,142 @@
+"""What served models share: the host's processors, which runs on another device neither hold nor wait for."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from fakes.inflight import submit_to
+from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.core.dtypes import DataType
+from ortserve.core.timing import Timing
+from ortserve.engine.device.devices import Devices
+from ortserve.engine.device.host import HostDevice
+from ortserve.engine.device.protocol import BoundRun
+from ortserve.engine.device.use import DeviceUse
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.runtime import Runtime
+from ortserve.registry.load.assembly import Assembly
+from ortserve.registry.load.pipeline import load_model
+from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.served import ServedModel
+from ortserve.telemetry.metrics import Metrics
+
+X = np.ones((1, 4), np.float32)
+
+
+class HeldDevice(HostDevice):
+    """Runs last until they are let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.runs = threading.Semaphore(0)
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if not self.may_go_on.is_set():
+            self.runs.release()
+            self.may_go_on.wait(30)
+        super().run(bound, stream)
+
+
+def serve(
+    assembly: Assembly, path: Path, device: HostDevice | None, metrics: Metrics | None = None, **chosen: Any
+) -> ServedModel:
+    runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: device)})) if device else Runtime()
+    options = ModelOptions(**{"warmup_s": 0.1, "max_rows": 1, "intra_op_threads": 1} | chosen)
+    loaded = load_model(path, path.stem, options, time.monotonic_ns, None, runtime)
+    metrics = metrics or Metrics(CollectorRegistry())
+    return assembly.serve(loaded, Configuration(options), metrics.model(path.stem, "1"))
+
+
+async def test_runs_on_a_device_hold_no_processor_and_wait_for_none(tmp_path: Path) -> None:
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    device = HeldDevice()
+    on_device = serve(assembly, builders.identity(tmp_path / "device.onnx"), device, instances=2)
+    on_host = serve(assembly, builders.identity(tmp_path / "host.onnx"), None)
+    device.may_go_on.clear()
+    held = [submit_to(on_device, (X,), 1), submit_to(on_device, (X,), 1)]
+    for _ in held:
+        assert await asyncio.to_thread(device.runs.acquire, timeout=10), "both instances run, with one processor"
+    await asyncio.wait_for(submit_to(on_host, (X,), 1), 10)
+    assert not any(future.done() for future in held)
+    device.may_go_on.set()
+    for (y,) in await asyncio.gather(*held):
+        np.testing.assert_array_equal(y, X)
+    for served in (on_device, on_host):
+        await served.close()
+
+
+async def test_replay_that_was_asked_for_is_counted_though_the_model_has_no_buffers(tmp_path: Path) -> None:
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    chosen: dict[str, Any] = {"graph_replay": True, "instances": 2}
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    for name, device, has_buffers in [("off", HostDevice(), False), ("host", None, True)]:
+        options = {**chosen, "device_buffers": has_buffers}
+        served = serve(assembly, builders.identity(tmp_path / f"{name}.onnx"), device, metrics, **options)
+        await submit_to(served, (X,), 1)
+        await submit_to(served, (X,), 1)
+        await served.close()
+
+    def counted(model: str, name: str, **label: str) -> float | None:
+        return registry.get_sample_value(f"ortserve_device_{name}_total", {"model": model, "version": "1"} | label)
+
+    assert counted("off", "captures", result="no_buffers") == 2
+    assert counted("off", "batches", way="plain_unbound") == 2
+    # A model on the CPU has no graphs and no buffers that anybody could miss.
+    assert counted("host", "captures", result="no_buffers") is None
+    assert counted("host", "batches", way="plain_unbound") is None
+
+
+async def test_a_run_takes_no_more_text_than_the_loop_can_wait_for(tmp_path: Path) -> None:
+    builders.identity(tmp_path / "texts.onnx", DataType.BYTES, ("batch", 1))
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    metrics = Metrics(CollectorRegistry())
+    served = serve(assembly, tmp_path / "texts.onnx", None, metrics, max_rows=64)
+    try:
+        long = np.full((64, 1), "a" * 256 * 1024, object)  # 16 MiB
+        timings = [Timing(time.monotonic_ns()) for _ in range(2)]
+        (one,), (other,) = await asyncio.gather(*[submit_to(served, (long,), 64, timing) for timing in timings])
+        assert (one == long).all()
+        assert (other == long).all()
+        batches = dict(metrics.model("texts", "1").batches)
+        assert max(batches) <= 2, "rows of 256 KiB, of which a run takes 512 KiB"
+        assert sum(rows * series.count for rows, series in batches.items()) == 128
+        short = np.full((64, 1), "a", object)
+        (answer,) = await submit_to(served, (short,), 64, timings[0])
+        assert (answer == short).all()
+        assert metrics.model("texts", "1").batches[64].count == 1
+    finally:
+        await served.close()
+
+
+@pytest.mark.parametrize(
+    ("build", "chosen", "is_checked"),
+    [
+        (builders.mlp, {}, False),
+        (builders.mlp, {"row_checks": True}, True),
+        (builders.mlp, {"row_checks": True, "max_rows": 1}, False),
+        (builders.quantized_counts, {"batched": True}, True),
+        (builders.quantized_counts, {"batched": True, "row_checks": False}, False),
+        (builders.quantized_counts, {"row_checks": True}, False),
+    ],
+    ids=["proven", "asked for", "single rows", "configured", "refused", "not batched"],
+)
+async def test_rows_are_checked_where_they_are_not_proven_or_the_configuration_says_so(
+    tmp_path: Path, build: Callable[[Path], Path], chosen: dict[str, Any], is_checked: bool
+) -> None:
+    assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
+    metrics = Metrics(CollectorRegistry())
+    path = build(tmp_path / "model.onnx")
+    served = serve(assembly, path, None, metrics, **{"max_rows": 4} | chosen)
+    assert bool(metrics.model("model", "1").batching().row_checks) is is_checked
+    await served.close()

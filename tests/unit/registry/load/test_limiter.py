@@ -1,0 +1,159 @@
+"""How loads share processors and devices, with real threads."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+
+import pytest
+
+from ortserve.registry.load.coordination import LoadLimiter, LoadPermit
+
+WAIT_S = 30
+
+
+class Load:
+    """One load on a thread of its own, which goes on when the test says so."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, turns: LoadLimiter, *, threads: int = 1, on_device: bool = False
+    ) -> None:
+        self.waits = threading.Event()
+        self.has_turn = threading.Event()
+        self.may_measure = threading.Event()
+        self.measures = threading.Event()
+        self.may_end = threading.Event()
+        self._ended: Future[None] = pool.submit(self._run, turns, threads, on_device)
+
+    def _run(self, turns: LoadLimiter, threads: int, on_device: bool) -> None:
+        with turns.permit(self.waits.set) as turn:
+            if on_device:
+                turn.move_to_device()
+            self.has_turn.set()
+            assert self.may_measure.wait(WAIT_S)
+            with turn.measuring(threads):
+                self.measures.set()
+                assert self.may_end.wait(WAIT_S)
+
+    def end(self) -> None:
+        self.may_measure.set()
+        self.may_end.set()
+        self._ended.result(WAIT_S)
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Load]]:
+    """Begins loads that share some processors; all end with the test."""
+    loads: list[Load] = []
+    with ThreadPoolExecutor(16) as pool:
+
+        def begin_load(turns: LoadLimiter, *, threads: int = 1, on_device: bool = False) -> Load:
+            loads.append(Load(pool, turns, threads=threads, on_device=on_device))
+            return loads[-1]
+
+        yield begin_load
+        for load in loads:
+            load.may_measure.set()
+            load.may_end.set()
+
+
+def test_as_many_loads_as_processors_are_under_way(begin: Callable[..., Load]) -> None:
+    turns = LoadLimiter(2)
+    first, second = begin(turns), begin(turns)
+    assert first.has_turn.wait(WAIT_S)
+    assert second.has_turn.wait(WAIT_S)
+    third = begin(turns)
+    assert third.waits.wait(WAIT_S)
+    assert not third.has_turn.is_set()
+    first.end()
+    assert third.has_turn.wait(WAIT_S)
+
+
+def test_sessions_of_one_thread_are_measured_side_by_side(begin: Callable[..., Load]) -> None:
+    turns = LoadLimiter(2)
+    loads = [begin(turns), begin(turns)]
+    for load in loads:
+        load.may_measure.set()
+    assert all(load.measures.wait(WAIT_S) for load in loads)
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_session_of_all_threads_is_measured_while_no_other_load_has_a_processor(
+    begin: Callable[..., Load], threads: int
+) -> None:
+    turns = LoadLimiter(2)
+    wide = begin(turns, threads=threads)
+    assert wide.has_turn.wait(WAIT_S)
+    other = begin(turns)
+    assert other.has_turn.wait(WAIT_S)
+    wide.may_measure.set()
+    assert wide.waits.wait(WAIT_S)
+    later = begin(turns)
+    assert later.waits.wait(WAIT_S)  # although there is a processor: it would make the one that measures wait for ever
+    assert not wide.measures.is_set()
+    other.end()
+    assert wide.measures.wait(WAIT_S)
+    assert not later.has_turn.is_set()
+    wide.end()
+    assert later.has_turn.wait(WAIT_S)
+
+
+def test_loads_that_all_want_all_processors_do_not_wait_for_each_other(begin: Callable[..., Load]) -> None:
+    turns = LoadLimiter(3)
+    loads = [begin(turns, threads=3) for _ in range(8)]
+    for load in loads:
+        load.may_measure.set()
+        load.may_end.set()
+    for load in loads:
+        load.end()
+
+
+def test_devices_are_for_one_load_at_a_time_and_keep_no_processor(begin: Callable[..., Load]) -> None:
+    turns = LoadLimiter(1)
+    first = begin(turns, on_device=True)
+    assert first.has_turn.wait(WAIT_S)
+    second = begin(turns, on_device=True)
+    assert second.waits.wait(WAIT_S)
+    on_cpu = begin(turns, threads=4)
+    on_cpu.end()
+    assert not second.has_turn.is_set()
+    first.end()
+    assert second.has_turn.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("stage", ["turn", "measuring", "device"])
+def test_load_that_fails_gives_back_what_it_has(stage: str) -> None:
+    turns = LoadLimiter(2)
+
+    def fail(turn: LoadPermit) -> None:
+        if stage == "device":
+            turn.move_to_device()
+        measuring: AbstractContextManager[None] = turn.measuring(2) if stage == "measuring" else nullcontext()
+        with measuring:
+            raise RuntimeError(stage)
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=stage), turns.permit() as turn:
+            fail(turn)
+    with turns.permit() as turn, turn.measuring(2):
+        pass
+
+
+def test_proofs_are_made_one_after_the_other() -> None:
+    turns, order = LoadLimiter(4), SimpleQueue[str]()
+    may_go_on = threading.Event()
+
+    def prove(name: str) -> None:
+        with turns.analyzing():
+            order.put(f"{name} begins")
+            assert may_go_on.wait(WAIT_S)
+            order.put(f"{name} ends")
+
+    with ThreadPoolExecutor(2) as pool:
+        proofs = [pool.submit(prove, name) for name in "ab"]
+        first = order.get(timeout=WAIT_S)
+        may_go_on.set()
+        for proof in proofs:
+            proof.result(WAIT_S)
+    assert [first[2:], *(order.get()[2:] for _ in range(3))] == ["begins", "ends"] * 2

@@ -1,0 +1,23 @@
+"""The steps of a load, as others read them."""
+
+from fakes.clock import FakeClock
+from ortserve.registry.load.coordination import Progress
+
+
+def test_time_is_that_of_the_present_step() -> None:
+    clock = FakeClock()
+    progress = Progress(clock)
+    clock.advance(3_000_000_000)
+    assert progress.describe() == "waiting for its turn, for 3 s"
+    progress.begin("opening the session")
+    clock.advance(1_999_999_999)
+    assert progress.describe() == "opening the session, for 1 s"
+
+
+def test_part_is_told_of_all_steps_that_begin_after_it() -> None:
+    progress = Progress(FakeClock())
+    progress.begin("opening the session")
+    progress.begin_part("instance 2 of 3")
+    assert progress.describe() == "opening the session, for 0 s"
+    progress.begin("opening the session")
+    assert progress.describe() == "instance 2 of 3: opening the session, for 0 s"

@@ -1,0 +1,112 @@
+"""Along which axes rows run together: by the graph, the configuration, or names that allow a trial."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.core.dtypes import DataType
+from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session
+from ortserve.registry.load.row_axes import Grounds, RowAxes, find_row_axes
+from rows.exported import CORPUS
+
+
+def find(path: Path, **options: Any) -> RowAxes:
+    return find_row_axes(path, ModelOptions.model_validate(options))
+
+
+def applied(path: Path, **options: Any) -> ModelSignature:
+    session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
+    return find(path, **options).apply(read_signature(session, path))
+
+
+def parsed(path: Path, text: str) -> Path:
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 17]> {text}'), path)
+    return path
+
+
+def test_graph_that_keeps_rows_apart_is_proven_whatever_its_dimensions_are_called(tmp_path: Path) -> None:
+    path = parsed(tmp_path / "m.onnx", "g (float[one,4] x) => (float[other,4] y) { y = Relu(x) }")
+    signature = applied(path)
+    assert find(path).grounds is Grounds.PROVEN
+    assert signature.is_batched
+    assert signature.rows_lead
+    assert find(path, batched=True).grounds is Grounds.PROVEN
+    assert applied(path, batched=False).unbatched_because == "its configuration says so"
+
+
+def test_rows_are_found_on_the_axes_where_the_graph_has_them() -> None:
+    signature = applied(CORPUS / "torch_lstm_time_first.onnx")
+    assert signature.is_batched
+    assert {spec.batch_axis for spec in signature.inputs} == {1}
+    assert not signature.rows_lead
+
+
+def test_graph_where_rows_meet_is_told_with_its_node(tmp_path: Path) -> None:
+    path = builders.row_mixer(tmp_path / "m.onnx")
+    found = find(path)
+    told = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
+    assert (found.grounds, found.is_mixed, found.known_dependence) == (Grounds.TRIED, True, told)
+    believed = find(path, batched=True)
+    assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, told, "")
+
+
+@pytest.mark.parametrize(("names", "is_batched"), [(("batch", "batch"), True), (("one", "other"), False)])
+def test_graph_that_does_not_tell_is_tried_where_names_allow_it(
+    tmp_path: Path, names: tuple[str, str], is_batched: bool
+) -> None:
+    path = builders.in_sequence(tmp_path / "m.onnx", names)
+    found = find(path)
+    assert (found.grounds, found.known_dependence) == (Grounds.TRIED, None)
+    assert "node 'SequenceConstruct #0'" in found.doubt
+    assert applied(path).is_batched is is_batched
+    assert applied(path, batched=True).is_batched, "as it is configured, whatever the names"
+
+
+def test_configured_axes_are_proven_where_they_can_be_and_believed_elsewhere(tmp_path: Path) -> None:
+    path = parsed(tmp_path / "m.onnx", "g (float[t,n,4] x, float[n,4] h) => (float[t,n,4] y) { y = Add(x, h) }")
+    axes = {"x": {"batch_axis": 1}, "h": {"batch_axis": 0}}
+    found = find(path, inputs=axes, outputs={"y": {"batch_axis": 1}})
+    assert (found.grounds, dict(found.inputs), dict(found.outputs)) == (Grounds.PROVEN, {"x": 1, "h": 0}, {"y": 1})
+    found = find(path, inputs=axes, outputs={"y": {"batch_axis": 0}})
+    assert (found.grounds, dict(found.outputs)) == (Grounds.CONFIGURED, {"y": 0})
+    shared = applied(path, inputs={"x": {"batch_axis": 0}, "h": {"batch_axis": "none"}})
+    assert [spec.batch_axis for spec in shared.inputs] == [0, None]
+
+
+def test_axis_that_is_fixed_carries_no_rows() -> None:
+    x = TensorSpec("x", DataType.FP32, (-1, 4))
+    found = RowAxes(Grounds.CONFIGURED, {"x": 1}, {"y": 0})
+    signature = found.apply(ModelSignature((x,), (TensorSpec("y", DataType.FP32, (-1, 4)),)))
+    assert signature.unbatched_because == "axis 1 of input 'x' is fixed at 4"
+    found = RowAxes(Grounds.CONFIGURED, {"x": 0}, {"y": 2})
+    signature = found.apply(ModelSignature((x,), (TensorSpec("y", DataType.FP32, (-1, 4)),)))
+    assert signature.unbatched_because == "output 'y' has no axis 2"
+
+
+def test_initializers_have_no_rows_in_a_model_that_is_proven(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 17]> g (float[n,4] x, float[4] w = {1, 2, 3, 4}) => (float[n,4] y) '
+        "{ y = Mul(x, w) }"
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    signature = applied(tmp_path / "m.onnx")
+    assert [(spec.name, spec.batch_axis, spec.is_optional) for spec in signature.inputs] == [
+        ("x", 0, False),
+        ("w", None, True),
+    ]
+
+
+def test_file_that_is_not_onnx_is_left_to_names_and_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(np.arange(100, dtype=np.uint8).tobytes())
+    assert find(path).grounds is Grounds.TRIED
+    assert find(path).doubt == "the file cannot be read as an ONNX model"
+    assert find(path, batched=True).grounds is Grounds.CONFIGURED

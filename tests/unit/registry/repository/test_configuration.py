@@ -1,0 +1,263 @@
+"""config.pbtxt and model.yaml say the same things, and end in the same options."""
+
+from pathlib import Path
+
+import pytest
+
+from ortserve.config.model import ModelOptions
+from ortserve.config.options import ServerOptions
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.repository.configuration import Configuration, read_configuration
+
+DEFAULTS = ServerOptions(warmup_s=1.5)
+
+
+def read(folder: Path, text: str, file: str = "config.pbtxt") -> Configuration:
+    (folder / file).write_text(text)
+    return read_configuration("m", folder / file, DEFAULTS)
+
+
+def refusal(folder: Path, text: str) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        read(folder, text)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("pbtxt", "yaml"),
+    [
+        ("", ""),
+        ('name: "m" platform: "onnxruntime_onnx" backend: "onnxruntime"', ""),
+        ("max_batch_size: 16", "max_rows: 16\nbatched: true"),
+        ("version_policy { latest { num_versions: 3 } }", "version_policy: {latest: 3}"),
+        ("version_policy { latest { } }", "version_policy: {latest: 1}"),
+        ("version_policy { all { } }", "version_policy: {all: true}"),
+        ("version_policy { specific { versions: [1, 7] } }", "version_policy: {specific: [1, 7]}"),
+        (
+            (
+                "max_batch_size: 4 "
+                'input [{ name: "x" data_type: TYPE_FP32 dims: [8, -1] reshape { shape: [8, 1, -1] } }]'
+                'output [{ name: "y" data_type: TYPE_STRING dims: 10 label_filename: "labels.txt" }]'
+            ),
+            (
+                "max_rows: 4\nbatched: true\nserved_outputs: [y]\n"
+                "inputs: {x: {datatype: FP32, dims: [8, -1], reshape: [8, 1, -1]}}\n"
+                "outputs: {y: {datatype: BYTES, dims: [10], labels: labels.txt}}"
+            ),
+        ),
+        (
+            'input [{ name: "x" dims: [1, 4] optional: true }]',
+            "batched: false\ninputs: {x: {dims: [1, 4], optional: true}}",
+        ),
+        (
+            'max_batch_size: 1 output [{ name: "y" dims: 1 reshape { shape: [] } }]',
+            "max_rows: 1\nbatched: true\nserved_outputs: [y]\noutputs: {y: {dims: [1], reshape: []}}",
+        ),
+        ('default_model_filename: "net.onnx"', "model_file: net.onnx"),
+        ('cc_model_filenames { key: "7.5" value: "model75.onnx" }', ""),
+        (
+            (
+                "dynamic_batching { preferred_batch_size: [4, 8] max_queue_delay_microseconds: 1500 priority_levels: 3 "
+                "default_priority_level: 2 "
+                "default_queue_policy { default_timeout_microseconds: 5000 max_queue_size: 9 } "
+                "priority_queue_policy { key: 1 value { timeout_action: DELAY allow_timeout_override: true } } }"
+            ),
+            (
+                "preferred_rows: [4, 8]\nqueue_delay_s: 0.0015\npriority_levels: 3\ndefault_priority_level: 2\n"
+                "queue_policy: {timeout_s: 0.005, timeout_override: false, max_requests: 9}\n"
+                "priority_queue_policies: {1: {timeout_action: delay}}"
+            ),
+        ),
+        ("instance_group [{ count: 3 kind: KIND_CPU }]", "instances: 3\nexecution_providers: [cpu]"),
+        ("instance_group [{ count: 1 }, { count: 2 }]", "instances: 3"),
+        ("instance_group [{ }]", "instances: 1"),
+        (
+            "instance_group [{ count: 2 gpus: [0, 1] }]",
+            "instances: 4\ngpus: [0, 1, 0, 1]\nexecution_providers: [{cuda: {device_id: '0'}}]",
+        ),
+        (
+            "instance_group { kind: KIND_GPU } optimization { cuda { graphs: true } }",
+            "instances: 1\nexecution_providers: [cuda]\ngraph_replay: true",
+        ),
+        (
+            "instance_group { kind: KIND_GPU } optimization { cuda { graphs: false } }",
+            "instances: 1\nexecution_providers: [cuda]",
+        ),
+        ("optimization { graph { level: 1 } }", "session: {graph_optimization: extended}"),
+        ("optimization { graph { level: -1 } }", "session: {graph_optimization: basic}"),
+        ("optimization { graph { level: 2 } }", "session: {graph_optimization: none}"),
+        (
+            (
+                'parameters { key: "intra_op_thread_count" value { string_value: "2" } } '
+                'parameters { key: "inter_op_thread_count" value { string_value: "3" } } '
+                'parameters { key: "execution_mode" value { string_value: "1" } } '
+                'parameters { key: "enable_mem_arena" value { string_value: "0" } } '
+                'parameters { key: "enable_mem_pattern" value { string_value: "False" } } '
+                'parameters { key: "memory.enable_memory_arena_shrinkage" value { string_value: "cpu:0;gpu:1" } } '
+                'parameters { key: "session.set_denormal_as_zero" value { string_value: "1" } }'
+            ),
+            (
+                "intra_op_threads: 2\nsession: {inter_op_threads: 3, execution_mode: parallel, memory_arena: false, "
+                "memory_pattern: false, shrink_arenas: ['cpu:0', 'gpu:1'], "
+                "entries: {session.set_denormal_as_zero: '1'}}"
+            ),
+        ),
+        ('parameters { key: "intra_op_thread_count" value { string_value: "0" } }', ""),
+        ('model_operations { op_library_filename: "ops.so" }', "session: {operator_libraries: [ops.so]}"),
+        (
+            (
+                'model_warmup [{ name: "w" batch_size: 2 count: 3 '
+                'inputs { key: "a" value { data_type: TYPE_INT64 dims: [4] zero_data: true } } '
+                'inputs { key: "b" value { data_type: TYPE_FP32 dims: [4] random_data: true } } '
+                'inputs { key: "c" value { data_type: TYPE_STRING dims: [1] input_data_file: "c.bin" } } }, { }]'
+            ),
+            (
+                "warmup_samples:\n- {name: w, rows: 2, count: 3, "
+                "inputs: {a: {datatype: INT64, dims: [4], data: zeros}, "
+                "b: {datatype: FP32, dims: [4]}, c: {datatype: BYTES, dims: [1], file: c.bin}}}\n- {}"
+            ),
+        ),
+    ],
+)
+def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: str) -> None:
+    ours = read(tmp_path, yaml, "model.yaml").options
+    assert isinstance(ours, ModelOptions)
+    assert read(tmp_path, pbtxt).options == ours
+    assert ours.warmup_s == 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "problem"),
+    [
+        ('name: "other"', ErrorKind.INVALID_INPUT, "name: expected 'm', as the model's folder, got 'other'"),
+        ('platform: "ensemble"', ErrorKind.UNSUPPORTED, "platform: expected 'onnxruntime_onnx', got 'ensemble'"),
+        ('backend: "python"', ErrorKind.UNSUPPORTED, "backend: expected 'onnxruntime', got 'python'"),
+        ("max_batch_size: -1", ErrorKind.INVALID_INPUT, "max_batch_size: expected 0 or more, got -1"),
+        ("max_batch_size: 100000", ErrorKind.INVALID_INPUT, "max_rows: expected integer, 1 to 65536, got 100000"),
+        ('input [{ name: "x" dims: 0 }]', ErrorKind.INVALID_INPUT, "dims of 'x': expected sizes of at least 1, or -1"),
+        ('input [{ name: "x" }, { name: "x" }]', ErrorKind.INVALID_INPUT, "input: expected a distinct name for each"),
+        (
+            'input [{ name: "x" data_type: 99 }]',
+            ErrorKind.INVALID_INPUT,
+            "data_type of 'x': expected one of TYPE_INVALID, TYPE_BOOL, TYPE_UINT8",
+        ),
+        (
+            'model_warmup { name: "w" inputs { key: "x" value { data_type: 77 zero_data: true } } }',
+            ErrorKind.INVALID_INPUT,
+            "model_warmup 'w': data_type of 'x': expected one of TYPE_INVALID, ",
+        ),
+        (
+            "dynamic_batching { default_queue_policy { timeout_action: 5 } }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.default_queue_policy.timeout_action: expected one of REJECT, DELAY, got 5",
+        ),
+        (
+            "dynamic_batching { priority_queue_policy { key: 1 value { timeout_action: 5 } } }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.priority_queue_policy[1].timeout_action: expected one of REJECT, DELAY, got 5",
+        ),
+        (
+            "instance_group { kind: 7 }",
+            ErrorKind.INVALID_INPUT,
+            "instance_group.kind: expected one of KIND_AUTO, KIND_GPU, KIND_CPU, KIND_MODEL, got 7",
+        ),
+        (
+            'parameters { key: "gpu_mem_limit" value { string_value: "' + "9" * 5000 + '" } }',
+            ErrorKind.INVALID_INPUT,
+            "parameters['gpu_mem_limit']: expected an unsigned integer, got '999",
+        ),
+        ("output [{ dims: 1 }]", ErrorKind.INVALID_INPUT, "output: expected a distinct name for each"),
+        ("sequence_batching {}", ErrorKind.UNSUPPORTED, "sequence_batching is not supported"),
+        (
+            "optimization { graph { level: 3 } }",
+            ErrorKind.INVALID_INPUT,
+            "optimization.graph.level: expected one of -1, 0, 1, 2, got 3",
+        ),
+        (
+            "dynamic_batching { priority_levels: 2 default_priority_level: 3 }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.default_priority_level: expected 1 to 2, got 3",
+        ),
+        (
+            "dynamic_batching { default_priority_level: 2 }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.default_priority_level: expected 1 to 1, got 2",
+        ),
+        *(
+            (
+                f"dynamic_batching {{ priority_levels: 2 priority_queue_policy {{ key: {key} value {{ }} }} }}",
+                ErrorKind.INVALID_INPUT,
+                f"dynamic_batching.priority_queue_policy: expected keys 1 to 2, got {key}",
+            )
+            for key in (0, 3)
+        ),
+        (
+            "max_batch_size: 8 dynamic_batching { preferred_batch_size: [4, 64] }",
+            ErrorKind.INVALID_INPUT,
+            "dynamic_batching.preferred_batch_size: expected sizes up to max_batch_size, 8, got 64",
+        ),
+        (
+            'parameters { key: "execution_mode" value { string_value: "2" } }',
+            ErrorKind.INVALID_INPUT,
+            "parameters['execution_mode']: expected one of 0, 1, got '2'",
+        ),
+        (
+            'parameters { key: "intra_op_thread_count" value { string_value: "-1" } }',
+            ErrorKind.INVALID_INPUT,
+            "parameters['intra_op_thread_count']: expected an unsigned integer, got '-1'",
+        ),
+        (
+            'parameters { key: "enable_mem_arena" value { string_value: "yes" } }',
+            ErrorKind.INVALID_INPUT,
+            "parameters['enable_mem_arena']: expected one of 1, true, 0, false, got 'yes'",
+        ),
+        (
+            'parameters { key: "session.intra_op.allow_spining" value { string_value: "1" } }',
+            ErrorKind.INVALID_INPUT,
+            "no such entry: 'session.intra_op.allow_spining'; did you mean 'session.intra_op.allow_spinning'?",
+        ),
+        (
+            'model_warmup { name: "w" inputs { key: "x" value { dims: 1 } } }',
+            ErrorKind.INVALID_INPUT,
+            "model_warmup 'w': input 'x' needs zero_data, random_data or input_data_file",
+        ),
+        ('default_model_filename: "../net.onnx"', ErrorKind.INVALID_INPUT, "model_file: expected name of a file"),
+        ("max_batch: 1", ErrorKind.INVALID_INPUT, '1:1 : Message type "ModelConfig" has no field named "max_batch"'),
+        (
+            'instance_group { kind: KIND_GPU } cc_model_filenames { key: "9.0" value: "m90.onnx" }',
+            ErrorKind.UNSUPPORTED,
+            "cc_model_filenames is not supported on a GPU",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told_with_the_files_name(tmp_path: Path, text: str, kind: ErrorKind, problem: str) -> None:
+    error = refusal(tmp_path, text)
+    assert error.kind is kind
+    assert error.message.startswith("config.pbtxt: ")
+    assert problem in error.message
+    assert str(tmp_path) not in error.message
+
+
+def test_file_that_cannot_be_read_is_told_without_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.pbtxt").mkdir()
+    with pytest.raises(ServeError) as caught:
+        read_configuration("m", tmp_path / "config.pbtxt", DEFAULTS)
+    assert caught.value.message == "config.pbtxt: cannot be read: Is a directory"
+
+
+def test_graphs_are_reported_where_there_is_no_gpu_to_replay_them(tmp_path: Path) -> None:
+    read_here = read(tmp_path, "optimization { cuda { graphs: true } }")
+    assert read_here.without_effect == ("optimization.cuda.graphs: the model is not on a GPU",)
+    assert not read_here.options.graph_replay
+
+
+def test_parameters_that_mean_nothing_here_are_reported(tmp_path: Path) -> None:
+    read_here = read(
+        tmp_path,
+        'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "yes" } } '
+        'parameters { key: "gpu_mem_limit" value { string_value: "1" } } instance_group { kind: KIND_CPU }',
+    )
+    assert sorted(read_here.without_effect) == [
+        "parameters['FORCE_CPU_ONLY_INPUT_TENSORS']: this server does not know it",
+        "parameters['gpu_mem_limit']: the model is not on a GPU",
+    ]

@@ -1,0 +1,115 @@
+"""What counts as a change of a model's files, with files that ONNX Runtime itself writes and reads."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models import builders
+from ortserve.config.model import LoadOptions, ModelOptions, make_model_options
+from ortserve.engine.providers import ProviderChoice
+from ortserve.engine.session import SessionOptions, open_session
+from ortserve.registry.repository.model_files import ModelFiles
+from ortserve.registry.repository.source import Fingerprint, take_fingerprints
+
+MEMORY_STATS = "session.collect_node_memory_stats_to_file"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a model, with its version 1."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    builders.mlp(tmp_path / "m" / "1" / "model.onnx")
+    return tmp_path / "m"
+
+
+def options_with(**entries: object) -> ModelOptions:
+    return make_model_options({"session": {"entries": entries}}, LoadOptions(), "test")
+
+
+def stamp(folder: Path, options: ModelOptions) -> tuple[Fingerprint, ...]:
+    files = ModelFiles("m", {1: folder / "1" / "model.onnx"}, folder=folder)
+    return take_fingerprints(files, 1, options)
+
+
+def run_once(folder: Path, options: ModelOptions) -> None:
+    told = SessionOptions(ProviderChoice("CPUExecutionProvider"), 1, options.session)
+    session = open_session(folder / "1" / "model.onnx", "m", told)
+    session.run(None, {"x": np.zeros((1, 64), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("named", "written"),
+    [
+        ("stats.csv", "1/stats.csv"),
+        ("../stats.csv", "stats.csv"),
+        ("FOLDER/1/stats.csv", "1/stats.csv"),
+        ("FOLDER/stats.csv", "stats.csv"),
+    ],
+)
+def test_statistics_that_every_run_writes_are_no_change(folder: Path, named: str, written: str) -> None:
+    options = options_with(**{MEMORY_STATS: named.replace("FOLDER", str(folder))})
+    before = stamp(folder, options)
+    run_once(folder, options)
+    assert (folder / written).exists()
+    assert stamp(folder, options) == before
+    (folder / "1" / "stats.txt").touch()
+    assert stamp(folder, options) != before
+
+
+def test_statistics_of_no_name_leave_the_model_what_it_is(folder: Path) -> None:
+    assert len(stamp(folder, options_with(**{MEMORY_STATS: ""}))) == 1
+
+
+def test_counters_that_a_session_only_reads_are_the_models(folder: Path) -> None:
+    counters = folder / "1" / "counters.txt"
+    counters.write_text("moe_expert_state 1\n")
+    entry = "session.moe_expert_counter_state_file"
+    options = options_with(**{entry: str(counters), "session.enable_moe_expert_counting": 1})
+    before = stamp(folder, options)
+    run_once(folder, options)
+    assert stamp(folder, options) == before
+    counters.write_text('moe_expert_state 1\n"main" 0 MoE 2 12\n')
+    assert stamp(folder, options) != before
+
+
+@pytest.mark.parametrize(
+    ("entries", "written"),
+    [
+        ({"ep.context_enable": 1}, ["model_ctx.onnx", "model_OpenVINOExecutionProvider.bin"]),
+        ({"ep.context_enable": True, "ep.context_embed_mode": 1}, ["model_ctx.onnx"]),
+        ({"ep.context_enable": 1, "ep.context_model_external_initializers_file_name": "w.bin"}, ["w.bin"]),
+        (
+            {"ep.context_enable": 1, "ep.context_file_path": "FOLDER/1/c_ctx.onnx"},
+            ["c_ctx.onnx", "c_OpenVINOExecutionProvider.bin", "c_ctx_OpenVINOExecutionProvider.bin"],
+        ),
+        (
+            {
+                "ep.context_enable": 1,
+                "ep.context_file_path": "FOLDER/1/[c].onnx",
+                "ep.context_model_external_initializers_file_name": "w.bin",
+            },
+            ["[c].onnx", "[c]_OpenVINOExecutionProvider.bin", "w.bin"],
+        ),
+    ],
+)
+def test_compiled_model_and_what_is_written_beside_it_are_no_change(
+    folder: Path, entries: dict[str, int | str], written: list[str]
+) -> None:
+    told = {
+        key: value.replace("FOLDER", str(folder)) if isinstance(value, str) else value for key, value in entries.items()
+    }
+    options = options_with(**told)
+    before = stamp(folder, options)
+    for name in written:
+        (folder / "1" / name).touch()
+    assert stamp(folder, options) == before
+    (folder / "1" / "model_weights.bin").touch()
+    assert stamp(folder, options) != before
+
+
+def test_compiled_model_is_the_models_own_where_none_is_written(folder: Path) -> None:
+    options = options_with(**{"ep.context_enable": 0})
+    before = stamp(folder, options)
+    (folder / "1" / "model_ctx.onnx").touch()
+    assert stamp(folder, options) != before

@@ -1,0 +1,194 @@
+"""What is found in folders made for the test. No file in them is a model: none is opened."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ortserve.config.model import ModelOptions
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.registry.repository.model_files import ModelFiles, read_repositories
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            (root / name).mkdir(exist_ok=True)
+        else:
+            (root / name).write_bytes(b"")
+
+
+def read_one(root: Path) -> ModelFiles:
+    (model,) = read_repositories([root])
+    return model
+
+
+def test_folder_with_versions_is_a_model(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx", "m/12/model.onnx", "m/12/weights.bin", "m/README.md")
+    assert read_one(tmp_path) == ModelFiles(
+        "m",
+        {1: tmp_path / "m/1/model.onnx", 12: tmp_path / "m/12/model.onnx"},
+        folder=tmp_path / "m",
+    )
+
+
+def test_options_lie_beside_the_versions(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx", "m/model.yaml")
+    assert read_one(tmp_path).options == tmp_path / "m/model.yaml"
+
+
+def test_triton_options_lie_beside_the_versions_too(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx", "m/config.pbtxt")
+    assert read_one(tmp_path).options == tmp_path / "m/config.pbtxt"
+
+
+def test_options_may_name_another_file_or_a_folder_with_one(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/net.onnx", "m/2/net.onnx/model.onnx", "m/3/model.onnx", "m/model.yaml")
+    model = read_one(tmp_path)
+    options = ModelOptions(model_file="net.onnx")
+    assert model.problem == ""
+    assert model.file(1, options) == tmp_path / "m/1/net.onnx"
+    assert model.file(2, options) == tmp_path / "m/2/net.onnx/model.onnx"
+    with pytest.raises(ServeError, match=r"version folder 3 has no file net\.onnx"):
+        model.file(3, options)
+
+
+def test_file_by_itself_is_opened_whatever_options_call_it(tmp_path: Path) -> None:
+    touch(tmp_path, "m.onnx")
+    assert read_one(tmp_path).file(1, ModelOptions(model_file="net.onnx")) == tmp_path / "m.onnx"
+
+
+def test_file_is_version_1_of_its_name(tmp_path: Path) -> None:
+    touch(tmp_path, "my.model.onnx")
+    assert read_one(tmp_path) == ModelFiles("my.model", {1: tmp_path / "my.model.onnx"})
+
+
+def test_models_of_all_repositories_are_listed_by_name(tmp_path: Path) -> None:
+    touch(tmp_path, "one/c.onnx", "one/a/1/model.onnx", "two/b.onnx", "two/notes.txt", "two/.hidden/1/model.onnx")
+    found = read_repositories([tmp_path / "one", tmp_path / "two"])
+    assert [model.name for model in found] == ["a", "b", "c"]
+    assert not any(model.problem for model in found)
+
+
+@pytest.mark.parametrize("folder", ["0", "-1", "v1", "1a", "\u0661", "01", "latest"])
+def test_folder_whose_name_is_no_version_number_is_left_out(tmp_path: Path, folder: str) -> None:
+    touch(tmp_path, f"m/{folder}/model.onnx", "m/1/model.onnx")
+    assert list(read_one(tmp_path).versions) == [1]
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (["m/"], "no version folder (1, 2, …) with a file model.onnx: it has nothing"),
+        (["m/model.onnx"], "no version folder (1, 2, …) with a file model.onnx: it has model.onnx"),
+        (["m/1"], "no version folder (1, 2, …) with a file model.onnx: it has 1"),
+        (
+            ["m/g", "m/f", "m/e", "m/d", "m/c", "m/b", "m/.a"],
+            "no version folder (1, 2, …) with a file model.onnx: it has b, c, d, e, f and 1 more",
+        ),
+        (["m/1/model.onnx", "m/model.yml"], "found model.yml: expected model.yaml"),
+        (["m/1/model.onnx", "m/Model.YAML"], "found Model.YAML: expected model.yaml"),
+        (["m/1/model.onnx", "m/config.pbtext"], "found config.pbtext: expected config.pbtxt"),
+        (["m/1/model.onnx", "m/Config.pbtxt"], "found Config.pbtxt: expected config.pbtxt"),
+        (["m/1/model.onnx", "m/1/model.yaml"], "found 1/model.yaml: expected it beside the version folders"),
+        (
+            ["m/1/model.onnx", "m/config.pbtxt", "m/model.yaml"],
+            "it has both model.yaml and config.pbtxt: expected one of them",
+        ),
+        (["m/1/model.onnx", "m.onnx"], "there are two models of this name in the repositories"),
+    ],
+)
+def test_model_that_cannot_be_read_is_found_with_its_problem(tmp_path: Path, files: list[str], problem: str) -> None:
+    touch(tmp_path, *files)
+    model = read_one(tmp_path)
+    assert (model.name, model.problem) == ("m", problem)
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "config.yaml", "model.json", "README.md", "model.yaml.bak", "1/config.pbtxt"]
+)
+def test_files_of_others_are_passed_over(tmp_path: Path, file: str) -> None:
+    touch(tmp_path, "m/1/model.onnx", f"m/{file}")
+    assert not read_one(tmp_path).problem
+
+
+@pytest.mark.parametrize(
+    ("files", "there"),
+    [(["m/1/"], "nothing"), (["m/1/b.onnx", "m/1/a"], "a, b.onnx"), (["m/1/model.onnx/"], "model.onnx")],
+)
+def test_version_without_its_file_keeps_no_other_from_being_served(
+    tmp_path: Path, files: list[str], there: str
+) -> None:
+    touch(tmp_path, *files, "m/2/model.onnx")
+    model = read_one(tmp_path)
+    assert not model.problem
+    assert model.file(2, ModelOptions()) == tmp_path / "m/2/model.onnx"
+    with pytest.raises(ServeError) as caught:
+        model.file(1, ModelOptions())
+    assert caught.value.message == f"version folder 1 has no file model.onnx: it has {there}"
+
+
+def test_model_that_is_taken_for_a_repository_is_told_from_one(tmp_path: Path) -> None:
+    touch(tmp_path, "m/1/model.onnx")
+    (model,) = read_repositories([tmp_path / "m"])
+    assert model.problem.endswith(
+        "it has model.onnx; a repository is a folder of models, but 'm' seems to be a model itself"
+    )
+
+
+def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
+    touch(tmp_path, "one/m.onnx", "two/m/1/model.onnx", "two/n.onnx")
+    m, n = read_repositories([tmp_path / "one", tmp_path / "two"])
+    assert m.problem == "there are two models of this name in the repositories"
+    assert not m.versions
+    assert not n.problem
+
+
+def test_model_folder_that_the_system_refuses_to_read_keeps_no_other_from_being_found(tmp_path: Path) -> None:
+    # A path to the folder that is allowed, and to whatever is in it too long: refused to root too, unlike permissions.
+    root = tmp_path
+    while len(str(root)) < 3900:
+        root = root / ("d" * 90)
+    root = root / ("d" * (4096 - len(str(root)) - 5))
+    root.mkdir(parents=True)
+    touch(root, "b")
+    (root / "a").mkdir()
+    parent = os.open(root / "a", os.O_RDONLY)
+    os.mkdir("12345", dir_fd=parent)
+    os.close(parent)
+    (model,) = read_repositories([root])
+    assert model == ModelFiles("a", problem="it cannot be read: File name too long")
+
+
+def test_entry_that_cannot_be_looked_at_keeps_no_other_from_being_found(tmp_path: Path) -> None:
+    touch(tmp_path, "good.onnx")
+    (tmp_path / "bad").symlink_to("x" * 300)  # a name that the system refuses to follow, also for root
+    bad, good = read_repositories([tmp_path])
+    assert bad == ModelFiles("bad", problem="it cannot be read: File name too long")
+    assert good == ModelFiles("good", {1: tmp_path / "good.onnx"})
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [(b"na\xffme", "na\\udcffme"), (b"na\nme", "na\\nme"), (b"na\xffme.onnx", "na\\udcffme")],
+)
+def test_name_that_cannot_be_told_is_told_otherwise(tmp_path: Path, name: bytes, told: str) -> None:
+    touch(tmp_path, os.fsdecode(name) if name.endswith(b".onnx") else f"{os.fsdecode(name)}/1/model.onnx")
+    model = read_one(tmp_path)
+    assert model.name == told
+    assert model.problem == "its name has characters that cannot be printed or are not UTF-8"
+
+
+@pytest.mark.parametrize("name", ["none", "file"])
+def test_repository_that_is_no_folder_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    touch(tmp_path, "file")
+    with pytest.raises(ServeError) as caught:
+        read_repositories([tmp_path / name])
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    reason = os.strerror(2 if name == "none" else 20)
+    assert caught.value.message == f"repository {tmp_path / name}: expected a folder of models, got: {reason}"
+
+
+def test_empty_repository_has_no_models(tmp_path: Path) -> None:
+    assert read_repositories([tmp_path]) == []

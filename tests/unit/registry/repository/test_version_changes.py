@@ -1,0 +1,32 @@
+"""What leads from what serves to what should."""
+
+from pathlib import Path
+
+import pytest
+
+from ortserve.config.model import ModelOptions
+from ortserve.registry.repository.configuration import Configuration
+from ortserve.registry.repository.source import VersionChanges, VersionSource, plan_changes
+
+
+def source(changed_at: int = 0, **options: object) -> VersionSource:
+    configuration = Configuration(ModelOptions.model_validate(options))
+    return VersionSource(Path("m"), None, configuration, (("m", 1, 0, 2, changed_at),))
+
+
+@pytest.mark.parametrize(
+    ("serving", "wanted", "swap"),
+    [
+        ({}, {1: source(), 3: source()}, VersionChanges((1, 3), ())),
+        ({1: source()}, {1: source()}, VersionChanges((), ())),
+        ({1: source()}, {2: source()}, VersionChanges((2,), (1,))),
+        ({1: source(), 2: source()}, {2: source(), 3: source()}, VersionChanges((3,), (1,))),
+        ({1: source(1)}, {1: source(2)}, VersionChanges((1,), ())),
+        ({1: source()}, {1: source(max_rows=3)}, VersionChanges((1,), ())),
+        ({2: source(), 1: source()}, {}, VersionChanges((), (1, 2))),
+    ],
+)
+def test_only_what_changed_is_loaded_and_what_is_not_wanted_goes(
+    serving: dict[int, VersionSource], wanted: dict[int, VersionSource], swap: VersionChanges
+) -> None:
+    assert plan_changes(serving, wanted) == swap
