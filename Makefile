@@ -1,6 +1,7 @@
 # make serve   the bundled example models on 127.0.0.1: HTTP 8000, gRPC 8001, metrics 8002
 # make test    all tests
 # make check   lint, types, import arrows, generated files
+# make docs    the documentation as a site, in site/; broken links fail
 # make wheel   the compiled wheel, in dist/, tested in an environment of its own (needs a C compiler)
 # make test-compiled   the same tests of the package as it is when it is compiled (needs a C compiler)
 # make fuzz    bad input and schedules of batches, more than among all tests: CASES=1000000 of each kind, SEED=2 for others
@@ -24,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CASES ?= 100000
 SEED ?= 1
 
-.PHONY: serve test wheel test-compiled fuzz check audit protos reference clean
+.PHONY: serve test docs wheel test-compiled fuzz check audit protos reference clean
 
 serve: .venv/serve.done
 	@locale -a | grep -qix 'en_US\.utf-\?8' || echo 'The locale en_US.UTF-8 is missing, which models with a' \
@@ -33,6 +34,9 @@ serve: .venv/serve.done
 
 test: .venv/dev.done
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+docs: .venv/docs.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The fresh environment gets the wheel and what it requires, nothing of the tests. -I keeps the source tree off its path.
 wheel: .venv/dev.done
@@ -82,7 +86,7 @@ reference: .venv/dev.done
 	$(BIN)/python deploy/monitoring/prometheusrule.py
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv build dist site
 
 .venv/made:
 	$(PYTHON) -m venv .venv
@@ -93,5 +97,9 @@ clean:
 	touch $@
 
 .venv/dev.done: .venv/made pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[cpu,otel,compile,dev]'
-	touch $@ .venv/serve.done
+	$(INSTALL) --editable '.[cpu,otel,compile,dev,docs]'
+	touch $@ .venv/serve.done .venv/docs.done
+
+.venv/docs.done: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[docs]'
+	touch $@

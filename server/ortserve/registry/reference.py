@@ -5,7 +5,7 @@ from typing import Final
 
 from ortserve.registry.config_fields import FIELDS, Fate
 
-PAGE: Final = Path(__file__).parents[2] / "reference" / "config_pbtxt.md"
+PAGE: Final = Path(__file__).parents[3] / "docs" / "reference" / "config_pbtxt.md"
 """In the source tree; an installed package has no page."""
 
 _INTRODUCTION: Final = """\
