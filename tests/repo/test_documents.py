@@ -75,7 +75,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 @of_each_page
 def test_options_and_metrics_are_declared(page: Path) -> None:
     text = page.read_text()
-    flags = {match for span in spans(text) for match in re.findall(r"(?:^|\s)(--[a-z][a-z-]*[a-z])(?![\w-]*…)(?!\w)", span)}
+    flags = {
+        match for span in spans(text) for match in re.findall(r"(?:^|\s)(--[a-z][a-z-]*[a-z])(?![\w-]*…)(?!\w)", span)
+    }
     negated = {
         flag_name(f"no_{name}") for name, field in ServerOptions.model_fields.items() if field.annotation is bool
     }
