@@ -35,8 +35,9 @@ serve: .venv/serve.done
 test: .venv/dev.done
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
+# Without --quiet, with which MkDocs does not count the warnings that --strict makes errors.
 docs: .venv/docs.done
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The fresh environment gets the wheel and what it requires, nothing of the tests. -I keeps the source tree off its path.
 wheel: .venv/dev.done

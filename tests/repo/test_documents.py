@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -173,16 +174,23 @@ def test_every_protection_names_a_test_or_an_option() -> None:
         assert "test" in claim or "`--" in claim, claim
 
 
-def test_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
-    """Strictly: a page that is in no menu, a broken link or anchor fails. Links to other hosts are for readers."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
-        cwd=ROOT,
+def build_site(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """As ``make docs`` does it."""
+    command = re.search(r"\$\(BIN\)/mkdocs (build .*)", (ROOT / "Makefile").read_text())
+    assert command is not None
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", *command[1].split(), "--site-dir", site],
+        cwd=source,
         capture_output=True,
         text=True,
         check=False,
         timeout=100,
     )
+
+
+def test_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
+    """Links to other hosts are for readers; scripts, styles, fonts and pictures are the site's own."""
+    done = build_site(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
     built = {page.relative_to(tmp_path) for page in tmp_path.rglob("index.html")}
     assert len(built) == len([*DOCS.rglob("*.md")])
@@ -191,3 +199,22 @@ def test_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
         assert not re.findall(r'<script[^>]+src="(?:https?:)?//', text), page
         assert not re.findall(r'<link[^>]+rel="(?:stylesheet|preconnect|preload)"[^>]+href="(?:https?:)?//', text), page
         assert not re.findall(r'<(?:img|iframe)[^>]+src="(?:https?:)?//', text), page
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "complaint"),
+    [
+        ("gpu.md", "[broken](nowhere.md)", "nowhere.md"),
+        ("gpu.md", "[broken](batching.md#nowhere)", "#nowhere"),
+        ("extra.md", "A page that is in no menu.", "extra.md"),
+    ],
+)
+def test_site_with_a_fault_is_not_built(page: str, text: str, complaint: str, tmp_path: Path) -> None:
+    shutil.copytree(DOCS, tmp_path / "docs")
+    for file in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copyfile(ROOT / file, tmp_path / file)
+    with (tmp_path / "docs" / page).open("a") as broken:
+        broken.write(f"\n{text}\n")
+    done = build_site(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert complaint in done.stderr
