@@ -6,7 +6,7 @@
 #
 # All stages are Ubuntu 24.04, because NVIDIA's CUDA images are: a virtual environment that is made in one works in the
 # others, whose Python is the same one. What is for GPUs comes last: builders other than BuildKit make every stage that is
-# written before the one that is asked for. deploy/README.md says how the images are meant to be run.
+# written before the one that is asked for. docs/operations/containers.md describes how to run the images.
 
 # hadolint global ignore=DL3008
 # (Packages of Ubuntu have no versions here: its archive keeps only the newest of each, so that a pinned one stops being

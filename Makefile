@@ -1,6 +1,8 @@
 # make serve   the bundled example models on 127.0.0.1: HTTP 8000, gRPC 8001, metrics 8002
 # make test    all tests
 # make check   lint, types, import arrows, generated files
+# make docs    the documentation as a site, in site/; broken links fail
+# make wheel   the compiled wheel, in dist/, tested in an environment of its own (needs a C compiler)
 # make test-compiled   the same tests of the package as it is when it is compiled (needs a C compiler)
 # make fuzz    bad input and schedules of batches, more than among all tests: CASES=1000000 of each kind, SEED=2 for others
 # make audit   known vulnerabilities of the pinned dependencies, where a service can be asked
@@ -23,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CASES ?= 100000
 SEED ?= 1
 
-.PHONY: serve test test-compiled fuzz check audit protos reference clean
+.PHONY: serve test docs wheel test-compiled fuzz check audit protos reference clean
 
 serve: .venv/serve.done
 	@locale -a | grep -qix 'en_US\.utf-\?8' || echo 'The locale en_US.UTF-8 is missing, which models with a' \
@@ -32,6 +34,20 @@ serve: .venv/serve.done
 
 test: .venv/dev.done
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# Without --quiet, with which MkDocs does not count the warnings that --strict makes errors.
+docs: .venv/docs.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The fresh environment gets the wheel and what it requires, nothing of the tests. -I keeps the source tree off its path.
+wheel: .venv/dev.done
+	rm -rf build dist .venv/wheel
+	ORTSERVE_COMPILE=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+	$(PYTHON) -m venv .venv/wheel
+	.venv/wheel/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		"$$(echo dist/ortserve-*.whl)[cpu]"
+	.venv/wheel/bin/python -I tests/installed_wheel.py
 
 # Beside the editable installation, and before it on the path of the tests and of the servers that they start. Level 1
 # compiles in two thirds of the time; images are built at level 3.
@@ -71,7 +87,7 @@ reference: .venv/dev.done
 	$(BIN)/python deploy/monitoring/prometheusrule.py
 
 clean:
-	rm -rf .venv
+	rm -rf .venv build dist site
 
 .venv/made:
 	$(PYTHON) -m venv .venv
@@ -82,5 +98,9 @@ clean:
 	touch $@
 
 .venv/dev.done: .venv/made pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[cpu,otel,compile,dev]'
-	touch $@ .venv/serve.done
+	$(INSTALL) --editable '.[cpu,otel,compile,dev,docs]'
+	touch $@ .venv/serve.done .venv/docs.done
+
+.venv/docs.done: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[docs]'
+	touch $@

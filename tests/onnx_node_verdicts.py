@@ -32,7 +32,7 @@ from onnx_node_cases import (
 )
 from servers import LONG_S, serving
 
-PAGE: Final = Path(__file__).parents[1] / "server" / "reference" / "onnx-node-tests.md"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "reference" / "onnx-node-tests.md"
 
 FLAGS: Final = ("--warmup-s", "0", "--intra-op-threads", "1")
 """A server for models that are asked once each."""

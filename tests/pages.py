@@ -1,9 +1,11 @@
-"""The pages of ``deploy`` as tests read them: their blocks, and the commands that they tell a stranger to type."""
+"""The documents as tests read them: their pages, their blocks, and the commands that they tell readers to run."""
 
 import re
 import shlex
 import shutil
 import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, Final
@@ -12,41 +14,82 @@ import yaml
 
 from manifests import DEPLOY, ROOT
 
-README: Final = (DEPLOY / "README.md").read_text()
-RUNBOOK: Final = (DEPLOY / "RUNBOOK.md").read_text()
-OBSERVABILITY: Final = (DEPLOY / "OBSERVABILITY.md").read_text()
+DOCS: Final = ROOT / "docs"
+GENERATED: Final = DOCS / "reference"
+PAGES: Final = (
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
+    ROOT / "deploy" / "README.md",
+    ROOT / "loadtests" / "README.md",
+    *sorted(page for page in DOCS.rglob("*.md") if GENERATED not in page.parents),
+)
+"""Everything for users that is written by hand."""
+
+KUBERNETES: Final = (DOCS / "operations" / "kubernetes.md").read_text()
+RUNBOOK: Final = (DOCS / "operations" / "runbook.md").read_text()
 
 
-def blocks(language: str, text: str = README) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a console block: its text as a shell reads it, and what the page shows as its output."""
+
+    page: Path
+    text: str
+    output: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        """Without the variables that it sets."""
+        return list(dropwhile(lambda word: re.match(r"[A-Z]+(_[A-Z]+)*=", word), shlex.split(self.text)))
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.text.splitlines()[0][:60]}"
+
+
+def blocks(language: str, text: str) -> list[str]:
+    """The fenced blocks of a language, without the indent that they have in lists."""
     found = re.findall(rf"^ *```{language}\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     return [textwrap.dedent(block) for block in found]
 
 
 def yaml_block(mark: str) -> Any:
-    """The one block of YAML that has this text in it."""
-    (found,) = (block for block in blocks("yaml") if mark in block)
+    """The one block of YAML on the page of Kubernetes that contains this text."""
+    (found,) = (block for block in blocks("yaml", KUBERNETES) if mark in block)
     return yaml.safe_load(found)
 
 
-def commands() -> list[list[str]]:
-    """Every command of the console blocks, as words; variables in front of them left out."""
-    typed = [shlex.split(line) for block in blocks("console") for line in block.splitlines()]
-    return [list(dropwhile(lambda word: re.match(r"[A-Z]+=", word), words)) for words in typed]
+def commands(*pages: Path) -> list[Command]:
+    """Every command of the console blocks of pages, all pages by default."""
+    return [
+        command
+        for page in pages or PAGES
+        for block in blocks("console", page.read_text())
+        for command in _of(page, block)
+    ]
+
+
+def _of(page: Path, block: str) -> Iterator[Command]:
+    """A block with prompts shows output, too; of any other block each line is a command."""
+    parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+    for part in parts or block.splitlines(keepends=True):
+        lines = part.splitlines(keepends=True)
+        ends = next(count for count in range(1, len(lines) + 1) if "".join(lines[:count]).count("'") % 2 == 0)
+        yield Command(page, "".join(lines[:ends]).strip(), "".join(lines[ends:]).strip())
+
+
+def spans(text: str) -> list[str]:
+    """The code within sentences and tables, each span on one line."""
+    outside = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", outside)]
 
 
 def kubectl_commands() -> set[str]:
-    """Of all pages, those within a sentence, too."""
-    found = set()
-    for page in (*ROOT.glob("*.md"), *DEPLOY.rglob("*.md")):
-        text = page.read_text()
-        found |= {line for block in blocks("console", text) for line in block.splitlines()}
-        sentences = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-        found |= {" ".join(span.split()) for span in re.findall(r"`([^`]+)`", sentences)}
-    return {command for command in found if re.search(r"\bkubectl ", command)}
+    """Of all pages, including those within sentences."""
+    typed = {command.text for command in commands()} | {span for page in PAGES for span in spans(page.read_text())}
+    return {command for command in typed if re.search(r"\bkubectl ", command)}
 
 
 def own_overlay(folder: Path, overlay: dict[str, Any]) -> Path:
-    """An overlay beside a copy of the manifests, as the page tells one to write it."""
+    """An overlay beside a copy of the manifests, as the page of Kubernetes describes it."""
     shutil.copytree(DEPLOY, folder / "deploy", dirs_exist_ok=True)
     (folder / "my-models").mkdir()
     (folder / "my-models" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))

@@ -2,9 +2,9 @@
 
     ORTSERVE_TEST_ENGINE=docker .venv/bin/python -m pytest tests/deploy/test_containers.py
 
-types what deploy/README.md does, with the image that ``ORTSERVE_TEST_IMAGE`` names or one that it builds. The pod needs
-Podman, whose ``play kube`` runs what Kustomize renders; docker-compose.yml needs Docker, and takes the ports that it
-names.
+runs the commands of docs/operations/containers.md, with the image that ``ORTSERVE_TEST_IMAGE`` names or one that it
+builds. The pod needs Podman, whose ``play kube`` runs what Kustomize renders; docker-compose.yml needs Docker, and uses
+the ports that it names.
 """
 
 import os
@@ -30,10 +30,11 @@ import yaml
 from certificates import Secret
 from manifests import ROOT, installation
 from ortserve.example import repository_path
-from pages import commands
+from pages import DOCS, commands
 from proxies import Ports, free_ports
 from servers import LONG_S
 
+PAGE: Final = DOCS / "operations" / "containers.md"
 ENGINE: Final = shlex.split(os.environ.get("ORTSERVE_TEST_ENGINE", ""))
 BUILD_S: Final = 900.0
 DRAIN_S: Final = 60.0
@@ -47,7 +48,7 @@ pytestmark = [
 
 def typed(program: str, verb: str) -> list[list[str]]:
     """The commands of the page that begin so."""
-    return [words for words in commands() if words[:2] == [program, verb]]
+    return [command.words for command in commands(PAGE) if command.words[:2] == [program, verb]]
 
 
 def engine(*arguments: str | Path, timeout_s: float = LONG_S, **variables: str) -> str:

@@ -1,4 +1,4 @@
-"""The pages of deploy: what they tell a stranger to type is there, and does what they say."""
+"""The pages of operations: their commands name what exists, and have the effect that the pages describe."""
 
 import re
 import shlex
@@ -8,44 +8,21 @@ from typing import Any, Final
 
 import grpc
 import httpx
-import pytest
 import yaml
 
 from manifests import DEPLOY, ROOT, installation, overlays, rendered
 from ortserve import __version__
-from ortserve.config.options import ServerOptions, flag_name, variable_name
-from ortserve.telemetry.declarations import DECLARATIONS
-from pages import OBSERVABILITY, README, RUNBOOK, blocks, commands, own_overlay, yaml_block
+from pages import DOCS, KUBERNETES, RUNBOOK, blocks, commands, own_overlay, yaml_block
 from servers import LONG_S, SHORT_WARMUP, serving
 
+OPERATIONS: Final = sorted((DOCS / "operations").glob("*.md"))
+TYPED: Final = [command.words for command in commands(*OPERATIONS)]
 COMPOSE: Final = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-
-
-def anchors(text: str) -> set[str]:
-    """The links that a page's headings can be reached by."""
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", ["README.md", "RUNBOOK.md", "OBSERVABILITY.md"])
-def test_links_lead_somewhere(page: str) -> None:
-    text = (DEPLOY / page).read_text()
-    links = re.findall(r"\]\(([^)]+)\)", text)
-    assert links
-    for link in (link for link in links if "://" not in link):
-        path, _, anchor = link.partition("#")
-        target = DEPLOY / (path or page)
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target.read_text()), link
-
-
-def test_only_known_programs_are_typed() -> None:
-    assert {words[0] for words in commands()} == {"docker", "ortserve", "kubectl", "curl"}
 
 
 def test_images_are_built_from_stages_that_are_there() -> None:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    built = [words for words in commands() if words[:2] == ["docker", "build"]]
+    built = [words for words in TYPED if words[:2] == ["docker", "build"]]
     assert len(built) == 2
     for words in built:
         target = words[words.index("--target") + 1]
@@ -55,7 +32,7 @@ def test_images_are_built_from_stages_that_are_there() -> None:
 
 
 def test_compose_commands_name_services_and_profiles_that_are_there() -> None:
-    typed = [words for words in commands() if words[:2] == ["docker", "compose"]]
+    typed = [words for words in TYPED if words[:2] == ["docker", "compose"]]
     typed += [shlex.split(line.split("  ")[0]) for line in compose_header()]
     typed = [list(without_files(words)) for words in typed]
     services, profiles = (
@@ -90,9 +67,9 @@ def compose_header() -> list[str]:
 
 
 def test_applied_overlays_are_there_and_every_overlay_is_described() -> None:
-    described = re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE)
+    described = re.findall(r"^\| `([\w-]+)` \|", KUBERNETES, re.MULTILINE)
     assert sorted(described) == sorted([*overlays(), "kserve"])
-    for words in commands():
+    for words in TYPED:
         for flag in ("-k", "-f"):
             if words[0] == "kubectl" and flag in words:
                 path = words[words.index(flag) + 1]
@@ -101,7 +78,7 @@ def test_applied_overlays_are_there_and_every_overlay_is_described() -> None:
 
 def test_every_component_is_described() -> None:
     for component in (DEPLOY / "components").iterdir():
-        assert component.name in README or component.name in ("gpu", "mig", "hpa", "keda")
+        assert component.name in KUBERNETES or component.name in ("gpu", "mig", "hpa", "keda")
 
 
 def test_overlay_of_the_page_serves_a_volume_with_the_image_and_the_options_that_it_says(tmp_path: Path) -> None:
@@ -154,7 +131,7 @@ def test_traces_of_the_page_reach_the_collector_and_its_name(tmp_path: Path) -> 
 
 def test_timings_of_the_page_are_those_of_the_manifests() -> None:
     base = installation("base, by its files")
-    told = README[README.index("A pod ends in this order") :]
+    told = KUBERNETES[KUBERNETES.index("A pod ends in this order") :]
     assert f"waits {base.server['lifecycle']['preStop']['sleep']['seconds']} s (`preStop`)" in told
     assert f"`ORTSERVE_DRAIN_DELAY_S` ({base.environment['ORTSERVE_DRAIN_DELAY_S']} s)" in told
     assert f"`ORTSERVE_DRAIN_TIMEOUT_S` ({base.environment['ORTSERVE_DRAIN_TIMEOUT_S']} s)" in told
@@ -165,7 +142,7 @@ def test_timings_of_the_page_are_those_of_the_manifests() -> None:
 
 def test_channels_of_the_page_use_every_address() -> None:
     """Round robin and the weighted one, with two servers' addresses in the place of the headless Service's name."""
-    snippets = blocks("python")
+    snippets = blocks("python", KUBERNETES)
     assert len(snippets) == 2
     with (
         serving("--example", *SHORT_WARMUP, "--server-name", "first") as first,
@@ -183,29 +160,6 @@ def test_channels_of_the_page_use_every_address() -> None:
                 seen = [call(b"", timeout=LONG_S, wait_for_ready=True) for _ in range(200)]
             assert any(b"first" in answer for answer in seen)
             assert any(b"second" in answer for answer in seen)
-
-
-@pytest.mark.parametrize("text", [README, RUNBOOK], ids=["README", "RUNBOOK"])
-def test_options_that_are_named_are_there(text: str) -> None:
-    known = {variable_name(name) for name in ServerOptions.model_fields}
-    named = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text))
-    assert named
-    assert named <= known
-
-
-def test_flags_that_are_named_are_there() -> None:
-    known = {flag_name(name) for name in ServerOptions.model_fields} | {"--no-triton-metrics"}
-    named = set(re.findall(r"--[a-z][a-z-]+", OBSERVABILITY))
-    assert named
-    assert named <= known
-
-
-@pytest.mark.parametrize("text", [README + RUNBOOK, OBSERVABILITY], ids=["README, RUNBOOK", "OBSERVABILITY"])
-def test_metrics_that_are_named_are_there(text: str) -> None:
-    known = {declaration.name for declaration in DECLARATIONS}
-    named = {re.sub(r"_count$", "", name) for name in re.findall(r"(?<!:)\bortserve_\w+", text)}
-    assert named
-    assert named <= known
 
 
 def test_every_alert_is_in_the_runbook_and_no_other() -> None:

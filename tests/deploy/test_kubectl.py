@@ -27,7 +27,7 @@ from certificates import Secret
 from kubelet import Kubelet
 from kubernetes_api import serving_api
 from manifests import DEPLOY, overlays
-from pages import README, kubectl_commands, own_overlay, yaml_block
+from pages import KUBERNETES, kubectl_commands, own_overlay, yaml_block
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
 NEEDED: Final = (1, 31)
@@ -217,7 +217,7 @@ def forwarded(console: Console, command: str, **places: str) -> Iterator[httpx.C
 @of_pages("port-forward service/")
 def test_forwarded_port_of_the_service_reaches_a_server(console: Console, commands: Sequence[str]) -> None:
     console.install(EXAMPLES)
-    path = re.search(r"^curl http://127.0.0.1:8000(/\S+)$", README, re.MULTILINE)
+    path = re.search(r"^curl http://127.0.0.1:8000(/\S+)$", KUBERNETES, re.MULTILINE)
     assert path is not None
     with forwarded(console, commands[0]) as client:
         assert client.get(path[1]).json() == {"ready": True}

@@ -26,8 +26,8 @@ PROXIES: Final = ("haproxy", "nginx", "envoy")
 ASKING_PROXIES: Final = ("haproxy", "envoy")
 
 DRAIN_DELAY_S: Final = 4
-"""The least that ``deploy/proxies/README.md`` allows for its configurations: two failed checks a second apart, each of
-which is given a second.
+"""The minimum in ``docs/operations/load-balancers.md`` for its configurations: two failed checks a second apart, with a
+timeout of a second each.
 """
 
 pytestmark = pytest.mark.timeout(400)  # pip brings Envoy once a machine

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from ortserve.rows import Outcome
 from rows.exported import CORPUS, PACKAGES, Exported, committed, packaged
 
-PAGE: Final = Path(__file__).parents[2] / "server" / "reference" / "row-verdicts.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "row-verdicts.md"
 _KEPT: Final = CORPUS.parent / "packaged.json"
 
 

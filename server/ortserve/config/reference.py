@@ -9,7 +9,7 @@ from ortserve.config.expectation import describe_default, describe_unit, describ
 from ortserve.config.model import LoadOptions, ModelOptions
 from ortserve.config.options import OPTION_GROUPS, ServerOptions, flag_name, variable_name
 
-PAGE: Final = Path(__file__).parents[2] / "reference" / "options.md"
+PAGE: Final = Path(__file__).parents[3] / "docs" / "reference" / "options.md"
 """In the source tree; an installed package has no page."""
 
 _INTRODUCTION: Final = """\
@@ -91,7 +91,7 @@ def _nested_key(name: str, field: FieldInfo) -> str:
     if inner is not None:
         values = f"{describe_values(field).partition('{')[0]}keys with values"
     told = " ".join((field.description or "").replace("``", "`").split())
-    nested = "".join(f"  {_nested_key(key, one)}" for key, one in (inner or {}).items())
+    nested = "".join(f"    {_nested_key(key, one)}" for key, one in (inner or {}).items())
     return f"- `{name}`: {values}. {told}\n{nested}"
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from ortserve.config.model import ModelOptions
 
-FILE: Final = Path(__file__).parents[2] / "reference" / "model.schema.json"
+FILE: Final = Path(__file__).parents[3] / "docs" / "reference" / "model.schema.json"
 """In the source tree; an installed package has none."""
 
 

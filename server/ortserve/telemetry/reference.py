@@ -9,7 +9,7 @@ from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
 from ortserve.telemetry.families import Declaration
 from ortserve.telemetry.triton_metrics import TRITON_DECLARATIONS
 
-PAGE: Final = Path(__file__).parents[2] / "reference" / "metrics.md"
+PAGE: Final = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 """In the source tree; an installed package has no page."""
 
 _INTRODUCTION: Final = f"""\

@@ -145,7 +145,7 @@ def value_name(values: NamedNumbers, number: int, path: str) -> str:
         raise invalid_input(f"{path}: expected one of {', '.join(values.keys())}, got {number}") from None
 
 
-PAGE: Final = Path(__file__).parents[3] / "reference" / "config_pbtxt.md"
+PAGE: Final = Path(__file__).parents[4] / "docs" / "reference" / "config_pbtxt.md"
 """In the source tree; an installed package does not contain it."""
 
 _INTRODUCTION: Final = """\

@@ -1,0 +1,220 @@
+"""The documents name only what exists: links, options, variables, metrics, paths, tests, programs and log lines."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+import yaml
+
+from manifests import ROOT
+from ortserve.cli.serve import build_parser
+from ortserve.config.model import ModelOptions
+from ortserve.config.options import ServerOptions, flag_name, read_options, variable_name
+from ortserve.errors import ErrorKind
+from ortserve.frontends.status import STATUSES
+from ortserve.telemetry.declarations import DECLARATIONS
+from pages import DOCS, PAGES, Command, blocks, commands, spans
+
+PROGRAMS: Final = {
+    ".venv/bin/python",
+    "apt-get",
+    "curl",
+    "docker",
+    "kubectl",
+    "make",
+    "openssl",
+    "ortserve",
+    "pip",
+    "python3",
+}
+"""Each has a test of its commands here, in ``tests/deploy`` or in ``tests/integration/test_documents.py``; not
+``apt-get``, which needs root.
+"""
+
+FLAGS_OF_OTHERS: Final = {"--config", "--init", "--live", "--strict"}
+"""Of ``ortserve health``, of Docker and of mypy; ``--config`` is no option of its own."""
+VARIABLES_OF_BUILDS: Final = {"ORTSERVE_COMPILE"}
+TESTS: Final = {
+    name
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+of_each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The fragments that the headings of a page can be reached by, on the site and on code hosts alike."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@of_each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@of_each_page
+def test_options_and_metrics_are_declared(page: Path) -> None:
+    text = page.read_text()
+    flags = {
+        match for span in spans(text) for match in re.findall(r"(?:^|\s)(--[a-z][a-z-]*[a-z])(?![\w-]*…)(?!\w)", span)
+    }
+    negated = {
+        flag_name(f"no_{name}") for name, field in ServerOptions.model_fields.items() if field.annotation is bool
+    }
+    kubectl = {match for span in spans(text) if "kubectl" in span for match in re.findall(r"--[a-z-]+", span)}
+    known = {flag_name(name) for name in ServerOptions.model_fields} | negated | FLAGS_OF_OTHERS
+    assert flags - kubectl <= known
+    variables = set(re.findall(r"ORTSERVE_[A-Z_]+[A-Z]", text)) - VARIABLES_OF_BUILDS
+    assert variables <= {variable_name(name) for name in ServerOptions.model_fields}
+    metrics = {re.sub(r"_count$", "", name) for name in re.findall(r"(?<!:)\bortserve_\w+[a-z](?![\w…])", text)}
+    assert metrics <= {declaration.name for declaration in DECLARATIONS}
+
+
+@of_each_page
+def test_paths_and_tests_exist(page: Path) -> None:
+    for span in spans(page.read_text()):
+        if re.match(r"(\.ci|\.github|deploy|docs|loadtests|server|tests)/[^\s…]*$", span):
+            assert (ROOT / span).exists(), span
+        if re.fullmatch(r"test_\w+", span):
+            assert span in TESTS, span
+
+
+@cache
+def texts_of_the_package() -> str:
+    """All strings of the server, one a line."""
+    return "\n".join(
+        " ".join(node.value.split())
+        for path in (ROOT / "server" / "ortserve").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+@of_each_page
+def test_log_lines_that_are_quoted_are_written(page: Path) -> None:
+    text = " ".join(page.read_text().split())
+    for line in re.findall(r'(?:log line|line|warning|logs|says) "([^"]+)"', text):
+        assert line in texts_of_the_package(), line
+
+
+@pytest.mark.parametrize("command", commands(), ids=str)
+def test_commands_name_programs_targets_extras_and_options_that_exist(command: Command, tmp_path: Path) -> None:
+    program, *arguments = command.words
+    assert program in PROGRAMS
+    if program == "make":
+        targets = re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(arguments) <= set(targets)
+    if program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        named = re.findall(r"\.\[([\w,]+)\]", command.text)
+        assert {extra for group in named for extra in group.split(",")} <= set(extras)
+    if program == ".venv/bin/python":
+        assert (ROOT / arguments[0]).is_file()
+    if program == "ortserve" and arguments[0] == "serve":
+        flags = vars(build_parser().parse_intermixed_args(arguments[1:]))
+        read_options({name: value for name, value in flags.items() if not name.endswith("_file")}, None)
+
+
+def test_samples_of_options_are_valid(tmp_path: Path) -> None:
+    of_model, of_server = blocks("yaml", (DOCS / "models.md").read_text())
+    assert ModelOptions.model_validate(yaml.safe_load(of_model)).max_rows == 64
+    (tmp_path / "options.yaml").write_text(of_server)
+    options = read_options({}, tmp_path / "options.yaml")
+    assert (options.http_port, options.log_format) == (9000, "json")
+    (of_provider,) = blocks("yaml", (DOCS / "execution-providers.md").read_text())
+    assert len(ModelOptions.model_validate(yaml.safe_load(of_provider)).execution_providers or ()) == 3
+
+
+def test_table_of_errors_is_that_of_the_server() -> None:
+    rows = re.findall(r"^\| (\w+) \| (\d+) \| ([A-Z_]+) \|", (DOCS / "protocol.md").read_text(), re.MULTILINE)
+    assert {kind: (int(http), grpc) for kind, http, grpc in rows} == {
+        kind.value: (status.http, status.grpc.name)
+        for kind, status in STATUSES.items()
+        if kind is not ErrorKind.CONFLICT  # of the start alone: a port is taken
+    }
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
+def test_every_load_test_is_listed() -> None:
+    listed = set(re.findall(r"`(\w+\.py)`", (ROOT / "loadtests" / "README.md").read_text()))
+    scripts = {path.name for path in (ROOT / "loadtests").glob("*.py") if "argparse" in path.read_text()}
+    assert scripts <= listed
+    assert all((ROOT / "loadtests" / name).exists() for name in listed)
+
+
+def test_every_protection_names_a_test_or_an_option() -> None:
+    page = (DOCS / "threat-model.md").read_text()
+    claims = re.findall(r"^- (.*?)(?=\n- |\n\n|\Z)", page[page.index("## ") :], re.MULTILINE | re.DOTALL)
+    assert len(claims) > 30
+    for claim in claims:
+        assert "test" in claim or "`--" in claim, claim
+
+
+def build_site(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """As ``make docs`` does it."""
+    command = re.search(r"\$\(BIN\)/mkdocs (build .*)", (ROOT / "Makefile").read_text())
+    assert command is not None
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", *command[1].split(), "--site-dir", site],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def test_site_is_built_and_asks_no_other_host(tmp_path: Path) -> None:
+    """Links to other hosts are for readers; scripts, styles, fonts and pictures are the site's own."""
+    done = build_site(ROOT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    built = {page.relative_to(tmp_path) for page in tmp_path.rglob("index.html")}
+    assert len(built) == len([*DOCS.rglob("*.md")])
+    for page in tmp_path.rglob("*.html"):
+        text = page.read_text()
+        assert not re.findall(r'<script[^>]+src="(?:https?:)?//', text), page
+        assert not re.findall(r'<link[^>]+rel="(?:stylesheet|preconnect|preload)"[^>]+href="(?:https?:)?//', text), page
+        assert not re.findall(r'<(?:img|iframe)[^>]+src="(?:https?:)?//', text), page
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "complaint"),
+    [
+        ("gpu.md", "[broken](nowhere.md)", "nowhere.md"),
+        ("gpu.md", "[broken](batching.md#nowhere)", "#nowhere"),
+        ("extra.md", "A page that is in no menu.", "extra.md"),
+    ],
+)
+def test_site_with_a_fault_is_not_built(page: str, text: str, complaint: str, tmp_path: Path) -> None:
+    shutil.copytree(DOCS, tmp_path / "docs")
+    for file in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copyfile(ROOT / file, tmp_path / file)
+    with (tmp_path / "docs" / page).open("a") as broken:
+        broken.write(f"\n{text}\n")
+    done = build_site(tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert complaint in done.stderr
