@@ -320,7 +320,7 @@ def test_open_stream_does_not_hold_up_the_end_of_the_server_and_what_it_asked_is
             assert result.get_response().id == str(number)
         _, error = answers.get(timeout=LONG_S)
         assert error.status() == "StatusCode.UNAVAILABLE"
-        assert "the server is stopping" in error.message()
+        assert "the server is shutting down" in error.message()
         client.stop_stream()
         assert server.wait() == 0
         assert "Traceback" not in server.output

@@ -18,9 +18,9 @@ from grpc_frontends import LONG_S, Frontend, frontend, infer_request, wait_until
 from ortserve.codecs.grpc_wire import varint
 from ortserve.config.grpc import GrpcOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME
-from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.header_blocks import literal
+from ortserve.frontends.grpc.router import SMALL_MESSAGE_BYTES
 from ortserve.service.gate import BodyGate
 from raw_grpc import end_of_call
 

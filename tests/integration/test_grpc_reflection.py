@@ -122,7 +122,7 @@ UNANSWERABLE = {
         grpc.StatusCode.NOT_FOUND,
         "extension 7",
     ),
-    "nothing": (pb.ServerReflectionRequest(host="h"), grpc.StatusCode.INVALID_ARGUMENT, "nothing"),
+    "nothing": (pb.ServerReflectionRequest(host="h"), grpc.StatusCode.INVALID_ARGUMENT, "got none"),
 }
 
 

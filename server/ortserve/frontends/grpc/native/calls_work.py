@@ -15,7 +15,7 @@ from ortserve.frontends.grpc.calls import (
     Metadata,
     MetadataEntry,
     QuickCall,
-    check,
+    check_key,
     seen,
     status_of,
 )
@@ -74,7 +74,7 @@ class CallsWork:
     def begin(self, stream: Stream, sending: Sending) -> None:
         if self._guards is not None:
             guard = self._guards.get(stream.head.path)
-            if guard is not None and (error := check(guard, stream.head.metadata)) is not None:
+            if guard is not None and (error := check_key(guard, stream.head.metadata)) is not None:
                 sending.end(stream, *status_of(error))
                 return
         if self._encoding and self._encoding in stream.head.accepts:

@@ -8,9 +8,9 @@ import grpc
 
 from ortserve.codecs.compression import Encoding, Inflater
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.message_limits import too_large
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW
+from ortserve.frontends.grpc.router import too_large
 from ortserve.frontends.inflating import inflate_all
 from ortserve.service.gate import Hold
 

@@ -5,7 +5,7 @@ from typing import Final
 import grpc
 
 from ortserve.core.large_memory import LargeMemory
-from ortserve.frontends.grpc.message_limits import too_large
+from ortserve.frontends.grpc.router import too_large
 from ortserve.frontends.large_body import LargeBody, begin_large
 
 PREFIX_BYTES: Final = 5

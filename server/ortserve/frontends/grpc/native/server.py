@@ -8,12 +8,12 @@ from typing import Final
 from ortserve.clock import Clock
 from ortserve.frontends.connection_age import draw_age_s
 from ortserve.frontends.grpc.calls import Handler, QuickCall
-from ortserve.frontends.grpc.message_limits import max_message_bytes
 from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.losses import Losses
 from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
+from ortserve.frontends.grpc.router import max_message_bytes
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.listening import open_listener

@@ -1,47 +1,25 @@
-"""Health and metadata: the calls that ask about the server and its models."""
+"""RPCs that read the state of the server and its models: health, metadata and configuration."""
 
-from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from google.protobuf.message import Message
 
 from ortserve._pb import grpc_service_pb2 as pb
+from ortserve._pb import management_pb2
+from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.codecs.grpc_infer import parse_message, require_version_number
 from ortserve.core.signature import TensorSpec
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering
-
-
-class ServerMetadata(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def extensions(self) -> Sequence[str]: ...
-
-
-class ModelMetadata(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def versions(self) -> Sequence[str]: ...
-    @property
-    def platform(self) -> str: ...
-    @property
-    def inputs(self) -> Sequence[TensorSpec]: ...
-    @property
-    def outputs(self) -> Sequence[TensorSpec]: ...
-    @property
-    def properties(self) -> Mapping[str, str]: ...
+from ortserve.service.models import ModelMetadata, ServerMetadata
 
 
 class Models(Protocol):
-    """What this frontend needs of the model service."""
+    """The parts of the model service that these RPCs use."""
 
     def is_live(self) -> bool: ...
     def is_ready(self) -> bool: ...
     def is_model_ready(self, name: str, version: str) -> bool:
-        """Whether a model can be asked now; False for an unknown one. ``version`` is ``""`` for any."""
+        """Whether a model accepts requests now; False for an unknown one. ``version`` is ``""`` for any."""
         ...
 
     def server_metadata(self) -> ServerMetadata: ...
@@ -49,9 +27,13 @@ class Models(Protocol):
         """Raises ServeError: not_found, not_ready."""
         ...
 
+    def model_config(self, name: str, version: str) -> ModelConfig:
+        """Raises ServeError: not_found, not_ready."""
+        ...
 
-class MetadataCalls:
-    """Answers what there is to know about the server and its models."""
+
+class ModelCalls:
+    """Handlers of the RPCs that read the state of the server and its models."""
 
     service = SERVICE_NAME
 
@@ -65,6 +47,7 @@ class MetadataCalls:
             "ModelReady": answering(self._model_ready),
             "ServerMetadata": answering(self._server_metadata),
             "ModelMetadata": answering(self._model_metadata),
+            "ModelConfig": answering(self._model_config),
         }
 
     def _server_live(self, data: bytes) -> Message:
@@ -97,6 +80,11 @@ class MetadataCalls:
             outputs=map(_tensor_metadata, metadata.outputs),
             properties=metadata.properties,
         )
+
+    def _model_config(self, data: bytes) -> Message:
+        request = parse_message(management_pb2.ModelConfigRequest, data)
+        require_version_number(request.version)
+        return management_pb2.ModelConfigResponse(config=self._models.model_config(request.name, request.version))
 
 
 def _tensor_metadata(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:

@@ -10,9 +10,8 @@ from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, infer_request
 from ortserve._pb import reflection_v1_pb2
 from ortserve.frontends.grpc.calls import Calls
-from ortserve.frontends.grpc.health_calls import HealthCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
-from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
+from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
 
 

@@ -16,10 +16,9 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.codecs.grpc_infer import parse_message
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import Context, Handler, Handlers, answering, awaiting, streaming
-from ortserve.frontends.grpc.health_calls import HealthCalls
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
-from ortserve.frontends.grpc.reflection_calls import ReflectionCalls
+from ortserve.frontends.grpc.standard_calls import HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
 
 GARBAGE = b"\xff" * 1000

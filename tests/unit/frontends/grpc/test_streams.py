@@ -44,7 +44,7 @@ async def test_drain_cancels_what_waits_and_whatever_comes_after() -> None:
     await asyncio.sleep(0)
     streams.begin_drain()
     for work in (waiting, streams.until_drain(asyncio.Event().wait())):
-        with pytest.raises(ServeError, match="the server is stopping") as caught:
+        with pytest.raises(ServeError, match="the server is shutting down") as caught:
             await work
         assert caught.value.kind is ErrorKind.NOT_READY
 

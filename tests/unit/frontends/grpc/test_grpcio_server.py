@@ -4,7 +4,7 @@ import pytest
 
 from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
 from ortserve.config.grpc import GrpcOptions
-from ortserve.frontends.grpc.channel import channel_arguments
+from ortserve.frontends.grpc.grpcio_server import channel_arguments
 
 DEFAULTS = {
     "grpc.max_receive_message_length": 1000,

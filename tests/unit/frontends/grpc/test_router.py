@@ -1,9 +1,17 @@
-"""Which calls take large messages."""
+"""The handler of each call, and how large its messages may be."""
 
 import pytest
 
+from fakes.service import FakeModelService
 from ortserve.frontends.access import GRPC_GROUPS
-from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES, is_small, max_message_bytes, too_large
+from ortserve.frontends.grpc.model_calls import ModelCalls
+from ortserve.frontends.grpc.router import SMALL_MESSAGE_BYTES, Router, is_small, max_message_bytes, too_large
+
+
+def test_method_with_two_handlers_is_refused_at_the_start() -> None:
+    calls = ModelCalls(FakeModelService())
+    with pytest.raises(ValueError, match="two handlers for /inference"):
+        Router([calls, calls])
 
 
 def test_all_calls_but_those_that_bring_tensors_or_models_take_small_messages() -> None:
