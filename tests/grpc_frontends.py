@@ -22,7 +22,7 @@ from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.management_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.model_calls import ModelCalls
-from ortserve.frontends.grpc.native.limits import ENCODINGS, connection_limits
+from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
@@ -87,7 +87,7 @@ class Frontend:
                 clock=monotonic_ns,
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,
-                encoding=ENCODINGS[chosen.grpc_response_compression],
+                encoding=RESPONSE_ENCODINGS[chosen.grpc_response_compression],
                 tls=TlsEntrance(
                     lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
                 )

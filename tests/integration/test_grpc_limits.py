@@ -248,7 +248,7 @@ async def test_answer_that_its_caller_does_not_take_ends_with_the_time_and_its_m
     ):
         end = await asyncio.to_thread(end_of_call, front.address, INFER, sent, window=0)
         assert end["grpc-status"] == str(grpc.StatusCode.CANCELLED.value[0])
-        assert end["grpc-message"].startswith("grpc_send_timeout_s: nothing of an answer was taken")
+        assert end["grpc-message"].startswith("grpc_send_timeout_s: the caller read nothing of the answer")
         await ask(channel)
 
 

@@ -32,7 +32,7 @@ from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
 from ortserve.frontends.grpc.management_calls import ManagementCalls, SharedMemoryCalls
 from ortserve.frontends.grpc.model_calls import ModelCalls
-from ortserve.frontends.grpc.native.limits import ENCODINGS, connection_limits
+from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
@@ -310,7 +310,7 @@ class _Frontends:
             clock=monotonic_ns,
             on_cut_answer=self.metrics.cut_answer,
             on_connection_error=self.metrics.connection_error,
-            encoding=ENCODINGS[options.grpc_response_compression],
+            encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
             guards=router.guards,
             tls=self._entrance("grpc", options.grpc_max_connections, alpn="h2"),
         )

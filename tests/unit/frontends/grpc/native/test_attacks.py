@@ -464,7 +464,7 @@ def test_floods_are_logged_once_a_second_and_counted_each(caplog: pytest.LogCapt
     async def test(wire: Wire, client: Client) -> None:
         loop = asyncio.get_running_loop()
         for wait_s in (0.4, 0.4, 0.4, 0.4):
-            flooded = Wire(loop, wire.clock, losses=wire.losses)
+            flooded = Wire(loop, wire.clock, errors=wire.errors)
             flooded.feed(frames.PREFACE + frames.settings({}) * 3_000)
             await flooded.turn()
             assert flooded.transport.is_lost

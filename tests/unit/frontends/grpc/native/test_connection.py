@@ -25,9 +25,9 @@ from native_wire import (
     on_wire,
 )
 from ortserve.frontends.grpc.native import frames
-from ortserve.frontends.grpc.native.compression import deflate
-from ortserve.frontends.grpc.native.connection import Connection, MessageReceiver
+from ortserve.frontends.grpc.native.connection import MessageReceiver
 from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.messages import deflate
 
 OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 1, 4, 8, 12, 13
 
@@ -243,7 +243,7 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
         assert answer.status == {ECHO: OK, FAIL: 3, SLOW: OK}.get(path, UNIMPLEMENTED)
         assert answer.is_ended
         assert answer.reset in (None, ErrorCodes.NO_ERROR)  # h2 tells of no reset after the end
-        assert not wire.connection._receiving.streams
+        assert not wire.connection._sending.streams
         # What was on its way is nobody's any more, and does no harm.
         header = frames.frame(frames.DATA, 0, stream, b"late")
         wire.feed(header + frames.frame(frames.RST_STREAM, 0, stream, bytes(4)))
@@ -261,7 +261,7 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
         (ECHO, b"\0\0\0\0\5abc", INTERNAL, b"the stream ended in the middle of a message"),
         (STREAM, b"\0\0", INTERNAL, b"the stream ended in the middle of a message"),
         (ECHO, framed(b"x", flag=2), INTERNAL, b"message flags: expected 0 or 1, got 2"),
-        (STREAM, framed(b"x", flag=1), INTERNAL, b"a message is compressed, but grpc-encoding names nothing"),
+        (STREAM, framed(b"x", flag=1), INTERNAL, b"a message is compressed, and grpc-encoding names no encoding"),
         (ECHO, b"\0\xff\xff\xff\xff", EXHAUSTED, b"message larger than max_body_bytes"),
         (FAIL, framed(b"x"), 3, b"it is 100 %25 wrong: %C3%BC"),
         (BOOM, framed(b"x"), INTERNAL, b"internal error"),
@@ -339,7 +339,7 @@ def test_call_whose_caller_waits_no_longer_is_cancelled_and_forgotten(path: str,
             await wire.turn()
         await wire.work.until_done()
         assert (wire.running, wire.cancelled) == (0, 1)
-        assert not wire.connection._receiving.streams
+        assert not wire.connection._sending.streams
 
     on_wire(test)
 
@@ -643,7 +643,7 @@ def test_stalled_message_ends_its_call_and_gives_its_room_back() -> None:
         await asyncio.sleep(62)
         await client.exchange()
         assert client.answers[stalled].status == CANCELLED
-        assert b"less than 4096 bytes a second came of a message for 60 s" in client.answers[stalled].text
+        assert b"received less than 4096 bytes a second of a message for 60 s" in client.answers[stalled].text
         assert wire.gate.held_bytes == 0
         assert not client.answers[waiting].is_ended
 
@@ -691,7 +691,7 @@ def test_answer_of_which_nothing_is_taken_ends_its_call_and_no_other(path: str) 
         stuck = client.open(path)
         await client.send_all(stuck, framed(bytes(100_000)))
         await client.exchange()
-        assert wire.room.held_bytes > 30_000
+        assert wire.budget.held_bytes > 30_000
         await asyncio.sleep(59)
         await client.exchange()
         assert not client.answers[stuck].is_ended
@@ -699,8 +699,8 @@ def test_answer_of_which_nothing_is_taken_ends_its_call_and_no_other(path: str) 
         await asyncio.sleep(3)
         await client.exchange()
         assert client.answers[stuck].status == CANCELLED
-        assert client.answers[stuck].text == b"grpc_send_timeout_s: nothing of an answer was taken for 60 s"
-        assert wire.room.held_bytes == 0
+        assert client.answers[stuck].text == b"grpc_send_timeout_s: the caller read nothing of the answer for 60 s"
+        assert wire.budget.held_bytes == 0
         assert (await client.call(ECHO, b"y")).messages == [b"y"]
 
     on_wire(test)
@@ -792,7 +792,7 @@ def test_connection_whose_peer_takes_a_little_now_and_then_is_kept() -> None:
 
 def test_connection_with_most_unsent_loses_its_oldest_calls_and_others_nothing() -> None:
     async def test(wire: Wire, client: Client) -> None:
-        other = Wire(asyncio.get_running_loop(), wire.clock, room=wire.room)
+        other = Wire(asyncio.get_running_loop(), wire.clock, budget=wire.budget)
         honest = Client(other)
         await honest.exchange()
         honest.reads = False
@@ -800,7 +800,7 @@ def test_connection_with_most_unsent_loses_its_oldest_calls_and_others_nothing()
         for stream in streams:
             await client.send_all(stream, framed(bytes(50_000)))
         await client.exchange()
-        assert wire.room.held_bytes == 3 * 50_005
+        assert wire.budget.held_bytes == 3 * 50_005
         slow = honest.open(ECHO)
         await honest.send_all(slow, framed(bytes(130_000)))
         await honest.exchange()
@@ -808,7 +808,7 @@ def test_connection_with_most_unsent_loses_its_oldest_calls_and_others_nothing()
         ended = [answer for answer in client.answers.values() if answer.is_ended]
         assert ended == [client.answers[streams[0]]]
         assert ended[0].status == EXHAUSTED
-        assert ended[0].text.startswith(b"grpc_unsent_bytes: callers have not taken")
+        assert ended[0].text.startswith(b"grpc_unsent_bytes: expected at most 200000 bytes of unsent answers, got")
         honest.h2.increment_flow_control_window(1_000_000)
         honest.h2.increment_flow_control_window(1_000_000, slow)
         await honest.exchange()
@@ -860,9 +860,7 @@ def test_connection_beyond_the_limit_is_closed_without_settings() -> None:
     """Clients who got SETTINGS would come again at once."""
 
     async def test(wire: Wire, client: Client) -> None:
-        other = Connection(
-            wire.work, Limits(max_connections=1), wire.connections, wire.room, wire.losses, wire.clock, None
-        )
+        other = wire.connect(Limits(max_connections=1))
         transport = FakeTransport(asyncio.get_running_loop(), other)
         other.connection_made(transport)
         assert transport.take() == b""
@@ -880,7 +878,7 @@ def test_nothing_of_a_closed_stream_is_kept() -> None:
         for _ in range(200):
             await client.call(ECHO, b"x")
             await client.call(STREAM, b"x")
-        assert not wire.connection._receiving.streams
+        assert not wire.connection._sending.streams
         assert not wire.connection._sending._waiting
         assert not wire.work._tasks
 

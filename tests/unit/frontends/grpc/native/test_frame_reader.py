@@ -27,6 +27,9 @@ class Heard:
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
         self.told.append(("block", stream_id, block, is_end))
 
+    def on_window_update(self, stream_id: int, payload: bytes) -> None:
+        self.on_frame(frames.WINDOW_UPDATE, 0, stream_id, payload)
+
     def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         self.told.append(("frame", kind, flags, stream_id, payload))
 

@@ -13,7 +13,7 @@ GRPC = (b"content-type", b"application/grpc")
 
 def test_call_without_anything_special() -> None:
     head = read_head((*PSEUDO, GRPC))
-    assert (head.path, head.timeout_ns, head.encoding, head.http_status, head.refusal) == (
+    assert (head.path, head.timeout_ns, head.encoding, head.http_status, head.rejection) == (
         "/a/B",
         None,
         b"identity",
@@ -33,8 +33,8 @@ def test_timeout_has_a_unit(value: bytes, ns: int) -> None:
 @pytest.mark.parametrize("value", [b"", b"S", b"1", b"123456789S", b"-1S", b"1.5S", b"\xb2S"])
 def test_timeout_that_is_none_is_refused(value: bytes) -> None:
     head = read_head((*PSEUDO, GRPC, (b"grpc-timeout", value)))
-    assert head.refusal is not None
-    assert "grpc-timeout" in head.refusal[1]
+    assert head.rejection is not None
+    assert "grpc-timeout" in head.rejection[1]
 
 
 def test_metadata_is_text_or_binary_by_its_name() -> None:

@@ -234,7 +234,7 @@ class TransportMachine(RuleBasedStateMachine):
                 assert answer.status in (UNIMPLEMENTED, 0, DEADLINE)
             elif not call.has_deadline and not call.is_wrong:
                 assert answer.status == {FAIL: 3, "/nothing/Here": UNIMPLEMENTED}.get(call.path, 0)
-        assert not self.wire.connection._receiving.streams
+        assert not self.wire.connection._sending.streams
         assert self.wire.connection._sending.unsent_bytes == 0
         await end(self.wire)
 

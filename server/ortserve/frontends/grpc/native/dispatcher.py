@@ -1,10 +1,10 @@
-"""From streams to the handlers of the calls: quick ones without a task, all others as grpc.aio would run them."""
+"""Runs the handlers of calls: quick ones without a task, all others in a task as grpc.aio would run them."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 
@@ -19,10 +19,9 @@ from ortserve.frontends.grpc.calls import (
     seen,
     status_of,
 )
-from ortserve.frontends.grpc.native.compression import compressed
-from ortserve.frontends.grpc.native.context import NativeContext
-from ortserve.frontends.grpc.native.header_blocks import literal
-from ortserve.frontends.grpc.native.sending import Sending, metadata_block
+from ortserve.frontends.grpc.native.header_blocks import literal, metadata_block
+from ortserve.frontends.grpc.native.messages import RejectedMessageError, compress, inflate
+from ortserve.frontends.grpc.native.sending import Sending
 from ortserve.frontends.grpc.native.stream import Stream
 from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
@@ -30,8 +29,8 @@ from ortserve.service.gate import Hold
 logger: Final = logging.getLogger(__name__)
 
 
-class CallsWork:
-    """The ``Work`` of connections. Loop thread only.
+class CallDispatcher:
+    """Starts the handlers for the calls of all connections. Loop thread only.
 
     Attributes:
         memory: For large messages.
@@ -47,16 +46,16 @@ class CallsWork:
         encoding: bytes = b"",
         guards: Mapping[str, Guard] | None = None,
     ) -> None:
-        """Take what answers.
+        """Store the parameters.
 
         Args:
-            find: The handler of a path; there is one for each.
+            find: The handler for a path; there is one for every path.
             quick: By path, unary calls that need no task.
-            hold: Lets so many bytes of a request in. Raises ServeError: overloaded.
-            max_message_bytes: Of a message by its path, also without its compression; quick calls take as large ones
-                as the connection.
-            encoding: How answers are compressed to callers who understand it; empty for not at all.
-            guards: By path, what asks callers for their keys.
+            hold: Reserves memory for a request, in bytes. Raises ServeError: overloaded.
+            max_message_bytes: Limit of a message by path, before and after decompression. The connection's limit
+                applies to quick calls.
+            encoding: Of answers to callers that accept it; empty for uncompressed answers.
+            guards: By path, check the keys of callers.
         """
         self._guards = guards or None
         self._find = find
@@ -69,9 +68,11 @@ class CallsWork:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open_hold(self) -> Hold:
+        """An empty reservation for a request."""
         return self._hold(0)
 
     def begin(self, stream: Stream, sending: Sending) -> None:
+        """Start a call whose headers have arrived."""
         if self._guards is not None:
             guard = self._guards.get(stream.head.path)
             if guard is not None and (error := check_key(guard, stream.head.metadata)) is not None:
@@ -84,6 +85,7 @@ class CallsWork:
             self._start_handler(stream, sending)
 
     def on_message(self, stream: Stream, sending: Sending) -> None:
+        """Continue a call that has new messages, or whose caller has ended its side."""
         if stream.takes_messages:
             stream.wake_reader()
             return
@@ -93,7 +95,7 @@ class CallsWork:
             sending.end(stream, grpc.StatusCode.UNIMPLEMENTED, text, is_prompt=True)
             return
         if has_begun:
-            return  # the caller has sent all only now
+            return  # only the end of the caller's side is new
         if stream.messages[0][1]:  # compressed
             self._start_handler(stream, sending)
             return
@@ -105,7 +107,7 @@ class CallsWork:
         on_failure = partial(_on_failure, stream, sending)
         try:
             cancel = self._quick[stream.head.path](message, timeout_ns, stream.head, on_answer, on_failure)
-        except Exception as error:  # noqa: BLE001 - it would end the connection, and all of its calls
+        except Exception as error:  # noqa: BLE001 - it would end the connection with all of its calls
             _on_failure(stream, sending, seen(error))
             return
         if not stream.is_over and stream.trailers is None:
@@ -132,7 +134,7 @@ class CallsWork:
             self._start(stream, _answer_compressed(stream, sending, answer, metadata))
 
     async def until_done(self) -> None:
-        """Wait for what still winds up after its stream was left."""
+        """Wait for tasks that still run after their stream was reset."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
@@ -143,18 +145,93 @@ class CallsWork:
 
     def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)  # the loop itself would let go of one that waits
+        self._tasks.add(task)  # the loop keeps no strong reference to a waiting task
         task.add_done_callback(self._tasks.discard)
         stream.cancel = partial(_cancel, task)
 
 
+class NativeContext:
+    """The part of ``grpc.aio.ServicerContext`` that the handlers use. Loop thread only, from within the call's task.
+
+    Attributes:
+        trailing: Trailing metadata of the answer.
+    """
+
+    def __init__(self, stream: Stream, sending: Sending, open_hold: Callable[[], Hold]) -> None:
+        """``open_hold`` makes a reservation for the decompressed form of a message."""
+        self._stream = stream
+        self._sending = sending
+        self._open_hold = open_hold
+        self.trailing: tuple[tuple[str, str | bytes], ...] = ()
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the deadline, None without one."""
+        by_ns = self._stream.deadline_ns
+        return None if by_ns is None else max(0.0, (by_ns - self._sending.clock()) / 1e9)
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return self._stream.head.metadata
+
+    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        self.trailing = tuple(metadata)
+
+    async def read(self) -> Any:
+        """The next message; ``grpc.aio.EOF`` after the last one, or if the call has ended."""
+        stream = self._stream
+        while not stream.messages:
+            if stream.is_half_closed or stream.is_over:
+                return grpc.aio.EOF
+            stream.reading = asyncio.get_running_loop().create_future()
+            try:
+                await stream.reading
+            finally:
+                stream.reading = None
+        message, is_compressed = stream.take()
+        if not stream.messages:
+            self._sending.credit(stream)
+        if not is_compressed:
+            return message
+        try:
+            # The handler reserves memory for the message itself, in the same turn in which this reservation ends.
+            with self._open_hold() as hold:
+                hold.count(len(message))
+                return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
+        except RejectedMessageError as error:
+            self._sending.end(stream, error.code, error.text, is_prompt=True)
+        except ServeError as error:
+            self._sending.end(stream, *status_of(error), is_prompt=True)
+        return grpc.aio.EOF
+
+    async def write(self, message: bytes | memoryview) -> None:
+        """Send a message; returns when the transport has accepted it."""
+        await self.send(message)
+        stream = self._stream
+        while stream.unsent:
+            stream.writing = asyncio.get_running_loop().create_future()
+            await stream.writing
+
+    async def send(self, message: bytes | memoryview) -> None:
+        """Queue a message, compressed if the caller accepts that."""
+        stream = self._stream
+        is_compressed = False
+        if stream.encoding:
+            message, is_compressed = await compress(message, stream.encoding)
+        self._sending.send_message(stream, message, is_compressed=is_compressed)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> NoReturn:
+        self._sending.end(self._stream, code, details, (*self.trailing, *trailing_metadata))
+        raise grpc.aio.AbortError
+
+
 def _on_failure(stream: Stream, sending: Sending, error: ServeError) -> None:
     stream.cancel = None
-    sending.end(stream, *status_of(error), is_prompt=True)  # of an answer that failed in its middle, nothing more
+    sending.end(stream, *status_of(error), is_prompt=True)  # drops the rest of an answer that failed in its middle
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
-    if task is not asyncio.current_task():  # else it is over because its handler has ended it
+    if task is not asyncio.current_task():  # a handler that ends its own call goes on to its end
         task.cancel()
 
 
@@ -172,7 +249,7 @@ async def _run(handler: Handler, stream: Stream, sending: Sending, context: Nati
     except grpc.aio.AbortError:
         pass
     except asyncio.CancelledError:
-        sending.end(stream, grpc.StatusCode.CANCELLED, "the call was cancelled")  # unless its caller has left
+        sending.end(stream, grpc.StatusCode.CANCELLED, "the call was cancelled")  # if the caller is still connected
         raise
     except Exception:
         logger.exception("call failed")
@@ -181,7 +258,7 @@ async def _run(handler: Handler, stream: Stream, sending: Sending, context: Nati
 
 async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes | memoryview, metadata: Metadata) -> None:
     try:
-        message, is_compressed = await compressed(answer, stream.encoding)
+        message, is_compressed = await compress(answer, stream.encoding)
         sending.send_message(stream, message, is_compressed=is_compressed)
         sending.end(stream, grpc.StatusCode.OK, metadata=metadata)
     except Exception:
