@@ -17,6 +17,9 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
+from transports import ON_BOTH_TRANSPORTS
+
+pytestmark = ON_BOTH_TRANSPORTS
 
 
 @pytest.fixture
