@@ -59,11 +59,11 @@ class Inference(Protocol):
         ...
 
     def begin(self, call: Call, encoded: EncodedRequest) -> Pending:
-        """Enqueue a call; its ``outputs`` are to be awaited and then given to ``finish``. Raises ServeError."""
+        """Queue a call; wait for ``outputs`` and ``finish`` it. Raises ServeError."""
         ...
 
     def finish(self, pending: Pending, encoder: AnswerEncoder[T]) -> T | None:
-        """The answer, or None while a thread encodes it; call again then. Raises ServeError, CancelledError."""
+        """The answer; None where a thread encodes it: call again then. Raises ServeError, CancelledError."""
         ...
 
 
@@ -105,7 +105,7 @@ class InferCalls:
             return None
         try:
             pending = self._inference.begin(call, GrpcRequest(data))
-        except Exception as error:  # noqa: BLE001 - every failure becomes a status
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
             hold.release()
             on_failure(seen(error))
             return None
@@ -135,8 +135,8 @@ class InferCalls:
             on_answer(answer, pending.call.timing.server_timing(), report)
         except asyncio.CancelledError:
             hold.release()
-            on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # the caller may be connected
-        except Exception as error:  # noqa: BLE001 - an exception raised in a callback would leave the call unanswered
+            on_failure(ServeError(ErrorKind.CANCELLED, "the request was cancelled"))  # if its caller is still there
+        except Exception as error:  # noqa: BLE001 - an exception that leaves here is lost, and the caller waits on
             hold.release()
             on_failure(seen(error))
 

@@ -39,14 +39,14 @@ class StreamQuota:
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._may_read = asyncio.Event()
+        self._may_read.set()
         self.requests = 0
         self.held_bytes = 0
 
     async def wait(self) -> None:
         """Wait until one more request may be read. Its size is unknown until then, so any size is admitted."""
-        await self._has_room.wait()
+        await self._may_read.wait()
 
     def reserve(self, size: int) -> None:
         """Count a request of ``size`` bytes."""
@@ -65,9 +65,9 @@ class StreamQuota:
     def _change_bytes(self, change: int) -> None:
         self.held_bytes += change
         if self.requests < self._max_requests and self.held_bytes < self._max_bytes:
-            self._has_room.set()
+            self._may_read.set()
         else:
-            self._has_room.clear()
+            self._may_read.clear()
 
 
 class InferStreamCalls:

@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
 
     # Called by the receiver of large messages
 
-    def room(self) -> memoryview | None:
+    def next_buffer(self) -> memoryview | None:
         """The memory for the next bytes; None if the next bytes are not part of a large message."""
         large = self._receiving.placing()
         if large is None or not self._reader.data_left:
@@ -158,7 +158,7 @@ class Connection(asyncio.Protocol):
         return large.room()[: self._reader.data_left]
 
     def on_placed(self, count: int) -> None:
-        """Count bytes that were written to ``room``."""
+        """Count bytes that were written to ``next_buffer``."""
         self.on_bytes(None, placed=count)
 
     def go_on(self) -> None:
@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
             self._transport.set_protocol(self)
 
     def on_bytes(self, data: bytes | None, *, placed: int = 0) -> None:
-        """Process the next bytes; None for ``placed`` bytes that were written to ``room``."""
+        """Process the next bytes; None for ``placed`` bytes that were written to ``next_buffer``."""
         if self._is_failed:
             return
         now_ns = self._clock()
@@ -269,9 +269,9 @@ class MessageReceiver(Receiver):
         self._is_placing = False
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        room = self._connection.room()
-        self._is_placing = room is not None
-        return self._between if room is None else room
+        buffer = self._connection.next_buffer()
+        self._is_placing = buffer is not None
+        return self._between if buffer is None else buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         connection = self._connection

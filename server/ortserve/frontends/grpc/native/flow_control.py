@@ -16,25 +16,25 @@ class ReceiveWindow:
     Half of the window is returned to the peer at a time, so that few WINDOW_UPDATEs are sent.
     """
 
-    __slots__ = ("_half", "_room", "_taken")
+    __slots__ = ("_half", "_left", "_taken")
 
     def __init__(self, size: int) -> None:
         self._half = size // 2
-        self._room = size
+        self._left = size
         self._taken = 0
 
     def take(self, size: int) -> bool:
         """Count received bytes. Returns False if the window was too small for them."""
-        self._room -= size
+        self._left -= size
         self._taken += size
-        return self._room >= 0
+        return self._left >= 0
 
     def credit(self) -> int:
         """Bytes to return to the peer now that all received ones were consumed; 0 below half of the window."""
         taken = self._taken
         if taken < self._half:
             return 0
-        self._room += taken
+        self._left += taken
         self._taken = 0
         return taken
 

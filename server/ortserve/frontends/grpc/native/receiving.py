@@ -86,9 +86,9 @@ class Receiving:
             self._check_begun(stream_id, "DATA")
         if not self._window.take(length):
             raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the connection")
-        room = self._window.credit()
-        if room:
-            self._sending.control(frames.window_update(0, room))
+        credit = self._window.credit()
+        if credit:
+            self._sending.control(frames.window_update(0, credit))
         if length == 0 and (stream is None or not is_end):
             self._charge()
         self._data_stream, self._data_is_end = stream, is_end

@@ -68,16 +68,10 @@ class Sending:
         on_cut_answer: Callable[[str], None],
         on_stream_drained: Callable[[], None],
     ) -> None:
-        """Store the parameters.
+        """``budget`` is shared by all connections.
 
-        Args:
-            loop: Runs the connection.
-            clock: Monotonic nanoseconds.
-            transport: Of the connection.
-            life: Of the connection.
-            budget: For the unsent answers of all connections.
-            on_cut_answer: Counts an answer that ends before the transport has accepted all of it, by its cause.
-            on_stream_drained: Called after a stream has ended while the connection drains.
+        ``on_cut_answer`` counts an answer that ends before the transport has accepted all of it, by its cause.
+        ``on_stream_drained`` is called after a stream has ended while the connection drains.
         """
         self.clock = clock
         self.streams: Final[dict[int, Stream]] = {}
@@ -118,10 +112,10 @@ class Sending:
     def credit(self, stream: Stream) -> None:
         """Return the consumed part of a stream's window to the caller."""
         if not stream.is_half_closed and not stream.is_over:
-            room = stream.window.credit()
-            if room:
+            credit = stream.window.credit()
+            if credit:
                 self.has_answered = True
-                self.control(frames.window_update(stream.id, room))
+                self.control(frames.window_update(stream.id, credit))
 
     # Answers
 
@@ -346,20 +340,20 @@ class Sending:
         budget = _TURN_BYTES
         while unsent:
             part = unsent[0]
-            room = min(stream.send_window, self.window, self._max_frame_size)
-            if room <= 0 or self._is_paused or budget <= 0:
+            allowed = min(stream.send_window, self.window, self._max_frame_size)
+            if allowed <= 0 or self._is_paused or budget <= 0:
                 if stream.send_window > 0:
                     self._waiting[stream.id] = stream
-                if room > 0 and not self._is_paused:
+                if allowed > 0 and not self._is_paused:
                     self.flush()  # so that the transport can pause the writing
                     self._pump_soon()
                 return
-            if len(part) <= room:
+            if len(part) <= allowed:
                 unsent.popleft()
                 self.window_credit += PART_CREDIT
             else:
-                unsent[0] = memoryview(part)[room:]
-                part = memoryview(part)[:room]
+                unsent[0] = memoryview(part)[allowed:]
+                part = memoryview(part)[:allowed]
             size = len(part)
             self.window_credit += size
             stream.send_window -= size
