@@ -68,8 +68,6 @@ INTERPRETED: Final = (
     "batching/timers.py",  # ctypes
     "core/dtypes.py",  # an enum whose members have an __init__
     "core/region.py",  # a base class of what is not compiled
-    "frontends/grpc/native/compression.py",  # functions in functions, which hold themselves until garbage is collected
-    "frontends/grpc/native/server.py",  # likewise
 )
 """What stays as it is among them, and why."""
 

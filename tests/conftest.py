@@ -34,14 +34,14 @@ def http_way(request: pytest.FixtureRequest) -> str:
     return way
 
 
-@pytest.fixture(scope="session", params=["grpcio", "native"])
+@pytest.fixture(scope="session")
 def grpc_transport(request: pytest.FixtureRequest) -> str:
-    """What speaks HTTP/2 on the gRPC port, as ``--grpc-transport`` has it: what holds for one holds for both."""
-    transport: str = request.param
+    """The value of ``--grpc-transport``: ``native``, or each value for tests that are ``ON_BOTH_TRANSPORTS``."""
+    transport: str = getattr(request, "param", "native")
     return transport
 
 
 @pytest.fixture(scope="session")
-def ways(http_way: str) -> tuple[str, ...]:
-    """Flags for tests of both protocols: each way through one of them goes with a way through the other."""
-    return (http_way, f"--grpc-transport={'native' if http_way == '--http-lane' else 'grpcio'}")
+def ways(http_way: str, grpc_transport: str) -> tuple[str, ...]:
+    """Flags for tests of both protocols."""
+    return (http_way, f"--grpc-transport={grpc_transport}")

@@ -17,16 +17,15 @@ from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.clock import monotonic_ns
 from ortserve.config.grpc import GrpcOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
-from ortserve.frontends.grpc.health_calls import HealthCalls
+from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
-from ortserve.frontends.grpc.metadata_calls import MetadataCalls
-from ortserve.frontends.grpc.native.limits import ENCODINGS, connection_limits
+from ortserve.frontends.grpc.management_calls import SharedMemoryCalls
+from ortserve.frontends.grpc.model_calls import ModelCalls
+from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
 from ortserve.frontends.grpc.router import Router
-from ortserve.frontends.grpc.server import GrpcServer
-from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
+from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.service.shared_memory import SharedMemory
@@ -64,16 +63,18 @@ class Frontend:
             InferStreamCalls(
                 inference, self.streams, max_requests=chosen.grpc_stream_requests, max_bytes=chosen.grpc_stream_bytes
             ),
-            MetadataCalls(models),
+            ModelCalls(models),
             SharedMemoryCalls(SharedMemory(is_allowed=True)),
             HealthCalls(models, self.streams, services),
             *(ReflectionCalls(service, self.streams, services) for service in REFLECTION_SERVICES),
         ]
         router = Router(calls)
-        self.server: GrpcServer | NativeGrpcServer
+        self.server: GrpcioServer | NativeGrpcServer
         self.has_tls = transport.endswith(OVER_TLS)
         if transport == "grpcio":
-            self.server = GrpcServer(router, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes)
+            self.server = GrpcioServer(
+                router, self.streams, chosen, host=host, port=port, max_body_bytes=max_body_bytes
+            )
         else:
             self.server = NativeGrpcServer(
                 router.find,
@@ -86,7 +87,7 @@ class Frontend:
                 clock=monotonic_ns,
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,
-                encoding=ENCODINGS[chosen.grpc_response_compression],
+                encoding=RESPONSE_ENCODINGS[chosen.grpc_response_compression],
                 tls=TlsEntrance(
                     lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
                 )

@@ -18,11 +18,11 @@ from ortserve.core.inflight import CANCELLED, InflightRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.calls import CallHead, Context, Handler, MetadataEntry, read, streaming, unary, write
-from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
+from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
+from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
+from ortserve.frontends.grpc.native.flow_control import UnsentBudget
 from ortserve.frontends.grpc.native.limits import Limits
-from ortserve.frontends.grpc.native.losses import Losses
-from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 from ortserve.service.gate import BodyGate
 
 ECHO: Final = "/test/Echo"
@@ -178,8 +178,8 @@ class Wire:
         max_age_s: float | None = None,
         max_inflight_bytes: int = 10**9,
         encoding: bytes = b"",
-        room: UnsentRoom | None = None,
-        losses: Losses | None = None,
+        budget: UnsentBudget | None = None,
+        errors: ConnectionErrors | None = None,
     ) -> None:
         limits = limits or Limits()
         self.clock = clock
@@ -194,14 +194,27 @@ class Wire:
         self._releases: list[InflightRequest | asyncio.Future[None]] = []
         quick = {ECHO: self._echo, FAIL: self._fail, HOLD: self._hold}
         max_message_bytes = limits.max_message_bytes
-        self.work = CallsWork(
+        self.work = CallDispatcher(
             self._find, quick, self.gate.hold, max_message_bytes=lambda _: max_message_bytes, encoding=encoding
         )
-        self.room = room or UnsentRoom(limits.max_unsent_bytes)
-        self.losses = losses or Losses(clock, self.cut_answers.append, self.connection_errors.append)
-        self.connection = Connection(self.work, limits, self.connections, self.room, self.losses, clock, max_age_s)
+        self.budget = budget or UnsentBudget(limits.max_unsent_bytes)
+        self.errors = errors or ConnectionErrors(clock, self.connection_errors.append)
+        self.connection = self.connect(limits, max_age_s)
         self.transport = FakeTransport(loop, self.connection)
         self.connection.connection_made(self.transport)
+
+    def connect(self, limits: Limits, max_age_s: float | None = None) -> Connection:
+        """One more connection of the same port, without a transport."""
+        return Connection(
+            self.work,
+            limits,
+            self.connections,
+            self.budget,
+            self.errors,
+            self.clock,
+            max_age_s,
+            on_cut_answer=self.cut_answers.append,
+        )
 
     def feed(self, data: bytes) -> None:
         """Let bytes arrive."""
@@ -462,4 +475,4 @@ async def end(wire: Wire) -> None:
     await wire.work.until_done()
     assert wire.connection.closed.done()
     assert (wire.running, wire.gate.held_bytes, len(wire.connections)) == (0, 0, 0)
-    assert (wire.room.held_bytes, len(wire.room._holders)) == (0, 0)
+    assert (wire.budget.held_bytes, len(wire.budget._holders)) == (0, 0)

@@ -7,6 +7,7 @@ import pytest
 
 import golden_calls
 from servers import ServerProcess
+from transports import ON_BOTH_TRANSPORTS
 
 CALLS = golden_calls.calls()
 PAGE: dict[str, dict[str, dict[str, Any]]] = json.loads(golden_calls.PAGE.read_text())
@@ -18,6 +19,7 @@ def test_every_call_is_frozen_as_clients_spell_it() -> None:
     }
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("name", CALLS)
 def test_answer_over_a_socket_is_the_frozen_one_to_the_byte(server: ServerProcess, name: str) -> None:
     assert golden_calls.answer(server, CALLS[name]) == PAGE[name]["answer"]

@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2
 
 from models import builders
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, add_model, json_input, serving, starting
+from transports import ON_BOTH_TRANSPORTS
 
 KEYS: Final = {
     "infer": ("infer-key-aaaaaaaaaa", "infer-key-bbbbbbbbbb"),
@@ -184,6 +185,7 @@ def call_grpc(server: ServerProcess, path: str, message: bytes, key: str | None)
         return call.code(), call.details()
 
 
+@ON_BOTH_TRANSPORTS
 @each_grpc_call
 def test_grpc_call_needs_a_key_of_its_group(server: ServerProcess, group: str, call: tuple[str, bytes]) -> None:
     for key, expected in {None: StatusCode.UNAUTHENTICATED, UNKNOWN: StatusCode.UNAUTHENTICATED}.items():
@@ -245,6 +247,7 @@ def test_rest_caller_is_refused_before_its_body_comes(server: ServerProcess, pat
         assert b"\r\nconnection: close\r\n" in came
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelLoad"])
 def test_grpc_caller_is_refused_before_its_message_comes(server: ServerProcess, method: str) -> None:
     answered = threading.Event()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from interpreted import WHY
+from ortserve._pb.model_config_pb2 import ModelConfig
 from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest
@@ -150,6 +151,9 @@ class FakeModelService:
         if self.fault is not None:
             raise self.fault
         return ServerMetadata("ortserve", "1.2.3", ("binary_tensor_data", "parameters"))
+
+    def model_config(self, name: str, version: str) -> ModelConfig:
+        return ModelConfig(name=self.model_metadata(name, version).name)
 
     def model_metadata(self, name: str, version: str) -> ModelMetadata:
         if not self.is_model_ready(name, ""):

@@ -42,11 +42,11 @@ def add_slow(repository: Path, name: str, options: str = "") -> None:
 
 
 @contextmanager
-def serving_slow(repository: Path, grpc_transport: str, **models: str) -> Iterator[ServerProcess]:
+def serving_slow(repository: Path, **models: str) -> Iterator[ServerProcess]:
     """Serve models that ``add_slow`` adds, by name with their options, and let the server learn their latency."""
     for model, options in models.items():
         add_slow(repository, model, options)
-    with serving(repository, "--warmup-s", "0", f"--grpc-transport={grpc_transport}") as server:
+    with serving(repository, "--warmup-s", "0") as server:
         for model in models:
             for _ in range(SEEN_BATCHES):
                 rest_json(server, model, {"x": ROW})
@@ -57,19 +57,7 @@ def serving_slow(repository: Path, grpc_transport: str, **models: str) -> Iterat
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """For tests of REST alone."""
     models = {"slow": "", "promised": "slo_s: 1.0\n", "levelled": "priority_levels: 2\n"}
-    with serving_slow(tmp_path_factory.mktemp("deadlines"), "native", **models) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def grpc_server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, grpc_transport: str
-) -> Iterator[ServerProcess]:
-    """Of each transport, for tests that call by gRPC."""
-    if grpc_transport == "native":
-        yield request.getfixturevalue("server")
-        return
-    with serving_slow(tmp_path_factory.mktemp("deadlines"), grpc_transport, slow="") as server:
+    with serving_slow(tmp_path_factory.mktemp("deadlines"), **models) as server:
         yield server
 
 
@@ -85,9 +73,9 @@ def post(server: ServerProcess, model: str, headers: dict[str, str] | None = Non
 
 
 @pytest.fixture
-def channel(grpc_server: ServerProcess) -> Iterator[grpc.Channel]:
+def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
     """Connected before a backlog builds up, so that what follows takes no longer than a call."""
-    with grpc.insecure_channel(grpc_server.grpc) as channel:
+    with grpc.insecure_channel(server.grpc) as channel:
         grpc.channel_ready_future(channel).result(LONG_S)
         yield channel
 
@@ -158,10 +146,10 @@ def test_request_that_the_backlog_makes_late_is_told_at_once_when_to_come_back(
 
 
 def test_grpc_deadline_that_the_backlog_makes_late_is_refused_with_the_exact_time_to_come_back(
-    grpc_server: ServerProcess, channel: grpc.Channel
+    server: ServerProcess, channel: grpc.Channel
 ) -> None:
-    with backlog(grpc_server, "slow"):
-        failure = call(channel, "slow", timeout_s=BEHIND_THE_BACKLOG * learned_ms(grpc_server) / 1000)
+    with backlog(server, "slow"):
+        failure = call(channel, "slow", timeout_s=BEHIND_THE_BACKLOG * learned_ms(server) / 1000)
     assert failure is not None
     assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     pushback_ms = int(dict(failure.trailing_metadata() or ())["grpc-retry-pushback-ms"])
@@ -178,11 +166,11 @@ def test_request_whose_deadline_comes_first_goes_first(server: ServerProcess, ex
 
 
 def test_deadline_shorter_than_the_models_own_latency_is_no_matter_of_coming_back(
-    grpc_server: ServerProcess, channel: grpc.Channel
+    server: ServerProcess, channel: grpc.Channel
 ) -> None:
-    with backlog(grpc_server, "slow", 8):
-        answer = post(grpc_server, "slow", within(grpc_server, 0.3))
-        failure = call(channel, "slow", timeout_s=0.7 * learned_ms(grpc_server) / 1000)
+    with backlog(server, "slow", 8):
+        answer = post(server, "slow", within(server, 0.3))
+        failure = call(channel, "slow", timeout_s=0.7 * learned_ms(server) / 1000)
     assert answer.status_code == 504
     assert "retry-after" not in answer.headers
     assert "the request alone takes" in answer.json()["error"]
@@ -198,23 +186,21 @@ def test_idle_server_tries_what_it_expects_to_be_late(server: ServerProcess, exp
     np.testing.assert_array_equal(json_array(answer.json()["outputs"][0]), expected)
 
 
-def test_deadline_that_passes_while_it_runs_is_counted_as_one(
-    grpc_server: ServerProcess, channel: grpc.Channel
-) -> None:
+def test_deadline_that_passes_while_it_runs_is_counted_as_one(server: ServerProcess, channel: grpc.Channel) -> None:
     count = "ortserve_request_duration_seconds_count"
     labels = {"model": "slow", "version": "1", "protocol": "grpc"}
 
     def counted(outcome: str) -> float:
         told = {**labels, "outcome": outcome}
-        return read_metrics(grpc_server).by_labels(count, *told).get(" ".join(told.values()), 0.0)
+        return read_metrics(server).by_labels(count, *told).get(" ".join(told.values()), 0.0)
 
     late, left = counted("deadline"), counted("cancelled")
-    failure = call(channel, "slow", timeout_s=0.4 * learned_ms(grpc_server) / 1000)
+    failure = call(channel, "slow", timeout_s=0.4 * learned_ms(server) / 1000)
     assert failure is not None
     assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert wait_for_sample(grpc_server, count, lambda value: value > late, **labels, outcome="deadline") == late + 1
+    assert wait_for_sample(server, count, lambda value: value > late, **labels, outcome="deadline") == late + 1
     assert counted("cancelled") == left
-    assert post(grpc_server, "slow").status_code == 200  # behind the run that went on, which the next test would meet
+    assert post(server, "slow").status_code == 200  # behind the run that went on, which the next test would meet
 
 
 def test_deadline_that_has_passed_is_refused_even_by_an_idle_server(server: ServerProcess) -> None:
@@ -252,11 +238,11 @@ def test_what_a_model_promises_holds_for_those_without_a_deadline(server: Server
             assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_timeout_parameter_bounds_the_wait_and_not_the_run(grpc_server: ServerProcess, channel: grpc.Channel) -> None:
-    assert post(grpc_server, "slow", timeout=10_000).status_code == 200  # it began at once, and ran longer than that
-    before = decisions(grpc_server, "slow")["dropped_late"]
-    with backlog(grpc_server, "slow", 8), ThreadPoolExecutor(2) as pool:
-        by_rest = pool.submit(post, grpc_server, "slow", timeout=10_000)
+def test_timeout_parameter_bounds_the_wait_and_not_the_run(server: ServerProcess, channel: grpc.Channel) -> None:
+    assert post(server, "slow", timeout=10_000).status_code == 200  # it began at once, and ran longer than that
+    before = decisions(server, "slow")["dropped_late"]
+    with backlog(server, "slow", 8), ThreadPoolExecutor(2) as pool:
+        by_rest = pool.submit(post, server, "slow", timeout=10_000)
         by_grpc = pool.submit(call, channel, "slow", queue_timeout_us=10_000)
     answer, failure = by_rest.result(), by_grpc.result()
     assert answer.status_code == 504
@@ -264,7 +250,7 @@ def test_timeout_parameter_bounds_the_wait_and_not_the_run(grpc_server: ServerPr
     assert failure is not None
     assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "timeout passed in the queue" in (failure.details() or "")
-    assert decisions(grpc_server, "slow")["dropped_late"] == before + 2
+    assert decisions(server, "slow")["dropped_late"] == before + 2
 
 
 @pytest.mark.parametrize("name", ["timeout", "priority"])

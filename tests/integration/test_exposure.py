@@ -6,8 +6,10 @@ import httpx
 import psutil
 
 from servers import LONG_S, SHORT_WARMUP, serving
+from transports import ON_BOTH_TRANSPORTS
 
 
+@ON_BOTH_TRANSPORTS
 def test_all_ports_are_on_the_loopback_address_and_what_changes_the_server_is_off(grpc_transport: str) -> None:
     with serving("--example", *SHORT_WARMUP, f"--grpc-transport={grpc_transport}") as server:
         listening = [one.laddr for one in psutil.Process(server.pid).net_connections() if one.status == "LISTEN"]

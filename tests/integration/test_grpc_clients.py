@@ -32,6 +32,7 @@ from servers import (
     wait_for_queue,
     wait_for_sample,
 )
+from transports import ON_BOTH_TRANSPORTS
 
 
 def row(number: float) -> np.ndarray:
@@ -234,6 +235,7 @@ def test_keepalive_options_of_the_client_are_served(zoo_server: ServerProcess) -
         np.testing.assert_array_equal(result.as_numpy("y"), row(3))
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("answers", ["gzip", "deflate"])
 def test_answers_are_compressed_as_the_option_says_whatever_the_compression_of_requests(
     tmp_path: Path, answers: str, grpc_transport: str
@@ -290,6 +292,7 @@ async def test_many_streams_are_answered_and_nothing_of_them_stays(zoo_server: S
     assert samples.value("ortserve_queue_rows", model="identity_fp32", version="1") == 0
 
 
+@ON_BOTH_TRANSPORTS
 def test_open_stream_does_not_hold_up_the_end_of_the_server_and_what_it_asked_is_answered(
     tmp_path: Path, grpc_transport: str
 ) -> None:
@@ -320,7 +323,7 @@ def test_open_stream_does_not_hold_up_the_end_of_the_server_and_what_it_asked_is
             assert result.get_response().id == str(number)
         _, error = answers.get(timeout=LONG_S)
         assert error.status() == "StatusCode.UNAVAILABLE"
-        assert "the server is stopping" in error.message()
+        assert "the server is shutting down" in error.message()
         client.stop_stream()
         assert server.wait() == 0
         assert "Traceback" not in server.output

@@ -9,6 +9,9 @@ import pytest
 from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, MAX_BODY_BYTES, Frontend, frontend, infer_request, open_stream, read
 from ortserve.frontends.grpc.calls import SERVICE_NAME
+from transports import ON_BOTH_TRANSPORTS
+
+pytestmark = ON_BOTH_TRANSPORTS
 
 INFER = f"/{SERVICE_NAME}/ModelInfer"
 

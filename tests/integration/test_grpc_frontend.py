@@ -15,8 +15,11 @@ from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, MAX_BODY_BYTES, Frontend, frontend
 from ortserve._pb import grpc_service_pb2 as pb
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.frontends.grpc.server import GrpcServer
+from transports import ON_BOTH_TRANSPORTS
+
+pytestmark = ON_BOTH_TRANSPORTS
 
 
 @pytest.fixture
@@ -32,14 +35,14 @@ def models() -> FakeModelService:
 @pytest.fixture
 async def server(
     inference: FakeInferenceService, models: FakeModelService, grpc_transport: str
-) -> AsyncIterator[GrpcServer | NativeGrpcServer]:
+) -> AsyncIterator[GrpcioServer | NativeGrpcServer]:
     server = Frontend(inference, models, grpc_transport).server
     yield server
     await server.stop(0)
 
 
 @pytest.fixture
-async def address(server: GrpcServer | NativeGrpcServer) -> str:
+async def address(server: GrpcioServer | NativeGrpcServer) -> str:
     return f"127.0.0.1:{await server.start()}"
 
 
@@ -364,7 +367,7 @@ async def test_deadline_of_the_client_cancels_its_request(
 
 
 async def test_stopping_finishes_the_running_call_and_takes_no_other(
-    server: GrpcServer | NativeGrpcServer, channel: grpc.aio.Channel, address: str, inference: FakeInferenceService
+    server: GrpcioServer | NativeGrpcServer, channel: grpc.aio.Channel, address: str, inference: FakeInferenceService
 ) -> None:
     running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
     await inference.held.wait()
@@ -391,7 +394,7 @@ async def wait_until_refused(address: str) -> None:
 
 
 async def test_stopping_cancels_what_runs_beyond_the_grace(
-    server: GrpcServer | NativeGrpcServer, channel: grpc.aio.Channel, inference: FakeInferenceService
+    server: GrpcioServer | NativeGrpcServer, channel: grpc.aio.Channel, inference: FakeInferenceService
 ) -> None:
     running = asyncio.create_task(call(channel, "ModelInfer", infer_request("held")))
     await inference.held.wait()

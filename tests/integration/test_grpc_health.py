@@ -10,6 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, Frontend, frontend, open_stream, read, wait_until
 from ortserve._pb import health_v1_pb2 as pb
+from transports import ON_BOTH_TRANSPORTS
+
+pytestmark = ON_BOTH_TRANSPORTS
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

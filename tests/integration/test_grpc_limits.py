@@ -18,11 +18,12 @@ from grpc_frontends import LONG_S, Frontend, frontend, infer_request, wait_until
 from ortserve.codecs.grpc_wire import varint
 from ortserve.config.grpc import GrpcOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME
-from ortserve.frontends.grpc.message_limits import SMALL_MESSAGE_BYTES
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.header_blocks import literal
+from ortserve.frontends.grpc.router import SMALL_MESSAGE_BYTES
 from ortserve.service.gate import BodyGate
 from raw_grpc import end_of_call
+from transports import ON_BOTH_TRANSPORTS
 
 LIVE = f"/{SERVICE_NAME}/ServerLive"
 INFER = f"/{SERVICE_NAME}/ModelInfer"
@@ -77,6 +78,7 @@ def open_channel(front: Frontend) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(front.address, options=(("grpc.use_local_subchannel_pool", 1),))
 
 
+@ON_BOTH_TRANSPORTS
 async def test_connection_beyond_the_limit_is_refused_until_a_place_is_free(front: Frontend) -> None:
     async with AsyncExitStack() as stack:
         others = [await stack.enter_async_context(open_channel(front)) for _ in range(2)]
@@ -94,6 +96,7 @@ async def test_connection_beyond_the_limit_is_refused_until_a_place_is_free(fron
                 pass  # the server has not seen yet that the other is gone
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize(
     "metadata",
     [(("large", "x" * 17_000),), (("large", "x" * 60_000),), tuple((f"key-{number}", "x") for number in range(600))],
@@ -116,22 +119,26 @@ async def test_metadata_over_16_kib_is_refused(front: Frontend, metadata: tuple[
         stream.cancel()
 
 
+@ON_BOTH_TRANSPORTS
 async def test_metadata_of_almost_16_kib_are_taken_each_time(front: Frontend) -> None:
     async with open_channel(front) as channel:
         for _ in range(20):
             await ask(channel, (("large", "x" * 15_500),))
 
 
+@ON_BOTH_TRANSPORTS
 async def test_space_around_the_values_of_metadata_is_borne(front: Frontend) -> None:
     async with open_channel(front) as channel:
         await ask(channel, (("a", " x"), ("b", "x  "), ("c", " ")))
 
 
+@ON_BOTH_TRANSPORTS
 async def test_thousands_of_calls_that_come_at_once_on_a_connection_are_all_answered(front: Frontend) -> None:
     async with open_channel(front) as channel:
         assert len(await asyncio.gather(*(ask(channel) for _ in range(5_000)))) == 5_000
 
 
+@ON_BOTH_TRANSPORTS
 async def test_stream_beyond_all_that_may_be_open_is_refused_on_the_connection_that_has_them(
     grpc_transport: str,
 ) -> None:
@@ -161,6 +168,7 @@ SMALL_CALLS = [
 ]
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
 @pytest.mark.parametrize("path", SMALL_CALLS)
 async def test_call_that_brings_no_tensors_takes_small_messages_alone(
@@ -180,6 +188,7 @@ async def test_call_that_brings_no_tensors_takes_small_messages_alone(
             answers.cancel()
 
 
+@ON_BOTH_TRANSPORTS
 async def test_bomb_that_inflates_beyond_the_limit_takes_no_memory(front: Frontend) -> None:
     bomb = gzip.compress(bytes(48 * MIB), 9)
     sent = b"\x01" + len(bomb).to_bytes(4, "big") + bomb
@@ -248,10 +257,11 @@ async def test_answer_that_its_caller_does_not_take_ends_with_the_time_and_its_m
     ):
         end = await asyncio.to_thread(end_of_call, front.address, INFER, sent, window=0)
         assert end["grpc-status"] == str(grpc.StatusCode.CANCELLED.value[0])
-        assert end["grpc-message"].startswith("grpc_send_timeout_s: nothing of an answer was taken")
+        assert end["grpc-message"].startswith("grpc_send_timeout_s: the caller read nothing of the answer")
         await ask(channel)
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
 async def test_refused_messages_leave_nothing_for_the_garbage_collector(grpc_transport: str, method: str) -> None:
     size = 4_000_000

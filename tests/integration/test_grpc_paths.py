@@ -10,6 +10,9 @@ from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, frontend, infer_request
 from ortserve.frontends.grpc.calls import SERVICE_NAME
 from ortserve.frontends.grpc.native import frames
+from transports import ON_BOTH_TRANSPORTS
+
+pytestmark = ON_BOTH_TRANSPORTS
 
 INFER = f"/{SERVICE_NAME}/ModelInfer"
 PATHS = (b"/a/\xff\xfe", b"/\xc3(/x", b"/" + SERVICE_NAME.encode() + b"/\x80", b"/a/b%ff", b"//", b"/\xed\xa0\x80/x")

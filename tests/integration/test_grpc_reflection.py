@@ -13,6 +13,7 @@ from grpc_frontends import LONG_S, Frontend, frontend, open_stream, read
 from ortserve._pb import private_pool
 from ortserve._pb import reflection_v1_pb2 as pb
 from servers import ServerProcess
+from transports import ON_BOTH_TRANSPORTS
 
 SERVICES = [
     "grpc.health.v1.Health",
@@ -33,6 +34,7 @@ def channel(served: tuple[Frontend, grpc.aio.Channel]) -> grpc.aio.Channel:
     return served[1]
 
 
+@ON_BOTH_TRANSPORTS
 async def test_client_without_protos_finds_the_services_and_calls_one(
     served: tuple[Frontend, grpc.aio.Channel],
 ) -> None:
@@ -56,6 +58,7 @@ async def test_client_without_protos_finds_the_services_and_calls_one(
     await asyncio.to_thread(ask)
 
 
+@ON_BOTH_TRANSPORTS
 async def test_every_method_that_is_described_is_served(zoo_server: ServerProcess) -> None:
     async with grpc.aio.insecure_channel(zoo_server.grpc) as channel:
         for name in SERVICES:
@@ -122,7 +125,7 @@ UNANSWERABLE = {
         grpc.StatusCode.NOT_FOUND,
         "extension 7",
     ),
-    "nothing": (pb.ServerReflectionRequest(host="h"), grpc.StatusCode.INVALID_ARGUMENT, "nothing"),
+    "nothing": (pb.ServerReflectionRequest(host="h"), grpc.StatusCode.INVALID_ARGUMENT, "got none"),
 }
 
 

@@ -258,7 +258,7 @@ async def test_drain_answers_what_was_read_and_ends_the_stream_so_that_its_calle
         stopping = asyncio.create_task(front.server.stop(LONG_S))
         assert await read(idle) is None
         assert await idle.code() is grpc.StatusCode.UNAVAILABLE
-        assert "the server is stopping" in await idle.details()
+        assert "the server is shutting down" in await idle.details()
         assert not stopping.done()
         inference.release.set()
         assert (await read_answer(busy)).error_message == ""

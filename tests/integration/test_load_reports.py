@@ -16,6 +16,7 @@ from models import builders
 from ortserve._pb.orca_load_report_v3_pb2 import OrcaLoadReport
 from raw_grpc import Trailers, trailers_of_call
 from servers import LONG_S, ServerProcess, add_model, json_input, read_metrics, rest_url, serving
+from transports import ON_BOTH_TRANSPORTS
 
 ROW: Final = np.ones((1, 4), np.float32)
 DOCUMENT: Final = {"inputs": [json_input("x", ROW)]}
@@ -90,6 +91,7 @@ def test_who_asks_over_rest_is_told_in_the_format_asked_for(server: ServerProces
     assert is_plausible(OrcaLoadReport.FromString(base64.b64decode(encoded, validate=True)))
 
 
+@ON_BOTH_TRANSPORTS
 def test_who_asks_over_grpc_is_told_in_the_format_asked_for(server: ServerProcess) -> None:
     for send in (unary, streamed):
         (text,) = send(server, "text").values()

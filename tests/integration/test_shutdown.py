@@ -35,6 +35,7 @@ from servers import (
     wait_for_queue,
     wait_for_sample,
 )
+from transports import ON_BOTH_TRANSPORTS
 
 HTTP_CALLERS = 24
 GRPC_CALLERS = 24
@@ -167,6 +168,7 @@ async def test_every_admitted_request_is_answered_when_the_server_ends_under_loa
     assert not traffic.untaken & set(outcomes)
 
 
+@ON_BOTH_TRANSPORTS
 def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, ways: tuple[str, ...]) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=200_000)
     row = np.zeros((1, 4), np.float32)

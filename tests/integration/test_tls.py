@@ -24,6 +24,7 @@ from collector import Collector, collecting
 from encodings_of_requests import triton_inputs
 from servers import LONG_S, SHORT_WARMUP, Samples, ServerProcess, json_input, rest_url, serving, starting
 from tls_records import ClientRecords
+from transports import ON_BOTH_TRANSPORTS
 
 ROW: Final = np.arange(16, dtype=np.int32).reshape(1, 16)
 INPUTS: Final = {"INPUT0": ROW, "INPUT1": ROW}
@@ -116,6 +117,7 @@ def call_grpc(channel: grpc.Channel) -> np.ndarray:
     return np.frombuffer(answer.raw_output_contents[0], np.int32).reshape(1, 16)
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("ask", [by_httpx, by_curl, by_triton_http, by_triton_grpc, by_grpcio])
 def test_client_with_a_certificate_is_answered(mutual: Mutual, ask: Callable[[Mutual], np.ndarray]) -> None:
     np.testing.assert_array_equal(ask(mutual), ROW + ROW)
@@ -131,6 +133,7 @@ def test_spans_of_rest_tell_that_it_was_https(mutual: Mutual, call: str) -> None
     assert mutual.collector.wait_for(call).attributes["url.scheme"] == "https"
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("port", ["http", "grpc"])
 @pytest.mark.parametrize("brings", ["no certificate", "one of another authority"])
 def test_client_without_a_proper_certificate_is_refused(mutual: Mutual, tmp_path: Path, port: str, brings: str) -> None:
@@ -336,6 +339,7 @@ def shown_serial(address: str, secret: Secret) -> int:
     return serial_of(ssl.DER_cert_to_PEM_cert(shown).encode())
 
 
+@ON_BOTH_TRANSPORTS
 def test_new_certificate_is_shown_within_seconds_and_no_request_fails(tmp_path: Path, ways: tuple[str, ...]) -> None:
     secret = Secret(tmp_path / "secret")
     flags = (*secret.flags, *SHORT_WARMUP, *ways)

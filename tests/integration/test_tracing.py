@@ -30,6 +30,7 @@ from servers import (
     starting,
     wait_for_sample,
 )
+from transports import ON_BOTH_TRANSPORTS
 
 ROW: Final = np.ones((1, 4), np.float32)
 TRACE_ID: Final = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -90,6 +91,7 @@ def _stream(server: ServerProcess, messages: Sequence[bytes], **metadata: str) -
     assert len(answers) == len(messages)
 
 
+@ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("protocol", ["http", "grpc", "stream"])
 def test_a_request_is_a_span_within_the_callers_trace_and_its_phases_sum_to_it(traced: Traced, protocol: str) -> None:
     server, collector = traced

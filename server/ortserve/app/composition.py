@@ -27,20 +27,15 @@ from ortserve.engine.memory_limit import memory_limit
 from ortserve.engine.runtime import Runtime
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
-from ortserve.frontends.grpc.configuration_calls import ConfigurationCalls
-from ortserve.frontends.grpc.health_calls import HealthCalls
+from ortserve.frontends.grpc.grpcio_server import GrpcioServer
 from ortserve.frontends.grpc.infer_calls import InferCalls
 from ortserve.frontends.grpc.infer_stream import InferStreamCalls
-from ortserve.frontends.grpc.metadata_calls import MetadataCalls
-from ortserve.frontends.grpc.native.limits import ENCODINGS, connection_limits
+from ortserve.frontends.grpc.management_calls import ManagementCalls, SharedMemoryCalls
+from ortserve.frontends.grpc.model_calls import ModelCalls
+from ortserve.frontends.grpc.native.limits import RESPONSE_ENCODINGS, connection_limits
 from ortserve.frontends.grpc.native.server import NativeGrpcServer
-from ortserve.frontends.grpc.reflection_calls import REFLECTION_SERVICES, ReflectionCalls
-from ortserve.frontends.grpc.repository_calls import RepositoryCalls
 from ortserve.frontends.grpc.router import Router
-from ortserve.frontends.grpc.server import GrpcServer
-from ortserve.frontends.grpc.settings_calls import SettingsCalls
-from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
-from ortserve.frontends.grpc.statistics_calls import StatisticsCalls
+from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.http.control import make_control_app
 from ortserve.frontends.http.exchange import Lane
@@ -116,7 +111,7 @@ class Parts:
     traces: TraceSettings
     http: HttpServer
     has_lane: bool
-    grpc: GrpcServer | NativeGrpcServer
+    grpc: GrpcioServer | NativeGrpcServer
     watchdog: Watchdog
 
 
@@ -287,14 +282,14 @@ class _Frontends:
             tls=self._entrance("http", options.http_max_connections),
         )
 
-    def grpc(self) -> GrpcServer | NativeGrpcServer:
+    def grpc(self) -> GrpcioServer | NativeGrpcServer:
         options = self.options
         streams = Streams(options.grpc_max_streams)
         self.metrics.set_streams_source(lambda: streams.open_count)
         infer = InferCalls(self.inference, self.tracing, self.load_reports)
         router = Router(self._calls(infer, streams), self.guards)
         if options.grpc_transport == "grpcio":
-            return GrpcServer(
+            return GrpcioServer(
                 router,
                 streams,
                 options,
@@ -315,7 +310,7 @@ class _Frontends:
             clock=monotonic_ns,
             on_cut_answer=self.metrics.cut_answer,
             on_connection_error=self.metrics.connection_error,
-            encoding=ENCODINGS[options.grpc_response_compression],
+            encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
             guards=router.guards,
             tls=self._entrance("grpc", options.grpc_max_connections, alpn="h2"),
         )
@@ -334,8 +329,8 @@ class _Frontends:
         )
 
     def _calls(self, infer: InferCalls, streams: Streams) -> list[Calls]:
-        """Everything that is answered over gRPC."""
-        options, management = self.options, self.management
+        """The handlers of all RPCs."""
+        options = self.options
         calls: list[Calls] = [
             infer,
             InferStreamCalls(
@@ -346,11 +341,8 @@ class _Frontends:
                 tracing=self.tracing,
                 load_reports=self.load_reports,
             ),
-            MetadataCalls(self.models),
-            ConfigurationCalls(self.models),
-            RepositoryCalls(management.repository, self.inference.hold),
-            StatisticsCalls(management.statistics),
-            SettingsCalls(management.logs, management.traces),
+            ModelCalls(self.models),
+            ManagementCalls(self.management, self.inference.hold),
             SharedMemoryCalls(self.shared_memory),
         ]
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)

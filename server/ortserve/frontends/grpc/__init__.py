@@ -1,19 +1,14 @@
-"""The Open Inference Protocol over gRPC: ``*_calls`` answer its calls, ``server`` owns the socket."""
+"""The Open Inference Protocol over gRPC: handlers of its RPCs (``*_calls``), and the two servers that serve them."""
 
 __all__ = [
     "calls",
-    "configuration_calls",
-    "health_calls",
+    "grpcio_server",
     "infer_calls",
     "infer_stream",
-    "metadata_calls",
+    "management_calls",
+    "model_calls",
     "native",
-    "reflection_calls",
-    "repository_calls",
     "router",
-    "server",
-    "settings_calls",
-    "shared_memory_calls",
-    "statistics_calls",
+    "standard_calls",
     "streams",
 ]

@@ -1,7 +1,7 @@
-"""Calls: the seam between what gRPC methods mean and the server that listens for them.
+"""The seam between the handlers of RPCs and the servers that call them.
 
-A module of calls is a class with a ``service`` and its ``handlers()``; ``app/composition`` makes one of each and gives
-them all to ``GrpcServer``. To add calls, write such a class and add it there: nothing else has to know of it.
+A group of handlers is a class with a ``service`` and its ``handlers()``. ``app/composition`` makes one object of each
+group and passes all of them to the ``Router``; a new group needs nothing else.
 
     class GreetingCalls:
         service = SERVICE_NAME
@@ -16,8 +16,8 @@ them all to ``GrpcServer``. To add calls, write such a class and add it there: n
             request = parse_message(pb.GreetRequest, data)
             return pb.GreetResponse(text=self._greetings.of(request.name))
 
-grpc hands over and takes serialized messages, so that parsing and serializing happen within a request's own time. All
-handlers run on the event loop; a caller who leaves, or whose deadline passes, cancels its handler.
+Handlers receive and return serialized messages, so that the time of a request includes parsing and serializing. All
+handlers run on the event loop. The server cancels a handler when its caller disconnects or its deadline passes.
 """
 
 import asyncio
@@ -36,24 +36,24 @@ from ortserve.service.access import Guard
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: Final = "inference.GRPCInferenceService"
-"""The service of the Open Inference Protocol, whose calls are spread over several classes."""
+"""The service of the Open Inference Protocol; several groups implement it together."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Handlers: TypeAlias = "Mapping[str, grpc.RpcMethodHandler[bytes, bytes]]"
-"""Name of a method, without its service, to what answers it; see the functions below for making one."""
+"""Method names, without their service, to handlers: those that the functions of this module make."""
 
 MetadataEntry: TypeAlias = tuple[str, str | bytes]
-"""A name in lower case and its value, which is bytes for ``-bin`` names."""
+"""A name in lower case and its value: bytes for names that end with ``-bin``."""
 Metadata: TypeAlias = tuple[MetadataEntry, ...]
 
 
 class CallHead(Protocol):
-    """What a quick call sees of its headers.
+    """The headers of a call, as a ``QuickCall`` reads them.
 
     Attributes:
-        metadata: All of it.
-        load_format: The value of ``endpoint-load-metrics-format``, empty where it is not there.
+        metadata: All metadata of the call.
+        load_format: The value of ``endpoint-load-metrics-format``, empty without that header.
     """
 
     @property
@@ -63,43 +63,44 @@ class CallHead(Protocol):
 
 
 OnAnswer: TypeAlias = Callable[[bytes | memoryview, bytes, MetadataEntry | None], None]
-"""Told of an answer, its ``server-timing`` and a further entry of its trailing metadata."""
+"""Receives the answer, its ``server-timing``, and one more entry of trailing metadata or None."""
 
 OnFailure: TypeAlias = Callable[[ServeError], None]
-"""Told of what went wrong."""
+"""Receives the error of a call that failed."""
 
 QuickCall: TypeAlias = Callable[
     [bytes | memoryview, int | None, CallHead, OnAnswer, OnFailure], Callable[[], object] | None
 ]
-"""A unary call that needs no task: message, time that the caller waits (ns), headers, and what is to be called once, on
-the loop. Returns what cancels it, None where it is over."""
+"""Starts a unary call that needs no task. Takes the message, the time until the deadline (ns), the headers, and two
+callbacks, of which exactly one is called, once, on the loop. Returns the function that cancels the call, or None if the
+call has ended."""
 
 
 INTERNAL_ERROR: Final = ServeError(ErrorKind.INTERNAL, "internal error")
-"""What a caller sees of a fault of ours: grpc would send the text of the exception, whatever is in it."""
+"""Sent for faults of the server: grpc would send the text of the exception, which may hold private data."""
 
 
 class Calls(Protocol):
-    """Some or all calls of one service. No two classes answer the same method."""
+    """Some or all handlers of one service. Two groups never implement the same method."""
 
     @property
     def service(self) -> str:
-        """Full name of the service, as it stands in a method's path."""
+        """Full name of the service, as it stands in the path of a method."""
         ...
 
     def handlers(self) -> Handlers: ...
 
 
 def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A unary call of a function that answers at once, within 1 ms.
+    """A unary handler from a function that returns within 1 ms.
 
-    ``answer`` takes the serialized request and raises ServeError for whatever is wrong.
+    ``answer`` takes the serialized request and raises ServeError for any failure.
     """
 
     async def call(data: bytes | memoryview, context: Context) -> bytes:
         try:
             return answer(bytes(data)).SerializeToString()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
+        except Exception as error:  # noqa: BLE001 - every failure becomes a status
             status = status_of(seen(error))
         del data
         return await abort(context, status)
@@ -108,12 +109,12 @@ def answering(answer: Callable[[bytes], Message]) -> "grpc.RpcMethodHandler[byte
 
 
 def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A unary call of a function that waits for something first; otherwise as ``answering``."""
+    """A unary handler from a coroutine function; otherwise as ``answering``."""
 
     async def call(data: bytes | memoryview, context: Context) -> bytes:
         try:
             return (await answer(bytes(data))).SerializeToString()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
+        except Exception as error:  # noqa: BLE001 - every failure becomes a status
             status = status_of(seen(error))
         del data
         return await abort(context, status)
@@ -122,7 +123,7 @@ def awaiting(answer: Callable[[bytes], Awaitable[Message]]) -> "grpc.RpcMethodHa
 
 
 def seen(error: Exception) -> ServeError:
-    """What a caller sees of an exception; faults of ours are logged."""
+    """The error that the caller sees for an exception. Logs exceptions that are faults of the server."""
     if isinstance(error, ServeError):
         return error
     logger.error("call failed", exc_info=error)
@@ -132,14 +133,14 @@ def seen(error: Exception) -> ServeError:
 def unary(
     call: Callable[[bytes | memoryview, Context], Awaitable[bytes | memoryview]],
 ) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A call that sees its context: one message in, one out. It ends a failure with ``abort``, which see."""
-    return grpc.unary_unary_rpc_method_handler(call, response_serializer=bytes)  # for grpcio, which takes no views
+    """A unary handler from a coroutine function that takes the context. ``call`` ends a failed call with ``abort``."""
+    return grpc.unary_unary_rpc_method_handler(call, response_serializer=bytes)  # grpcio does not take memoryviews
 
 
 def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHandler[bytes, bytes]":
-    """A call of any number of messages each way, by ``read`` and ``write``.
+    """A handler of any number of messages in both directions; ``call`` uses ``read`` and ``write``.
 
-    On the wire a unary message is a stream of one, so such a handler can take any call.
+    On the wire a unary message is a stream of one message, so this handler can answer any method.
     """
 
     async def stream(_messages: object, context: Context) -> None:
@@ -147,7 +148,7 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
             await call(context)
         except grpc.aio.AbortError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets an error
+        except Exception as error:  # noqa: BLE001 - every failure becomes a status
             status = status_of(seen(error))
         else:
             return
@@ -156,8 +157,8 @@ def streaming(call: Callable[[Context], Awaitable[None]]) -> "grpc.RpcMethodHand
     return grpc.stream_stream_rpc_method_handler(stream, response_serializer=bytes)
 
 
-def check(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeError | None:
-    """Why a guard refuses a call, by its metadata; None where it lets it pass."""
+def check_key(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeError | None:
+    """The error of a call whose metadata shows no valid key; None if the guard accepts the call."""
     try:
         guard.check([value for key, value in metadata or () if key == "authorization"])
     except ServeError as error:
@@ -166,16 +167,16 @@ def check(guard: Guard, metadata: Iterable[MetadataEntry] | None) -> ServeError 
 
 
 async def read(context: Context) -> bytes | memoryview | None:
-    """The next message of a stream, None when the caller has sent all."""
-    data: object = await context.read()  # declared as bytes alone
+    """The next message of a stream; None after the last one."""
+    data: object = await context.read()  # grpc's stubs declare bytes only
     return data if isinstance(data, bytes | memoryview) else None
 
 
 async def write(context: Any, data: bytes | memoryview) -> None:
-    """Send a message of a stream; returns when the transport has room for more.
+    """Send a message of a stream. Returns when the transport accepts more.
 
     Raises:
-        asyncio.CancelledError: The caller has left; grpc fails to send before it cancels the call.
+        asyncio.CancelledError: The caller disconnected; grpc fails the write before it cancels the call.
     """
     try:
         await context.write(data)
@@ -187,7 +188,7 @@ async def read_one(context: Context) -> bytes:
     """The message of a call that takes one.
 
     Raises:
-        ServeError: invalid_input, when the caller sent none.
+        ServeError: invalid_input, if the caller sent none.
     """
     data = await read(context)
     if data is None:
@@ -196,19 +197,20 @@ async def read_one(context: Context) -> bytes:
 
 
 _MAX_DETAILS_BYTES: Final = 2000
-"""Of a status message. It travels percent-encoded, at most thrice as long, among the trailing metadata, which peers
-refuse from 8 KiB on: the caller would see that refusal instead of our error."""
+"""Limit of a status message. Percent-encoding makes it at most three times as long. Peers reject trailing metadata from
+8 KiB on; the caller would then see that rejection instead of the error."""
 
 
 Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
-"""Code, details and trailing metadata of a call that fails."""
+"""Code, details and trailing metadata of a failed call."""
 
 
 async def abort(context: Context, status: Status) -> NoReturn:
     """End a call with a status.
 
-    Whoever calls this has let go of the error, whose frames hold the request, and of the request: grpc keeps what it
-    raises here, and so the frames that wait for it, until the garbage collector finds that circle.
+    The caller of this function must drop its references to the request and to the error first: the frames of the error
+    hold the request. grpc keeps the exception raised here, and with it the waiting frames, in a reference cycle that
+    only the garbage collector frees.
 
     Raises:
         grpc.aio.AbortError: The call has ended.
@@ -222,7 +224,7 @@ async def abort(context: Context, status: Status) -> NoReturn:
 
 
 def status_of(error: ServeError) -> Status:
-    """How a call ends that failed, with the time to come back where there is one."""
+    """The status of a failed call, with the time after which to retry if the error has one."""
     details = error.message.encode(errors="replace")[:_MAX_DETAILS_BYTES].decode(errors="ignore")
     metadata: tuple[tuple[str, str], ...] = ()
     if error.retry_after_s is not None:

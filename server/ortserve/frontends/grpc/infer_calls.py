@@ -1,4 +1,7 @@
-"""ModelInfer: one request, one answer. The hot path of gRPC."""
+"""ModelInfer: one request, one answer. The hot path of gRPC.
+
+The native transport calls ``InferCalls.begin``, which needs no task; grpcio calls the handler.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,22 +37,22 @@ T = TypeVar("T")
 
 
 class Inference(Protocol):
-    """What this frontend needs of the inference service."""
+    """The parts of the inference service that this frontend uses."""
 
     def hold(self, size: int) -> Hold:
-        """Count the bytes of a body while it is held. Raises ServeError: overloaded."""
+        """Reserve memory for a body. Raises ServeError: overloaded."""
         ...
 
     def receive(self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None) -> Call:
-        """Begin a call, now that its message is there."""
+        """Start the timing of a call whose message is complete."""
         ...
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
-        """Count a request that was not begun."""
+        """Count a request that was rejected before it was read."""
         ...
 
     async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
-        """Answer a call, counting and timing it. Raises ServeError and nothing else."""
+        """Answer a call, and count and time it. Raises ServeError and nothing else."""
         ...
 
     def start(
@@ -68,7 +71,7 @@ _ENCODER: Final = GrpcEncoder()
 
 
 class InferCalls:
-    """Answers unary inference."""
+    """The handler of unary inference."""
 
     service = SERVICE_NAME
 
@@ -135,7 +138,7 @@ class InferCalls:
         try:
             with hold_request(self._inference, call, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
-        except Exception as error:  # noqa: BLE001 - grpc would send its text
+        except Exception as error:  # noqa: BLE001 - grpc would send the text of the exception
             status = status_of(seen(error))
         else:
             trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
@@ -145,7 +148,7 @@ class InferCalls:
                     trailing += (report,)
             context.set_trailing_metadata(trailing)
             return answer
-        data = b""  # let go of the message while its refusal is sent; mypyc has no ``del`` for it
+        data = b""  # free the message before the error is sent, see ``abort``; mypyc does not compile ``del``
         return await abort(context, status)
 
 
@@ -160,10 +163,10 @@ def _cancel(call: Call, hold: Hold) -> None:
 
 
 def hold_request(inference: Inference, call: Call, size: int) -> Hold:
-    """Count the bytes of a call's message while it is held.
+    """Reserve memory for the message of a call.
 
     Raises:
-        ServeError: overloaded; the call is counted then.
+        ServeError: overloaded; the rejected call is counted.
     """
     try:
         return inference.hold(size)
@@ -173,18 +176,18 @@ def hold_request(inference: Inference, call: Call, size: int) -> Hold:
 
 
 def asked_load_format(context: Context) -> str:
-    """How the caller wants a report of the server's load; empty where it wants none."""
+    """The format in which the caller asks for a load report; empty if it does not ask."""
     metadata = context.invocation_metadata() or ()
     return next((str(value).strip() for name, value in metadata if name == LOAD_FORMAT_HEADER), "")
 
 
 def load_report(reports: LoadReports, asked: str) -> MetadataEntry | None:
-    """The report for a call's trailing metadata; None where its caller gets none."""
+    """The load report for the trailing metadata of a call; None if the caller gets none."""
     return reports.metadata(read_load_format(asked) if asked else None)
 
 
 def time_left_ns(context: Context) -> int | None:
-    """How long the caller waits on, None where it did not say."""
-    any_context: Any = context  # by its stub, all callers say
+    """Time until the deadline of the call, None without one."""
+    any_context: Any = context  # the stubs declare that it never returns None
     left_s: float | None = any_context.time_remaining()
     return None if left_s is None else int(left_s * 1e9)

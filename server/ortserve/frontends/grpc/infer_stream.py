@@ -1,8 +1,8 @@
-"""ModelStreamInfer: many requests on one stream, run together, answered in their order.
+"""ModelStreamInfer: many requests on one stream, run concurrently, answered in order.
 
-The order is the protocol's (answers of models with one answer a request come in the order of the requests of their
-stream), whatever the batcher makes of them. The next request is read without waiting for an answer, so that requests of
-one stream ride in one batch, until the stream is full: then the transport holds the client back.
+The protocol demands the order: models with one answer per request answer in the order of the requests of their stream.
+The next request is read before the previous one is answered, so that requests of one stream can share a batch. A stream
+whose quota is used up is not read, so the flow control of HTTP/2 stops its client.
 """
 
 import asyncio
@@ -24,7 +24,6 @@ from ortserve.frontends.grpc.calls import (
     write,
 )
 from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, hold_request, load_report, time_left_ns
-from ortserve.frontends.grpc.stream_room import StreamRoom
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
@@ -34,8 +33,45 @@ _ENCODER: Final = StreamEncoder()
 _MODEL_STREAM_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelStreamInfer")
 
 
+class StreamQuota:
+    """Bounds the unanswered requests of one stream, and the bytes of its requests and answers. Loop thread only."""
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._may_read = asyncio.Event()
+        self._may_read.set()
+        self.requests = 0
+        self.held_bytes = 0
+
+    async def wait(self) -> None:
+        """Wait until one more request may be read. Its size is unknown until then, so any size is admitted."""
+        await self._may_read.wait()
+
+    def reserve(self, size: int) -> None:
+        """Count a request of ``size`` bytes."""
+        self.requests += 1
+        self._change_bytes(size)
+
+    def exchange(self, request_size: int, answer_size: int) -> None:
+        """Count the bytes of an answer instead of those of its request."""
+        self._change_bytes(answer_size - request_size)
+
+    def release(self, answer_size: int) -> None:
+        """Count an answer out, after it was sent."""
+        self.requests -= 1
+        self._change_bytes(-answer_size)
+
+    def _change_bytes(self, change: int) -> None:
+        self.held_bytes += change
+        if self.requests < self._max_requests and self.held_bytes < self._max_bytes:
+            self._may_read.set()
+        else:
+            self._may_read.clear()
+
+
 class InferStreamCalls:
-    """Answers streamed inference."""
+    """The handler of streamed inference."""
 
     service = SERVICE_NAME
 
@@ -49,15 +85,15 @@ class InferStreamCalls:
         tracing: Tracing | None = None,
         load_reports: LoadReports | None = None,
     ) -> None:
-        """Take where requests go and what one stream may hold.
+        """Store the parameters.
 
         Args:
             inference: Answers each request.
-            streams: Where open streams are counted.
-            max_requests: Of one stream that are unanswered at one time.
-            max_bytes: Of one stream's unanswered requests and unsent answers, from which on nothing more is read.
-            tracing: Where traces begin, one for each request of a stream; None for nowhere.
-            load_reports: What a stream that ends well tells of the server's load; None for nothing.
+            streams: Counts the open streams.
+            max_requests: Unanswered requests of one stream at which reading stops.
+            max_bytes: Bytes of unanswered requests and unsent answers of one stream at which reading stops.
+            tracing: Starts a trace for each request of a stream; None without tracing.
+            load_reports: Added to the trailing metadata of streams that end without an error; None to add nothing.
         """
         self._inference = inference
         self._streams = streams
@@ -71,10 +107,10 @@ class InferStreamCalls:
 
     async def _model_stream_infer(self, context: Context) -> None:
         with self._streams.open():
-            room = StreamRoom(self._max_requests, self._max_bytes)
-            refusal = await InferStream(self._inference, self._streams, context, room, self._tracing).serve()
-        if refusal is not None:
-            await abort(context, refusal)
+            quota = StreamQuota(self._max_requests, self._max_bytes)
+            failure = await InferStream(self._inference, self._streams, context, quota, self._tracing).serve()
+        if failure is not None:
+            await abort(context, failure)
         if self._load_reports is not None:
             report = load_report(self._load_reports, asked_load_format(context))
             if report is not None:
@@ -82,41 +118,41 @@ class InferStreamCalls:
 
 
 class InferStream:
-    """One stream. What it leaves unanswered when its caller leaves, or its deadline passes, is cancelled."""
+    """One stream. Its unanswered requests are cancelled when its caller disconnects or its deadline passes."""
 
     def __init__(
-        self, inference: Inference, streams: Streams, context: Context, room: StreamRoom, tracing: Tracing | None
+        self, inference: Inference, streams: Streams, context: Context, quota: StreamQuota, tracing: Tracing | None
     ) -> None:
         self._inference = inference
         self._tracing = tracing
         self._streams = streams
         self._context = context
-        self._room = room
-        self._ends_at_error = _asks_for_status(context)
-        self._under_way: deque[asyncio.Task[bytes | memoryview | Status]] = deque()
+        self._quota = quota
+        self._ends_at_error = _ends_at_error(context)
+        self._running: deque[asyncio.Task[bytes | memoryview | Status]] = deque()
         self._has_news = asyncio.Event()
 
     async def serve(self) -> Status | None:
-        """Answer until the caller has sent all and has all answers, or the server drains and what was read is answered.
+        """Answer until the caller has sent its last request, or the server drains; every request read is answered.
 
         Returns:
-            The status of the first request that failed, where the caller wants the stream to end by it; else None.
+            The status of the first failed request if the caller asked for the stream to end with it; else None.
 
         Raises:
-            ServeError: not_ready, when a drain cut the stream before the caller had sent all.
+            ServeError: not_ready, if a drain ended the stream before the caller sent its last request.
         """
         reading = asyncio.create_task(self._streams.until_drain(self._read()))
         reading.add_done_callback(self._on_read)
         try:
             while True:
-                if self._under_way:
-                    answer = await self._under_way[0]
+                if self._running:
+                    answer = await self._running[0]
                     if not isinstance(answer, bytes | memoryview):
                         return answer
                     await write(self._context, answer)
-                    self._under_way.popleft()
-                    self._room.leave(len(answer))
-                    del answer  # the next one may be long in coming
+                    self._running.popleft()
+                    self._quota.release(len(answer))
+                    del answer  # free it while waiting for the next one
                 elif reading.done():
                     break
                 else:
@@ -126,26 +162,26 @@ class InferStream:
             return None
         finally:
             reading.cancel()
-            del reading  # as in ``until_drain``
-            for task in self._under_way:
+            del reading  # breaks the reference cycle described in ``Streams.until_drain``
+            for task in self._running:
                 task.cancel()
 
     def _on_read(self, reading: asyncio.Task[None]) -> None:
         self._has_news.set()
         if not reading.cancelled():
-            reading.exception()  # now it was asked for, which ``serve`` may end without
+            reading.exception()  # marks it as retrieved: ``serve`` may return before it reads the result
 
     async def _read(self) -> None:
-        """Begin to answer each request that comes, until the caller has sent all."""
+        """Start a task for each request, until the last one was read."""
         while True:
-            await self._room.wait()
+            await self._quota.wait()
             data = await read(self._context)
             if data is None:
                 return
-            self._room.enter(len(data))
-            self._under_way.append(asyncio.create_task(self._answer(data)))
+            self._quota.reserve(len(data))
+            self._running.append(asyncio.create_task(self._answer(data)))
             self._has_news.set()
-            del data  # the next one may be long in coming
+            del data  # free it while waiting for the next one
 
     async def _answer(self, data: bytes | memoryview) -> bytes | memoryview | Status:
         trace: Trace | None = None
@@ -159,11 +195,11 @@ class InferStream:
             if self._ends_at_error:
                 return status_of(error)
             answer = encode_stream_error(data, error.message, error.version)
-        self._room.exchange(len(data), len(answer))
+        self._quota.exchange(len(data), len(answer))
         return answer
 
 
-def _asks_for_status(context: Context) -> bool:
-    """Whether the caller wants the first error as the status of the stream, rather than among the answers."""
+def _ends_at_error(context: Context) -> bool:
+    """Whether the caller asked for the first error as the status of the stream, instead of a message of the stream."""
     metadata = context.invocation_metadata() or ()
     return any(key == "triton_grpc_error" and str(value).strip() == "true" for key, value in metadata)

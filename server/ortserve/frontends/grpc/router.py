@@ -1,29 +1,52 @@
-"""From the path of a call to its handler, and a clear answer where there is none."""
+"""The path of a call determines its handler, the key it needs, and how large its messages may be.
+
+Calls that carry tensors or models take messages of up to ``max_body_bytes``. All others take 64 KiB: a call that needs
+no key, or that carries only names, must not make the server keep and parse as much as an inference request. The
+native transport applies ``max_message_bytes`` before it keeps any part of a message. grpcio has one limit for the whole
+server, so its small calls go through ``_limited``, which rejects a message after it came and before it is parsed.
+"""
 
 from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import grpc
 
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import GRPC_GROUPS
-from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls, Context, Handler, abort, check, status_of, streaming
-from ortserve.frontends.grpc.message_limits import is_small, limited
+from ortserve.frontends.grpc.calls import (
+    SERVICE_NAME,
+    Calls,
+    Context,
+    Handler,
+    abort,
+    check_key,
+    status_of,
+    streaming,
+    unary,
+)
 from ortserve.service.access import Group, Guard
+
+SMALL_MESSAGE_BYTES: Final = 64 * 1024
+"""Limit for calls that carry names, versions, settings or handles of memory; real ones have some hundred bytes."""
+
+_LARGE: Final = frozenset(
+    f"/{SERVICE_NAME}/{name}" for name in ("ModelInfer", "ModelStreamInfer", "RepositoryModelLoad")
+)
 
 
 class Router(grpc.GenericRpcHandler):
-    """Finds the handler of every call; there is one for each, if only to say what is wrong."""
+    """Finds the handler of every call. An unknown path has a handler, too, which ends the call with an error."""
 
     def __init__(self, all_calls: Iterable[Calls], guards: Mapping[Group, Guard] | None = None) -> None:
-        """Take every handler once; ``guards`` ask callers of their groups for keys.
+        """Register every handler; ``guards`` check the keys of the calls of their groups.
 
         Raises:
-            ValueError: Two classes answer the same method, or one that belongs to no group.
+            ValueError: Two groups of handlers implement the same method, or a method belongs to no access group.
         """
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
         self._limited: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
         self.guards: dict[str, Guard] = {}
-        """By path, of the calls that need a key."""
+        """By path, for the calls that need a key."""
         for calls in all_calls:
             for method, handler in calls.handlers().items():
                 path = f"/{calls.service}/{method}"
@@ -31,7 +54,7 @@ class Router(grpc.GenericRpcHandler):
                     raise ValueError(f"two handlers for {path}")
                 self._handlers[path] = handler
                 if is_small(path):
-                    self._limited[path] = limited(handler)
+                    self._limited[path] = _limited(handler)
                 if path not in GRPC_GROUPS:
                     raise ValueError(f"no group for {path}")
                 group = GRPC_GROUPS[path]
@@ -39,15 +62,32 @@ class Router(grpc.GenericRpcHandler):
                     self.guards[path] = guards[group]
 
     def find(self, path: str) -> Handler:
-        """What answers a call, whose messages the transport has held to ``message_limits``."""
+        """The handler of a call; the transport has enforced ``max_message_bytes``."""
         return self._handlers.get(path) or _unknown(path)
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler:
-        """As grpc asks: when the headers are there, and before any message is read."""
+        """The entry point of grpcio, which calls it after the headers and before it reads any message."""
         guard = self.guards.get(details.method)
-        if guard is not None and (error := check(guard, details.invocation_metadata)) is not None:
-            return _refusing(error)
+        if guard is not None and (error := check_key(guard, details.invocation_metadata)) is not None:
+            return _rejecting(error)
         return self._limited.get(details.method) or self.find(details.method)
+
+
+def is_small(path: str) -> bool:
+    """Whether a call takes small messages only; true for unknown paths."""
+    return path not in _LARGE
+
+
+def max_message_bytes(path: str, max_body_bytes: int) -> int:
+    """Limit of one message of a call, before and after decompression."""
+    return min(max_body_bytes, SMALL_MESSAGE_BYTES) if is_small(path) else max_body_bytes
+
+
+def too_large(max_bytes: int, got: int | None, kind: str = "message") -> ServeError:
+    """The error for a message over its limit; ``got`` is None if the full size is unknown."""
+    limit = "such a call takes" if max_bytes == SMALL_MESSAGE_BYTES else "max_body_bytes"
+    text = f"{kind} larger than {limit}: expected at most {max_bytes} bytes, got {'more' if got is None else got}"
+    return ServeError(ErrorKind.TOO_LARGE, text)
 
 
 def _unknown(path: str) -> Handler:
@@ -56,14 +96,53 @@ def _unknown(path: str) -> Handler:
         text = f"unknown method '{path}': the inference service is '{SERVICE_NAME}'"
     else:
         text = f"unknown method '{method}' of service '{SERVICE_NAME}'"
-    return _refusing(ServeError(ErrorKind.UNSUPPORTED, text))
+    return _rejecting(ServeError(ErrorKind.UNSUPPORTED, text))
 
 
-def _refusing(error: ServeError) -> Handler:
-    """Ends a call without reading anything of it."""
+def _rejecting(error: ServeError) -> Handler:
+    """Ends a call without reading any of its messages."""
     status = status_of(error)
 
-    async def refuse(context: Context) -> None:
+    async def reject(context: Context) -> None:
         await abort(context, status)
 
-    return streaming(refuse)
+    return streaming(reject)
+
+
+def _limited(handler: Handler) -> Handler:
+    """The same handler, which rejects messages over ``SMALL_MESSAGE_BYTES`` before it parses them."""
+    any_handler: Any = handler
+    if handler.unary_unary is None:
+
+        async def stream(messages: object, context: Context) -> None:
+            await any_handler.stream_stream(messages, _LimitedContext(context))
+
+        return grpc.stream_stream_rpc_method_handler(stream)
+
+    async def call(data: bytes | memoryview, context: Context) -> bytes:
+        size = len(data)
+        answering = any_handler.unary_unary(data, context) if size <= SMALL_MESSAGE_BYTES else None
+        del data  # see ``abort``
+        if answering is None:
+            await abort(context, status_of(too_large(SMALL_MESSAGE_BYTES, size)))
+        answer: bytes = await answering
+        return answer
+
+    return unary(call)
+
+
+class _LimitedContext:
+    """The context of a stream whose messages must be small."""
+
+    def __init__(self, context: Context) -> None:
+        self._context: Any = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def read(self) -> Any:
+        """Raises ServeError: too_large."""
+        data = await self._context.read()
+        if isinstance(data, bytes) and len(data) > SMALL_MESSAGE_BYTES:
+            raise too_large(SMALL_MESSAGE_BYTES, len(data))
+        return data

@@ -1,7 +1,6 @@
-"""The streams that are open: how many there may be, and what becomes of them when the server drains.
+"""The open streams: their number, and their end when the server drains.
 
-A unary call ends by itself; a stream waits for its caller as long as that one likes, and
-would hold up a drain for ever.
+A unary call ends by itself. A stream may wait for its caller without a bound, and would block a drain.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Streams:
-    """Counts streams in and out, and tells them when to end. Loop thread only."""
+    """Limits the number of open streams and ends those that wait for their callers in a drain. Loop thread only."""
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
@@ -29,10 +28,10 @@ class Streams:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let a stream in, for as long as a ``with`` block lasts.
+        """Admit a stream for the duration of a ``with`` block.
 
         Raises:
-            ServeError: overloaded, when as many are open as may be.
+            ServeError: overloaded, if the limit is reached.
         """
         if self._open >= self._max_open:
             raise ServeError(
@@ -47,13 +46,13 @@ class Streams:
             self._open -= 1
 
     async def until_drain(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do what waits for a caller, until it is done or the server drains, which cancels it.
+        """Await ``work``, which waits for a caller, until it ends or the server drains; a drain cancels it.
 
-        Nothing is to be written in it: grpcio cannot end a call that is within a write, and would wait for its caller.
+        ``work`` must not write: grpcio cannot end a call within a write, and would wait for the caller.
 
         Raises:
-            ServeError: not_ready, when the server drains.
-            asyncio.CancelledError: The caller has left.
+            ServeError: not_ready, if the server drains.
+            asyncio.CancelledError: The caller disconnected.
         """
         task = asyncio.ensure_future(work)
         self._waiting.add(task)
@@ -65,14 +64,17 @@ class Streams:
             self._waiting.discard(task)
             task.cancel()
         if task.cancelled() and self._is_draining:
-            raise ServeError(ErrorKind.NOT_READY, "the server is stopping: send what was not answered to another")
+            raise ServeError(
+                ErrorKind.NOT_READY, "the server is shutting down; retry unanswered requests on another server"
+            )
         try:
             return task.result()
         finally:
-            del task  # it holds its exception, whose frames hold what was sent, and this one, which would hold the task
+            # The task holds its exception, whose frames hold the messages and this frame: a reference cycle.
+            del task
 
     def begin_drain(self) -> None:
-        """Let no stream wait for its caller any more."""
+        """End all waits for callers, now and in future."""
         self._is_draining = True
         for task in self._waiting:
             task.cancel()

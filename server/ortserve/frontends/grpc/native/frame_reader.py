@@ -1,7 +1,7 @@
-"""From the bytes of a connection to its frames: where each begins and ends, and header blocks put together. Pure.
+"""Finds the frames in the bytes of a connection, and joins header blocks. Pure.
 
-DATA is handed on as it comes, for a frame may be all that a slow network brings in a second; of all other frames
-nothing is said before they are whole. What the frames mean is their taker's business.
+DATA is passed on as it arrives, because one frame may be all that a slow network transfers in a second. All other
+frames are passed on when they are complete. ``receiving`` interprets them.
 """
 
 from typing import Final, Protocol
@@ -10,32 +10,36 @@ from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 
 MAX_DATA_BYTES: Final = 1024 * 1024
-"""Of a DATA frame, which costs as much to begin and end whatever is in it. All others are kept until they are whole."""
+"""Limit of a DATA frame: each frame has a fixed cost. All other frames are kept until they are complete."""
 
 MAX_BLOCK_BYTES: Final = 64 * 1024
-"""Of a header block, in one frame or several: proxies let through as much (Envoy 60 KiB). It is read to its end even
-where its call is refused, since later ones build on what it taught; a larger one ends its connection."""
+"""Limit of a header block, in one frame or several; proxies have similar limits (Envoy 60 KiB). A block is decoded even
+if its call is rejected, because later blocks depend on the table that it changes; a larger one ends its connection."""
 
 _MAX_CONTINUATIONS: Final = 8
-"""Of one header block (CVE-2024-27316 and its kin send them without an end)."""
+"""Of one header block (CVE-2024-27316 and similar attacks never end a block)."""
 
 
 class FrameTaker(Protocol):
-    """Whom frames are told, in their order; it may raise Http2ConnectionError, which ends the reading."""
+    """Receives the frames in order. Its methods may raise Http2ConnectionError, which ends the connection."""
 
     def on_data(self, stream_id: int, length: int, *, is_end: bool) -> None:
-        """A DATA frame begins; ``length`` counts its padding."""
+        """A DATA frame begins; ``length`` includes its padding."""
         ...
 
     def on_data_part(self, data: bytes | None, begin: int, end: int, *, is_last: bool) -> None:
-        """Some bytes of the DATA frame that began last: ``data`` from ``begin`` to ``end``, none where it has none.
+        """The next bytes of the current DATA frame: ``data`` from ``begin`` to ``end``; an empty range for no payload.
 
-        ``data`` is None for as many that are already where they belong.
+        ``data`` is None for bytes that were received directly into their place.
         """
         ...
 
     def on_header_block(self, stream_id: int, block: bytes, *, is_end: bool) -> None:
-        """A whole header block; ``is_end`` where its stream ends with it."""
+        """A complete header block; ``is_end`` if it ends its stream."""
+        ...
+
+    def on_window_update(self, stream_id: int, payload: bytes) -> None:
+        """The most frequent frame beside HEADERS and DATA."""
         ...
 
     def on_frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
@@ -44,12 +48,12 @@ class FrameTaker(Protocol):
 
 
 class FrameReader:
-    """Of one connection.
+    """Reads the frames of one connection.
 
     Attributes:
-        has_settings: Whether the preface and the first frame came, which must be SETTINGS.
-        data_left: Of the DATA frame that began last, the bytes that are still to come.
-        unfinished_since_ns: When the frame or header block began that is not whole yet; None where there is none.
+        has_settings: Whether the preface and the first frame, which must be SETTINGS, have arrived.
+        data_left: Bytes of the current DATA frame that are still to come.
+        unfinished_since_ns: When the incomplete frame or header block began; None without one.
     """
 
     def __init__(self, taker: FrameTaker) -> None:
@@ -66,10 +70,10 @@ class FrameReader:
         self._block_is_end = False
 
     def feed(self, data: bytes, now_ns: int) -> None:
-        """Take what came.
+        """Read the next bytes.
 
         Raises:
-            Http2ConnectionError: The connection cannot go on.
+            Http2ConnectionError: The connection must end.
         """
         if self._rest:
             data = self._rest + data
@@ -80,22 +84,22 @@ class FrameReader:
         elif not self._block:
             self.unfinished_since_ns = None
             return
-        # A block counts from its first frame, a frame from where the one before it ended.
+        # The time of a block starts with its first frame, that of a frame with the end of the previous one.
         if self.unfinished_since_ns is None or (position and not self._block):
             self.unfinished_since_ns = now_ns
 
     def skip(self, count: int) -> None:
-        """The next ``count`` bytes, no more than ``data_left``, came past it to where they belong."""
+        """Count bytes, at most ``data_left``, that were received directly into their place."""
         self.data_left -= count
         self._taker.on_data_part(None, 0, count, is_last=not self.data_left)
 
     def _read(self, data: bytes) -> int:
-        """Hand on all that is whole, and of DATA what is there; returns where the rest begins."""
+        """Pass on complete frames and received DATA. Returns the position of the rest."""
         taker = self._taker
         position = 0
         if not self._has_preface:
             if data[: len(frames.PREFACE)] != frames.PREFACE[: len(data)]:
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "this is no HTTP/2")
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "expected the HTTP/2 preface")
             if len(data) < len(frames.PREFACE):
                 return 0
             self._has_preface = True
@@ -127,7 +131,7 @@ class FrameReader:
             if length > frames.MIN_FRAME_SIZE and kind != frames.DATA and length > _max_bytes(kind):
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "the frame is too large for its type")
             if self._block and (kind != frames.CONTINUATION or stream_id != self._block_id):
-                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the header block is not at its end")
+                raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "expected CONTINUATION of the header block")
             if not self.has_settings and (kind != frames.SETTINGS or flags & frames.ACK):
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
             begin = position + frames.HEADER_BYTES
@@ -152,7 +156,9 @@ class FrameReader:
                 return position
             payload = data[begin:end]
             position = end
-            if kind == frames.HEADERS:
+            if kind == frames.WINDOW_UPDATE:
+                taker.on_window_update(stream_id, payload)
+            elif kind == frames.HEADERS:
                 self._on_headers(stream_id, flags, payload)
             elif kind == frames.CONTINUATION:
                 self._on_continuation(flags, payload)
@@ -162,11 +168,12 @@ class FrameReader:
 
     def _on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id % 2 == 0:
-            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "HEADERS of a stream that no client opens")
-        payload = frames.without_padding(payload, flags)
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "HEADERS: expected an odd stream id")
+        if flags & frames.PADDED:
+            payload = frames.without_padding(payload)
         if flags & frames.HAS_PRIORITY:
             if len(payload) < 5:
-                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "HEADERS without its priority")
+                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "HEADERS: expected 5 bytes of priority")
             payload = payload[5:]
         if flags & frames.END_HEADERS:
             self._taker.on_header_block(stream_id, payload, is_end=bool(flags & frames.END_STREAM))
@@ -179,7 +186,7 @@ class FrameReader:
     def _on_continuation(self, flags: int, payload: bytes) -> None:
         block = self._block
         if not block:
-            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         block.append(payload)
         self._block_bytes += len(payload)
         if self._block_bytes > MAX_BLOCK_BYTES or len(block) > 1 + _MAX_CONTINUATIONS:

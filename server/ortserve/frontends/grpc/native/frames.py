@@ -1,7 +1,8 @@
-"""HTTP/2 frames: their numbers (RFC 9113, sections 6, 7 and 6.5.2), and the bytes of those a server sends. Pure."""
+"""HTTP/2 frames: constants (RFC 9113, sections 6, 7), frames that a server sends, and the peer's SETTINGS. Pure."""
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
@@ -59,7 +60,7 @@ class ErrorCode(IntEnum):
 
 
 class Http2ConnectionError(Exception):
-    """The peer did what no connection survives; it is told so and closed."""
+    """A violation of the protocol that ends the connection, after a GOAWAY with ``code`` and ``text``."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
         super().__init__(text)
@@ -68,10 +69,10 @@ class Http2ConnectionError(Exception):
 
 
 read_header: Final = struct.Struct(">IBI").unpack_from
-"""Length and type (``length << 8 | type``), flags, and stream id with its reserved bit, of nine bytes."""
+"""Unpacks nine bytes: ``length << 8 | type``, flags, and the stream id with its reserved bit."""
 
 pack_header: Final = struct.Struct(">IBI").pack
-"""What ``read_header`` reads."""
+"""The inverse of ``read_header``."""
 
 _U32: Final = struct.Struct(">I").pack
 _SETTING: Final = struct.Struct(">HI")
@@ -82,7 +83,7 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 
 def frame_header(kind: int, flags: int, stream_id: int, length: int) -> bytes:
-    """The header alone, for payloads that are not worth copying."""
+    """The header alone, for payloads that are sent without a copy."""
     return pack_header(length << 8 | kind, flags, stream_id)
 
 
@@ -91,12 +92,12 @@ def settings(values: Mapping[int, int]) -> bytes:
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Pairs of number and value, in the order in which they are to be applied."""
+    """Pairs of number and value, in the order in which they take effect."""
     return list(_SETTING.iter_unpack(payload))
 
 
 def header_block(stream_id: int, block: bytes, max_frame_size: int, *, is_end: bool) -> bytes:
-    """HEADERS, and what of the block they do not hold in CONTINUATIONs."""
+    """A HEADERS frame, followed by CONTINUATION frames if the block is larger than one frame."""
     flags = END_STREAM if is_end else 0
     if len(block) <= max_frame_size:
         return frame(HEADERS, flags | END_HEADERS, stream_id, block)
@@ -123,14 +124,61 @@ def goaway(last_stream_id: int, code: ErrorCode, text: bytes = b"") -> bytes:
     return frame(GOAWAY, 0, 0, _U32(last_stream_id) + _U32(code) + text)
 
 
-def without_padding(payload: bytes, flags: int) -> bytes:
-    """What a HEADERS frame carries.
+def without_padding(payload: bytes) -> bytes:
+    """The payload of a padded HEADERS frame.
 
     Raises:
-        Http2ConnectionError: There is more padding than payload.
+        Http2ConnectionError: The frame has more padding than payload.
     """
-    if not flags & PADDED:
-        return payload
     if not payload or payload[0] >= len(payload):
         raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "more padding than payload")
     return payload[1 : len(payload) - payload[0]]
+
+
+_MAX_SETTINGS: Final = 64
+"""Values per frame; fewer than ten settings are defined."""
+
+_HIGHEST: Final = {
+    ENABLE_PUSH: (1, ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH"),
+    INITIAL_WINDOW_SIZE: (MAX_WINDOW, ErrorCode.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE"),
+    MAX_FRAME_SIZE: (LARGEST_FRAME_SIZE, ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """The settings that change what this side sends; None for those that a frame does not contain.
+
+    Attributes:
+        initial_window: Bytes that the peer accepts on a new stream.
+        max_frame_size: Of frames to the peer.
+        lowest_table: The smallest size of the dynamic table for header blocks to the peer that the frame contains.
+    """
+
+    initial_window: int | None = None
+    max_frame_size: int | None = None
+    lowest_table: int | None = None
+
+
+def read_peer_settings(payload: bytes) -> PeerSettings:
+    """Read a SETTINGS frame without ACK; of repeated values the last one counts.
+
+    Raises:
+        Http2ConnectionError: A value is out of range, or the payload is not a list of settings.
+    """
+    if len(payload) % 6:
+        raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS: expected a multiple of 6 bytes")
+    if len(payload) > 6 * _MAX_SETTINGS:
+        raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too many SETTINGS")
+    values: dict[int, int] = {}
+    lowest_table: int | None = None
+    for number, value in read_settings(payload):
+        if number in _HIGHEST:
+            highest, code, name = _HIGHEST[number]
+            lowest = MIN_FRAME_SIZE if number == MAX_FRAME_SIZE else 0
+            if not lowest <= value <= highest:
+                raise Http2ConnectionError(code, f"{name}: expected {lowest} to {highest}, got {value}")
+        elif number == HEADER_TABLE_SIZE:
+            lowest_table = value if lowest_table is None else min(lowest_table, value)
+        values[number] = value
+    return PeerSettings(values.get(INITIAL_WINDOW_SIZE), values.get(MAX_FRAME_SIZE), lowest_table)

@@ -1,16 +1,19 @@
-"""Header blocks (HPACK, RFC 7541): read once where the same bytes come again, and written by hand.
+"""Header blocks (HPACK, RFC 7541): decoded once per distinct block, and the blocks of answers.
 
-Tables and Huffman's code are the ``hpack`` library's; the fields of a block are found here, for the library's decoder
-stops in the middle of a list that is too large, where the table is lost and with it the connection, and copies the rest
-of a block for each field, so that its time grows with the square of their number.
+The dynamic table and Huffman's code are the ``hpack`` library's. The fields of a block are decoded here. The library's
+decoder stops in the middle of a list that is too large, which loses the table and with it the connection, and it copies
+the rest of a block for each field, so its time is quadratic in their number.
 
-A block means the same as long as the table that it refers to is the same. So what a block was read as is kept under the
-table's generation, which counts insertions and changes of size, and the block's bytes; a block that itself inserts or
-resizes is read each time.
+Equal blocks mean the same as long as the table is the same. So decoded blocks are cached by their bytes, for one
+generation of the table, which changes with each insertion and resize; a block that inserts or resizes is not cached.
 """
 
+from base64 import b64encode
+from collections.abc import Iterable
 from typing import Any, Final
+from urllib.parse import quote
 
+import grpc
 import hpack
 from hpack.huffman_table import decode_huffman
 from hpack.table import HeaderTable
@@ -18,40 +21,41 @@ from hpack.table import HeaderTable
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.frame_reader import MAX_BLOCK_BYTES
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
+from ortserve.frontends.grpc.native.messages import ACCEPTED_ENCODINGS
 
 _KEPT_BLOCKS: Final = 64
-"""Of one connection; a client has a few, one for each method and set of metadata."""
+"""Cached blocks per connection; a client has a few, one for each method and set of metadata."""
 
 _MAX_KEPT_BYTES: Final = 2048
-"""Of a block that is kept."""
+"""Limit of a cached block."""
 
 MAX_LIST_BYTES: Final = 16 * 1024
-"""Of a block's headers as RFC 9113, section 10.5.1, counts them, and as grpc has it. Larger lists are read to their end
-for the table's sake, and thrown away."""
+"""Limit of a header list as RFC 9113, section 10.5.1, counts it; grpc has the same. Larger lists are decoded to their
+end, which keeps the table correct, and discarded."""
 
 _MOST_LIST_BYTES: Final = 2 * MAX_BLOCK_BYTES
-"""Of a list that is read. What a block says in its own bytes is at most 8/5 of these (Huffman's code, RFC 7541,
-appendix B), and 32 for each header; a larger list is made of a few bytes by the table."""
+"""Limit of a list that is decoded. Literals decode to at most 8/5 of their bytes (Huffman's code, RFC 7541, appendix
+B), plus 32 per header; a larger list repeats entries of the table in few bytes."""
 
 _ENTRY_BYTES: Final = 32
-"""What a header counts beside its name and value (RFC 9113, section 10.5.1)."""
+"""Added to the name and value of each header (RFC 9113, section 10.5.1)."""
 
 _MOST_INTEGER_BITS: Final = 28
-"""Of lengths, indexes and sizes on the wire; a block has 64 KiB."""
+"""Limit of encoded lengths, indexes and sizes; a block has at most 64 KiB."""
 
 _MOST_RESIZES_BYTES: Final = 64
-"""Where a block's last change of the table's size may begin; two are all that anybody needs (RFC 7541, section 4.2)."""
+"""Position up to which a block may resize the table; two resizes suffice for all purposes (RFC 7541, section 4.2)."""
 
 _set_maxsize: Final[Any] = HeaderTable.__dict__["maxsize"].fset
 
 RESIZED_TO_NOTHING: Final = b"\x20"
-"""Begins a block whose sender keeps no table from now on (RFC 7541, section 6.3)."""
+"""Resizes the table to 0 at the begin of a block (RFC 7541, section 6.3)."""
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class _CountedTable(HeaderTable):
-    """A dynamic table whose ``generation`` changes whenever its content may."""
+    """A dynamic table whose ``generation`` changes whenever its content may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +76,7 @@ class _CountedTable(HeaderTable):
 
 
 class HeaderReader:
-    """Reads the header blocks of one connection, each exactly once and in their order."""
+    """Decodes the header blocks of one connection; ``read`` must be called once for each block, in order."""
 
     def __init__(self) -> None:
         self._table = _CountedTable()
@@ -80,10 +84,10 @@ class HeaderReader:
         self._kept_generation = 0
 
     def read(self, block: bytes) -> Headers | None:
-        """Names and values, in their order; None where these are more than are kept, and later blocks can be read.
+        """Names and values, in order; None if the list exceeds ``MAX_LIST_BYTES``. Later blocks can be read then.
 
         Raises:
-            Http2ConnectionError: It is no header block, or one with more than is read; later ones cannot be read.
+            Http2ConnectionError: The block is malformed or far too large; later blocks cannot be read.
         """
         table = self._table
         generation = table.generation
@@ -105,7 +109,7 @@ class HeaderReader:
         return headers
 
     def _decode(self, block: bytes) -> Headers | None:
-        """Follow a block to its end (RFC 7541, section 6). Raises whatever is wrong with it."""
+        """Decode a block to its end (RFC 7541, section 6). Raises various exceptions for a malformed one."""
         table = self._table
         headers: list[tuple[bytes, bytes]] = []
         list_bytes = position = 0
@@ -119,7 +123,7 @@ class HeaderReader:
                 name, value = table.get_by_index(index)
             elif first & 0xE0 == 0x20:
                 if list_bytes or position > _MOST_RESIZES_BYTES:
-                    raise ValueError("a table size behind the first header, or one too many")
+                    raise ValueError("a table size after the first header, or too many sizes")
                 table_size, position = _read_integer(block, position, 0x1F)
                 if table_size > frames.DEFAULT_TABLE_SIZE:
                     raise ValueError("a table larger than ours")
@@ -144,7 +148,7 @@ class HeaderReader:
 
 
 def _read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
-    """An integer that begins in the bits of ``mask`` (RFC 7541, section 5.1), and where it ends."""
+    """An integer that begins in the bits of ``mask`` (RFC 7541, section 5.1), and the position after it."""
     number = block[position] & mask
     position += 1
     if number < mask:
@@ -162,18 +166,23 @@ def _read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
 
 
 def _read_string(block: bytes, position: int) -> tuple[bytes, int]:
-    """A string (RFC 7541, section 5.2), and where it ends."""
+    """A string (RFC 7541, section 5.2), and the position after it."""
     is_huffman = block[position] & 0x80
     length, begin = _read_integer(block, position, 0x7F)
     end = begin + length
     if end > len(block):
-        raise ValueError("a string that ends behind its block")
+        raise ValueError("a string that exceeds its block")
     text = block[begin:end]
     return (bytes(decode_huffman(text)) if is_huffman else text), end
 
 
+# Blocks of answers use static entries and literals only, so the peer's dynamic table is never needed.
+
+
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header that no table is asked for nor learns of (RFC 7541, section 6.2.2)."""
+    """A header that neither uses nor changes a table (RFC 7541, section 6.2.2)."""
+    if len(name) < 0x7F and len(value) < 0x7F:
+        return b"".join((b"\x00", bytes((len(name),)), name, bytes((len(value),)), value))
     return b"\x00" + _string(name) + _string(value)
 
 
@@ -188,3 +197,49 @@ def _string(text: bytes) -> bytes:
         rest >>= 7
     prefix.append(rest)
     return bytes(prefix) + text
+
+
+RESPONSE_HEADERS: Final = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
+OK_STATUS: Final = literal(b"grpc-status", b"0")
+
+_ACCEPTED: Final = literal(b"grpc-accept-encoding", ACCEPTED_ENCODINGS)
+_SAFE: Final = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+_MAX_DETAILS: Final = 6_000
+"""Characters of an encoded status message: peers reject trailers of more than 8 KiB."""
+
+
+def http_status_block(status: int) -> bytes:
+    """The headers of an answer to a request that is not gRPC."""
+    return b"\x08\x03%d" % status  # a literal value for entry 8 of the static table, ":status"
+
+
+def status_block(code: grpc.StatusCode, details: str, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """The trailers of a call."""
+    block = literal(b"grpc-status", b"%d" % code.value[0])
+    if details:
+        block += literal(b"grpc-message", _percent_encoded(details))
+    block += metadata_block(metadata)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        block += _ACCEPTED
+    return block
+
+
+def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    """Metadata as a header block."""
+    block = b""
+    for name, value in metadata:
+        if isinstance(value, bytes):
+            block += literal(name.encode(), b64encode(value).rstrip(b"="))
+        else:
+            block += literal(name.encode(), value.encode("latin-1", "replace"))
+    return block
+
+
+def _percent_encoded(details: str) -> bytes:
+    """A ``grpc-message``, truncated between characters if it is too long."""
+    encoded = quote(details[:_MAX_DETAILS], safe=_SAFE, errors="replace")
+    while len(encoded) > _MAX_DETAILS:
+        details = details[: min(len(details) - 1, len(details) * _MAX_DETAILS // len(encoded))]
+        encoded = quote(details, safe=_SAFE, errors="replace")
+    return encoded.encode()

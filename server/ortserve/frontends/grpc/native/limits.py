@@ -1,37 +1,50 @@
-"""What one connection may have, and for how long; and what all may have together."""
+"""The limits of connections, and the decisions that follow from their age, silence and idleness. Pure."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Final
 
 from ortserve.config.grpc import GrpcOptions
 
 _UNARY_CALLS: Final = 1000
-"""Of one connection at one time beside ``grpc_max_streams``, where no option says another number: a client that has all
-streams of the server still makes calls, and hears of the limit by the refusal of one stream more. One that has begun
-and brought nothing yet takes some kilobytes."""
+"""Concurrent calls per connection beside ``grpc_max_streams``, if no option sets the number. A client that has opened
+all streams can still make unary calls, and the rejection of one more stream shows it the limit. A call that has started
+and sent no message takes some kilobytes."""
+
+HANDSHAKE_S: Final = 10.0
+"""Until a connection has sent the preface and its SETTINGS."""
+
+FRAME_S: Final = 20.0
+"""For a frame other than DATA, at most 16 KiB, or a header block, at most 64 KiB: 26 kbit/s are enough."""
+
+STALL_S: Final = 60.0
+"""For which a closed connection may keep unsent bytes."""
+
+RESPONSE_ENCODINGS: Final = {"none": b"", "deflate": b"deflate", "gzip": b"gzip"}
+"""``grpc-encoding`` of answers by the value of ``grpc_response_compression``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of each connection, where nothing else is said. Times are seconds, None for no bound.
+    """Per connection unless stated otherwise. Times are seconds, None for no bound.
 
     Attributes:
         max_connections: Of the port.
-        max_streams: Calls at one time.
-        max_message_bytes: Of a message, also without its compression.
-        message_timeout_s: A message that has begun is whole in so long, or comes at the rate below in each such time.
+        max_streams: Concurrent calls.
+        max_message_bytes: Of a message, before and after decompression.
+        message_timeout_s: In which a message must be complete, or arrive at the rate below.
         min_message_bytes_per_s: That rate.
-        send_timeout_s: While its caller takes nothing of what is sent.
-        max_unsent_bytes: Of answers that were not taken, of all connections.
-        keepalive_s: Silence after which the peer is asked whether it is there.
-        keepalive_timeout_s: For its answer.
-        pings_without_calls: Whether either side may ask while there are no calls.
-        max_useless_pings: Of ours without a call between them; 0 for any number.
-        min_ping_interval_s: Between pings of the peer.
-        max_ping_strikes: Pings that come sooner; 0 for any number.
-        max_idle_s: Without calls.
-        max_age_s: Until it takes no new calls.
-        max_age_grace_s: For the calls of a connection that is too old.
+        send_timeout_s: In which a caller must read some bytes of an answer.
+        max_unsent_bytes: Of unsent answers, of all connections.
+        keepalive_s: Silence after which the server sends a PING.
+        keepalive_timeout_s: For the answer to that PING.
+        pings_without_calls: Whether both sides may send PINGs while no call is open.
+        max_useless_pings: PINGs of the server without a call between them; 0 for any number.
+        min_ping_interval_s: Between PINGs of the peer.
+        max_ping_strikes: PINGs of the peer that arrive sooner; 0 for any number.
+        max_idle_s: Without calls, after which the connection drains.
+        max_age_s: After which the connection drains.
+        max_age_grace_s: For the calls of a connection that drains for its age.
     """
 
     max_connections: int = 4096
@@ -53,7 +66,7 @@ class Limits:
 
     @property
     def tick_s(self) -> float:
-        """How often to look at the clock, so that each bound is kept within a quarter of it."""
+        """Interval of the checks, so that each bound is kept within a quarter of it."""
         bounds = (
             self.message_timeout_s,
             self.send_timeout_s,
@@ -67,7 +80,7 @@ class Limits:
 
 
 def connection_limits(options: GrpcOptions, *, max_message_bytes: int) -> Limits:
-    """The limits that the options ask for."""
+    """The limits that the options set."""
     return Limits(
         max_connections=options.grpc_max_connections,
         max_streams=options.grpc_max_connection_calls or options.grpc_max_streams + _UNARY_CALLS,
@@ -88,5 +101,93 @@ def connection_limits(options: GrpcOptions, *, max_message_bytes: int) -> Limits
     )
 
 
-ENCODINGS: Final = {"none": b"", "deflate": b"deflate", "gzip": b"gzip"}
-"""How answers are compressed, by the value of ``grpc_response_compression``."""
+class Due(Enum):
+    """The next action on a connection."""
+
+    NOTHING = auto()
+    ABORT = auto()
+    RETIRE = auto()
+    """Drain it for its age, with the grace for its calls."""
+    DRAIN = auto()
+    """Drain it because it has no calls."""
+    PING = auto()
+
+
+class Lifetime:
+    """Decides when one connection is pinged, drained or aborted; ``look`` is called at each tick.
+
+    Attributes:
+        heard_ns: When the last bytes arrived.
+        useful_ns: When a call last began or ended.
+        abort_ns: When the connection ends at the latest; None for no bound.
+        is_draining: Whether the connection takes no new calls.
+    """
+
+    def __init__(self, limits: Limits, now_ns: int, max_age_s: float | None) -> None:
+        """``max_age_s`` is drawn for each connection, so that connections opened together do not end together."""
+        self._limits = limits
+        self._made_ns = self.heard_ns = self.useful_ns = now_ns
+        self._max_age_s = max_age_s
+        self.abort_ns: int | None = None
+        self.is_draining = False
+        self._pinged_ns: int | None = None
+        self._useless_pings = 0
+        self._useful_at_ping_ns = now_ns
+
+    def begin_drain(self, now_ns: int, grace_s: float | None) -> None:
+        """No new calls begin from now on. The connection ends after ``grace_s`` at the latest; None for no bound."""
+        self.is_draining = True
+        if grace_s is not None:
+            self.abort_by(now_ns, grace_s)
+
+    def abort_by(self, now_ns: int, in_s: float) -> None:
+        """End the connection in ``in_s`` at the latest."""
+        by_ns = now_ns + int(in_s * 1e9)
+        self.abort_ns = by_ns if self.abort_ns is None else min(self.abort_ns, by_ns)
+
+    def is_over(self, now_ns: int) -> bool:
+        """Whether ``abort_ns`` has passed."""
+        return self.abort_ns is not None and now_ns >= self.abort_ns
+
+    def look(self, now_ns: int, *, has_settings: bool, has_calls: bool, unfinished_since_ns: int | None) -> Due:
+        """The next action; the caller performs it.
+
+        Args:
+            now_ns: Monotonic.
+            has_settings: Whether the peer has sent the preface and its SETTINGS.
+            has_calls: Whether calls are open.
+            unfinished_since_ns: When the frame or header block began that is incomplete; None without one.
+        """
+        limits = self._limits
+        if self.is_over(now_ns):
+            return Due.ABORT
+        if not has_settings:
+            return Due.ABORT if now_ns - self._made_ns > HANDSHAKE_S * 1e9 else Due.NOTHING
+        if unfinished_since_ns is not None and now_ns - unfinished_since_ns > FRAME_S * 1e9:
+            return Due.ABORT
+        if not self.is_draining:
+            if self._max_age_s is not None and now_ns - self._made_ns >= self._max_age_s * 1e9:
+                return Due.RETIRE
+            is_idle = limits.max_idle_s is not None and not has_calls
+            if is_idle and now_ns - self.useful_ns >= (limits.max_idle_s or 0.0) * 1e9:
+                return Due.DRAIN
+        return self._look_for_peer(now_ns, has_calls=has_calls)
+
+    def _look_for_peer(self, now_ns: int, *, has_calls: bool) -> Due:
+        limits = self._limits
+        if self._pinged_ns is not None:
+            if self.heard_ns >= self._pinged_ns:
+                self._pinged_ns = None
+            elif now_ns - self._pinged_ns >= limits.keepalive_timeout_s * 1e9:
+                return Due.ABORT
+            return Due.NOTHING
+        if now_ns - self.heard_ns < limits.keepalive_s * 1e9 or not (has_calls or limits.pings_without_calls):
+            return Due.NOTHING
+        if self.useful_ns != self._useful_at_ping_ns:
+            self._useless_pings = 0
+        elif 0 < limits.max_useless_pings <= self._useless_pings:
+            return Due.NOTHING
+        self._useful_at_ping_ns = self.useful_ns
+        self._useless_pings += 1
+        self._pinged_ns = now_ns
+        return Due.PING

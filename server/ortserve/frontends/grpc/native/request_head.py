@@ -1,4 +1,4 @@
-"""What the headers of a call say (gRPC over HTTP/2, "Requests"; RFC 9113, section 8.3). Pure."""
+"""The request headers of a call (gRPC over HTTP/2, "Requests"; RFC 9113, section 8.3). Pure."""
 
 import base64
 import binascii
@@ -30,7 +30,7 @@ _TIMEOUT_UNITS_NS: Final = {
     b"n": 1,
 }
 _MAX_TIMEOUT_DIGITS: Final = 8
-_MAX_LENGTH_DIGITS: Final = 18  # of a number of bytes; int() refuses some thousands, and 64 bits hold 19
+_MAX_LENGTH_DIGITS: Final = 18  # int() rejects thousands of digits, and 64 bits hold 19
 _LOAD_FORMAT: Final = LOAD_FORMAT_HEADER.encode()
 
 _SHARED: Final = _PSEUDO | {
@@ -42,8 +42,8 @@ _SHARED: Final = _PSEUDO | {
     b"user-agent",
     _LOAD_FORMAT,
 }
-"""Headers that many calls have in common, and that hold no credentials. Their values are cached. Of all others only the
-names are: their values may be keys, or differ in each call as those of ``grpc-timeout`` and ``traceparent`` do."""
+"""Headers that many calls have in common and that hold no credentials. Their values are cached. Of all other headers
+only the names are cached: their values may be keys, or differ in each call as of ``grpc-timeout``, ``traceparent``."""
 
 _TEXT: Final = 0
 _BINARY: Final = 1
@@ -52,24 +52,23 @@ _LENGTH: Final = 3
 
 
 class MalformedRequestError(Exception):
-    """The headers are none of a request; its stream is reset."""
+    """The headers violate RFC 9113; the stream is reset."""
 
 
 @dataclass(slots=True, init=False)
 class RequestHead:
-    """A request that HTTP/2 has nothing against. Nothing of it changes; it is not frozen, because that costs at each
-    making.
+    """Headers that are valid in HTTP/2. Immutable by convention: a frozen dataclass costs more time to create.
 
     Attributes:
         path: ``/service/method``.
-        timeout_ns: How long the caller waits, None where it did not say.
+        timeout_ns: Until the deadline, None without one.
         encoding: ``grpc-encoding``, of messages that are marked as compressed.
-        accepts: What ``grpc-accept-encoding`` names.
-        content_length: Bytes of DATA that it announces; None where it does not.
-        metadata: The caller's own and gRPC's, entries of one name in their order; values of ``-bin`` names are bytes.
-        load_format: The value of ``endpoint-load-metrics-format``, empty where it is not there.
-        http_status: 200; else the request is none of gRPC, and gets this status and nothing more.
-        refusal: Why gRPC refuses it, empty where it does not.
+        accepts: The values of ``grpc-accept-encoding``.
+        content_length: Announced bytes of DATA; None without that header.
+        metadata: All headers but pseudo-headers, in order; values of ``-bin`` names are bytes.
+        load_format: The value of ``endpoint-load-metrics-format``, empty without that header.
+        http_status: 200, or the status that answers a request that is not gRPC.
+        rejection: The status that ends a call whose headers gRPC forbids; None for a valid call.
     """
 
     path: str
@@ -80,7 +79,7 @@ class RequestHead:
     metadata: tuple[tuple[str, str | bytes], ...] = field(repr=False)
     load_format: str
     http_status: int
-    refusal: tuple[grpc.StatusCode, str] | None
+    rejection: tuple[grpc.StatusCode, str] | None
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class RequestHead:
         metadata: tuple[tuple[str, str | bytes], ...] = (),
         load_format: str = "",
         http_status: int = 200,
-        refusal: tuple[grpc.StatusCode, str] | None = None,
+        rejection: tuple[grpc.StatusCode, str] | None = None,
     ) -> None:
         self.path = path
         self.timeout_ns = timeout_ns
@@ -102,26 +101,26 @@ class RequestHead:
         self.metadata = metadata
         self.load_format = load_format
         self.http_status = http_status
-        self.refusal = refusal
+        self.rejection = rejection
 
 
 TOO_LARGE: Final = RequestHead(
     "",
-    refusal=status_of(
+    rejection=status_of(
         ServeError(
             ErrorKind.HEADERS_TOO_LARGE,
             f"metadata: expected at most {MAX_LIST_BYTES} bytes, 32 more counted for each entry, got more",
         )
     )[:2],
 )
-"""Of a request whose headers were thrown away."""
+"""The head of a request whose headers were discarded."""
 
 
 def read_head(headers: Headers) -> RequestHead:
-    """Read the headers of a request. What most calls of a client have in common is cached, and nothing else.
+    """Read the headers of a request. Headers that most calls of a client have in common are cached, see ``_SHARED``.
 
     Raises:
-        MalformedRequestError: A name, or what is missing or there twice.
+        MalformedRequestError: The text names the header.
     """
     shared: list[tuple[bytes, bytes]] = []
     own: list[tuple[bytes, bytes]] = []
@@ -137,11 +136,11 @@ def read_head(headers: Headers) -> RequestHead:
     if first_own < 0:
         return head
     if first_own < pseudo_count:
-        raise MalformedRequestError("a pseudo-header behind a header")
+        raise MalformedRequestError("a pseudo-header after a header")
     metadata = list(head.metadata)
     timeout_ns: int | None = None
     content_length: int | None = None
-    refusal: tuple[grpc.StatusCode, str] | None = None
+    rejection: tuple[grpc.StatusCode, str] | None = None
     for name, value in own:
         key, kind = _key(name)
         if not _IS_VALUE(value):
@@ -153,7 +152,7 @@ def read_head(headers: Headers) -> RequestHead:
         if kind == _TIMEOUT:
             timeout_ns = _timeout_ns(value)
             if timeout_ns is None:
-                refusal = (
+                rejection = (
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"grpc-timeout: expected up to 8 digits and a unit, got {value[:80]!r}",
                 )
@@ -170,12 +169,12 @@ def read_head(headers: Headers) -> RequestHead:
         tuple(metadata),
         head.load_format,
         head.http_status,
-        refusal,
+        rejection,
     )
 
 
 def check_trailers(headers: Headers) -> None:
-    """Check what ends a request, of which nothing is used.
+    """Check the trailers of a request; their values are not used.
 
     Raises:
         MalformedRequestError: RFC 9113, sections 8.1 and 8.2, forbids one of them.
@@ -189,7 +188,7 @@ def check_trailers(headers: Headers) -> None:
 
 @lru_cache(maxsize=256)
 def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
-    """Read the ``_SHARED`` headers of a request, as if it had no others; and how many are pseudo-headers.
+    """The head by the ``_SHARED`` headers of a request alone, and the number of pseudo-headers.
 
     Raises MalformedRequestError.
     """
@@ -221,7 +220,7 @@ def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
         metadata.append((name.decode("latin-1"), value.decode("latin-1")))
     if not pseudo.keys() >= {b":method", b":scheme", b":path"} or not pseudo[b":path"]:
         raise MalformedRequestError("a pseudo-header is missing")
-    if b"@" in pseudo.get(b":authority", b""):  # RFC 9113, section 8.3.1; what stands before it may be a password
+    if b"@" in pseudo.get(b":authority", b""):  # RFC 9113, section 8.3.1; the userinfo may be a password
         raise MalformedRequestError("userinfo in :authority")
     http_status = 200
     if pseudo[b":method"] != b"POST":
@@ -241,7 +240,7 @@ def _read_shared(headers: Headers) -> tuple[RequestHead, int]:
 
 @lru_cache(maxsize=1024)
 def _key(name: bytes) -> tuple[str, int]:
-    """The key of a header in the metadata, and how its value is read. Raises MalformedRequestError."""
+    """The name of a header in the metadata, and the kind of its value. Raises MalformedRequestError."""
     if not _is_allowed(name):
         raise MalformedRequestError(f"header {name!r}")
     key = name.decode("latin-1")
@@ -253,14 +252,14 @@ def _key(name: bytes) -> tuple[str, int]:
 
 
 def _is_allowed(name: bytes) -> bool:
-    """Whether RFC 9113, section 8.2, allows the name of a header that is no pseudo-header."""
+    """Whether RFC 9113, section 8.2, allows the name of a header other than a pseudo-header."""
     return name not in _OF_CONNECTIONS and bool(_IS_NAME(name))
 
 
 def _stripped(name: bytes, value: bytes) -> bytes:
-    """A value that HTTP/2 forbids, as it counts.
+    """A value without the spaces at its ends, which HTTP/2 forbids.
 
-    gRPC's clients send spaces at the ends, and servers may strip them ("ASCII-Value"). Raises MalformedRequestError.
+    gRPC clients send them, and servers may strip them ("ASCII-Value"). Raises MalformedRequestError for other values.
     """
     value = value.strip(b" \t")
     if name[:1] == b":" or not _IS_VALUE(value):

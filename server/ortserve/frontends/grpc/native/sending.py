@@ -1,63 +1,60 @@
-"""The sending half of a connection: frames out, as far as both windows and the transport allow.
+"""The sending half of a connection: sends frames as far as both windows and the transport allow, and ends streams.
 
-What is written in one turn of the loop is handed to the transport together. A stream whose own window is full waits for
-that window alone; all others that have something unsent stand in one line and get their turns.
+Frames of one turn of the loop are passed to the transport together. A stream whose own window is full waits for that
+window only. All other streams with unsent bytes are in one queue and get their turns.
 """
 
 import asyncio
-from base64 import b64encode
 from collections.abc import Callable, Iterable
 from typing import Final
-from urllib.parse import quote
 
 import grpc
 
 from ortserve.clock import Clock
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
-from ortserve.frontends.grpc.native.compression import ENCODINGS
-from ortserve.frontends.grpc.native.header_blocks import RESIZED_TO_NOTHING, literal
-from ortserve.frontends.grpc.native.losses import Losses
-from ortserve.frontends.grpc.native.patience import PART_CREDIT
+from ortserve.frontends.grpc.native.flood_limits import PART_CREDIT
+from ortserve.frontends.grpc.native.flow_control import UnsentBudget
+from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError, PeerSettings
+from ortserve.frontends.grpc.native.header_blocks import (
+    OK_STATUS,
+    RESIZED_TO_NOTHING,
+    RESPONSE_HEADERS,
+    http_status_block,
+    literal,
+    status_block,
+)
+from ortserve.frontends.grpc.native.limits import Lifetime
 from ortserve.frontends.grpc.native.stream import Stream
-from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 
 _TURN_BYTES: Final = 256 * 1024
-"""Of one stream's message that go out before others have their turn."""
+"""Bytes of one stream's message that are sent before other streams get their turn."""
 
 _MAX_PIECES: Final = 256
-"""Handed to the transport at once."""
+"""Passed to the transport at once."""
 
 _MAX_FRAME_BYTES: Final = 64 * 1024
-"""Of DATA, where the peer takes larger frames: others shall not wait long for the end of one."""
+"""Limit of a DATA frame, if the peer accepts larger ones, so that other streams do not wait long for its end."""
 
 _MAX_PAUSED_BYTES: Final = 256 * 1024
-"""Of frames that no window holds back, while the peer reads nothing."""
-
-_MAX_DETAILS: Final = 6_000
-"""Characters of a status message on the wire: peers refuse trailers of more than 8 KiB."""
-
-_STATUS_200: Final = b"\x88"  # the static table's entry (RFC 7541, appendix A)
-_RESPONSE: Final = _STATUS_200 + literal(b"content-type", b"application/grpc")
-_ACCEPTED: Final = literal(b"grpc-accept-encoding", ENCODINGS)
-_OK: Final = literal(b"grpc-status", b"0")
-_SAFE: Final = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+"""Bytes of frames outside flow control that are queued while the peer reads nothing; then reading stops, too."""
 
 _ENDS: Final = frames.END_HEADERS | frames.END_STREAM
-_HEADERS_BEFORE_DATA: Final = len(_RESPONSE) << 8 | frames.HEADERS
+_HEADERS_BEFORE_DATA: Final = len(RESPONSE_HEADERS) << 8 | frames.HEADERS
 
 
 class Sending:
-    """Loop thread only.
+    """An ``AnswerHolder``. Loop thread only.
 
     Attributes:
         clock: Monotonic nanoseconds.
-        window: Bytes that the peer takes on the whole connection.
-        initial_window: Bytes that it takes of a new stream.
-        unsent_bytes: Of messages that no window or transport has room for yet.
-        sent_bytes: Of messages that had to wait, of all streams.
-        written_bytes: All that the transport got.
-        has_answered: Whether anything of a call was sent since somebody last asked.
-        window_credit: For ``WindowUpdates``: bytes of DATA sent, and ``PART_CREDIT`` for each whole part.
+        streams: The open streams by id, oldest first. ``receiving`` adds to it.
+        window: Bytes that the peer accepts on the whole connection.
+        initial_window: Bytes that it accepts on a new stream.
+        unsent_bytes: Bytes of messages that neither a window nor the transport has accepted.
+        has_answered: Whether part of a call was sent since the attribute was last set to False.
+        window_credit: Bytes of DATA sent, plus ``PART_CREDIT`` per whole part, since the last WINDOW_UPDATE.
     """
 
     def __init__(
@@ -65,21 +62,26 @@ class Sending:
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
         transport: asyncio.Transport,
-        on_over: Callable[[Stream], bool],
-        room: UnsentRoom,
-        losses: Losses,
+        life: Lifetime,
+        budget: UnsentBudget,
+        *,
+        on_cut_answer: Callable[[str], None],
+        on_stream_drained: Callable[[], None],
     ) -> None:
-        """``on_over`` is told when nothing more will be queued of a stream, and says whether others are open; ``room``
-        and ``losses`` are those of all connections.
+        """``budget`` is shared by all connections.
+
+        ``on_cut_answer`` counts an answer that ends before the transport has accepted all of it, by its cause.
+        ``on_stream_drained`` is called after a stream has ended while the connection drains.
         """
         self.clock = clock
+        self.streams: Final[dict[int, Stream]] = {}
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.unsent_bytes = 0
-        self.sent_bytes = 0
-        self.written_bytes = 0
         self.window_credit = 0
         self.has_answered = False
+        self._sent_bytes = 0  # of messages that had to wait, of all streams
+        self._written_bytes = 0  # all that the transport got
         self._max_frame_size = frames.MIN_FRAME_SIZE
         self._resize = b""
         self._has_resized = False
@@ -91,22 +93,34 @@ class Sending:
         self._paused_bytes = 0
         self._waiting: dict[int, Stream] = {}
         self._is_pump_due = False
-        self._on_over = on_over
-        self._room = room
-        self._losses = losses
+        self._life = life
+        self._budget = budget
+        self._on_cut_answer = on_cut_answer
+        self._on_stream_drained = on_stream_drained
+
+    # Frames outside flow control
 
     def control(self, frame: bytes) -> None:
-        """Send a frame that no window holds back."""
+        """Send a frame that no window limits."""
         self._out.append(frame)
         self._flush_soon()
         if self._is_paused:
             self._paused_bytes += len(frame)
             if self._paused_bytes > _MAX_PAUSED_BYTES:
-                # Who reads none of the answers shall ask for no more of them.
-                self._transport.pause_reading()
+                self._transport.pause_reading()  # a peer that reads no answers must not cause more of them
+
+    def credit(self, stream: Stream) -> None:
+        """Return the consumed part of a stream's window to the caller."""
+        if not stream.is_half_closed and not stream.is_over:
+            credit = stream.window.credit()
+            if credit:
+                self.has_answered = True
+                self.control(frames.window_update(stream.id, credit))
+
+    # Answers
 
     def answer(self, stream: Stream, message: bytes | memoryview, trailing: bytes) -> None:
-        """Send a whole answer of one message, uncompressed; ``trailing`` is a header block."""
+        """Send a complete answer of one uncompressed message; ``trailing`` is a header block."""
         size = len(message) + 5
         if (
             size > frames.MIN_FRAME_SIZE
@@ -119,39 +133,45 @@ class Sending:
             or stream.is_over
         ):
             self.send_message(stream, message)
-            self._finish(stream, _OK + trailing)
+            self._finish(stream, OK_STATUS + trailing)
             return
         header, stream_id = frames.pack_header, stream.id
         self._out.append(
             b"".join(
                 (
                     header(_HEADERS_BEFORE_DATA, frames.END_HEADERS, stream_id),
-                    _RESPONSE,
+                    RESPONSE_HEADERS,
                     header(size << 8 | frames.DATA, 0, stream_id),
                     b"\x00",
                     (size - 5).to_bytes(4, "big"),
                     message,
-                    header(len(_OK) + len(trailing) << 8 | frames.HEADERS, _ENDS, stream_id),
-                    _OK,
+                    header(len(OK_STATUS) + len(trailing) << 8 | frames.HEADERS, _ENDS, stream_id),
+                    OK_STATUS,
                     trailing,
                 )
             )
         )
-        # Not before: where joining fails, the call can still end with an error.
+        # State changes after the join: if that fails, the call can still end with an error.
         self.window -= size
         self.window_credit += PART_CREDIT
         self.has_answered = True
         stream.has_headers = True
-        if self._close(stream):
+        self._close(stream)
+        if self.streams:
             self._flush_soon()
         else:
-            self.flush()  # there is nobody whose answer could go with it
+            self.flush()  # no other answer can be sent with it
 
     def send_message(self, stream: Stream, message: bytes | memoryview, *, is_compressed: bool = False) -> None:
-        """Queue a message, behind the headers where these were not sent yet."""
+        """Queue a message, and the headers before the first one."""
         if stream.is_over or stream.trailers is not None:
             return
-        self._begin(stream)
+        if not stream.has_headers:
+            stream.has_headers = True
+            block = RESPONSE_HEADERS
+            if stream.encoding:
+                block += literal(b"grpc-encoding", stream.encoding)
+            self._headers(stream, block)
         prefix = (b"\x01" if is_compressed else b"\x00") + len(message).to_bytes(4, "big")
         if len(message) <= frames.MIN_FRAME_SIZE:
             stream.unsent.append(b"".join((prefix, message)))
@@ -161,7 +181,7 @@ class Sending:
         self._count_unsent(len(prefix) + len(message))
         if stream.id not in self._waiting:
             self._send_data(stream)
-        self._room.look()
+        self._budget.enforce_soon()
 
     def end(
         self,
@@ -172,89 +192,102 @@ class Sending:
         *,
         is_prompt: bool = False,
     ) -> None:
-        """End a call with a status; once. ``is_prompt`` leaves out what is unsent."""
+        """End a call with a status; later calls do nothing. ``is_prompt`` drops unsent messages."""
         if stream.is_over or (stream.trailers is not None and not is_prompt):
             return
-        block = literal(b"grpc-status", b"%d" % code.value[0])
-        if details:
-            block += literal(b"grpc-message", _percent_encoded(details))
-        block += metadata_block(metadata)
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            block += _ACCEPTED
+        block = status_block(code, details, metadata)
         if is_prompt:
             self._forget_unsent(stream, code.name.lower())
         self._finish(stream, block)
 
-    def refuse_http(self, stream: Stream, status: int) -> None:
-        """Answer what is no gRPC."""
-        # Literal without indexing, with the name of the static table's entry 8, :status.
-        self._headers(stream, b"\x08\x03%d" % status, is_end=True)
+    def reject_http(self, stream: Stream, status: int) -> None:
+        """Answer a request that is not gRPC."""
+        self._headers(stream, http_status_block(status), is_end=True)
         self._close(stream)
 
-    def credit(self, stream: Stream) -> None:
-        """Give the caller room again for what was taken from a stream."""
-        if not stream.is_half_closed and not stream.is_over:
-            room = stream.window.credit()
-            if room:
-                self.has_answered = True
-                self.control(frames.window_update(stream.id, room))
-
     def drop(self, stream: Stream, cause: str) -> None:
-        """Send nothing more of a stream: it was reset, or its connection has ended."""
+        """End a stream without a frame: it was reset, or its connection has ended."""
         self._forget_unsent(stream, cause)
-        stream.is_over = True
-        self._on_over(stream)
+        self._end_stream(stream)
 
-    def has_too_much_unsent(self) -> bool:
-        """Whether the connection should begin no more calls."""
-        return self._room.is_exceeded_by(self.unsent_bytes)
+    def end_oldest_unsent(self, text: str, *, is_alone: bool) -> bool:
+        """As ``AnswerHolder``."""
+        unsent = (stream for stream in self.streams.values() if stream.unsent)
+        oldest = next(unsent, None)
+        if oldest is None or (is_alone and next(unsent, None) is None):
+            return False
+        self.end(oldest, *status_of(ServeError(ErrorKind.OVERLOADED, text)), is_prompt=True)
+        return True
 
-    def waits_for_window(self, stream: Stream) -> bool:
-        """Whether a WINDOW_UPDATE is all that helps a stream on."""
-        return bool(stream.unsent) and (stream.send_window <= 0 or self.window <= 0)
+    # The peer's windows and settings
 
     def on_window(self) -> None:
-        """The peer takes more on the whole connection."""
+        """The window of the connection has grown."""
         if self._waiting and not self._is_paused:
             self._pump_soon()
 
     def on_stream_window(self, stream: Stream) -> None:
-        """The peer takes more of a stream.
+        """The window of a stream has grown.
 
-        Frames are cut once all that came together was read: WINDOW_UPDATEs of some bytes each make one frame.
+        Frames are cut after all received bytes were read: several WINDOW_UPDATEs of some bytes each make one frame.
         """
         if stream.unsent and stream.send_window > 0:
             self._waiting[stream.id] = stream
             self._pump_soon()
 
-    def taken(self, streams: Iterable[Stream]) -> dict[int, int]:
-        """For ``SendWaits``, what the peer has taken of each stream that has something unsent, and of the transport.
+    def apply(self, settings: PeerSettings) -> None:
+        """Confirm the settings of the peer and use them from now on.
 
-        A stream that waits for the connection, not for its own window, gets its turns as the connection goes on: while
-        the transport is full, as that empties.
+        Raises:
+            Http2ConnectionError: A window exceeds its limit.
+        """
+        if settings.max_frame_size is not None:
+            self._max_frame_size = min(settings.max_frame_size, _MAX_FRAME_BYTES)
+        is_smaller = settings.lowest_table is not None and settings.lowest_table < frames.DEFAULT_TABLE_SIZE
+        if is_smaller and not self._has_resized:
+            # The next block has to confirm a smaller table (RFC 7541, section 4.2). The table is never used, so setting
+            # its size to 0 once is enough.
+            self._has_resized = True
+            self._resize = RESIZED_TO_NOTHING
+        self.control(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        if settings.initial_window is None:
+            return
+        # The windows of open streams change by the same amount, also below 0 (RFC 9113, section 6.9.2).
+        change = settings.initial_window - self.initial_window
+        self.initial_window = settings.initial_window
+        for stream in list(self.streams.values()):
+            stream.send_window += change
+            if stream.send_window > frames.MAX_WINDOW:
+                raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "the window is too large")
+            if change > 0:
+                self.on_stream_window(stream)
+
+    def has_too_much_unsent(self) -> bool:
+        """Whether the connection should begin no more calls."""
+        return self._budget.is_exceeded_by(self.unsent_bytes)
+
+    def waits_for_window(self, stream: Stream) -> bool:
+        """Whether only a WINDOW_UPDATE can make a stream continue."""
+        return bool(stream.unsent) and (stream.send_window <= 0 or self.window <= 0)
+
+    def sent_by_stream(self) -> dict[int, int]:
+        """For ``SendProgress``: a number per stream with unsent bytes, and under 0 for the transport if it has some.
+
+        A stream that waits for the connection, not for its own window, makes progress as the connection does: while the
+        transport is full, as that empties.
         """
         buffered = self._transport.get_write_buffer_size()
-        of_connection = self.written_bytes - buffered if self._is_paused else self.sent_bytes
-        taken = {
+        of_connection = self._written_bytes - buffered if self._is_paused else self._sent_bytes
+        sent = {
             stream.id: of_connection if stream.id in self._waiting else stream.sent_bytes
-            for stream in streams
+            for stream in self.streams.values()
             if stream.unsent
         }
         if buffered:
-            taken[0] = self.written_bytes - buffered
-        return taken
+            sent[0] = self._written_bytes - buffered
+        return sent
 
-    def set_max_frame_size(self, size: int) -> None:
-        self._max_frame_size = min(size, _MAX_FRAME_BYTES)
-
-    def set_table_size(self, lowest: int) -> None:
-        """The peer keeps a smaller table of headers, which the next block has to confirm (RFC 7541, section 4.2).
-
-        None is used, so that none it is for ever then.
-        """
-        if lowest < frames.DEFAULT_TABLE_SIZE and not self._has_resized:
-            self._has_resized = True
-            self._resize = RESIZED_TO_NOTHING
+    # The transport
 
     def pause(self) -> None:
         self._is_paused = True
@@ -271,19 +304,18 @@ class Sending:
         out, self._out = self._out, []
         if out and not self._transport.is_closing():
             if len(out) == 1:
-                self.written_bytes += len(out[0])
+                self._written_bytes += len(out[0])
                 self._transport.write(out[0])
             else:
-                self.written_bytes += sum(map(len, out))
+                self._written_bytes += sum(map(len, out))
                 self._transport.writelines(out)
 
-    def _begin(self, stream: Stream) -> None:
-        if not stream.has_headers:
-            stream.has_headers = True
-            block = _RESPONSE
-            if stream.encoding:
-                block += literal(b"grpc-encoding", stream.encoding)
-            self._headers(stream, block)
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self.flush)
+        elif len(self._out) > _MAX_PIECES:
+            self.flush()  # so that the transport can pause the writing
 
     def _headers(self, stream: Stream, block: bytes, *, is_end: bool = False) -> None:
         if self._resize:
@@ -297,37 +329,37 @@ class Sending:
             return
         if not stream.has_headers:  # trailers only
             stream.has_headers = True
-            block = _RESPONSE + block
+            block = RESPONSE_HEADERS + block
         stream.trailers = block
         if not stream.unsent:
             self._send_trailers(stream)
 
     def _send_data(self, stream: Stream) -> None:
-        """Send what may be sent of a stream, and have it wait where something stays."""
+        """Send the part of a stream that the windows allow; the stream waits in the queue with the rest."""
         unsent = stream.unsent
         budget = _TURN_BYTES
         while unsent:
             part = unsent[0]
-            room = min(stream.send_window, self.window, self._max_frame_size)
-            if room <= 0 or self._is_paused or budget <= 0:
+            allowed = min(stream.send_window, self.window, self._max_frame_size)
+            if allowed <= 0 or self._is_paused or budget <= 0:
                 if stream.send_window > 0:
                     self._waiting[stream.id] = stream
-                if room > 0 and not self._is_paused:
-                    self.flush()  # or the transport could not say that it has enough
+                if allowed > 0 and not self._is_paused:
+                    self.flush()  # so that the transport can pause the writing
                     self._pump_soon()
                 return
-            if len(part) <= room:
+            if len(part) <= allowed:
                 unsent.popleft()
                 self.window_credit += PART_CREDIT
             else:
-                unsent[0] = memoryview(part)[room:]
-                part = memoryview(part)[:room]
+                unsent[0] = memoryview(part)[allowed:]
+                part = memoryview(part)[:allowed]
             size = len(part)
             self.window_credit += size
             stream.send_window -= size
             self.window -= size
             self._count_unsent(-size)
-            self.sent_bytes += size
+            self._sent_bytes += size
             stream.sent_bytes += size
             budget -= size
             self.has_answered = True
@@ -336,36 +368,6 @@ class Sending:
         stream.wake_writer()
         if stream.trailers is not None:
             self._send_trailers(stream)
-
-    def _send_trailers(self, stream: Stream) -> None:
-        assert stream.trailers is not None
-        self._headers(stream, stream.trailers, is_end=True)
-        self._close(stream)
-
-    def _close(self, stream: Stream) -> bool:
-        stream.is_over = True
-        if not stream.is_half_closed:  # the rest of the request is of no use (RFC 9113, section 8.1)
-            self.control(frames.rst_stream(stream.id, frames.ErrorCode.NO_ERROR))
-        return self._on_over(stream)
-
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self.flush)
-        elif len(self._out) > _MAX_PIECES:
-            self.flush()  # so that the transport can say that it has enough
-
-    def _forget_unsent(self, stream: Stream, cause: str) -> None:
-        if not stream.unsent:
-            return
-        self._losses.cut_answer(cause)
-        self._waiting.pop(stream.id, None)
-        self._count_unsent(-sum(len(part) for part in stream.unsent))
-        stream.unsent.clear()
-
-    def _count_unsent(self, change: int) -> None:
-        self.unsent_bytes += change
-        self._room.held_bytes += change
 
     def _pump_soon(self) -> None:
         if not self._is_pump_due:
@@ -377,26 +379,44 @@ class Sending:
         for stream in list(self._waiting.values()):
             if self._is_paused or self.window <= 0:
                 return
-            if self._waiting.pop(stream.id, None) is not None:  # to the back of the line, where something stays again
+            if self._waiting.pop(stream.id, None) is not None:  # it re-enters at the end of the queue
                 self._send_data(stream)
         self.flush()
 
+    def _send_trailers(self, stream: Stream) -> None:
+        assert stream.trailers is not None
+        self._headers(stream, stream.trailers, is_end=True)
+        self._close(stream)
 
-def metadata_block(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
-    """Metadata as a header block."""
-    block = b""
-    for name, value in metadata:
-        if isinstance(value, bytes):
-            block += literal(name.encode(), b64encode(value).rstrip(b"="))
-        else:
-            block += literal(name.encode(), value.encode("latin-1", "replace"))
-    return block
+    def _close(self, stream: Stream) -> None:
+        if not stream.is_half_closed:  # the rest of the request is not needed (RFC 9113, section 8.1)
+            self.control(frames.rst_stream(stream.id, ErrorCode.NO_ERROR))
+        self._end_stream(stream)
 
+    def _end_stream(self, stream: Stream) -> None:
+        """Forget a stream, free its request, and cancel the work for it."""
+        stream.is_over = True
+        self.streams.pop(stream.id, None)
+        stream.forget_request()
+        if stream.reading is not None:
+            stream.wake_reader()
+        if stream.writing is not None:
+            stream.wake_writer()
+        self._life.useful_ns = self.clock()
+        cancel, stream.cancel = stream.cancel, None
+        if cancel is not None:
+            cancel()
+        if self._life.is_draining:
+            self._on_stream_drained()
 
-def _percent_encoded(details: str) -> bytes:
-    """A ``grpc-message``; what would be too long is cut between characters."""
-    encoded = quote(details[:_MAX_DETAILS], safe=_SAFE, errors="replace")
-    while len(encoded) > _MAX_DETAILS:
-        details = details[: min(len(details) - 1, len(details) * _MAX_DETAILS // len(encoded))]
-        encoded = quote(details, safe=_SAFE, errors="replace")
-    return encoded.encode()
+    def _forget_unsent(self, stream: Stream, cause: str) -> None:
+        if not stream.unsent:
+            return
+        self._on_cut_answer(cause)
+        self._waiting.pop(stream.id, None)
+        self._count_unsent(-sum(len(part) for part in stream.unsent))
+        stream.unsent.clear()
+
+    def _count_unsent(self, change: int) -> None:
+        self.unsent_bytes += change
+        self._budget.held_bytes += change

@@ -1,4 +1,4 @@
-"""The native gRPC transport: HTTP/2 on the server's own event loop, in the place of grpc's."""
+"""The gRPC port served by the native transport (``grpc_transport=native``)."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -8,12 +8,12 @@ from typing import Final
 from ortserve.clock import Clock
 from ortserve.frontends.connection_age import draw_age_s
 from ortserve.frontends.grpc.calls import Handler, QuickCall
-from ortserve.frontends.grpc.message_limits import max_message_bytes
-from ortserve.frontends.grpc.native.calls_work import CallsWork
 from ortserve.frontends.grpc.native.connection import Connection
+from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
+from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
+from ortserve.frontends.grpc.native.flow_control import UnsentBudget
 from ortserve.frontends.grpc.native.limits import Limits
-from ortserve.frontends.grpc.native.losses import Losses
-from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
+from ortserve.frontends.grpc.router import max_message_bytes
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.tls.transport import TlsEntrance
 from ortserve.listening import open_listener
@@ -21,7 +21,7 @@ from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
 
 _BACKLOG: Final = 4096
-"""Connections that may come faster than they are taken; the system bounds it."""
+"""Connections that may wait to be accepted; the system has its own bound."""
 
 
 class NativeGrpcServer:
@@ -44,9 +44,22 @@ class NativeGrpcServer:
         guards: Mapping[str, Guard] | None = None,
         tls: TlsEntrance | None = None,
     ) -> None:
-        """Open nothing yet; calls, ``encoding`` and ``guards`` as in ``CallsWork``, ``port`` 0 for any free one.
+        """Store the parameters; ``start`` opens the port.
 
-        ``on_cut_answer`` and ``on_connection_error`` count, as in ``Losses``. ``tls`` None for plain text.
+        Args:
+            find: As in ``CallDispatcher``, like ``quick``, ``hold``, ``encoding`` and ``guards``.
+            quick: See ``find``.
+            streams: The open streams of the handlers; ``stop`` drains them.
+            hold: See ``find``.
+            limits: Of the port and each connection.
+            host: Name or address to bind.
+            port: 0 lets the system choose.
+            clock: Monotonic nanoseconds.
+            on_cut_answer: As in ``Sending``.
+            on_connection_error: As in ``ConnectionErrors``.
+            encoding: See ``find``.
+            guards: See ``find``.
+            tls: None for plain text.
         """
         self._guards = guards
         self._find = find
@@ -57,24 +70,25 @@ class NativeGrpcServer:
         self._host = host
         self._port = port
         self._clock = clock
-        self._losses = Losses(clock, on_cut_answer, on_connection_error)
+        self._on_cut_answer = on_cut_answer
+        self._errors = ConnectionErrors(clock, on_connection_error)
+        self._budget = UnsentBudget(limits.max_unsent_bytes)
         self._connections: set[Connection] = set()
         self._encoding = encoding
         self._tls = tls
         self._server: asyncio.Server | None = None
-        self._work: CallsWork | None = None
+        self._dispatcher: CallDispatcher | None = None
 
     async def start(self) -> int:
         """Listen and serve.
 
         Returns:
-            The port that was bound.
+            The bound port.
 
         Raises:
-            ServeError: conflict, naming the option, when the address cannot be listened on.
+            ServeError: conflict, naming the option, if the address cannot be bound.
         """
-        loop = asyncio.get_running_loop()
-        work = self._work = CallsWork(
+        self._dispatcher = CallDispatcher(
             self._find,
             self._quick,
             self._hold,
@@ -82,24 +96,31 @@ class NativeGrpcServer:
             encoding=self._encoding,
             guards=self._guards,
         )
-
-        room = UnsentRoom(self._limits.max_unsent_bytes)
-
-        def connect() -> Connection:
-            age_s = self._limits.max_age_s
-            own_s = None if age_s is None else draw_age_s(age_s)
-            return Connection(work, self._limits, self._connections, room, self._losses, self._clock, own_s)
-
-        factory = self._tls.before(connect) if self._tls else connect
+        factory = self._tls.before(self._connect) if self._tls else self._connect
         listener = open_listener("grpc_port", self._host, self._port)
+        loop = asyncio.get_running_loop()
         self._server = await loop.create_server(factory, sock=listener, backlog=_BACKLOG)
         return int(listener.getsockname()[1])
 
-    async def stop(self, grace_s: float) -> None:
-        """Take no new calls (clients are told by GOAWAY) and finish the running ones; streams read nothing more.
+    def _connect(self) -> Connection:
+        assert self._dispatcher is not None
+        age_s = self._limits.max_age_s
+        return Connection(
+            self._dispatcher,
+            self._limits,
+            self._connections,
+            self._budget,
+            self._errors,
+            self._clock,
+            None if age_s is None else draw_age_s(age_s),
+            on_cut_answer=self._on_cut_answer,
+        )
 
-        Returns when all have ended; those that run longer than ``grace_s`` are cut off. Does nothing when not started
-        or stopped already.
+    async def stop(self, grace_s: float) -> None:
+        """Reject new calls (GOAWAY) and finish running ones; streams stop reading.
+
+        Returns when every call has ended; calls that run longer than ``grace_s`` are cancelled. Does nothing before
+        ``start`` or after the first ``stop``.
         """
         server, self._server = self._server, None
         if server is None:
@@ -108,7 +129,7 @@ class NativeGrpcServer:
         if self._tls is not None:
             self._tls.close()
         self._streams.begin_drain()
-        await asyncio.sleep(0)  # for connections that were taken in this turn of the loop
+        await asyncio.sleep(0)  # connections accepted in this turn of the loop are registered in the next one
         connections = list(self._connections)
         for connection in connections:
             connection.begin_drain()
@@ -118,5 +139,5 @@ class NativeGrpcServer:
             connection.abort()
         if connections:
             await asyncio.wait([connection.closed for connection in connections])
-        assert self._work is not None
-        await self._work.until_done()
+        assert self._dispatcher is not None
+        await self._dispatcher.until_done()

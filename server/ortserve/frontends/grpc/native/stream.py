@@ -1,6 +1,6 @@
-"""One stream of a connection: what came of a call's request and what is still to be sent of its answer.
+"""One stream of a connection: the received part of a call's request and the unsent part of its answer.
 
-Holds state only; ``receiving`` and ``sending`` move it.
+State only: ``receiving`` and ``sending`` change it.
 """
 
 import asyncio
@@ -9,44 +9,42 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.core.large_memory import LargeMemory
+from ortserve.frontends.grpc.native.flow_control import STREAM_WINDOW, ReceiveWindow
 from ortserve.frontends.grpc.native.messages import Message, MessageReader
 from ortserve.frontends.grpc.native.request_head import RequestHead
-from ortserve.frontends.grpc.native.windows import ReceiveWindow
 from ortserve.service.gate import Hold
 
-STREAM_WINDOW: Final = 1024 * 1024
-"""What a caller may send of one stream before it hears of us."""
-
 _MESSAGE_OVERHEAD: Final = 128
-"""Bytes that a message costs beside its own, so that empty ones are not free."""
+"""Bytes that a message costs beside its content, so that empty messages are not free."""
 
 
 class Stream:
     """Loop thread only.
 
     Attributes:
-        head: What its headers said.
-        begun_ns: When they came.
-        reader: Puts the messages together.
-        messages: Whole ones that nobody took yet.
-        window: What the caller may still send.
-        hold: The room that is counted for what is kept of the request; None where nothing ever was.
-        since_ns: When the time began in which the message that is not whole must come on.
-        since_bytes: What was here of it then.
-        announced_left: Bytes of DATA that its content-length says are still to come; None where there is none.
-        is_half_closed: Whether the caller has sent all.
-        takes_messages: Whether a handler reads one message after the other.
-        reading: Done when there is something new to read; None where nobody waits.
-        send_window: Bytes that the caller takes; below 0 after it has lowered its settings.
+        id: Of HTTP/2.
+        head: The request's headers.
+        begun_ns: When they arrived.
+        reader: Reads the messages of the request.
+        messages: Complete messages that no handler has taken.
+        window: Bytes that the caller may still send.
+        hold: Memory that is reserved for the request; None if none ever was.
+        since_ns: Start of the current measurement of the rate at which the incomplete message arrives.
+        since_bytes: Received bytes of that message at that time.
+        announced_left: Bytes of DATA that are still to come by its content-length; None without that header.
+        is_half_closed: Whether the caller has ended its side.
+        takes_messages: Whether a handler reads the messages; otherwise the request is a single message.
+        reading: Done when there is something new to read; None if no handler waits.
+        send_window: Bytes that the caller accepts; negative after its settings lowered the window.
         unsent: Parts of messages, in order.
         sent_bytes: Of messages that had to wait.
-        trailers: The header block that ends it, once all messages are sent; None while it goes on.
-        writing: Done when nothing is unsent any more; None where nobody waits.
-        has_headers: Whether its headers were sent.
-        encoding: How messages to the caller are compressed; empty where they are not.
-        is_over: Whether nothing is to be sent any more.
-        deadline_ns: When its caller waits no longer (monotonic), None for no bound.
-        cancel: Ends the work for it; None where there is none.
+        trailers: The header block that ends the stream, to be sent after ``unsent``; None before the call has ended.
+        writing: Done when ``unsent`` is empty; None if no handler waits.
+        has_headers: Whether the answer's headers were sent.
+        encoding: Of messages to the caller; empty for uncompressed ones.
+        is_over: Whether the last frame was sent or none will be.
+        deadline_ns: Of the call, monotonic; None without one.
+        cancel: Cancels the work for the call; None without work.
     """
 
     __slots__ = (
@@ -113,21 +111,22 @@ class Stream:
 
     @property
     def kept_bytes(self) -> int:
-        """Of the request, what is here and nobody took."""
+        """Bytes of the request that are in memory and that no handler has taken."""
         return self.reader.kept_bytes + self._waiting_bytes
-
-    def put(self, messages: list[Message]) -> None:
-        """Have whole messages wait for who takes them."""
-        self.messages.extend(messages)
-        self._waiting_bytes += sum(len(message) + _MESSAGE_OVERHEAD for message, _ in messages)
 
     @property
     def waits_for_caller(self) -> bool:
-        """Whether something is kept that is of no use before the caller sends more."""
+        """Whether part of a message is in memory that is of no use before the caller sends the rest."""
         return not self.is_half_closed and self.reader.kept_bytes > 0
 
+    def put(self, messages: list[Message]) -> None:
+        """Enqueue complete messages."""
+        self.messages.extend(messages)
+        for message, _ in messages:
+            self._waiting_bytes += len(message) + _MESSAGE_OVERHEAD
+
     def take(self) -> Message:
-        """Take the oldest whole message."""
+        """Dequeue the oldest complete message."""
         message = self.messages.popleft()
         size = len(message[0]) + _MESSAGE_OVERHEAD
         self._waiting_bytes -= size
@@ -136,8 +135,9 @@ class Stream:
         return message
 
     def forget_request(self) -> None:
-        """Let go of all that is kept of the request."""
-        self.reader.clear()
+        """Free what is kept of the request, and release the memory reserved for it."""
+        if self.reader.length >= 0:
+            self.reader.clear()
         self.messages.clear()
         self._waiting_bytes = 0
         if self.hold is not None:

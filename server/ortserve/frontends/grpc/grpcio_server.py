@@ -1,0 +1,290 @@
+"""The gRPC port served by grpcio (``grpc_transport=grpcio``).
+
+grpc.aio accepts calls and decodes their paths in one loop, and shuts its server down if that loop raises, so one call
+whose ``:path`` is not UTF-8 would end the port. Here two grpc.aio servers share that work. A ``_Listener`` owns the
+port and accepts calls. A ``_Dispatcher``, which listens nowhere, decodes their paths and starts their handlers. If its
+loop raises, the current call is cancelled and a new dispatcher continues with the next one; running calls go on.
+
+The two classes use names of ``grpc._cython`` that are not public; ``tests/integration/test_grpc_paths.py`` fails if a
+release of grpcio changes them.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import grpc
+from grpc import _compression
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # it is compiled
+
+from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
+from ortserve.config.grpc import GrpcOptions
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.router import Router
+from ortserve.frontends.grpc.streams import Streams
+from ortserve.telemetry.logs import log_event, log_fault
+
+logger: Final = logging.getLogger(__name__)
+
+_COMPRESSIONS: Final = {
+    "none": grpc.Compression.NoCompression,
+    "deflate": grpc.Compression.Deflate,
+    "gzip": grpc.Compression.Gzip,
+}
+"""By the value of ``grpc_response_compression``."""
+
+_MAX_METADATA_BYTES: Final = 16 * 1024
+"""Limit per call, with 32 bytes added for each entry; the native transport has the same limit."""
+
+_MAX_PENDING: Final = 100_000
+"""Calls that were received and not started, some kilobytes each. At most so many arrive within a second."""
+
+_MAX_MS: Final = 2**31 - 2
+"""grpc stores an int, whose highest value means "never"."""
+
+
+class GrpcioServer:
+    """Serves one address from ``start`` to ``stop``, both on the event loop that runs the calls."""
+
+    def __init__(
+        self,
+        router: Router,
+        streams: Streams,
+        options: GrpcOptions,
+        *,
+        host: str,
+        port: int,
+        max_body_bytes: int,
+        credentials: grpc.ServerCredentials | None = None,
+        handshake_timeout_s: float | None = None,
+    ) -> None:
+        """Store the parameters; ``start`` opens the port.
+
+        Args:
+            router: Finds the handlers.
+            streams: The open streams of those handlers; ``stop`` drains them.
+            options: Limits of connections, and the compression of answers.
+            host: Name or address to bind; an IPv6 address without brackets.
+            port: 0 lets the system choose.
+            max_body_bytes: Limit of a request message; grpc ends a call over it with RESOURCE_EXHAUSTED.
+            credentials: For TLS; None for plain text.
+            handshake_timeout_s: Until a connection has sent the HTTP/2 preface; None for grpc's own bound.
+        """
+        self._router = router
+        self._streams = streams
+        self._options = options
+        self._host = host
+        self._port = port
+        self._max_body_bytes = max_body_bytes
+        self._credentials = credentials
+        self._handshake_timeout_s = handshake_timeout_s
+        self._server: _Server | None = None
+
+    async def start(self) -> int:
+        """Listen and serve.
+
+        Returns:
+            The bound port.
+
+        Raises:
+            ServeError: conflict, naming the option, if the address cannot be bound.
+        """
+        arguments = channel_arguments(
+            self._options, max_body_bytes=self._max_body_bytes, handshake_timeout_s=self._handshake_timeout_s
+        )
+        server = _Server(self._router, arguments, _COMPRESSIONS[self._options.grpc_response_compression])
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        address = f"{host}:{self._port}"
+        try:
+            port = server.add_port(address, self._credentials)
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            await server.stop(None)
+            raise _bind_failure(self._host, self._port)
+        await server.start()
+        self._server = server
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Reject new calls (GOAWAY) and finish running ones; streams stop reading.
+
+        Returns when every call has ended; calls that run longer than ``grace_s`` are cancelled. Does nothing before
+        ``start`` or after the first ``stop``.
+        """
+        server, self._server = self._server, None
+        if server is not None:
+            self._streams.begin_drain()
+            await server.stop(grace_s)
+
+
+def channel_arguments(
+    options: GrpcOptions, *, max_body_bytes: int, handshake_timeout_s: float | None = None
+) -> tuple[tuple[str, int], ...]:
+    """The options of the port under grpc's names, in its milliseconds. Bounds that are not set are not passed."""
+    bounds = {
+        "grpc.max_concurrent_streams": options.grpc_max_connection_calls,
+        "grpc.max_connection_age_ms": _ms_or_none(options.grpc_max_connection_age_s),
+        "grpc.max_connection_age_grace_ms": _ms_or_none(options.grpc_max_connection_age_grace_s),
+        "grpc.max_connection_idle_ms": _ms_or_none(options.grpc_max_connection_idle_s),
+        "grpc.server_handshake_timeout_ms": _ms_or_none(handshake_timeout_s),
+    }
+    return (
+        # Enforced while a message is read: grpc rejects a longer one, also one that grows by decompression, with
+        # RESOURCE_EXHAUSTED before it is kept.
+        ("grpc.max_receive_message_length", max_body_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Above the soft limit, 8 KiB by default, grpc rejects some calls at random.
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        # Received calls that were not started, of all connections: from 1,000 on grpc would cancel some at random. The
+        # loop starts all of them in its next turn, and the queues of the models bound them from then on.
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
+        # Otherwise two servers can share a port by accident, and each gets some of the connections.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", options.grpc_max_connections),
+        ("grpc.keepalive_time_ms", _ms(options.grpc_keepalive_time_s)),
+        ("grpc.keepalive_timeout_ms", _ms(options.grpc_keepalive_timeout_s)),
+        ("grpc.keepalive_permit_without_calls", int(options.grpc_keepalive_permit_without_calls)),
+        ("grpc.http2.max_pings_without_data", options.grpc_http2_max_pings_without_data),
+        (
+            "grpc.http2.min_ping_interval_without_data_ms",  # on a server: of received pings
+            _ms(options.grpc_http2_min_recv_ping_interval_without_data_s),
+        ),
+        ("grpc.http2.max_ping_strikes", options.grpc_http2_max_ping_strikes),
+        *((name, value) for name, value in bounds.items() if value is not None),
+    )
+
+
+def _ms(seconds: float) -> int:
+    return min(round(seconds * 1000), _MAX_MS)
+
+
+def _ms_or_none(seconds: float | None) -> int | None:
+    return None if seconds is None else _ms(seconds)
+
+
+def _bind_failure(host: str, port: int) -> ServeError:
+    """Bind once more to learn the reason: grpc writes it to its own log only."""
+    reason = "grpc could not bind it"
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+    return ServeError(ErrorKind.CONFLICT, f"grpc_port: cannot listen on {host}:{port}: {reason}")
+
+
+_AioServer: Final[Any] = cygrpc.AioServer
+_RequestCallError: Final[Any] = cygrpc._RequestCallError
+"""Ends the wait for a call of a server that shuts down."""
+
+
+class _Listener(_AioServer):  # type: ignore[misc]  # Any: it has no stubs
+    def __init__(self, options: Sequence[tuple[str, Any]], calls: "asyncio.Queue[Any]") -> None:
+        self._events = asyncio.get_running_loop()
+        super().__init__(self._events, None, (), None, options, None)
+        self._calls = calls
+
+    def _make_request_call_future(self, *_: object) -> "asyncio.Task[None]":
+        """Instead of the next call, return a task that enqueues all calls. The task ends with the server."""
+        return self._events.create_task(self._enqueue_calls())
+
+    async def _enqueue_calls(self) -> None:
+        while True:
+            self._calls.put_nowait(await self._request_call())
+
+
+class _Dispatcher(_AioServer):  # type: ignore[misc]  # as above
+    def __init__(
+        self,
+        handlers: Sequence[grpc.GenericRpcHandler],
+        next_call: Callable[[], Awaitable[Any]],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._events = asyncio.get_running_loop()
+        super().__init__(self._events, None, handlers, None, (), None)
+        self._next_call = next_call
+        self._on_crash = on_crash
+        self._stopping = self._events.create_future()
+
+    def _make_request_call_future(self, *_: object) -> "asyncio.Task[Any]":
+        return self._events.create_task(self._next_or_stop())
+
+    async def _next_or_stop(self) -> Any:
+        call = asyncio.ensure_future(self._next_call())
+        await asyncio.wait((call, self._stopping), return_when=asyncio.FIRST_COMPLETED)
+        if call.done():
+            return call.result()
+        call.cancel()
+        raise _RequestCallError
+
+    def _serving_task_crash_handler(self, task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_crash(error)
+
+    async def close(self) -> None:
+        """Free the resources, also after the loop has raised: the first ``shutdown`` raises that error again."""
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+        with suppress(Exception):
+            await self.shutdown(None)
+        await self.shutdown(None)
+
+
+class _Server:
+    """The listener and its current dispatcher. Loop thread only."""
+
+    def __init__(
+        self, handler: grpc.GenericRpcHandler, options: Sequence[tuple[str, Any]], compression: grpc.Compression
+    ) -> None:
+        self._handler = handler
+        self._calls: asyncio.Queue[Any] = asyncio.Queue()
+        self._listener = _Listener((*options, *_compression.create_channel_option(compression)), self._calls)
+        self._dispatcher: _Dispatcher | None = None
+        self._replacing: set[asyncio.Task[None]] = set()
+
+    def add_port(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        """Bind an address. Returns 0 or raises RuntimeError on failure."""
+        port: int
+        if credentials is None:
+            port = self._listener.add_insecure_port(address.encode())
+        else:
+            port = self._listener.add_secure_port(address.encode(), credentials)
+        return port
+
+    async def start(self) -> None:
+        await self._start_dispatcher()
+        await self._listener.start()
+
+    async def stop(self, grace_s: float | None) -> None:
+        """As ``grpc.aio.Server.stop``."""
+        await self._listener.shutdown(grace_s)
+        while self._replacing:
+            await asyncio.wait(self._replacing)
+        if self._dispatcher is not None:
+            await self._dispatcher.close()
+
+    async def _start_dispatcher(self) -> None:
+        self._dispatcher = _Dispatcher((self._handler,), self._calls.get, self._on_crash)
+        await self._dispatcher.start()
+
+    def _on_crash(self, error: BaseException) -> None:
+        if isinstance(error, UnicodeDecodeError):
+            log_event(logger, logging.DEBUG, "a gRPC call was cancelled", reason="its path is not UTF-8")
+        else:
+            log_fault(logger, "a gRPC call could not be started", error)
+        task = asyncio.get_running_loop().create_task(self._replace_dispatcher())
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+
+    async def _replace_dispatcher(self) -> None:
+        old = self._dispatcher
+        await self._start_dispatcher()
+        if old is not None:
+            await old.close()

@@ -1,0 +1,210 @@
+"""RPCs that manage the server: its repository, statistics, settings, and regions of shared memory."""
+
+from collections.abc import Callable, Mapping
+
+from google.protobuf.message import Message
+
+from ortserve._pb import management_pb2 as pb
+from ortserve._pb import shared_memory_pb2 as memory_pb
+from ortserve.codecs.control_json import LoadParameter
+from ortserve.codecs.grpc_infer import parse_message, require_version_number
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
+from ortserve.service.gate import Hold
+from ortserve.service.log_settings import Setting
+from ortserve.service.management import Management
+from ortserve.service.shared_memory import SharedMemory
+from ortserve.service.statistics import ModelStatistics
+from ortserve.telemetry.statistics import Duration
+
+
+class ManagementCalls:
+    """Handlers of the RPCs about the repository, the statistics, and the trace and log settings."""
+
+    service = SERVICE_NAME
+
+    def __init__(self, management: Management, hold: Callable[[int], Hold]) -> None:
+        """``hold`` reserves memory for the message of a load, in bytes; raises ServeError: overloaded."""
+        self._repository = management.repository
+        self._statistics = management.statistics
+        self._logs = management.logs
+        self._traces = management.traces
+        self._hold = hold
+
+    def handlers(self) -> Handlers:
+        return {
+            "RepositoryIndex": awaiting(self._index),
+            "RepositoryModelLoad": awaiting(self._load),
+            "RepositoryModelUnload": awaiting(self._unload),
+            "ModelStatistics": answering(self._model_statistics),
+            "TraceSetting": answering(self._trace_setting),
+            "LogSettings": answering(self._log_settings),
+        }
+
+    async def _index(self, data: bytes) -> Message:
+        request = parse_message(pb.RepositoryIndexRequest, data)
+        _require_no_repository(request.repository_name)
+        entries = await self._repository.index(only_ready=request.ready)
+        return pb.RepositoryIndexResponse(
+            models=[
+                pb.RepositoryIndexResponse.ModelIndex(
+                    name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
+                )
+                for entry in entries
+            ]
+        )
+
+    async def _load(self, data: bytes) -> Message:
+        with self._hold(len(data)):
+            request = parse_message(pb.RepositoryModelLoadRequest, data)
+            _require_no_repository(request.repository_name)
+            await self._repository.load(request.model_name, _parameters(request.parameters))
+        return pb.RepositoryModelLoadResponse()
+
+    async def _unload(self, data: bytes) -> Message:
+        request = parse_message(pb.RepositoryModelUnloadRequest, data)
+        _require_no_repository(request.repository_name)
+        await self._repository.unload(request.model_name, _parameters(request.parameters))
+        return pb.RepositoryModelUnloadResponse()
+
+    def _model_statistics(self, data: bytes) -> Message:
+        request = parse_message(pb.ModelStatisticsRequest, data)
+        require_version_number(request.version)
+        found = self._statistics.statistics(request.name, request.version)
+        return pb.ModelStatisticsResponse(model_stats=map(_model_statistics, found))
+
+    def _trace_setting(self, data: bytes) -> Message:
+        request = parse_message(pb.TraceSettingRequest, data)
+        given = {key: list(setting.value) for key, setting in request.settings.items()}
+        changes = {key: values[0] if len(values) == 1 else values for key, values in given.items()}
+        settings = self._traces.update(changes, request.model_name)
+        return pb.TraceSettingResponse(
+            settings={
+                key: pb.TraceSettingResponse.SettingValue(value=[value] if isinstance(value, str) else value)
+                for key, value in settings.items()
+            }
+        )
+
+    def _log_settings(self, data: bytes) -> Message:
+        request = parse_message(pb.LogSettingsRequest, data)
+        changes = {key: _requested(setting) for key, setting in request.settings.items()}
+        settings = self._logs.update(changes)
+        return pb.LogSettingsResponse(settings={key: _setting(value) for key, value in settings.items()})
+
+
+class SharedMemoryCalls:
+    """Handlers of the RPCs that register, unregister and list regions of shared memory."""
+
+    service = SERVICE_NAME
+
+    def __init__(self, regions: SharedMemory) -> None:
+        self._regions = regions
+
+    def handlers(self) -> Handlers:
+        return {
+            "SystemSharedMemoryStatus": answering(self._system_status),
+            "SystemSharedMemoryRegister": answering(self._register_system),
+            "SystemSharedMemoryUnregister": answering(self._unregister_system),
+            "CudaSharedMemoryStatus": answering(self._cuda_status),
+            "CudaSharedMemoryRegister": awaiting(self._register_cuda),
+            "CudaSharedMemoryUnregister": answering(self._unregister_cuda),
+        }
+
+    def _system_status(self, data: bytes) -> Message:
+        request = parse_message(memory_pb.SystemSharedMemoryStatusRequest, data)
+        response = memory_pb.SystemSharedMemoryStatusResponse()
+        for known in self._regions.status(request.name):
+            entry = response.regions[known.name]
+            entry.name, entry.key, entry.offset, entry.byte_size = known.name, known.key, known.offset, known.byte_size
+        return response
+
+    def _register_system(self, data: bytes) -> Message:
+        request = parse_message(memory_pb.SystemSharedMemoryRegisterRequest, data)
+        self._regions.register(request.name, request.key, request.offset, request.byte_size)
+        return memory_pb.SystemSharedMemoryRegisterResponse()
+
+    def _unregister_system(self, data: bytes) -> Message:
+        self._regions.unregister(parse_message(memory_pb.SystemSharedMemoryUnregisterRequest, data).name)
+        return memory_pb.SystemSharedMemoryUnregisterResponse()
+
+    def _cuda_status(self, data: bytes) -> Message:
+        request = parse_message(memory_pb.CudaSharedMemoryStatusRequest, data)
+        response = memory_pb.CudaSharedMemoryStatusResponse()
+        for known in self._regions.cuda_status(request.name):
+            entry = response.regions[known.name]
+            entry.name, entry.device_id, entry.byte_size = known.name, known.device_id, known.byte_size
+        return response
+
+    async def _register_cuda(self, data: bytes) -> Message:
+        request = parse_message(memory_pb.CudaSharedMemoryRegisterRequest, data)
+        await self._regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        return memory_pb.CudaSharedMemoryRegisterResponse()
+
+    def _unregister_cuda(self, data: bytes) -> Message:
+        self._regions.unregister_cuda(parse_message(memory_pb.CudaSharedMemoryUnregisterRequest, data).name)
+        return memory_pb.CudaSharedMemoryUnregisterResponse()
+
+
+def _require_no_repository(name: str) -> None:
+    if name:
+        raise ServeError(ErrorKind.UNSUPPORTED, "'repository_name' specification is not supported")
+
+
+def _parameters(given: Mapping[str, pb.ModelRepositoryParameter]) -> dict[str, LoadParameter]:
+    """Raises ServeError: invalid_input, for a parameter without a value."""
+    parameters: dict[str, LoadParameter] = {}
+    for name, parameter in given.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None:
+            raise invalid_input(f"parameter '{name}': expected a value, got none")
+        parameters[name] = getattr(parameter, kind)
+    return parameters
+
+
+def _model_statistics(one: ModelStatistics) -> pb.ModelStatistics:
+    numbers = one.version
+    parts = numbers.inference
+    return pb.ModelStatistics(
+        name=numbers.name,
+        version=numbers.version,
+        last_inference=one.last_inference_ms,
+        inference_count=numbers.inference_count,
+        execution_count=numbers.execution_count,
+        inference_stats=pb.InferStatistics(
+            success=_duration(parts.success),
+            fail=_duration(parts.fail),
+            queue=_duration(parts.queue),
+            compute_input=_duration(parts.compute_input),
+            compute_infer=_duration(parts.compute_infer),
+            compute_output=_duration(parts.compute_output),
+            cache_hit=_duration(Duration()),
+            cache_miss=_duration(Duration()),
+        ),
+        batch_stats=[
+            pb.InferBatchStatistics(
+                batch_size=batch.batch_size,
+                compute_input=_duration(batch.compute_input),
+                compute_infer=_duration(batch.compute_infer),
+                compute_output=_duration(batch.compute_output),
+            )
+            for batch in numbers.batches
+        ],
+    )
+
+
+def _duration(duration: Duration) -> pb.StatisticDuration:
+    return pb.StatisticDuration(count=duration.count, ns=duration.ns)
+
+
+def _requested(setting: pb.LogSettingsRequest.SettingValue) -> object:
+    """The new value of a setting; None leaves it as it is."""
+    kind = setting.WhichOneof("parameter_choice")
+    return None if kind is None else getattr(setting, kind)
+
+
+def _setting(value: Setting) -> pb.LogSettingsResponse.SettingValue:
+    if isinstance(value, bool):
+        return pb.LogSettingsResponse.SettingValue(bool_param=value)
+    if isinstance(value, int):
+        return pb.LogSettingsResponse.SettingValue(uint32_param=value)
+    return pb.LogSettingsResponse.SettingValue(string_param=value)

@@ -1,0 +1,91 @@
+"""RPCs that read the state of the server and its models: health, metadata and configuration."""
+
+from typing import Protocol
+
+from google.protobuf.message import Message
+
+from ortserve._pb import grpc_service_pb2 as pb
+from ortserve._pb import management_pb2
+from ortserve._pb.model_config_pb2 import ModelConfig
+from ortserve.codecs.grpc_infer import parse_message, require_version_number
+from ortserve.core.signature import TensorSpec
+from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering
+from ortserve.service.models import ModelMetadata, ServerMetadata
+
+
+class Models(Protocol):
+    """The parts of the model service that these RPCs use."""
+
+    def is_live(self) -> bool: ...
+    def is_ready(self) -> bool: ...
+    def is_model_ready(self, name: str, version: str) -> bool:
+        """Whether a model accepts requests now; False for an unknown one. ``version`` is ``""`` for any."""
+        ...
+
+    def server_metadata(self) -> ServerMetadata: ...
+    def model_metadata(self, name: str, version: str) -> ModelMetadata:
+        """Raises ServeError: not_found, not_ready."""
+        ...
+
+    def model_config(self, name: str, version: str) -> ModelConfig:
+        """Raises ServeError: not_found, not_ready."""
+        ...
+
+
+class ModelCalls:
+    """Handlers of the RPCs that read the state of the server and its models."""
+
+    service = SERVICE_NAME
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def handlers(self) -> Handlers:
+        return {
+            "ServerLive": answering(self._server_live),
+            "ServerReady": answering(self._server_ready),
+            "ModelReady": answering(self._model_ready),
+            "ServerMetadata": answering(self._server_metadata),
+            "ModelMetadata": answering(self._model_metadata),
+            "ModelConfig": answering(self._model_config),
+        }
+
+    def _server_live(self, data: bytes) -> Message:
+        parse_message(pb.ServerLiveRequest, data)
+        return pb.ServerLiveResponse(live=self._models.is_live())
+
+    def _server_ready(self, data: bytes) -> Message:
+        parse_message(pb.ServerReadyRequest, data)
+        return pb.ServerReadyResponse(ready=self._models.is_ready())
+
+    def _model_ready(self, data: bytes) -> Message:
+        request = parse_message(pb.ModelReadyRequest, data)
+        require_version_number(request.version)
+        return pb.ModelReadyResponse(ready=self._models.is_model_ready(request.name, request.version))
+
+    def _server_metadata(self, data: bytes) -> Message:
+        parse_message(pb.ServerMetadataRequest, data)
+        metadata = self._models.server_metadata()
+        return pb.ServerMetadataResponse(name=metadata.name, version=metadata.version, extensions=metadata.extensions)
+
+    def _model_metadata(self, data: bytes) -> Message:
+        request = parse_message(pb.ModelMetadataRequest, data)
+        require_version_number(request.version)
+        metadata = self._models.model_metadata(request.name, request.version)
+        return pb.ModelMetadataResponse(
+            name=metadata.name,
+            versions=metadata.versions,
+            platform=metadata.platform,
+            inputs=map(_tensor_metadata, metadata.inputs),
+            outputs=map(_tensor_metadata, metadata.outputs),
+            properties=metadata.properties,
+        )
+
+    def _model_config(self, data: bytes) -> Message:
+        request = parse_message(management_pb2.ModelConfigRequest, data)
+        require_version_number(request.version)
+        return management_pb2.ModelConfigResponse(config=self._models.model_config(request.name, request.version))
+
+
+def _tensor_metadata(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:
+    return pb.ModelMetadataResponse.TensorMetadata(name=spec.name, datatype=spec.datatype.value, shape=spec.shape)

@@ -1,0 +1,266 @@
+"""Runs the handlers of calls: quick ones without a task, all others in a task as grpc.aio would run them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NoReturn
+
+import grpc
+
+from ortserve.errors import ServeError
+from ortserve.frontends.grpc.calls import (
+    INTERNAL_ERROR,
+    Handler,
+    Metadata,
+    MetadataEntry,
+    QuickCall,
+    check_key,
+    seen,
+    status_of,
+)
+from ortserve.frontends.grpc.native.header_blocks import literal, metadata_block
+from ortserve.frontends.grpc.native.messages import RejectedMessageError, compress, inflate
+from ortserve.frontends.grpc.native.sending import Sending
+from ortserve.frontends.grpc.native.stream import Stream
+from ortserve.service.access import Guard
+from ortserve.service.gate import Hold
+
+logger: Final = logging.getLogger(__name__)
+
+
+class CallDispatcher:
+    """Starts the handlers for the calls of all connections. Loop thread only.
+
+    Attributes:
+        memory: For large messages.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[str], Handler],
+        quick: Mapping[str, QuickCall],
+        hold: Callable[[int], Hold],
+        *,
+        max_message_bytes: Callable[[str], int],
+        encoding: bytes = b"",
+        guards: Mapping[str, Guard] | None = None,
+    ) -> None:
+        """Store the parameters.
+
+        Args:
+            find: The handler for a path; there is one for every path.
+            quick: By path, unary calls that need no task.
+            hold: Reserves memory for a request, in bytes. Raises ServeError: overloaded.
+            max_message_bytes: Limit of a message by path, before and after decompression. The connection's limit
+                applies to quick calls.
+            encoding: Of answers to callers that accept it; empty for uncompressed answers.
+            guards: By path, check the keys of callers.
+        """
+        self._guards = guards or None
+        self._find = find
+        self._quick = quick
+        self._hold = hold
+        self.memory = hold(0).memory
+        self._max_message_bytes = max_message_bytes
+        self._encoding = encoding
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open_hold(self) -> Hold:
+        """An empty reservation for a request."""
+        return self._hold(0)
+
+    def begin(self, stream: Stream, sending: Sending) -> None:
+        """Start a call whose headers have arrived."""
+        if self._guards is not None:
+            guard = self._guards.get(stream.head.path)
+            if guard is not None and (error := check_key(guard, stream.head.metadata)) is not None:
+                sending.end(stream, *status_of(error))
+                return
+        if self._encoding and self._encoding in stream.head.accepts:
+            stream.encoding = self._encoding
+        if stream.head.path not in self._quick:
+            stream.reader.max_bytes = self._max_message_bytes(stream.head.path)
+            self._start_handler(stream, sending)
+
+    def on_message(self, stream: Stream, sending: Sending) -> None:
+        """Continue a call that has new messages, or whose caller has ended its side."""
+        if stream.takes_messages:
+            stream.wake_reader()
+            return
+        has_begun = stream.cancel is not None
+        if len(stream.messages) + has_begun != 1:
+            text = f"expected one message, got {'more' if stream.messages else 'none'}"
+            sending.end(stream, grpc.StatusCode.UNIMPLEMENTED, text, is_prompt=True)
+            return
+        if has_begun:
+            return  # only the end of the caller's side is new
+        if stream.messages[0][1]:  # compressed
+            self._start_handler(stream, sending)
+            return
+        message, _ = stream.take()
+        timeout_ns: int | None = None
+        if stream.deadline_ns is not None:
+            timeout_ns = max(0, stream.deadline_ns - sending.clock())
+        on_answer = partial(self._on_answer, stream, sending)
+        on_failure = partial(_on_failure, stream, sending)
+        try:
+            cancel = self._quick[stream.head.path](message, timeout_ns, stream.head, on_answer, on_failure)
+        except Exception as error:  # noqa: BLE001 - it would end the connection with all of its calls
+            _on_failure(stream, sending, seen(error))
+            return
+        if not stream.is_over and stream.trailers is None:
+            stream.cancel = cancel
+
+    def _on_answer(
+        self,
+        stream: Stream,
+        sending: Sending,
+        answer: bytes | memoryview,
+        server_timing: bytes,
+        further: MetadataEntry | None,
+    ) -> None:
+        stream.cancel = None
+        if not stream.encoding:
+            trailing = literal(b"server-timing", server_timing)
+            if further is not None:
+                trailing += metadata_block((further,))
+            sending.answer(stream, answer, trailing)
+        else:
+            metadata: Metadata = (("server-timing", server_timing.decode()),)
+            if further is not None:
+                metadata += (further,)
+            self._start(stream, _answer_compressed(stream, sending, answer, metadata))
+
+    async def until_done(self) -> None:
+        """Wait for tasks that still run after their stream was reset."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _start_handler(self, stream: Stream, sending: Sending) -> None:
+        stream.takes_messages = True
+        context = NativeContext(stream, sending, self.open_hold)
+        self._start(stream, _run(self._find(stream.head.path), stream, sending, context))
+
+    def _start(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop keeps no strong reference to a waiting task
+        task.add_done_callback(self._tasks.discard)
+        stream.cancel = partial(_cancel, task)
+
+
+class NativeContext:
+    """The part of ``grpc.aio.ServicerContext`` that the handlers use. Loop thread only, from within the call's task.
+
+    Attributes:
+        trailing: Trailing metadata of the answer.
+    """
+
+    def __init__(self, stream: Stream, sending: Sending, open_hold: Callable[[], Hold]) -> None:
+        """``open_hold`` makes a reservation for the decompressed form of a message."""
+        self._stream = stream
+        self._sending = sending
+        self._open_hold = open_hold
+        self.trailing: tuple[tuple[str, str | bytes], ...] = ()
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the deadline, None without one."""
+        by_ns = self._stream.deadline_ns
+        return None if by_ns is None else max(0.0, (by_ns - self._sending.clock()) / 1e9)
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return self._stream.head.metadata
+
+    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        self.trailing = tuple(metadata)
+
+    async def read(self) -> Any:
+        """The next message; ``grpc.aio.EOF`` after the last one, or if the call has ended."""
+        stream = self._stream
+        while not stream.messages:
+            if stream.is_half_closed or stream.is_over:
+                return grpc.aio.EOF
+            stream.reading = asyncio.get_running_loop().create_future()
+            try:
+                await stream.reading
+            finally:
+                stream.reading = None
+        message, is_compressed = stream.take()
+        if not stream.messages:
+            self._sending.credit(stream)
+        if not is_compressed:
+            return message
+        try:
+            # The handler reserves memory for the message itself, in the same turn in which this reservation ends.
+            with self._open_hold() as hold:
+                hold.count(len(message))
+                return await inflate(message, stream.head.encoding, hold, max_bytes=stream.reader.max_bytes)
+        except RejectedMessageError as error:
+            self._sending.end(stream, error.code, error.text, is_prompt=True)
+        except ServeError as error:
+            self._sending.end(stream, *status_of(error), is_prompt=True)
+        return grpc.aio.EOF
+
+    async def write(self, message: bytes | memoryview) -> None:
+        """Send a message; returns when the transport has accepted it."""
+        await self.send(message)
+        stream = self._stream
+        while stream.unsent:
+            stream.writing = asyncio.get_running_loop().create_future()
+            await stream.writing
+
+    async def send(self, message: bytes | memoryview) -> None:
+        """Queue a message, compressed if the caller accepts that."""
+        stream = self._stream
+        is_compressed = False
+        if stream.encoding:
+            message, is_compressed = await compress(message, stream.encoding)
+        self._sending.send_message(stream, message, is_compressed=is_compressed)
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Sequence[tuple[str, str | bytes]] = ()
+    ) -> NoReturn:
+        self._sending.end(self._stream, code, details, (*self.trailing, *trailing_metadata))
+        raise grpc.aio.AbortError
+
+
+def _on_failure(stream: Stream, sending: Sending, error: ServeError) -> None:
+    stream.cancel = None
+    sending.end(stream, *status_of(error), is_prompt=True)  # drops the rest of an answer that failed in its middle
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    if task is not asyncio.current_task():  # a handler that ends its own call goes on to its end
+        task.cancel()
+
+
+async def _run(handler: Handler, stream: Stream, sending: Sending, context: NativeContext) -> None:
+    try:
+        call: Any = handler.unary_unary or handler.stream_stream
+        if handler.unary_unary is None:
+            await call(None, context)
+        else:
+            request = await context.read()
+            if request is grpc.aio.EOF:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "expected one message, got none")
+            await context.send(await call(request, context))
+        sending.end(stream, grpc.StatusCode.OK, metadata=context.trailing)
+    except grpc.aio.AbortError:
+        pass
+    except asyncio.CancelledError:
+        sending.end(stream, grpc.StatusCode.CANCELLED, "the call was cancelled")  # if the caller is still connected
+        raise
+    except Exception:
+        logger.exception("call failed")
+        sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)
+
+
+async def _answer_compressed(stream: Stream, sending: Sending, answer: bytes | memoryview, metadata: Metadata) -> None:
+    try:
+        message, is_compressed = await compress(answer, stream.encoding)
+        sending.send_message(stream, message, is_compressed=is_compressed)
+        sending.end(stream, grpc.StatusCode.OK, metadata=metadata)
+    except Exception:
+        logger.exception("an answer could not be compressed")
+        sending.end(stream, *status_of(INTERNAL_ERROR), is_prompt=True)

@@ -1,0 +1,152 @@
+"""Limits on frames that cost the server time and carry no request: resets, pings, settings, empty or tiny frames.
+
+A connection that exceeds one of them is closed with ENHANCE_YOUR_CALM.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
+from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+_BURST: Final = 2_000
+_PER_S: Final = 1_000
+"""A client that measures its bandwidth sends some hundreds of such frames in a second, an attack (CVE-2023-44487 and
+similar ones) a hundred thousand. One costs up to about 50 µs, so a connection can use 5 % of a processor with them."""
+
+WINDOW_UPDATE_BYTES: Final = 1024
+"""DATA that pays for one WINDOW_UPDATE. Smaller updates cost more time than the data is worth.
+
+WINDOW_UPDATEs are bounded by the bytes of DATA that the peer receives, not by their number or size. Uneven updates are
+common: HAProxy returns 16,320 bytes, then the 64 that did not fit into its buffer.
+"""
+
+PART_CREDIT: Final = 2 * WINDOW_UPDATE_BYTES
+"""Added for each part of a message that is sent whole, whatever its size: some peers answer every DATA frame with two
+WINDOW_UPDATEs, for the stream and for the connection. A frame that the window cuts counts its bytes alone."""
+
+_RAPID_NS: Final = 1_000_000
+"""A call that is reset sooner is a rapid reset (CVE-2023-44487): both frames are mostly in one read of the socket, and
+no answer can be ready by then. Calls that live longer are bounded by the number of open streams."""
+
+_IDLE_PING_INTERVAL_S: Final = 7200.0
+"""Between pings on a connection without calls, where clients should not send pings."""
+
+_LOG_INTERVAL_NS: Final = 1_000_000_000
+"""Between two warnings, so that a peer that opens one connection after the other cannot fill the log."""
+
+
+class TokenBucket:
+    """Holds up to 2,000 tokens and gains 1,000 per second. Loop thread only."""
+
+    def __init__(self, now_ns: int) -> None:
+        self._tokens = float(_BURST)
+        self._filled_ns = now_ns
+
+    def take(self, now_ns: int, earned: float = 0.0) -> bool:
+        """Add ``earned`` tokens, then take one. Returns False if the bucket is empty."""
+        self._tokens = min(_BURST, self._tokens + earned + (now_ns - self._filled_ns) * _PER_S / 1e9)
+        self._filled_ns = now_ns
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class ResetLimit:
+    """Decides which RST_STREAM frames of a connection cost a token. Loop thread only.
+
+    Attributes:
+        begun: Number of calls so far.
+    """
+
+    def __init__(self, bucket: TokenBucket) -> None:
+        self._bucket = bucket
+        self.begun = 0
+        self._of_ended = 0
+        self._paid_back = 0
+
+    def admit(self, begun_ns: int | None, open_calls: int, now_ns: int) -> bool:
+        """Count a reset. Returns False if the limit is exceeded.
+
+        Args:
+            begun_ns: Start of its call; None if the call has ended.
+            open_calls: Calls that have not ended, including this one.
+            now_ns: Time of the frame.
+        """
+        if begun_ns is None:
+            # The answer crossed the reset on the wire, or a deadline passed on both sides: at most one per call.
+            self._of_ended += 1
+            return self._of_ended <= self.begun or self._bucket.take(now_ns)
+        if now_ns - begun_ns >= _RAPID_NS:
+            return True
+        # While the server is late, resets of calls that waited long look rapid, too. Each call that ended otherwise
+        # earns a token.
+        ended = self.begun - open_calls
+        earned = ended - self._paid_back
+        self._paid_back = ended + 1
+        return self._bucket.take(now_ns, earned)
+
+
+class PingLimit:
+    """Limits the pings of a peer as grpc does. Loop thread only.
+
+    https://github.com/grpc/grpc/blob/master/doc/keepalive.md, and grpc's ``ping_abuse_policy.cc``.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._heard_ns: int | None = None
+        self._strikes = 0
+
+    def admit(self, now_ns: int, *, has_calls: bool) -> bool:
+        """Count a ping. Returns False if the limit is exceeded."""
+        limits = self._limits
+        is_idle = not has_calls and not limits.pings_without_calls
+        interval_s = _IDLE_PING_INTERVAL_S if is_idle else limits.min_ping_interval_s
+        heard_ns, self._heard_ns = self._heard_ns, now_ns
+        if heard_ns is None or now_ns - heard_ns >= interval_s * 1e9:
+            return True
+        self._strikes += 1
+        return self._strikes <= limits.max_ping_strikes or limits.max_ping_strikes <= 0
+
+    def reset(self) -> None:
+        """Forget all strikes, because part of an answer was sent: clients ping while they read answers."""
+        self._heard_ns = None
+        self._strikes = 0
+
+
+class ConnectionErrors:
+    """Counts the connections of one port that the server closes with an error, and logs floods. Loop thread only."""
+
+    def __init__(self, clock: Clock, on_error: Callable[[str], None]) -> None:
+        """``on_error`` counts; its argument is the name of the error code in lower case."""
+        self._clock = clock
+        self._on_error = on_error
+        self._logged_ns: int | None = None
+        self._unlogged = 0
+
+    def report(self, error: Http2ConnectionError, peer: object, open_calls: int) -> None:
+        self._on_error(error.code.name.lower())
+        if error.code is not ErrorCode.ENHANCE_YOUR_CALM:
+            return
+        now_ns = self._clock()
+        if self._logged_ns is not None and now_ns - self._logged_ns < _LOG_INTERVAL_NS:
+            self._unlogged += 1
+            return
+        self._logged_ns = now_ns
+        unlogged, self._unlogged = self._unlogged, 0
+        log_event(
+            logger,
+            logging.WARNING,
+            "a gRPC connection was closed for a flood",
+            reason=error.text,
+            peer=peer,
+            open_calls=open_calls,
+            unlogged=unlogged,
+        )

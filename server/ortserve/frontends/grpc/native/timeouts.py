@@ -1,0 +1,139 @@
+"""The time limits of the calls of one connection: deadlines, stalled requests, and answers that nobody reads."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+import grpc
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.grpc.calls import status_of
+from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.sending import Sending
+from ortserve.frontends.grpc.native.stream import Stream
+
+_NEVER_NS: Final = 2**63 - 1
+
+
+class CallTimeouts:
+    """Ends the calls of one connection that exceed a time limit. Loop thread only.
+
+    One timer covers all deadlines of the connection and is set for the earliest. Most calls end long before their
+    deadline, so a call with a deadline seldom costs a timer.
+
+    Attributes:
+        next_deadline_ns: When the timer is due; a call with an earlier deadline needs ``wake_at``.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, streams: Mapping[int, Stream], sending: Sending, limits: Limits
+    ) -> None:
+        """``streams`` are the open ones by id."""
+        self._loop = loop
+        self._streams = streams
+        self._sending = sending
+        self._limits = limits
+        self._progress = SendProgress(limits.send_timeout_s)
+        self._timer: asyncio.TimerHandle | None = None
+        self.next_deadline_ns = _NEVER_NS
+
+    def wake_at(self, by_ns: int) -> None:
+        """Set the timer for a deadline that is earlier than ``next_deadline_ns``."""
+        self.close()
+        self.next_deadline_ns = by_ns
+        in_s = max(0, by_ns - self._sending.clock()) / 1e9
+        self._timer = self._loop.call_later(in_s, self._end_past_deadline)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self.next_deadline_ns = _NEVER_NS
+
+    def _end_past_deadline(self) -> None:
+        self._timer = None
+        self.next_deadline_ns = _NEVER_NS
+        now_ns = self._sending.clock()
+        next_ns = _NEVER_NS
+        for stream in list(self._streams.values()):
+            by_ns = stream.deadline_ns
+            if by_ns is None:
+                continue
+            if by_ns <= now_ns:
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+                self._sending.end(stream, code, "Deadline Exceeded", is_prompt=True)
+            else:
+                next_ns = min(next_ns, by_ns)
+        if next_ns < self.next_deadline_ns:
+            self.wake_at(next_ns)
+
+    def end_late(self, now_ns: int) -> bool:
+        """End the calls whose request or answer stalls.
+
+        Returns:
+            Whether the peer reads nothing from the connection at all, so that the connection is to be aborted.
+        """
+        self._end_stalled_requests(now_ns)
+        stalled = self._progress.stalled(now_ns, self._sending.sent_by_stream())
+        if 0 in stalled:
+            return True
+        for stream_id in stalled:
+            text = f"grpc_send_timeout_s: the caller read nothing of the answer for {self._limits.send_timeout_s:g} s"
+            error = ServeError(ErrorKind.TOO_SLOW, text)
+            self._sending.end(self._streams[stream_id], *status_of(error), is_prompt=True)
+        return False
+
+    def end_unsendable(self) -> None:
+        """End calls whose answers exceed the windows of a peer that sends nothing more, so no WINDOW_UPDATE either."""
+        text = "the caller has closed its side of the connection, and its window has no room for the rest of the answer"
+        for stream in list(self._streams.values()):
+            if self._sending.waits_for_window(stream):
+                self._sending.end(stream, grpc.StatusCode.UNAVAILABLE, text, is_prompt=True)
+
+    def _end_stalled_requests(self, now_ns: int) -> None:
+        """End calls whose message began and arrives too slowly: its first part takes memory from other calls."""
+        limits = self._limits
+        for stream in list(self._streams.values()):
+            if not stream.waits_for_caller:
+                continue
+            kept = stream.reader.kept_bytes
+            waited_s = (now_ns - stream.since_ns) / 1e9
+            if stream.messages:  # complete messages wait for their handler, and the caller perhaps for window
+                stream.since_ns, stream.since_bytes = now_ns, kept
+            elif waited_s < limits.message_timeout_s:
+                continue
+            elif kept - stream.since_bytes < waited_s * limits.min_message_bytes_per_s:
+                text = (
+                    f"grpc_message_timeout_s: received less than {limits.min_message_bytes_per_s} bytes a second of a "
+                    f"message for {limits.message_timeout_s:g} s"
+                )
+                self._sending.end(stream, *status_of(ServeError(ErrorKind.TOO_SLOW, text)), is_prompt=True)
+            else:
+                stream.since_ns, stream.since_bytes = now_ns, kept
+
+
+class SendProgress:
+    """Since when each stream of a connection has sent nothing, by stream id; 0 is the connection. Pure."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._last: dict[int, tuple[int, int]] = {}
+
+    def stalled(self, now_ns: int, sent: Mapping[int, int]) -> list[int]:
+        """The ids that have sent nothing for the whole timeout.
+
+        Args:
+            now_ns: Monotonic.
+            sent: For each id with unsent bytes, a number that grows when some are sent. A smaller number than before
+                counts as no progress, and is the new base.
+        """
+        before, self._last = self._last, {}
+        stalled: list[int] = []
+        for key, sent_bytes in sent.items():
+            was, since_ns = before.get(key, (-1, now_ns))
+            if sent_bytes > was:
+                since_ns = now_ns
+            self._last[key] = sent_bytes, since_ns
+            if now_ns - since_ns >= self._timeout_ns:
+                stalled.append(key)
+        return stalled

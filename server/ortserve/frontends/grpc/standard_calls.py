@@ -1,0 +1,143 @@
+"""grpc.health.v1 and grpc.reflection: services that load balancers, Kubernetes and tools such as grpcurl expect."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from typing import Final, Protocol
+
+import grpc
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.message import Message
+
+# The older reflection version differs in its package only, so the messages of v1 serve both. The import of v1alpha
+# registers its descriptors, which clients ask for.
+from ortserve._pb import health_v1_pb2, private_pool, reflection_v1_pb2, reflection_v1alpha_pb2  # noqa: F401
+from ortserve.codecs.grpc_infer import parse_message
+from ortserve.frontends.grpc.calls import Context, Handlers, answering, read, read_one, streaming, write
+from ortserve.frontends.grpc.streams import Streams
+
+REFLECTION_SERVICES: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+
+
+class Readiness(Protocol):
+    """The parts of the model service that the health service uses."""
+
+    def is_ready(self) -> bool: ...
+
+    def readiness_news(self) -> asyncio.Event:
+        """An event that is set when readiness may have changed since this call."""
+        ...
+
+
+class HealthCalls:
+    """Handlers of the health service. Every service name gets the readiness of the whole server."""
+
+    service = "grpc.health.v1.Health"
+
+    def __init__(self, readiness: Readiness, streams: Streams, services: Iterable[str]) -> None:
+        """``streams`` counts the watching callers; ``services`` are the names that ``List`` returns."""
+        self._readiness = readiness
+        self._streams = streams
+        self._services = ("", *services)
+
+    def handlers(self) -> Handlers:
+        return {"Check": answering(self._check), "List": answering(self._list), "Watch": streaming(self._watch)}
+
+    def _check(self, data: bytes) -> Message:
+        parse_message(health_v1_pb2.HealthCheckRequest, data)
+        return self._status()
+
+    def _list(self, data: bytes) -> Message:
+        parse_message(health_v1_pb2.HealthListRequest, data)
+        return health_v1_pb2.HealthListResponse(statuses=dict.fromkeys(self._services, self._status()))
+
+    async def _watch(self, context: Context) -> None:
+        with self._streams.open():
+            parse_message(health_v1_pb2.HealthCheckRequest, await self._streams.until_drain(read_one(context)))
+            sent: health_v1_pb2.HealthCheckResponse | None = None
+            while True:
+                news = self._readiness.readiness_news()
+                status = self._status()
+                if status != sent:
+                    await write(context, status.SerializeToString())
+                    sent = status
+                await self._streams.until_drain(news.wait())
+
+    def _status(self) -> health_v1_pb2.HealthCheckResponse:
+        response = health_v1_pb2.HealthCheckResponse
+        return response(status=response.SERVING if self._readiness.is_ready() else response.NOT_SERVING)
+
+
+class ReflectionCalls:
+    """Handlers of one version of the reflection service, from the descriptors of the package's own messages."""
+
+    def __init__(self, service: str, streams: Streams, services: Iterable[str]) -> None:
+        """``service`` is one of ``REFLECTION_SERVICES``; ``services`` are the names of all services of the server."""
+        self.service = service
+        self._streams = streams
+        self._services = sorted(services)
+
+    def handlers(self) -> Handlers:
+        return {"ServerReflectionInfo": streaming(self._server_reflection_info)}
+
+    async def _server_reflection_info(self, context: Context) -> None:
+        with self._streams.open():
+            while (data := await self._streams.until_drain(read(context))) is not None:
+                request = parse_message(reflection_v1_pb2.ServerReflectionRequest, data)
+                response = self._answer(request)
+                response.valid_host = request.host
+                response.original_request.CopyFrom(request)
+                await write(context, response.SerializeToString())
+
+    def _answer(self, request: reflection_v1_pb2.ServerReflectionRequest) -> reflection_v1_pb2.ServerReflectionResponse:
+        pb = reflection_v1_pb2
+        pool = private_pool.Default()
+        asked = request.WhichOneof("message_request")
+        try:
+            if asked == "list_services":
+                services = [pb.ServiceResponse(name=name) for name in self._services]
+                return pb.ServerReflectionResponse(list_services_response=pb.ListServiceResponse(service=services))
+            if asked == "file_by_filename":
+                return _files(pool.FindFileByName(request.file_by_filename))
+            if asked == "file_containing_symbol":
+                return _files(_file_declaring(request.file_containing_symbol))
+            if asked == "all_extension_numbers_of_type":
+                pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
+                none = pb.ExtensionNumberResponse(base_type_name=request.all_extension_numbers_of_type)
+                return pb.ServerReflectionResponse(all_extension_numbers_response=none)
+        except KeyError:
+            return _error(grpc.StatusCode.NOT_FOUND, f"no {asked} '{getattr(request, asked or '')}'")
+        if asked == "file_containing_extension":
+            extension = request.file_containing_extension
+            text = f"no extension {extension.extension_number} of '{extension.containing_type}'"
+            return _error(grpc.StatusCode.NOT_FOUND, text)
+        return _error(grpc.StatusCode.INVALID_ARGUMENT, "message_request: expected one that is known, got none")
+
+
+def _error(code: grpc.StatusCode, text: str) -> reflection_v1_pb2.ServerReflectionResponse:
+    number: int = code.value[0]
+    error = reflection_v1_pb2.ErrorResponse(error_code=number, error_message=text)
+    return reflection_v1_pb2.ServerReflectionResponse(error_response=error)
+
+
+def _file_declaring(symbol: str) -> FileDescriptor:
+    """Raises KeyError."""
+    pool = private_pool.Default()
+    try:
+        return pool.FindFileContainingSymbol(symbol)
+    except KeyError:  # that function does not find methods
+        return pool.FindMethodByName(symbol).containing_service.file
+
+
+def _files(file: FileDescriptor) -> reflection_v1_pb2.ServerReflectionResponse:
+    serialized = [each.serialized_pb for each in _with_imports(file, set())]
+    found = reflection_v1_pb2.FileDescriptorResponse(file_descriptor_proto=serialized)
+    return reflection_v1_pb2.ServerReflectionResponse(file_descriptor_response=found)
+
+
+def _with_imports(file: FileDescriptor, seen: set[str]) -> Iterator[FileDescriptor]:
+    """The file, then every file that it imports, each once."""
+    if file.name not in seen:
+        seen.add(file.name)
+        yield file
+        for imported in file.dependencies:
+            yield from _with_imports(imported, seen)

@@ -1,0 +1,893 @@
+"""A connection against the h2 library: what each call gets, and what becomes of connections that age, idle or drain."""
+
+import asyncio
+import random
+
+import pytest
+from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from native_wire import (
+    BOOM,
+    ECHO,
+    FAIL,
+    HEADERS,
+    HOLD,
+    SLOW,
+    STREAM,
+    Answer,
+    Client,
+    FakeTransport,
+    Wire,
+    framed,
+    on_wire,
+)
+from ortserve.frontends.grpc.native import frames
+from ortserve.frontends.grpc.native.connection import MessageReceiver
+from ortserve.frontends.grpc.native.limits import Limits
+from ortserve.frontends.grpc.native.messages import deflate
+
+OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL = 0, 1, 4, 8, 12, 13
+
+
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+@pytest.mark.parametrize("size", [0, 1, 16_378, 16_379, 16_384, 65_530, 65_531, 3_000_000])
+def test_message_of_any_size_comes_back(path: str, size: int) -> None:
+    async def test(_: Wire, client: Client) -> None:
+        message = bytes(range(256)) * (size // 256) + bytes(size % 256)
+        stream = client.open(path)
+        await client.send_all(stream, framed(message))
+        await client.exchange()
+        answer = client.answers[stream]
+        assert answer.headers == {b":status": b"200", b"content-type": b"application/grpc"}
+        assert answer.messages == [message]
+        assert answer.status == OK
+        assert answer.is_ended
+        assert answer.reset is None
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+@pytest.mark.parametrize(("size", "most_copied"), [(700_000, 270_000), (5_000_000, 1_600_000)])
+def test_large_message_is_received_where_it_stays(path: str, size: int, most_copied: int) -> None:
+    """But for what came before memory was set aside for it, the read that showed it, and beside heads of frames."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        message = random.Random(size).randbytes(size)
+        stream = client.open(path)
+        await client.send_all(stream, framed(message))
+        await client.exchange()
+        assert client.answers[stream].messages == [message]
+        assert size - wire.transport.placed_bytes <= most_copied
+        small = await client.call(ECHO, b"small")
+        assert small.messages == [b"small"]
+
+    on_wire(test)
+
+
+@given(st.data())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_large_messages_of_many_streams_come_between_each_other(data: st.DataObject) -> None:
+    """In frames of any size, cut anywhere, with padding, small calls and the ends of streams between."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        seeded = random.Random(data.draw(st.integers(0, 2**32)))
+        unsent: dict[int, bytes] = {}
+        sent: dict[int, list[bytes]] = {}
+        for _ in range(data.draw(st.integers(1, 4))):
+            path = data.draw(st.sampled_from([ECHO, STREAM]))
+            sizes = data.draw(st.lists(st.sampled_from([0, 70_000, 300_000, 1_500_000]), min_size=1, max_size=3))
+            stream = client.open(path)
+            sent[stream] = [seeded.randbytes(size) for size in sizes[: 1 if path == ECHO else 3]]
+            unsent[stream] = b"".join(map(framed, sent[stream]))
+        reset: set[int] = set()
+        while unsent:
+            stream = seeded.choice(sorted(unsent))
+            if seeded.random() < 0.01:
+                client.h2.reset_stream(stream)
+                reset.add(stream)
+                del unsent[stream]
+                continue
+            room = min(client.h2.local_flow_control_window(stream), client.h2.max_outbound_frame_size - 256)
+            size = min(room, seeded.choice([1, 100, 16_384, 100_000, 1_000_000]))
+            rest = unsent[stream]
+            if size > 0:
+                pad = seeded.choice([None, None, 0, 200]) if size + 300 < room else None
+                client.h2.send_data(stream, rest[:size], end_stream=size >= len(rest), pad_length=pad)
+                unsent[stream] = rest[size:]
+                if size >= len(rest):
+                    del unsent[stream]
+            out = client.h2.data_to_send()
+            while out:
+                cut = seeded.choice([1, 50, 5_000, 300_000])
+                wire.feed(out[:cut])
+                out = out[cut:]
+            await client.exchange()
+        await client.exchange()
+        for stream in sent.keys() - reset:
+            assert client.answers[stream].status == OK
+            assert client.answers[stream].messages == sent[stream]
+
+    on_wire(test)
+
+
+def test_call_that_ends_in_the_middle_of_a_large_message_leaves_nothing_behind() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(ECHO, ("grpc-timeout", "1S"))
+        client.send(stream, framed(bytes(1_000_000))[:400_000])
+        await client.exchange()
+        assert isinstance(wire.transport.get_protocol(), MessageReceiver)
+        assert wire.gate.held_bytes == 400_000 - 5
+        await asyncio.sleep(2)
+        await client.exchange()
+        assert client.answers[stream].status == DEADLINE
+        assert wire.gate.held_bytes == 0
+        other = await client.call(ECHO, b"x")
+        assert other.messages == [b"x"]
+
+    on_wire(test)
+
+
+def test_quick_call_tells_its_timing_after_the_message() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        answer = await client.call(ECHO, b"x")
+        assert answer.trailers == {b"grpc-status": b"0", b"server-timing": b"all;dur=1"}
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 9])
+def test_answers_of_a_batch_leave_in_one_write_before_the_loop_comes_round(calls: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        streams = [client.open(HOLD) for _ in range(calls)]
+        for number, stream in enumerate(streams):
+            client.send(stream, framed(b"%d" % number), is_end=True)
+        await client.exchange()
+        before = wire.transport.writes
+        wire.release()
+        assert wire.transport.writes == before + 1
+        await client.exchange()
+        assert [client.answers[stream].messages for stream in streams] == [[b"%d" % n] for n in range(calls)]
+        assert wire.transport.writes == before + 1
+
+    on_wire(test)
+
+
+def test_answers_leave_also_where_another_call_goes_on() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        held = client.open(HOLD)
+        client.send(held, framed(b"x"), is_end=True)
+        other = client.open(STREAM)
+        await client.exchange()
+        wire.release()
+        await client.exchange()
+        assert client.answers[held].messages == [b"x"]
+        assert not client.answers[other].is_ended
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("path", [ECHO, SLOW, STREAM])
+def test_messages_are_the_same_wherever_the_bytes_of_the_connection_are_cut(path: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for cut in (1, 2, 7):
+            stream = client.open(path)
+            client.send(stream, framed(b"hello") + (framed(b"") + framed(b"!" * 40) if path == STREAM else b""))
+            client.send(stream, b"", is_end=True)
+            data = client.h2.data_to_send()
+            for begin in range(0, len(data), cut):
+                wire.feed(data[begin : begin + cut])
+            await client.exchange()
+            wire.release()
+            await client.exchange()
+            expected = [b"hello", b"", b"!" * 40] if path == STREAM else [b"hello"]
+            assert client.answers[stream].messages == expected
+            assert client.answers[stream].status == OK
+
+    on_wire(test)
+
+
+def test_padding_is_left_out_and_counts_against_the_windows() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        for _number in range(40):  # more padding than a window has room for
+            stream = client.open(STREAM)
+            for byte in framed(b"hello world" * 30):
+                client.send(stream, bytes((byte,)), pad=255)
+            client.send(stream, b"", is_end=True, pad=0)
+            await client.exchange()
+            assert client.answers[stream].messages == [b"hello world" * 30]
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+@pytest.mark.parametrize(("more", "is_right"), [(0, True), (1, False), (-1, False), (-6, False)])
+def test_request_of_another_length_than_it_announced_is_reset(path: str, more: int, is_right: bool) -> None:
+    async def test(_: Wire, client: Client) -> None:
+        message = framed(b"hello")
+        answer = await client.call(path, b"hello", ("content-length", str(len(message) + more)))
+        assert (answer.reset, answer.messages) == ((None, [b"hello"]) if is_right else (ErrorCodes.PROTOCOL_ERROR, []))
+        assert (await client.call(path, b"next")).messages == [b"next"]
+
+    on_wire(test)
+
+
+def test_call_begins_with_its_message_although_its_end_comes_later() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(HOLD)
+        client.send(stream, framed(b"x"))
+        await client.exchange()
+        assert wire.running == 1
+        client.send(stream, b"", is_end=True)
+        await client.exchange()
+        wire.release()
+        await client.exchange()
+        assert client.answers[stream].messages == [b"x"]
+        assert (client.answers[stream].is_ended, client.answers[stream].reset) == (True, None)
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("path", [ECHO, FAIL, SLOW, "/nothing/Here"])
+def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(path)
+        client.send(stream, framed(b"x"))
+        await client.exchange()
+        wire.release()
+        await client.exchange()
+        answer = client.answers[stream]
+        assert answer.status == {ECHO: OK, FAIL: 3, SLOW: OK}.get(path, UNIMPLEMENTED)
+        assert answer.is_ended
+        assert answer.reset in (None, ErrorCodes.NO_ERROR)  # h2 tells of no reset after the end
+        assert not wire.connection._sending.streams
+        # What was on its way is nobody's any more, and does no harm.
+        header = frames.frame(frames.DATA, 0, stream, b"late")
+        wire.feed(header + frames.frame(frames.RST_STREAM, 0, stream, bytes(4)))
+        assert (await client.call(ECHO, b"y")).messages == [b"y"]
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "status", "text"),
+    [
+        (ECHO, b"", UNIMPLEMENTED, b"expected one message, got none"),
+        (SLOW, b"", UNIMPLEMENTED, b"expected one message, got none"),
+        (ECHO, framed(b"x") + framed(b"y"), UNIMPLEMENTED, b"expected one message, got more"),
+        (ECHO, b"\0\0\0\0\5abc", INTERNAL, b"the stream ended in the middle of a message"),
+        (STREAM, b"\0\0", INTERNAL, b"the stream ended in the middle of a message"),
+        (ECHO, framed(b"x", flag=2), INTERNAL, b"message flags: expected 0 or 1, got 2"),
+        (STREAM, framed(b"x", flag=1), INTERNAL, b"a message is compressed, and grpc-encoding names no encoding"),
+        (ECHO, b"\0\xff\xff\xff\xff", EXHAUSTED, b"message larger than max_body_bytes"),
+        (FAIL, framed(b"x"), 3, b"it is 100 %25 wrong: %C3%BC"),
+        (BOOM, framed(b"x"), INTERNAL, b"internal error"),
+        ("/nothing/Here", framed(b"x"), UNIMPLEMENTED, b"no such call"),
+    ],
+)
+def test_call_that_is_wrong_ends_with_a_status_of_its_own_in_trailers_alone(
+    path: str, sent: bytes, status: int, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(path)
+        client.send(stream, sent, is_end=True)
+        await client.exchange()
+        answer = client.answers[stream]
+        assert (answer.status, answer.is_ended, answer.data) == (status, True, b"")
+        assert answer.text.startswith(text)
+        assert b":status" in answer.headers
+        assert not answer.trailers
+        assert (await client.call(ECHO, b"y")).messages == [b"y"]
+
+    on_wire(test, limits=Limits(max_message_bytes=10_000_000))
+    assert ("/secret/path" in caplog.text) == (path == BOOM)
+
+
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_messages_of_both_encodings_are_understood(path: str, encoding: str) -> None:
+    async def test(_: Wire, client: Client) -> None:
+        stream = client.open(path, ("grpc-encoding", encoding))
+        packed = deflate(b"hello" * 50, encoding.encode())
+        client.send(stream, framed(packed, flag=1), is_end=True)
+        await client.exchange()
+        assert client.answers[stream].messages == [b"hello" * 50]
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("path", [ECHO, STREAM, SLOW])
+def test_answers_are_compressed_for_who_takes_them_so_and_where_that_makes_them_smaller(path: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for accepted, is_compressed in (("identity,gzip", True), ("deflate", False)):
+            for message in (b"a" * 1000, b"a"):
+                stream = client.open(path, ("grpc-accept-encoding", accepted))
+                client.send(stream, framed(message), is_end=True)
+                await client.exchange()
+                wire.release()
+                await client.exchange()
+                answer = client.answers[stream]
+                assert answer.headers.get(b"grpc-encoding") == (b"gzip" if is_compressed else None)
+                packed = is_compressed and len(message) > 1
+                assert answer.data == (framed(deflate(message, b"gzip"), flag=1) if packed else framed(message))
+                assert answer.status == OK
+
+    on_wire(test, encoding=b"gzip")
+
+
+@pytest.mark.parametrize("path", [HOLD, SLOW, STREAM])
+@pytest.mark.parametrize("how", ["reset", "deadline", "connection"])
+def test_call_whose_caller_waits_no_longer_is_cancelled_and_forgotten(path: str, how: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(path, *((("grpc-timeout", "50m"),) if how == "deadline" else ()))
+        client.send(stream, framed(b"x"))
+        await client.exchange()
+        assert wire.running == 1
+        if how == "reset":
+            client.h2.reset_stream(stream, ErrorCodes.CANCEL)
+            await client.exchange()
+        elif how == "deadline":
+            await asyncio.sleep(0.06)
+            await client.exchange()
+            answer = client.answers[stream]
+            assert (answer.status, answer.is_ended) == (DEADLINE, True)
+        else:
+            wire.lose()
+            await wire.turn()
+        await wire.work.until_done()
+        assert (wire.running, wire.cancelled) == (0, 1)
+        assert not wire.connection._sending.streams
+
+    on_wire(test)
+
+
+def test_deadline_of_a_quick_call_counts_from_its_headers() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(ECHO, ("grpc-timeout", "2S"))
+        await client.exchange()
+        await asyncio.sleep(1.5)
+        client.send(stream, framed(b"x"), is_end=True)
+        await client.exchange()
+        assert client.answers[stream].messages == [b"x"]
+        assert wire.timeouts_ns == [pytest.approx(0.5e9, abs=1e6)]
+
+    on_wire(test)
+
+
+def test_deadlines_end_each_call_in_its_time() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        streams = {seconds: client.open(HOLD, ("grpc-timeout", f"{seconds}S")) for seconds in (3, 1, 2)}
+        for stream in streams.values():
+            client.send(stream, framed(b"x"), is_end=True)
+        await client.exchange()
+        for seconds in (1, 2, 3):
+            await asyncio.sleep(1.0001)
+            await client.exchange()
+            ended = [second for second, stream in streams.items() if client.answers[stream].is_ended]
+            assert sorted(ended) == list(range(1, seconds + 1))
+        assert wire.cancelled == 3
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("value", ["", "1", "S", "123456789S", "-1S", "1s", "1 S"])
+def test_deadline_that_is_none_is_an_invalid_argument(value: str) -> None:
+    async def test(_: Wire, client: Client) -> None:
+        stream = client.open(ECHO, ("grpc-timeout", value))
+        await client.exchange()
+        assert client.answers[stream].status == 3
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize(
+    ("method", "content_type", "status"),
+    [
+        ("GET", "application/grpc", b"405"),
+        ("POST", "application/json", b"415"),
+        ("POST", "application/grpcfoo", b"415"),
+        ("POST", "", b"415"),
+        ("POST", "application/grpc+proto", b"200"),
+    ],
+)
+def test_what_is_no_grpc_gets_a_status_of_http(method: str, content_type: str, status: bytes) -> None:
+    async def test(_: Wire, client: Client) -> None:
+        client.answers[1] = Answer()
+        headers = [(":method", method), *HEADERS[1:3], (":path", "/x"), ("content-type", content_type)]
+        client.h2.send_headers(1, headers[: None if content_type else -1], end_stream=True)
+        await client.exchange()
+        assert (client.answers[1].headers[b":status"], client.answers[1].is_ended) == (status, True)
+        assert (await client.call(ECHO, b"y")).messages == [b"y"]
+
+    on_wire(test)
+
+
+def test_windows_that_are_lowered_below_what_is_under_way_are_kept() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        message = bytes(200_000)
+        stream = client.open(STREAM)
+        await client.send_all(stream, framed(message))
+        await client.exchange()
+        assert len(client.answers[stream].data) == 65_535
+        client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 100})  # 65,435 below nothing
+        await client.exchange()
+        client.h2.increment_flow_control_window(1_000_000)
+        client.h2.increment_flow_control_window(65_435, stream)
+        await client.exchange()
+        assert len(client.answers[stream].data) == 65_535
+        client.h2.increment_flow_control_window(1, stream)
+        await client.exchange()
+        assert len(client.answers[stream].data) == 65_536
+        client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1_000_000})
+        await client.exchange()
+        assert client.answers[stream].messages == [message]
+        assert client.answers[stream].status == OK
+
+    on_wire(test)
+
+
+def test_smaller_table_of_headers_is_confirmed_by_the_next_block() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        for size in (0, 4096, 100):
+            client.h2.update_settings({SettingCodes.HEADER_TABLE_SIZE: size})
+            await client.exchange()
+            for path in (ECHO, STREAM, FAIL):
+                assert (await client.call(path, b"x")).is_ended  # h2 ends the connection where that is missing
+
+    on_wire(test)
+
+
+def test_trailers_that_no_frame_holds_are_continued() -> None:
+    sent = frames.header_block(3, b"abcdefgh", 3, is_end=True)
+    expected = (
+        frames.frame(frames.HEADERS, frames.END_STREAM, 3, b"abc"),
+        frames.frame(frames.CONTINUATION, 0, 3, b"def"),
+        frames.frame(frames.CONTINUATION, frames.END_HEADERS, 3, b"gh"),
+    )
+    assert sent == b"".join(expected)
+
+
+def test_reset_stream_leaves_room_for_the_others() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        streams = [client.open(STREAM) for _ in range(3)]
+        for stream in streams:
+            await client.send_all(stream, framed(bytes(50_000)))
+        await client.exchange()
+        got = sum(len(client.answers[stream].data) for stream in streams)
+        assert got == 65_535
+        blocked = [stream for stream in streams if not client.answers[stream].is_ended]
+        client.h2.reset_stream(blocked[0], ErrorCodes.CANCEL)
+        client.h2.increment_flow_control_window(10_000_000)
+        await client.exchange()
+        for stream in set(streams) - {blocked[0]}:
+            assert client.answers[stream].messages == [bytes(50_000)]
+        assert wire.connection._sending.unsent_bytes == 0
+
+    on_wire(test)
+
+
+def test_peer_that_reads_nothing_is_read_no_further_and_all_comes_when_it_reads_again() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.transport.is_stuck = True
+        client.h2.increment_flow_control_window(100_000_000)
+        large = []
+        for _ in range(900):
+            large.append(client.open(ECHO))
+            client.send(large[-1], framed(bytes(4000)), is_end=True)
+        wire.feed(client.h2.data_to_send())
+        await wire.turn()
+        failed = []
+        while wire.transport.is_reading():
+            failed.append(client.open(FAIL))
+            client.send(failed[-1], framed(b"x"), is_end=True)
+            wire.feed(client.h2.data_to_send())
+            await wire.turn()
+            client.h2.reset_stream(failed[-1])  # else h2 would open no more; nobody is told
+            client.h2.data_to_send()
+            assert len(failed) < 20_000
+        assert wire.transport.get_write_buffer_size() < 3_000_000
+        wire.transport.is_stuck = False
+        sent = b""
+        while came := await wire.turn():
+            sent += came
+        assert wire.transport.is_reading()
+        assert sent.count(framed(bytes(4000))) == len(large)
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_calls_beyond_those_of_one_connection_are_refused_as_safe_to_repeat(count: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        held = [client.open(HOLD) for _ in range(count)]
+        for stream in held:
+            client.send(stream, framed(b"x"), is_end=True)
+        await client.exchange()
+        client.h2.remote_settings._settings[SettingCodes.MAX_CONCURRENT_STREAMS][0] = 100
+        more = client.open(HOLD)
+        await client.exchange()
+        assert client.answers[more].reset == ErrorCodes.REFUSED_STREAM
+        wire.release()
+        await client.exchange()
+        assert [client.answers[stream].status for stream in held] == [OK] * count
+        assert (await client.call(ECHO, b"y")).messages == [b"y"]
+
+    on_wire(test, limits=Limits(max_streams=count))
+
+
+def test_message_is_refused_where_the_server_holds_too_much_and_counts_as_far_as_it_came() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        with wire.gate.hold(500):
+            stream = client.open(ECHO)
+            client.send(stream, framed(bytes(600))[:100])
+            await client.exchange()
+            answer = client.answers[stream]
+            assert answer.status == EXHAUSTED
+            assert b"max_inflight_bytes" in answer.text
+            assert (answer.trailers or answer.headers)[b"grpc-retry-pushback-ms"] == b"1000"
+            assert wire.gate.held_bytes == 500
+            fitting = client.open(ECHO)
+            client.send(fitting, framed(bytes(400))[:100])
+            await client.exchange()
+            assert wire.gate.held_bytes == 595
+            client.send(fitting, framed(bytes(400))[100:], is_end=True)
+            await client.exchange()
+            assert client.answers[fitting].messages == [bytes(400)]
+            assert wire.gate.held_bytes == 500
+
+    on_wire(test, max_inflight_bytes=1000)
+
+
+def test_drain_finishes_what_was_begun_takes_what_was_on_its_way_and_nothing_more() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        held = client.open(HOLD)
+        client.send(held, framed(b"x"), is_end=True)
+        await client.exchange()
+        wire.connection.begin_drain()
+        on_its_way = client.open(ECHO)
+        client.send(on_its_way, framed(b"y"), is_end=True)
+        wire.feed(client.h2.data_to_send())
+        goaways = await wire.turn()
+        assert goaways.count(frames.goaway(frames.MAX_STREAM_ID, frames.ErrorCode.NO_ERROR)) == 1
+        wire.feed(frames.frame(frames.PING, frames.ACK, 0, b"draining"))
+        assert frames.goaway(on_its_way, frames.ErrorCode.NO_ERROR) in await wire.turn()
+        late = frames.frame(frames.HEADERS, frames.END_HEADERS, on_its_way + 2, b"\x82")
+        wire.feed(late)
+        assert not wire.transport.is_closing()
+        wire.release()
+        assert framed(b"x") in await wire.turn()
+        assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("how", ["reset", "silence"])
+def test_drain_ends_with_the_last_call_however_that_ends(how: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        held = client.open(HOLD)
+        await client.exchange()
+        wire.connection.begin_drain(5.0)
+        await wire.turn()
+        await asyncio.sleep(1.5)  # the peer answers no ping
+        assert not wire.transport.is_closing()
+        if how == "reset":
+            wire.feed(frames.rst_stream(held, frames.ErrorCode.CANCEL))
+        else:
+            await asyncio.sleep(5)
+        await wire.turn()
+        assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize(
+    ("limits", "max_age_s", "by_s"),
+    [(Limits(max_idle_s=10.0), None, 12), (Limits(max_age_s=10.0), 10.0, 12)],
+)
+def test_connection_that_is_idle_or_old_is_told_to_go_and_closed(
+    limits: Limits, max_age_s: float | None, by_s: float
+) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        await asyncio.sleep(9)
+        await client.exchange()
+        assert not client.goaways
+        await asyncio.sleep(by_s - 9)
+        sent = await wire.turn()
+        assert frames.goaway(frames.MAX_STREAM_ID, frames.ErrorCode.NO_ERROR) in sent
+        assert frames.goaway(0, frames.ErrorCode.NO_ERROR) in sent
+        assert wire.transport.is_lost
+
+    on_wire(test, limits=limits, max_age_s=max_age_s)
+
+
+def test_peer_that_is_gone_is_noticed_by_a_ping_and_one_that_answers_is_kept() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.open(HOLD)
+        await client.exchange()
+        for _ in range(2):
+            await asyncio.sleep(11.5)
+            await client.exchange()  # h2 answers the ping
+        await asyncio.sleep(3)
+        assert not wire.transport.is_closing()
+        await asyncio.sleep(12)
+        assert wire.transport.is_lost
+
+    on_wire(test, limits=Limits(keepalive_s=10.0, keepalive_timeout_s=2.0, max_useless_pings=0))
+
+
+def test_connection_that_closes_is_not_held_open_by_a_peer_that_reads_nothing() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.transport.is_stuck = True
+        wire.feed(frames.frame(frames.DATA, 0, 9, b"x"))
+        await wire.turn()
+        assert (wire.transport.is_closing(), wire.transport.is_lost) == (True, False)
+        await asyncio.sleep(62)
+        assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+def test_stalled_message_ends_its_call_and_gives_its_room_back() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stalled = client.open(ECHO)
+        client.send(stalled, framed(bytes(1000))[:500])
+        waiting = client.open(STREAM)  # between messages a caller may take its time
+        client.send(waiting, framed(b"x"))
+        await client.exchange()
+        assert wire.gate.held_bytes > 0
+        await asyncio.sleep(62)
+        await client.exchange()
+        assert client.answers[stalled].status == CANCELLED
+        assert b"received less than 4096 bytes a second of a message for 60 s" in client.answers[stalled].text
+        assert wire.gate.held_bytes == 0
+        assert not client.answers[waiting].is_ended
+
+    on_wire(test)
+
+
+@pytest.mark.parametrize("part_bytes", [50, 200])
+def test_message_that_trickles_is_waited_for_as_long_as_it_comes_at_the_rate(part_bytes: int) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(ECHO)
+        message = framed(bytes(2000))
+        for begin in range(0, 2000, part_bytes):
+            if not client.answers[stream].is_ended:
+                client.send(stream, message[begin : begin + part_bytes])
+            await client.exchange()
+            await asyncio.sleep(1)
+        if part_bytes < 100:
+            assert client.answers[stream].status == CANCELLED
+            assert wire.gate.held_bytes == 0
+        else:
+            client.send(stream, message[2000:], is_end=True)
+            await client.exchange()
+            assert client.answers[stream].messages == [bytes(2000)]
+
+    on_wire(test, limits=Limits(message_timeout_s=4, min_message_bytes_per_s=100))
+
+
+def test_message_that_came_fast_at_first_has_no_credit_for_later() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(ECHO)
+        client.send(stream, framed(bytes(20_000))[:10_000])
+        await client.exchange()
+        await asyncio.sleep(10)
+        await client.exchange()
+        assert client.answers[stream].status == CANCELLED
+
+    on_wire(test, limits=Limits(message_timeout_s=4, min_message_bytes_per_s=100))
+
+
+@pytest.mark.parametrize("path", [ECHO, STREAM])
+def test_answer_of_which_nothing_is_taken_ends_its_call_and_no_other(path: str) -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        client.h2.increment_flow_control_window(10_000_000)
+        stuck = client.open(path)
+        await client.send_all(stuck, framed(bytes(100_000)))
+        await client.exchange()
+        assert wire.budget.held_bytes > 30_000
+        await asyncio.sleep(59)
+        await client.exchange()
+        assert not client.answers[stuck].is_ended
+        assert (await client.call(ECHO, b"x")).messages == [b"x"]
+        await asyncio.sleep(3)
+        await client.exchange()
+        assert client.answers[stuck].status == CANCELLED
+        assert client.answers[stuck].text == b"grpc_send_timeout_s: the caller read nothing of the answer for 60 s"
+        assert wire.budget.held_bytes == 0
+        assert (await client.call(ECHO, b"y")).messages == [b"y"]
+
+    on_wire(test)
+
+
+def test_answer_that_is_taken_bit_by_bit_is_sent_to_its_end() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        stream = client.open(ECHO)
+        await client.send_all(stream, framed(bytes(70_000)))
+        await client.exchange()
+        for _ in range(5):
+            await asyncio.sleep(50)
+            client.h2.increment_flow_control_window(1000)
+            client.h2.increment_flow_control_window(1000, stream)
+            await client.exchange()
+        assert client.answers[stream].messages == [bytes(70_000)]
+        assert client.answers[stream].status == OK
+
+    on_wire(test)
+
+
+def test_answers_that_wait_for_their_turn_on_a_slow_connection_are_not_late() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        client.reads = False
+        streams = [client.open(ECHO) for _ in range(3)]
+        for stream in streams:
+            await client.send_all(stream, framed(bytes(60_000)))
+        await client.exchange()
+        for _ in range(12):
+            await asyncio.sleep(30)
+            client.h2.increment_flow_control_window(10_000)
+            await client.exchange()
+        assert [client.answers[stream].status for stream in streams] == [OK] * 3
+
+    on_wire(test)
+
+
+def test_answer_that_a_full_transport_sends_slowly_is_not_late() -> None:
+    """The transport says that it has room again long after it began to empty."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        stream = client.open(STREAM)
+        await client.send_all(stream, framed(bytes(3_000_000)))
+        await client.exchange()
+        wire.transport.is_stuck = True
+        client.h2.increment_flow_control_window(2**30)
+        client.h2.increment_flow_control_window(2**30, stream)
+        wire.feed(client.h2.data_to_send())
+        await wire.turn()
+        assert wire.transport.get_write_buffer_size() > 10**6
+        assert wire.connection._sending.unsent_bytes > 10**6
+        for _ in range(4):
+            await asyncio.sleep(50)
+            del wire.transport._buffer[:1000]
+        assert wire.connection._sending.unsent_bytes > 10**6
+        assert not wire.transport.is_lost
+
+    on_wire(test, settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+
+
+def test_connection_of_which_nothing_is_taken_is_closed() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.transport.is_stuck = True
+        client.h2.ping(bytes(8))
+        wire.feed(client.h2.data_to_send())
+        await wire.turn()
+        assert wire.transport.get_write_buffer_size() > 0
+        await asyncio.sleep(59)
+        assert not wire.transport.is_lost
+        await asyncio.sleep(3)
+        assert wire.transport.is_lost
+
+    on_wire(test)
+
+
+def test_connection_whose_peer_takes_a_little_now_and_then_is_kept() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        wire.transport.is_stuck = True
+        for _ in range(6):
+            wire.feed(frames.settings({}) * 2)  # what is written grows as fast as it is taken
+            await wire.turn()
+            del wire.transport._buffer[:9]
+            await asyncio.sleep(50)
+        assert not wire.transport.is_lost
+
+    on_wire(test)
+
+
+def test_connection_with_most_unsent_loses_its_oldest_calls_and_others_nothing() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        other = Wire(asyncio.get_running_loop(), wire.clock, budget=wire.budget)
+        honest = Client(other)
+        await honest.exchange()
+        honest.reads = False
+        streams = [client.open(STREAM) for _ in range(3)]
+        for stream in streams:
+            await client.send_all(stream, framed(bytes(50_000)))
+        await client.exchange()
+        assert wire.budget.held_bytes == 3 * 50_005
+        slow = honest.open(ECHO)
+        await honest.send_all(slow, framed(bytes(130_000)))
+        await honest.exchange()
+        await client.exchange()
+        ended = [answer for answer in client.answers.values() if answer.is_ended]
+        assert ended == [client.answers[streams[0]]]
+        assert ended[0].status == EXHAUSTED
+        assert ended[0].text.startswith(b"grpc_unsent_bytes: expected at most 200000 bytes of unsent answers, got")
+        honest.h2.increment_flow_control_window(1_000_000)
+        honest.h2.increment_flow_control_window(1_000_000, slow)
+        await honest.exchange()
+        assert honest.answers[slow].messages == [bytes(130_000)]
+        other.lose()
+        await other.turn()
+
+    on_wire(test, limits=Limits(max_unsent_bytes=200_000), settings={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+
+
+def test_only_answer_there_is_may_be_larger_than_the_room() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        assert (await client.call(ECHO, bytes(60_000))).messages == [bytes(60_000)]
+
+    on_wire(test, limits=Limits(max_unsent_bytes=1), settings={SettingCodes.INITIAL_WINDOW_SIZE: 1000})
+
+
+def test_connection_that_takes_no_answers_begins_no_more_calls_until_it_does() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        client.reads = False
+        stream = client.open(STREAM)
+        await client.send_all(stream, framed(bytes(100_000)))
+        await client.exchange()
+        refused = client.open(ECHO)
+        await client.exchange()
+        assert client.answers[refused].reset == ErrorCodes.REFUSED_STREAM
+        client.h2.increment_flow_control_window(1_000_000)
+        client.h2.increment_flow_control_window(1_000_000, stream)
+        await client.exchange()
+        assert (await client.call(ECHO, b"x")).messages == [b"x"]
+
+    on_wire(test, limits=Limits(max_unsent_bytes=2 * 34_000))
+
+
+def test_connection_of_many_callers_may_have_more_than_its_share_while_half_of_the_room_is_free() -> None:
+    async def test(_: Wire, client: Client) -> None:
+        client.reads = False
+        stream = client.open(STREAM)
+        await client.send_all(stream, framed(bytes(100_000)))
+        await client.exchange()
+        echoed = client.open(ECHO)
+        await client.exchange()
+        assert client.answers[echoed].reset is None
+
+    on_wire(test, limits=Limits(max_unsent_bytes=4 * 30_000))
+
+
+def test_connection_beyond_the_limit_is_closed_without_settings() -> None:
+    """Clients who got SETTINGS would come again at once."""
+
+    async def test(wire: Wire, client: Client) -> None:
+        other = wire.connect(Limits(max_connections=1))
+        transport = FakeTransport(asyncio.get_running_loop(), other)
+        other.connection_made(transport)
+        assert transport.take() == b""
+        await wire.turn()
+        assert transport.is_lost
+        assert other.closed.done()
+        assert wire.connections == {wire.connection}
+        assert (await client.call(ECHO, b"x")).messages == [b"x"]
+
+    on_wire(test)
+
+
+def test_nothing_of_a_closed_stream_is_kept() -> None:
+    async def test(wire: Wire, client: Client) -> None:
+        for _ in range(200):
+            await client.call(ECHO, b"x")
+            await client.call(STREAM, b"x")
+        assert not wire.connection._sending.streams
+        assert not wire.connection._sending._waiting
+        assert not wire.work._tasks
+
+    on_wire(test)
+
+
+def test_end_of_a_wire_is_checked() -> None:
+    async def test(wire: Wire, _: Client) -> None:
+        wire.gate.hold(1)
+
+    with pytest.raises(AssertionError):
+        on_wire(test)

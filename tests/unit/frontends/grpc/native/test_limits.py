@@ -1,0 +1,147 @@
+"""Limits by the options, and when a connection is pinged, drained or aborted."""
+
+import pytest
+
+from ortserve.config.grpc import GrpcOptions
+from ortserve.frontends.grpc.native.limits import Due, Lifetime, Limits, connection_limits
+
+S = 10**9
+
+
+def test_defaults_are_those_of_the_options() -> None:
+    assert connection_limits(GrpcOptions(), max_message_bytes=Limits().max_message_bytes) == Limits()
+
+
+def test_every_option_of_connections_has_its_limit() -> None:
+    options = GrpcOptions(
+        grpc_max_connection_calls=1,
+        grpc_max_connection_age_s=2,
+        grpc_max_connection_age_grace_s=3,
+        grpc_max_connection_idle_s=4,
+        grpc_keepalive_time_s=5,
+        grpc_keepalive_timeout_s=6,
+        grpc_keepalive_permit_without_calls=True,
+        grpc_http2_max_pings_without_data=7,
+        grpc_http2_min_recv_ping_interval_without_data_s=8,
+        grpc_http2_max_ping_strikes=9,
+        grpc_max_connections=11,
+        grpc_message_timeout_s=12,
+        grpc_min_message_bytes_per_s=13,
+        grpc_send_timeout_s=14,
+        grpc_unsent_bytes=15,
+    )
+    expected = Limits(
+        max_streams=1,
+        max_message_bytes=10,
+        max_age_s=2,
+        max_age_grace_s=3,
+        max_idle_s=4,
+        keepalive_s=5,
+        keepalive_timeout_s=6,
+        pings_without_calls=True,
+        max_useless_pings=7,
+        min_ping_interval_s=8,
+        max_ping_strikes=9,
+        max_connections=11,
+        message_timeout_s=12,
+        min_message_bytes_per_s=13,
+        send_timeout_s=14,
+        max_unsent_bytes=15,
+    )
+    assert connection_limits(options, max_message_bytes=10) == expected
+
+
+def test_connection_may_have_all_streams_of_the_server_and_calls_beside_them() -> None:
+    options = GrpcOptions(grpc_max_streams=5000)
+    assert connection_limits(options, max_message_bytes=10).max_streams == 6000
+
+
+@pytest.mark.parametrize(
+    ("limits", "tick_s"),
+    [(Limits(), 1.0), (Limits(max_age_s=2.0), 0.5), (Limits(max_idle_s=0.001), 0.01), (Limits(keepalive_s=0.4), 0.1)],
+)
+def test_clock_is_looked_at_often_enough_for_the_shortest_bound(limits: Limits, tick_s: float) -> None:
+    assert limits.tick_s == tick_s
+
+
+def look(
+    life: Lifetime, at_s: float, *, has_settings: bool = True, has_calls: bool = True, unfinished_s: float | None = None
+) -> Due:
+    unfinished_ns = None if unfinished_s is None else int(unfinished_s * S)
+    return life.look(int(at_s * S), has_settings=has_settings, has_calls=has_calls, unfinished_since_ns=unfinished_ns)
+
+
+def test_handshake_has_its_time_and_no_more() -> None:
+    life = Lifetime(Limits(), 0, None)
+    assert look(life, 10, has_settings=False) is Due.NOTHING
+    assert look(life, 10.1, has_settings=False) is Due.ABORT
+    assert look(life, 10.1) is Due.NOTHING
+
+
+def test_frame_that_is_not_whole_has_its_time_and_no_more() -> None:
+    life = Lifetime(Limits(), 0, None)
+    assert look(life, 25, unfinished_s=5) is Due.NOTHING
+    assert look(life, 25.1, unfinished_s=5) is Due.ABORT
+
+
+def test_silent_peer_is_asked_and_given_up_when_it_does_not_answer() -> None:
+    life = Lifetime(Limits(keepalive_s=10, keepalive_timeout_s=5), 0, None)
+    assert look(life, 9.9) is Due.NOTHING
+    assert look(life, 10) is Due.PING
+    assert look(life, 14.9) is Due.NOTHING
+    life.heard_ns = int(14.95 * S)
+    assert look(life, 15) is Due.NOTHING
+    assert look(life, 24.9) is Due.NOTHING
+    assert look(life, 25) is Due.PING
+    assert look(life, 30) is Due.ABORT
+
+
+def test_peer_without_calls_is_asked_only_where_the_option_says_so() -> None:
+    assert look(Lifetime(Limits(keepalive_s=10), 0, None), 11, has_calls=False) is Due.NOTHING
+    assert look(Lifetime(Limits(keepalive_s=10, pings_without_calls=True), 0, None), 11, has_calls=False) is Due.PING
+
+
+@pytest.mark.parametrize(("most", "asked"), [(2, 2), (0, 9)])
+def test_peer_is_asked_only_so_often_without_a_call_in_between(most: int, asked: int) -> None:
+    life = Lifetime(Limits(keepalive_s=10, max_useless_pings=most), 0, None)
+    count = 0
+    for second in range(100):
+        if look(life, second) is Due.PING:
+            count += 1
+            life.heard_ns = second * S + 1
+    assert count == asked
+    life.useful_ns = 100 * S
+    assert look(life, 200) is Due.PING
+
+
+def test_connection_without_calls_is_drained_when_it_was_idle_for_long_enough() -> None:
+    life = Lifetime(Limits(max_idle_s=10), 0, None)
+    assert look(life, 11) is Due.NOTHING
+    assert look(life, 9.9, has_calls=False) is Due.NOTHING
+    life.useful_ns = 5 * S
+    assert look(life, 14.9, has_calls=False) is Due.NOTHING
+    assert look(life, 15, has_calls=False) is Due.DRAIN
+    life.begin_drain(15 * S, None)
+    assert look(life, 1000, has_calls=False) is Due.NOTHING
+
+
+def test_old_connection_retires_once_and_is_cut_off_after_the_grace() -> None:
+    life = Lifetime(Limits(max_age_grace_s=3), 0, 10.0)
+    assert look(life, 9.9) is Due.NOTHING
+    assert look(life, 10) is Due.RETIRE
+    life.begin_drain(10 * S, 3)
+    assert look(life, 12.9) is Due.NOTHING
+    assert look(life, 13) is Due.ABORT
+
+
+def test_peer_is_still_asked_while_the_connection_drains() -> None:
+    life = Lifetime(Limits(keepalive_s=10), 0, 1.0)
+    life.begin_drain(1 * S, None)
+    assert look(life, 10) is Due.PING
+
+
+def test_earlier_end_counts() -> None:
+    life = Lifetime(Limits(), 0, None)
+    life.abort_by(0, 5)
+    life.abort_by(0, 9)
+    assert look(life, 5) is Due.ABORT

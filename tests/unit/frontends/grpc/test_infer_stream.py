@@ -1,0 +1,65 @@
+"""What one stream may hold, in requests and in bytes."""
+
+import asyncio
+
+import pytest
+
+from ortserve.frontends.grpc.infer_stream import StreamQuota
+
+
+def has_room(quota: StreamQuota) -> bool:
+    """Whether a reader would go on without waiting."""
+    waiting = quota.wait()
+    try:
+        waiting.send(None)
+    except StopIteration:
+        return True
+    waiting.close()
+    return False
+
+
+async def test_there_is_room_until_so_many_requests_are_unanswered() -> None:
+    quota = StreamQuota(max_requests=2, max_bytes=1000)
+    quota.reserve(10)
+    assert has_room(quota)
+    quota.reserve(10)
+    assert not has_room(quota)
+    quota.exchange(10, 10)
+    assert not has_room(quota), "the answer is not sent yet"
+    quota.release(10)
+    assert has_room(quota)
+
+
+async def test_there_is_room_until_so_many_bytes_are_held_of_both_sides() -> None:
+    quota = StreamQuota(max_requests=10, max_bytes=100)
+    quota.reserve(60)
+    assert has_room(quota)
+    quota.reserve(40)
+    assert not has_room(quota)
+    quota.exchange(60, 10)
+    assert has_room(quota)
+    quota.exchange(40, 90)
+    assert not has_room(quota)
+    quota.release(90)
+    assert has_room(quota)
+    quota.release(10)
+    assert (quota.requests, quota.held_bytes) == (0, 0)
+
+
+async def test_a_request_of_any_size_enters_an_empty_room() -> None:
+    quota = StreamQuota(max_requests=1, max_bytes=1)
+    assert has_room(quota)
+    quota.reserve(1_000_000)
+    assert not has_room(quota)
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+async def test_reader_goes_on_when_there_is_room(is_waiting: bool) -> None:
+    quota = StreamQuota(max_requests=1, max_bytes=100)
+    quota.reserve(1)
+    reader = asyncio.create_task(quota.wait())
+    if is_waiting:
+        await asyncio.sleep(0)
+        assert not reader.done()
+    quota.release(1)
+    await reader
