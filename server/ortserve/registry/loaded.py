@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.device.instance import DeviceInstance
+from ortserve.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.placement import Placement, total_nodes
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.zip_maps import Classes
+from ortserve.registry.device_batches import DeviceBatches
 from ortserve.registry.interface import Interface
-from ortserve.registry.on_device import OnDevice
 from ortserve.registry.row_axes import RowAxes
 from ortserve.registry.warmup import WarmUp
 
@@ -43,7 +43,7 @@ class LoadedModel:
     run_threads: int
     padding: Padding | None = None
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    on_device: OnDevice = field(default_factory=OnDevice)
+    on_device: DeviceBatches = field(default_factory=DeviceBatches)
     placed: tuple[int, ...] = ()
     unbounded_because: str = ""
     classes: Mapping[str, Classes] = field(default_factory=dict)

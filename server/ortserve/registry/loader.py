@@ -12,26 +12,26 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.batch import Arrays, Batch
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.device.devices import DeviceRuntime
+from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
-from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import Placement, count_operators, describe_operators, left_to_cpu
-from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, searches_each_shape
+from ortserve.engine.process_limits import cpu_budget
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, most_rows, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider, open_on_first
-from ortserve.engine.runtime import Runtime
-from ortserve.engine.tensorrt_profiles import most_rows
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import ServeError, invalid_input
+from ortserve.model_file.graph import Model
+from ortserve.model_file.reading import read_model
 from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.registry.device_batches import DeviceBatches, prepare_batches
 from ortserve.registry.interface import Interface, resolve_interface
 from ortserve.registry.load_turns import LoadTurn, LoadTurns
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.make_up import RunBounds
 from ortserve.registry.model_folder import operator_libraries, read_labels
-from ortserve.registry.on_device import OnDevice, prepare
-from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.options_in_vain import gpus_in_vain, sizes_in_vain, threads_in_vain
 from ortserve.registry.padding import resolve_padding
 from ortserve.registry.progress import Progress
@@ -39,6 +39,7 @@ from ortserve.registry.refusals import CpuTrial, refused_rows
 from ortserve.registry.row_axes import Grounds, RowAxes, find_row_axes
 from ortserve.registry.run_threads import RunThreads
 from ortserve.registry.samples import Sample, make_samples
+from ortserve.registry.session_opener import OpenedSession, SessionOpener
 from ortserve.registry.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
 from ortserve.telemetry.logs import log_event
 
@@ -55,7 +56,7 @@ def load_model(
     options: ModelOptions,
     clock: Clock,
     folder: Path | None = None,
-    runtime: Runtime | None = None,
+    runtime: DeviceRuntime | None = None,
     trials: CaptureTrials | None = None,
     progress: Progress | None = None,
     turns: LoadTurns | None = None,
@@ -76,13 +77,14 @@ def load_model(
     Raises:
         ServeError: In words, why it cannot be served.
     """
-    runtime, trials = runtime or Runtime(), trials or CaptureTrials()
+    runtime, trials = runtime or DeviceRuntime(), trials or CaptureTrials()
     turns, progress = turns or LoadTurns(cpu_budget()), progress or Progress(clock)
     with turns.turn(partial(progress.begin, "waiting for other loads")) as turn:
         with turns.proving():
             progress.begin("following rows through the graph")
-            rows = find_row_axes(path, options)
-        return _Load(path, name, options, rows, clock, folder, runtime, trials, progress, turn).run()
+            model = read_model(path)
+            rows = find_row_axes(model, options)
+        return _Load(path, model, name, options, rows, clock, folder, runtime, trials, progress, turn).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +118,19 @@ class _Load:
     def __init__(
         self,
         path: Path,
+        model: Model,
         name: str,
         options: ModelOptions,
         rows: RowAxes,
         clock: Clock,
         folder: Path | None,
-        runtime: Runtime,
+        runtime: DeviceRuntime,
         trials: CaptureTrials,
         progress: Progress,
         turn: LoadTurn,
     ) -> None:
         self._path = path
+        self._model = model
         self._name = name
         self._options = options
         self._clock = clock
@@ -135,13 +139,15 @@ class _Load:
         self._progress = progress
         self._turn = turn
         self._rows = rows
-        self._classes = read_classes(path)
+        self._classes = read_classes(model)
         names = {output: tuple(map(str, classes)) for output, classes in self._classes.items()}
         self._labels = names | read_labels(options, folder)
         self._libraries = tuple(operator_libraries(options, folder))
-        self._opening = Opening(path, name, options, rows, runtime, trials, self._libraries, clock, progress)
+        self._opener = SessionOpener(
+            path, model, name, options, rows, runtime, trials, self._libraries, clock, progress
+        )
         self._bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
-        self._run_threads = RunThreads(path, options, has_global_threads=runtime.has_global_threads)
+        self._run_threads = RunThreads(path, model, options, has_global_threads=runtime.has_global_threads)
         limits = [limit for limit in (options.max_rows, max(options.buckets, default=None)) if limit is not None]
         self._spent_s = 0.0
         self._most_rows = min(limits, default=None)  # a batch over the largest bucket could not be padded to any
@@ -151,7 +157,7 @@ class _Load:
         threads = self._run_threads.wanted(warm.choice, warm.found.latencies)
         if threads != warm.threads:
             warm.instance.close()
-            warm = self._warm(self._opening.open(warm.choice, threads), warm.choice, threads, warm.contents)
+            warm = self._warm(self._opener.open(warm.choice, threads), warm.choice, threads, warm.contents)
         loaded = self._add_instances(self._prepare_first(warm), warm.contents.samples)
         self._warn(loaded)
         return loaded
@@ -186,7 +192,7 @@ class _Load:
         """
         choice = self._place(choice, 0)
         threads = self._run_threads.first(choice)
-        opened = self._opening.open(choice, threads)
+        opened = self._opener.open(choice, threads)
         try:
             contents = self._read(opened)
         except ServeError as error:
@@ -198,7 +204,7 @@ class _Load:
         options = self._options
         self._progress.begin("reading its signature and samples")
         try:
-            signature = read_signature(opened.session, self._path, served_outputs=options.served_outputs)
+            signature = read_signature(opened.session, self._model, served_outputs=options.served_outputs)
             own = self._rows.apply(signature)
             if options.pad or options.buckets:
                 own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
@@ -227,7 +233,7 @@ class _Load:
             ServeError: It finds no memory, or takes nothing, although the CPU does.
         """
         signature, padding = contents.interface.model, contents.padding
-        instance = self._opening.make_instance(opened, choice, signature, self._name, threads, padding)
+        instance = self._opener.make_instance(opened, choice, signature, self._name, threads, padding)
         opened.forget()
 
         try:
@@ -294,11 +300,11 @@ class _Load:
             if alone_because:
                 interface = interface.unbatched(alone_because)
                 padding = resolve_padding(options, interface.model)  # what runs alone is not padded
-            on_device = OnDevice(
+            on_device = DeviceBatches(
                 no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
             )
             if isinstance(instance, DeviceInstance):
-                on_device = prepare(instance, opened, options, interface.model, found, padding, self._progress)
+                on_device = prepare_batches(instance, opened, options, interface.model, found, padding, self._progress)
                 found = self._timed_on(instance, interface.model, on_device, found, padding)
             run_samples(instance, warm.contents.samples, self._progress, self._bounds)
         except BaseException:
@@ -306,7 +312,7 @@ class _Load:
             raise
         choice, operators, threads = warm.choice, warm.contents.operators, warm.threads
         run_threads = threads + self._run_threads.branches - 1
-        unbounded_because = why_unbounded(self._path, interface.model)
+        unbounded_because = why_unbounded(self._model, interface.model)
         return LoadedModel(
             (instance,),
             interface,
@@ -327,7 +333,7 @@ class _Load:
         self,
         instance: DeviceInstance,
         signature: ModelSignature,
-        on_device: OnDevice,
+        on_device: DeviceBatches,
         found: WarmUp,
         padding: Padding | None,
     ) -> WarmUp:
@@ -354,8 +360,8 @@ class _Load:
             for number in range(1, options.instances):
                 self._progress.turn_to(f"instance {number + 1} of {options.instances}")
                 placed = self._place(choice, number)
-                opened = self._opening.open(placed, loaded.intra_op_threads)
-                instance = self._opening.make_instance(
+                opened = self._opener.open(placed, loaded.intra_op_threads)
+                instance = self._opener.make_instance(
                     opened, placed, loaded.signature, f"{self._name} {number}", loaded.intra_op_threads, loaded.padding
                 )
                 opened.forget()
@@ -378,7 +384,7 @@ class _Load:
             rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
             run_once(instance, found.make_up, rows, progress=progress, bounds=self._bounds)
         if isinstance(instance, DeviceInstance):
-            prepare(instance, opened, self._options, loaded.signature, found, loaded.padding, progress)
+            prepare_batches(instance, opened, self._options, loaded.signature, found, loaded.padding, progress)
         run_samples(instance, samples, progress, self._bounds)
 
     def _warn(self, loaded: LoadedModel) -> None:
@@ -419,7 +425,7 @@ class _Load:
         settings = self._options.session
         has_arena = settings.memory_arena and not settings.shared_arena and not settings.shrink_arenas
         is_on_cpu = choice.name == CPU and not choice.behind
-        return instance.give_back_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
+        return instance.release_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
 
     def _most_rows_on(self, choice: ProviderChoice) -> int | None:
         """The most rows of a batch that is tried on an execution provider."""

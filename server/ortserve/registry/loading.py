@@ -11,8 +11,8 @@ from ortserve.batching.run_watch import RunEvents
 from ortserve.clock import Clock
 from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
-from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.runtime import Runtime
+from ortserve.device.devices import DeviceRuntime
+from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
 from ortserve.registry.assembly import Assembly
 from ortserve.registry.capture_trial import CaptureTrials
@@ -39,7 +39,7 @@ class VersionLoader:
         loop: asyncio.AbstractEventLoop,
         metrics: Metrics,
         clock: Clock,
-        runtime: Runtime | None = None,
+        runtime: DeviceRuntime | None = None,
         on_lost: Callable[[VersionRecord, str], object] | None = None,
         on_given_up: Callable[[VersionRecord, Runner, str, bool], object] | None = None,
         *,
@@ -54,7 +54,7 @@ class VersionLoader:
         ``InlineBudget``.
         """
         self._loop = loop
-        self._runtime = runtime or Runtime()
+        self._runtime = runtime or DeviceRuntime()
         self._metrics = metrics
         self._clock = clock
         self._assembly = Assembly(loop, clock, processors=cpu_budget(), activity=activity)

@@ -12,7 +12,7 @@ from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
-from ortserve.engine.runtime import Runtime
+from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import Catalog
 from ortserve.registry.client_config import read_client_model
@@ -45,7 +45,7 @@ class Registry:
         defaults: LoadOptions,
         metrics: Metrics,
         clock: Clock,
-        runtime: Runtime | None = None,
+        runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
     ) -> None:
         """Load nothing yet.

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Final
 
 from ortserve.config.model import ModelOptions
-from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
+from ortserve.engine.process_limits import cpu_budget, intra_op_threads
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import affinities_key
-from ortserve.registry.opening import model_nbytes
+from ortserve.model_file.graph import Model
+from ortserve.model_file.reading import model_nbytes
 from ortserve.registry.size_timer import SizeLatency
 
 ONE_THREAD_BELOW_NS: Final = 1_000_000
@@ -20,9 +21,10 @@ _FEW_WEIGHTS_NBYTES: Final = 4 * 1024**2
 class RunThreads:
     """Chooses the number of threads for the sessions of one load."""
 
-    def __init__(self, path: Path, options: ModelOptions, *, has_global_threads: bool) -> None:
+    def __init__(self, path: Path, model: Model, options: ModelOptions, *, has_global_threads: bool) -> None:
         """``has_global_threads`` says whether all sessions of the process share their threads."""
         self._path = path
+        self._model = model
         self._options = options
         self._has_global_threads = has_global_threads
         session = options.session
@@ -45,7 +47,7 @@ class RunThreads:
         usual = self.usual(choice)
         if usual == 1 or choice.name != CPU or not self._options.warmup_s or not self._may_be_one():
             return usual
-        return 1 if model_nbytes(self._path) < _FEW_WEIGHTS_NBYTES else usual
+        return 1 if model_nbytes(self._path, self._model) < _FEW_WEIGHTS_NBYTES else usual
 
     def wanted(self, choice: ProviderChoice, latencies: Sequence[SizeLatency]) -> int:
         """Once it is known how short runs are, as far as ``latencies`` say."""

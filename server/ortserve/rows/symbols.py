@@ -12,6 +12,8 @@ from functools import reduce
 from math import ceil, floor, gcd, lcm, prod
 from typing import Final, TypeAlias
 
+from ortserve.model_file.graph import Constant, constant
+
 MOST_TERMS: Final = 16
 """Terms of a sum that are kept apart. A longer sum becomes one atom."""
 _LARGEST: Final = 1 << 62
@@ -81,7 +83,6 @@ DEPENDENT: Final = Dependent()
 N: Final = Product(1, 1, ())
 """The number of rows in the batch."""
 
-Constant: TypeAlias = int | Fraction
 Number: TypeAlias = int | Fraction | Product | Dependent
 _ZERO: Final[Number] = 0
 _ONE: Final[Number] = 1
@@ -90,12 +91,6 @@ _ONE: Final[Number] = 1
 def contains_rows(number: Number) -> bool:
     """Whether N has a part in a number."""
     return not isinstance(number, int) and ((isinstance(number, Product) and number.rows > 0) or number is DEPENDENT)
-
-
-def constant(value: Constant) -> Constant:
-    """A fraction that is whole, as an integer."""
-    # A fraction is a number of an abstract class: isinstance takes long to say that another number is none.
-    return value.numerator if type(value) is Fraction and value.denominator == 1 else value
 
 
 def is_whole(number: Number) -> bool:

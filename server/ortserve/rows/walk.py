@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.graph import BOOL, INTEGERS, Attribute, Function, Graph, Model, Node, Reference, Tensor
+from ortserve.model_file.graph import BOOL, INTEGERS, Attribute, Function, Graph, Model, Node, Reference, Tensor
 from ortserve.rows.rules import RULES
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from ortserve.rows.symbols import Symbols, contains_rows

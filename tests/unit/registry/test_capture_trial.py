@@ -8,40 +8,46 @@ from pathlib import Path
 
 import pytest
 
+from fakes.host_device import HostDevice
 from models import builders
-from ortserve.engine.device.host import HostDevice
-from ortserve.engine.device.protocol import BoundRun
-from ortserve.engine.device.use import DeviceUse
+from ortserve.device.devices import DeviceProvider
+from ortserve.device.protocol import BoundRun
 from ortserve.engine.provider_options import CPU
-from ortserve.registry.capture_trial import VERDICT, CaptureTrials, TrialOrder
-from ortserve.registry.capture_trial_child import try_capture
+from ortserve.registry.capture_trial import VERDICT, CaptureTrials, TrialRequest, try_capture
+
+TESTS = str(Path(__file__).parents[2])
 
 ON_HOST_MEMORY = (
     sys.executable,
     "-c",
     f"""
-from ortserve.engine.device.host import HostDevice
-from ortserve.engine.device.use import DeviceUse
-from ortserve.registry.capture_trial_child import main
-main({{'{CPU}': DeviceUse(HostDevice)}})
+import sys
+sys.path.insert(0, {TESTS!r})
+from fakes.host_device import HostDevice
+from ortserve.device.devices import DeviceProvider
+from ortserve.registry.capture_trial import main
+main({{'{CPU}': DeviceProvider(HostDevice)}})
 """,
 )
 
 
-ONE_GRAPH_A_SESSION = (
+ONE_GRAPH_PER_SESSION = (
     sys.executable,
     "-c",
     f"""
-from ortserve.engine.device.host import HostDevice
-from ortserve.engine.device.use import DeviceUse
-from ortserve.registry.capture_trial_child import main
-main({{'{CPU}': DeviceUse(lambda number: HostDevice(number, one_graph_a_session=True), one_graph_a_session=True)}})
+import sys
+sys.path.insert(0, {TESTS!r})
+from fakes.host_device import HostDevice
+from ortserve.device.devices import DeviceProvider
+from ortserve.registry.capture_trial import main
+make = lambda number: HostDevice(number, one_graph_per_session=True)
+main({{'{CPU}': DeviceProvider(make, one_graph_per_session=True)}})
 """,
 )
 
 
-def order(path: Path, provider: str = CPU) -> TrialOrder:
-    return TrialOrder(str(path), "m/1", provider, {}, 1, [1, 4], {})
+def order(path: Path, provider: str = CPU) -> TrialRequest:
+    return TrialRequest(str(path), "m/1", provider, {}, 1, [1, 4], {})
 
 
 def child(script: str) -> tuple[str, ...]:
@@ -59,10 +65,10 @@ def test_a_model_that_can_be_captured_is_and_no_second_time(tmp_path: Path) -> N
 
 
 def test_graphs_are_tried_where_each_needs_a_session_of_its_own(tmp_path: Path) -> None:
-    trials = CaptureTrials(ONE_GRAPH_A_SESSION, timeout_s=60)
+    trials = CaptureTrials(ONE_GRAPH_PER_SESSION, timeout_s=60)
     assert trials.why_not(order(builders.mlp(tmp_path / "m.onnx"))) == ""
     refused = trials.why_not(order(builders.slow(tmp_path / "l.onnx", steps=3)))
-    assert refused == "which nodes run is decided while it runs, by Loop"
+    assert refused == "which nodes run is decided during the run, by Loop"
 
 
 def test_the_real_child_says_that_there_is_no_device(tmp_path: Path) -> None:
@@ -77,12 +83,12 @@ def test_the_real_child_says_that_there_is_no_device(tmp_path: Path) -> None:
         ("sys.exit('it is bad')", "trying it in another process failed: exit status 1: it is bad"),
         (
             "os.kill(os.getpid(), signal.SIGSEGV)",
-            f"trying it in another process failed: ended by signal {int(signal.SIGSEGV)}: it said nothing",
+            f"trying it in another process failed: ended by signal {int(signal.SIGSEGV)}: no output",
         ),
-        ("pass", "trying it in another process failed: exit status 0: it said nothing"),
+        ("pass", "trying it in another process failed: exit status 0: no output"),
         (
             f"print({VERDICT + json.dumps('')!r}, flush=True); os.abort()",
-            f"trying it in another process failed: ended by signal {int(signal.SIGABRT)}: it said nothing",
+            f"trying it in another process failed: ended by signal {int(signal.SIGABRT)}: no output",
         ),
     ],
     ids=["refusal", "failure", "crash", "silence", "crash after the verdict"],
@@ -118,7 +124,7 @@ def test_what_the_child_finds_is_the_reason(tmp_path: Path) -> None:
 
     def tried(path: Path, device: type[HostDevice] = HostDevice) -> str:
         told: list[str] = []
-        try_capture(order(path), told.append, {CPU: DeviceUse(device)})
+        try_capture(order(path), told.append, {CPU: DeviceProvider(device)})
         (reason,) = told
         return reason
 
@@ -126,6 +132,6 @@ def test_what_the_child_finds_is_the_reason(tmp_path: Path) -> None:
     assert tried(path) == ""
     assert tried(path, Broken).startswith("its capture failed: CUDA failure 900")
     assert tried(path, Lost).startswith("the process that tried it lost its device: host:0 is lost: CUDA failure 700")
-    assert "decided while it runs, by Loop" in tried(builders.slow(tmp_path / "l.onnx", steps=3))
+    assert "decided during the run, by Loop" in tried(builders.slow(tmp_path / "l.onnx", steps=3))
     assert "does not fix the shapes" in tried(builders.unnamed_dims(tmp_path / "t.onnx"))
     assert "cannot load the model" in tried(builders.not_onnx(tmp_path / "n.onnx"))

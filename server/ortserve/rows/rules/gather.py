@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
-from ortserve.rows.rules.elements import taken
 from ortserve.rows.symbols import Number
-from ortserve.rows.values import NO_FACTS, Value
+from ortserve.rows.values import NO_FACTS, Value, taken
 
 _WRONG_ROWS: Final = "needs all its operands to carry the same rows along the same axis"
 

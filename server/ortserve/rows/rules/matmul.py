@@ -3,12 +3,20 @@
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.graph import FLOAT, INT32
-from ortserve.rows.rules.alignment import aligned_axis, broadcast_shape, without_rows
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
-from ortserve.rows.rules.elements import element_count
+from ortserve.model_file.graph import FLOAT, INT32
+from ortserve.rows.rules.call import (
+    Call,
+    NotKnownError,
+    Output,
+    RowsMeetError,
+    Rules,
+    aligned_axis,
+    broadcast_shape,
+    rule,
+    without_rows,
+)
 from ortserve.rows.symbols import Number
-from ortserve.rows.values import Value
+from ortserve.rows.values import Value, element_count
 
 _MIXED_TERMS: Final = "adds up products of all rows"
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
-from ortserve.rows.rules.elements import MOST_ELEMENTS, element_count, taken, uniform
 from ortserve.rows.symbols import DEPENDENT, N, Number, contains_rows, is_nonnegative
-from ortserve.rows.values import Facts, Value, rows
+from ortserve.rows.values import MOST_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
 TO_THE_END: Final = 10**9
 """Converters write an end that is at least this for the end of the axis."""
