@@ -24,11 +24,11 @@ class Kind(enum.Enum):
     """How a tensor depends on the rows of the batch and on their number N."""
 
     ROWS = "rows"
-    """Axis ``axis`` has ``outer * N * inner`` entries; those of row r depend on row r only."""
+    """Axis ``axis`` has ``outer * N * inner`` entries; the entries of row r depend only on row r."""
     FREE = "free"
-    """Value and shape are the same for every N and all rows."""
+    """Value and shape do not depend on N or on the rows."""
     SIZE = "size"
-    """The value depends on N, but not on the rows; the shape on neither."""
+    """The value depends on N but not on the rows; the shape depends on neither."""
     MIXED = "mixed"
     """The value may depend on several rows."""
     UNKNOWN = "unknown"
@@ -37,7 +37,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The node that first made a tensor mixed or unknown, and a sentence that says how."""
+    """The node that first made a tensor mixed or unknown, and the reason."""
 
     order: int
     node: str
@@ -46,15 +46,15 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What else is known of the values of a tensor: bounds of a free one, all of these of one with rows.
+    """Further facts about the values of a tensor. A free tensor has only bounds.
 
     Attributes:
-        stride: The value in the batch is the value alone plus the row's number times this. Where it is ``DEPENDENT``,
-            nothing is known of the value in the batch, except of ``columns``.
+        stride: The value in the batch is the value alone plus the row's number times this. If it is ``DEPENDENT``,
+            the value in the batch is unknown, except for ``columns``.
         nonnegative: The value alone is never negative.
-        below: The value alone, an integer, is below this; None where that is not known.
+        below: The value alone, an integer, is below this; None if it is unknown.
         columns: The operands of a Concat of columns along the last axis.
-        padding: The text that makes the rows as long as the longest one; None where they are not padded.
+        padding: The text that pads rows to the longest row; None if rows are not padded.
     """
 
     stride: Number = 0
@@ -72,11 +72,11 @@ class Value:
     """A claim about a tensor.
 
     Attributes:
-        dims: The shape in the batch; None where it is not known, which only happens to free and size tensors.
-        axis: The axis that carries the rows. This and the next two are meant for rows only.
+        dims: The shape in the batch; None if it is unknown, which is possible only for free and size tensors.
+        axis: The axis that carries the rows. This and the next two apply to rows only.
         outer: How often the rows are repeated along the axis.
         inner: How many neighbouring entries along the axis belong to one row.
-        dtype: The element type; 0 where it is not known.
+        dtype: The element type; 0 if it is unknown.
         elements: The elements of a small tensor without rows, in the order of memory.
         cause: Why a tensor is mixed or unknown.
     """
@@ -115,7 +115,7 @@ def free(
     elements: tuple[Number, ...] | None = None,
     facts: Facts = NO_FACTS,
 ) -> Value:
-    """A tensor without rows, of kind size where its elements depend on N. Of facts, it may have bounds."""
+    """A tensor without rows, of kind size if its elements depend on N. Of ``facts`` it keeps the bounds."""
     if elements is not None and any(map(contains_rows, elements)):
         return Value(Kind.SIZE, dims, dtype=dtype, elements=elements)
     if facts.nonnegative or facts.below is not None:
@@ -134,21 +134,21 @@ def rows(
     dtype: int = 0,
     facts: Facts = NO_FACTS,
 ) -> Value:
-    """A tensor with rows along an axis; the size given for the axis is replaced."""
+    """A tensor with rows along an axis. The size of the axis follows from ``outer`` and ``inner``."""
     along = symbols.product((outer, N, inner))
     shape = (*dims[:axis], along, *dims[axis + 1 :])
     return Value(Kind.ROWS, shape, axis, outer, inner, dtype, facts=facts)
 
 
 MOST_ELEMENTS: Final = 64
-"""Elements that are computed with; a larger tensor has no known elements."""
+"""The most elements that are computed; larger tensors have no known elements."""
 _EXACT_FLOATS: Final = frozenset({FLOAT, DOUBLE})
 
 Compute = Callable[..., Number]
 
 
 def paired(values: Sequence[Value], dims: Sequence[Number], compute: Compute) -> tuple[Number, ...] | None:
-    """The elements of a result of these dimensions, from those of its operands; None where they are not known."""
+    """The elements of a result of these dimensions, from those of its operands; None if they are unknown."""
     count = element_count(dims)
     if count is None or count > MOST_ELEMENTS:
         return None
@@ -166,7 +166,7 @@ def paired(values: Sequence[Value], dims: Sequence[Number], compute: Compute) ->
 
 
 def element_count(dims: Sequence[Number]) -> int | None:
-    """How many elements a tensor has; None where that is not known."""
+    """How many elements a tensor has; None if it is unknown."""
     count = 1
     for length in dims:
         if not isinstance(length, int):
@@ -176,7 +176,7 @@ def element_count(dims: Sequence[Number]) -> int | None:
 
 
 def taken(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ...] | None:
-    """The known elements at some positions along an axis; None where they are not known."""
+    """The known elements at some positions along an axis; None if they are unknown."""
     dims = value.dims or ()
     if value.elements is None or element_count(dims) != len(value.elements):
         return None
@@ -190,7 +190,7 @@ def taken(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ..
 
 
 def transposed(value: Value, order: Sequence[int]) -> tuple[Number, ...] | None:
-    """The known elements with their axes in another order; None where they are not known."""
+    """The known elements with their axes in another order; None if they are unknown."""
     dims = [length for length in value.dims or () if isinstance(length, int)]
     if value.elements is None or len(value.elements) > MOST_ELEMENTS or len(dims) != len(order):
         return None
@@ -202,7 +202,7 @@ def transposed(value: Value, order: Sequence[int]) -> tuple[Number, ...] | None:
 
 
 def uniform(value: Value) -> Number | None:
-    """The number that all elements of a tensor are; None where they differ or are not known."""
+    """The common value of all elements of a tensor; None if they differ or are unknown."""
     if not value.elements or any(element != value.elements[0] for element in value.elements):
         return None
     return value.elements[0]

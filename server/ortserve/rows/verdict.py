@@ -23,19 +23,19 @@ _MOST_AXES: Final = 3
 _MOST_GROUPS: Final = 12
 
 Axes: TypeAlias = Mapping[str, int | None]
-"""By graph input, the axis that carries the rows; None for an input without rows."""
+"""The axis that carries the rows, by graph input; None for an input without rows."""
 Sizes: TypeAlias = Mapping[str, Sequence[int | None]]
-"""By graph input, the sizes of a request's axes; None where the size is not known."""
+"""The sizes of a request's axes, by graph input; None if the size is unknown."""
 Values: TypeAlias = Mapping[str, Sequence[int | float]]
-"""By graph input without rows, the elements of a request, in the order of memory."""
+"""The elements of a request, in the order of memory, by graph input without rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is known of the requests that a verdict is for.
+    """Known facts about the requests of a verdict.
 
     Attributes:
-        sizes: Of the axes of some inputs.
+        sizes: The sizes of the axes of some inputs.
         values: The elements of some small inputs without rows, in the order of memory.
     """
 
@@ -48,14 +48,14 @@ _SUM: Final = re.compile(r"[A-Za-z_][\w.\-]*(?: *\+ *(?:[A-Za-z_][\w.\-]*|\d+))+
 
 
 def sum_terms(name: str) -> tuple[str | int, ...]:
-    """The dimensions and numbers that a name such as ``past + current`` adds up; empty for a name that is no sum."""
+    """The dimensions and numbers in a name such as ``past + current``; empty for a name that is not a sum."""
     if not _SUM.fullmatch(name):
         return ()
     return tuple(int(part) if part.isdigit() else part for part in (part.strip() for part in name.split("+")))
 
 
 def real_inputs(model: Model) -> list[Declared]:
-    """The inputs that a request gives: initializers that may be overridden are not among them."""
+    """The inputs without initializers, which a request must contain."""
     return [declared for declared in model.graph.inputs if declared.name not in model.graph.constants]
 
 
@@ -65,7 +65,7 @@ def has_choice(model: Model, sizes: Sizes) -> bool:
 
 
 def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
-    """Axes for all inputs, lower axes first. Inputs that are declared alike have their rows along the same axis."""
+    """Axes for all inputs, lower axes first. Equally declared inputs have their rows along the same axis."""
     groups: dict[tuple[object, ...], list[str]] = {}
     choices: dict[tuple[object, ...], tuple[int, ...]] = {}
     fixed: dict[str, int | None] = {}
@@ -77,7 +77,7 @@ def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
         key = (declared.dims, axes)
         groups.setdefault(key, []).append(declared.name)
         choices[key] = axes
-    if len(groups) > _MOST_GROUPS:  # the choice of the first axis of all is the one that matters
+    if len(groups) > _MOST_GROUPS:  # only the hypothesis of all first axes is tried
         combinations = [tuple(axes[0] for axes in choices.values())]
     else:
         combinations = _lowest_first([choices[key] for key in groups])
@@ -111,7 +111,7 @@ def _with_sum(choices: Sequence[Sequence[int]], total: int, most: int) -> list[t
 
 
 def _nearly_lowest(choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Of many groups: all on their lowest axis, and those where one group is on another."""
+    """Combinations for many groups: all on their lowest axis, and one group on another axis."""
     base = tuple(axes[0] for axes in choices)
     yield base
     for index, axes in enumerate(choices):
@@ -134,9 +134,9 @@ class InitialClaims:
     """The claims about graph inputs under one hypothesis.
 
     Attributes:
-        claims: By input.
-        equal_sizes: Names of dimensions that were taken as equal, where names are believed.
-        problem: Why there is no claim for an input; empty where all have one.
+        claims: The claims, by input.
+        equal_sizes: Names of dimensions that are assumed equal, if ``believe_names``.
+        problem: Why an input has no claim; empty if all inputs have claims.
     """
 
     def __init__(self, model: Model, symbols: Symbols, axes: Axes, request: Request, *, believe_names: bool) -> None:
@@ -205,10 +205,10 @@ class InitialClaims:
 
 
 class Outcome(enum.Enum):
-    """What is known of the rows of a model."""
+    """The outcome of the analysis of a model's rows."""
 
     PROVEN = "proven"
-    """The batch gives each row what the row gets alone."""
+    """The batch gives each row the result of the row alone."""
     MIXED = "mixed"
     """An operator may combine rows."""
     UNKNOWN = "unknown"
@@ -219,16 +219,16 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """What the analysis of a model has found.
+    """The result of the analysis of a model.
 
     Attributes:
-        input_axes: By graph input, the axis that carries the rows; None for one without rows, which all requests of a
-            batch must give alike. Empty where the outcome is not proven.
-        output_axes: By graph output, likewise; None for one that is the same for every batch.
-        equal_sizes: Names of dimensions that the proof takes as equal wherever they occur in the declared inputs, sums
-            such as ``past + current`` among them. A request that breaks one of them must run alone.
-        node: The node that decides, by its name or as ``operator #index``; empty where the outcome is proven.
-        reason: A sentence that says how; empty where the outcome is proven.
+        input_axes: By graph input, the axis that carries the rows; None for an input without rows, in which
+            all requests of a batch must agree. Empty if the outcome is not proven.
+        output_axes: By graph output, likewise; None for an output that is the same for every batch.
+        equal_sizes: Names of dimensions that the proof assumes equal wherever they occur in the declared inputs, also
+            sums such as ``past + current``. A request that contradicts one of them must run alone.
+        node: The node that decides, by its name or as ``operator #index``; empty if the outcome is proven.
+        reason: The reason; empty if the outcome is proven.
     """
 
     outcome: Outcome
@@ -245,13 +245,13 @@ def prove_rows(
     input_shapes: Sizes | None = None,
     input_values: Values | None = None,
 ) -> RowVerdict:
-    """Whether the rows of a model are independent, along the first axes for which that can be proven.
+    """Whether the rows of a model are independent, along the first axes for which the proof succeeds.
 
-    Never raises; a file that cannot be read gives unknown. Blocks on the file. Takes some 50 µs a node.
+    Never raises; an unreadable file gives ``UNKNOWN``. Blocks on the file. Takes some 50 µs for each node.
 
     Args:
         path: The model file.
-        input_shapes: Sizes of a request's axes, for inputs whose rank or axes the file leaves open; None for an axis
+        input_shapes: Sizes of a request's axes, for inputs whose rank or axes are not declared; None for an axis
             of unknown size. The verdict then holds for requests with these sizes only.
         input_values: Elements of small inputs that carry no rows, such as a rate. The verdict then holds for requests
             with these values only.
@@ -270,7 +270,7 @@ def why_not_analysed(model: Model) -> str:
 
 
 def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None = None) -> RowVerdict:
-    """As ``prove_rows``, for a model that was read."""
+    """As ``prove_rows``, for the record of a file."""
     sizes = sizes or {}
     if not has_choice(model, sizes):
         unclear = [each for each in real_inputs(model) if each.dims is None]
@@ -301,10 +301,10 @@ def prove_axes(
 ) -> RowVerdict:
     """The verdict for one hypothesis: ``axes`` has the axis of each input that carries rows.
 
-    Names of dimensions are believed only where the proof needs them.
+    Names of dimensions are assumed equal only if the proof needs it.
 
     Raises:
-        TooMuchWorkError: ``budget`` does not suffice.
+        TooMuchWorkError: The analysis needs more than ``budget``.
     """
     budget = budget or Budget()
     request = Request(sizes or {}, values or {})
@@ -326,7 +326,7 @@ def claims(
     *,
     believe_names: bool = False,
 ) -> dict[str, Value]:
-    """What one hypothesis claims of every tensor of the main graph, by name. For tests."""
+    """The claims of one hypothesis about all tensors of the main graph, by name. Tests check them."""
     symbols = Symbols()
     initial = InitialClaims(model, symbols, axes, Request(sizes or {}, values or {}), believe_names=believe_names)
     if initial.problem:
@@ -366,7 +366,7 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
 
 
 def _problem(value: Value) -> str:
-    """Why a claim does not make an output one that can be taken apart; empty where it does."""
+    """Why an output with this claim cannot be split into rows; empty if it can."""
     if value.kind is Kind.FREE:
         return ""
     if value.kind is Kind.SIZE:

@@ -12,7 +12,7 @@ DOMAIN: Final = "ai.onnx.ml"
 
 
 def _item_count(call: Call, value: Value) -> Number:
-    """How many items a matrix has; raises unless the rows are its items."""
+    """The number of items of a matrix. Raises unless the rows are its items."""
     dims = call.dims(value)
     if value.is_rows and (len(dims) != 2 or value.axis != 0):
         raise RowsMeetError("takes the rows for the features of one item")
@@ -52,7 +52,7 @@ def normalizer(call: Call) -> Output:
 
 
 def zip_map(call: Call) -> Output:
-    """A sequence of maps; it is taken for a vector with an entry for each item."""
+    """A sequence of maps, treated as a vector with an entry for each item."""
     value = call.operand(0)
     return call.result((_item_count(call, value),), value, 0)
 

@@ -35,7 +35,7 @@ def graph_of(call: Call, name: str) -> Graph:
 
 
 def _joined(call: Call, one: Value, other: Value) -> Value:
-    """What holds for a tensor of which either claim holds."""
+    """The claim about a tensor for which either claim holds."""
     for value in (one, other):
         if value.cause is not None:
             return value
@@ -74,11 +74,11 @@ def _joined_dims(call: Call, one: Value, other: Value) -> tuple[Number, ...] | N
 
 
 MOST_ROUNDS: Final = 12
-"""Rounds in which the claims about the states of a loop must settle. Each round can only weaken a claim."""
+"""The most rounds until the claims about the states of a loop are stable. Each round only weakens claims."""
 
 
 class _CausedError(Exception):
-    """A tensor of the body is mixed or unknown, and with it all results."""
+    """A tensor of the body is mixed or unknown, and so are all results."""
 
     def __init__(self, value: Value) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def loop(call: Call) -> Output:
 
 
 def scan(call: Call) -> Output:
-    """States and tensors that are scanned. The body maps states and slices to states and slices of the results."""
+    """States and scanned tensors. The body maps states and slices to states and slices of the results."""
     if call.opset < 9:
         raise NotKnownError("is of a version before opset 9")
     body = graph_of(call, "body")
@@ -154,9 +154,9 @@ def _slice(call: Call, value: Value, axis: int) -> Value:
 
 
 def _scan_rows(call: Call, body: Graph, states: list[Value], scanned: list[Value], axes: list[int]) -> Output:
-    """A scan over the rows, where the body sees the entries of one row at a time and hands nothing on.
+    """A scan over the rows: the body gets the entries of one row at a time and keeps no state.
 
-    The entry is then as good as a free tensor: any result that only it and free tensors decide is its row's own.
+    Then an entry is treated as a free tensor: a result that depends on it and on free tensors belongs to its row.
     """
     like = scanned[0]
     for value, axis in zip(scanned, axes, strict=True):
@@ -192,7 +192,7 @@ def _scan_rows(call: Call, body: Graph, states: list[Value], scanned: list[Value
 
 
 def _passes_on(body: Graph, index: int) -> bool:
-    """Whether a state leaves the body as it came in."""
+    """Whether the body returns a state unchanged."""
     sources = {node.outputs[0]: node.inputs[0] for node in body.nodes if node.op == "Identity" and not node.domain}
     name = body.outputs[index].name
     for _ in range(len(sources) + 1):
@@ -203,15 +203,15 @@ def _passes_on(body: Graph, index: int) -> bool:
 
 
 def _is_before(number: Number, mark: int) -> bool:
-    """Whether all atoms of a number were there before a loop, so that it is the same in every round."""
+    """Whether all atoms of a number were made before the loop, so that it is the same in every round."""
     return number is not DEPENDENT and all(atom.serial <= mark for atom in atoms_of(number))
 
 
 class _States:
     """The claims about the states of a loop, weakened until they hold before and after each round.
 
-    A length that changes from round to round becomes an atom of the loop: of this axis of this state, since another
-    state may have the length of the round before.
+    A length that changes between rounds becomes an atom of the loop, one for each axis of each state, as another state
+    may have the length of the previous round.
     """
 
     def __init__(self, symbols: Symbols, initial: list[Value]) -> None:
@@ -221,7 +221,7 @@ class _States:
         self._current = [replace(value, facts=replace(value.facts, columns=())) for value in initial]
 
     def settle(self, run: Callable[[list[Value]], list[Value]]) -> list[Value]:
-        """The scanned results of the body, once the states have settled."""
+        """The scanned results of the body, once the claims about the states are stable."""
         for _ in range(MOST_ROUNDS):
             outputs = run(self._current)
             states = outputs[: len(self._current)]
@@ -238,7 +238,7 @@ class _States:
         return [self._outside(value) for value in self._current]
 
     def stacked(self, value: Value, trips: Number, axis: int) -> Value:
-        """The claim about the results of all rounds, one after another along a new axis."""
+        """The claim about the results of all rounds, concatenated along a new axis."""
         if value.cause is not None:
             return value
         if value.dims is None:
@@ -250,7 +250,7 @@ class _States:
         return replace(outside, dims=(*dims[:position], trips, *dims[position:]), axis=shifted)
 
     def _outside(self, value: Value) -> Value:
-        """A claim without atoms of the loop, which stand for other numbers in each round."""
+        """A claim without atoms of the loop, whose values differ between rounds."""
         if value.is_rows and not all(
             _is_before(each, self._mark) for each in (value.outer, value.inner, value.facts.stride)
         ):
@@ -269,7 +269,7 @@ class _States:
         return DEPENDENT if contains_rows(number) else self._symbols.fresh(least)
 
     def _weaker(self, index: int, current: Value, new: Value) -> Value:
-        """What holds for a state before and after a round."""
+        """The claim that holds for a state before and after a round."""
         if new.cause is not None:
             raise _CausedError(new)
         if current.is_rows != new.is_rows:

@@ -40,7 +40,7 @@ _TESTS: Final = "IsInf IsNaN RegexFullMatch"
 
 
 def plain(call: Call) -> Output:
-    """Any number of operands, all of which are data."""
+    """Any number of operands, all of them data."""
     check_broadcast_attribute(call)
     values = call.present()
     return broadcast(call, values, values[0].dtype if values else 0)
@@ -59,7 +59,7 @@ def clip(call: Call) -> Output:
     """Bounds are attributes before opset 11, and scalars since then."""
     values = call.present()
     low, high = call.optional(1), call.optional(2)
-    # Where the bounds cross, the upper one holds.
+    # If the bounds cross, the upper one applies.
     is_bounded = low is not None and _is_bound_nonnegative(low) and (high is None or _is_bound_nonnegative(high))
     facts = Facts(nonnegative=values[0].is_integer and is_bounded)
     return broadcast(call, values, values[0].dtype, facts)
@@ -88,7 +88,7 @@ def _is_bound_nonnegative(bound: Value) -> bool:
 
 
 _COMPUTED: Final = frozenset({BOOL, DOUBLE, FLOAT, INT32, INT64})
-"""Element types whose values neither wrap nor lose digits in the sizes of tensors."""
+"""Element types that hold sizes of tensors without overflow or rounding."""
 _INDICES: Final = frozenset({INT32, INT64})
 
 

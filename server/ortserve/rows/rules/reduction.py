@@ -30,7 +30,7 @@ def reduce_(call: Call) -> Output:
     axes = call.axes(1, rank)
     if not axes:
         axes = () if call.integer("noop_with_empty_axes", 0) else tuple(range(rank))
-        if not axes and rank:  # the operator still squares or takes absolutes
+        if not axes and rank:  # the operator still computes squares or absolute values
             return call.same_shape(value)
     return reduced(call, value, axes)
 
@@ -178,7 +178,7 @@ def _softmax(call: Call, value: Value, opset: int) -> Value:
     rank = len(call.dims(value))
     if opset < 13:
         axis = call.integer("axis", 1)
-        axis = axis + rank if axis < 0 else axis  # an axis equal to the rank normalizes over nothing
+        axis = axis + rank if axis < 0 else axis  # an axis equal to the rank normalizes over no axis
         axes = range(axis, rank)
     else:
         axis = call.axis("axis", -1, rank)
@@ -234,7 +234,7 @@ def layer_normalization(call: Call) -> Output:
 
 
 def _statistics(call: Call, value: Value, axis: int, count: int) -> list[Value]:
-    """The mean and the deviation over the axes from one on."""
+    """Mean and deviation over all axes from ``axis`` on."""
     dims = call.dims(value)
     return [call.result((*dims[:axis], *[1] * (len(dims) - axis)), value, value.axis, FLOAT)] * count
 

@@ -13,7 +13,7 @@ _OTHER_ROWS: Final = "has operands that do not carry the same rows along their b
 
 
 def _check_rows(call: Call, like: Value, index: int, axis: int = 0) -> None:
-    """Raise unless an operand, if it is given, carries the rows of another along an axis, or neither has any."""
+    """Raise unless an operand, if given, carries the rows of another along an axis, or neither has rows."""
     value = call.optional(index)
     if value is None:
         return
@@ -27,7 +27,7 @@ def _check_first(value: Value) -> None:
 
 
 def _check_bias(call: Call, like: Value, index: int, rank: int) -> None:
-    """Raise unless a mask or bias carries the rows first, or has 1 there; it is aligned from the right."""
+    """Raise unless a mask or bias, aligned from the right, has the rows or length 1 on its first axis."""
     value = call.optional(index)
     if value is None:
         return
@@ -42,7 +42,7 @@ def _check_bias(call: Call, like: Value, index: int, rank: int) -> None:
 
 
 def _check_mask(call: Call, like: Value, index: int) -> None:
-    """Raise unless a mask of com.microsoft carries the rows first. Vectors with several lengths a row do not."""
+    """Raise unless a mask of com.microsoft has the rows on its first axis. A vector may hold several lengths per row."""
     value = call.optional(index)
     if value is None:
         return

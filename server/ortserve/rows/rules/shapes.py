@@ -189,9 +189,9 @@ def reshaped(call: Call, value: Value, target: list[Number]) -> Value:
 
 
 def _solved(call: Call, total: Number, wanted: Number, *numbers: Number) -> list[Number]:
-    """Numbers in which a size has the value that alone lets a target shape hold all elements.
+    """Numbers with a size replaced by the only value for which a target shape holds all elements.
 
-    Exporters freeze a size in some places and leave it open in others. A request with another size fails alone.
+    Exporters fix a size in some places and leave it free in others. A request with another size fails alone.
     """
     for atom in atoms_of(total):
         size = Product(1, 0, ((atom, 1),))
@@ -213,7 +213,7 @@ def _ends_in_padding(value: Value) -> bool:
 
 
 def _inferred(call: Call, total: Number, others: Number) -> Number:
-    """The size that makes a target shape hold all elements."""
+    """The size with which a target shape holds all elements."""
     symbols = call.symbols
     exact = symbols.divide_exactly(total, others)
     if exact is not None:

@@ -115,7 +115,7 @@ def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) 
         room = symbols.subtract(symbols.add(length, padding - 1), reach)
         moves = symbols.multiply(room, stride)
         whole = symbols.floor(moves)
-        if rounds_up and whole != moves:  # the last window may start in the padding, and then it does not count
+        if rounds_up and whole != moves:  # a last window that starts in the padding is not counted
             lengths.append(symbols.opaque("windows", length, sizes[i], strides[i], dilations[i], padding, lowest=0))
         else:
             lengths.append(length_of(call, symbols.add(whole, 1)))
@@ -213,7 +213,7 @@ def upsample(call: Call) -> Output:
 
 
 def _has_elements(call: Call, index: int) -> bool:
-    """Whether an operand is given and not the empty tensor that stands for one that is left out."""
+    """Whether an operand is given, and not as the empty tensor of an omitted operand."""
     value = call.optional(index)
     return value is not None and value.dims != (0,)
 
