@@ -297,7 +297,7 @@ def why_built_anew(options: Mapping[str, str]) -> str:
         options: The provider's options, with the profile.
     """
     if not any(key in options for key in _TENSORRT_PROFILE):
-        return "expected trt_profile_…_shapes, as none can be made here and engines are built at each new shape"
+        return "expected trt_profile_…_shapes, as no profile can be derived and each new shape would build an engine"
     if options.get("trt_engine_cache_enable") != "true":
         return "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions"
     return ""

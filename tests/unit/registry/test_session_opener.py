@@ -100,7 +100,7 @@ def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: An
         (
             builders.variable_length,
             {},
-            "expected trt_profile_…_shapes, as none can be made here and engines are built at each new shape",
+            "expected trt_profile_…_shapes, as no profile can be derived and each new shape would build an engine",
         ),
         (
             builders.mlp,

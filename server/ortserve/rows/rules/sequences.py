@@ -42,7 +42,7 @@ def _check_bias(call: Call, like: Value, index: int, rank: int) -> None:
 
 
 def _check_mask(call: Call, like: Value, index: int) -> None:
-    """Raise unless a mask of com.microsoft has the rows on its first axis. A vector may hold several lengths per row."""
+    """Raise unless a mask of com.microsoft has the rows first. A vector may have several lengths for a row."""
     value = call.optional(index)
     if value is None:
         return
