@@ -42,7 +42,7 @@ def _never_checks(module: object, name: str) -> Callable[[Patch], None]:
 
 def _never_checks_axes(verb: str) -> Callable[[Patch], None]:
     """Reductions or normalizations, by the verb of their error, run along any axis."""
-    off_axis = reduction.off_axis
+    off_axis = call.off_axis
 
     def check(value: Value, axes: Iterable[int], what: str) -> None:
         if what != verb:
