@@ -38,7 +38,8 @@ from ortserve.clock import monotonic_ns  # noqa: E402
 from ortserve.core.batch import Batch  # noqa: E402
 from ortserve.engine.instance import Instance  # noqa: E402
 from ortserve.engine.model_signature import read_signature  # noqa: E402
-from ortserve.engine.providers import CPU, ProviderChoice  # noqa: E402
+from ortserve.engine.provider_options import CPU  # noqa: E402
+from ortserve.engine.providers import ProviderChoice  # noqa: E402
 from ortserve.engine.session import SessionOptions, open_session  # noqa: E402
 
 Arm = Callable[[], np.ndarray]

@@ -55,16 +55,16 @@ from ortserve.batching.queue import RequestQueue  # noqa: E402
 from ortserve.config.model import ModelOptions  # noqa: E402
 from ortserve.core.batch import Arrays, Batch  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
-from ortserve.engine.device.binding import DeviceBinding, Flight  # noqa: E402
-from ortserve.engine.device.buffers import BufferSet  # noqa: E402
-from ortserve.engine.device.devices import Devices  # noqa: E402
-from ortserve.engine.device.host import HostDevice  # noqa: E402
-from ortserve.engine.device.instance import DeviceInstance  # noqa: E402
-from ortserve.engine.device.protocol import BoundRun  # noqa: E402
-from ortserve.engine.device.use import DeviceUse  # noqa: E402
+from ortserve.device.binding import DeviceBinding, EnqueuedBatch  # noqa: E402
+from ortserve.device.buffers import BufferSet  # noqa: E402
+from ortserve.device.devices import Devices  # noqa: E402
+from fakes.host_device import HostDevice  # noqa: E402
+from ortserve.device.instance import DeviceInstance  # noqa: E402
+from ortserve.device.protocol import BoundRun  # noqa: E402
+from ortserve.device.devices import DeviceProvider  # noqa: E402
 from ortserve.engine.provider_options import CPU, CUDA  # noqa: E402
-from ortserve.engine.runtime import Runtime  # noqa: E402
-from ortserve.registry.capture_trial import CaptureTrials, TrialOrder  # noqa: E402
+from ortserve.device.devices import DeviceRuntime  # noqa: E402
+from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest  # noqa: E402
 from ortserve.registry.load.inputs import synthetic_inputs  # noqa: E402
 from ortserve.registry.load.loaded_model import LoadedModel  # noqa: E402
 from ortserve.registry.load.pipeline import load_model  # noqa: E402
@@ -130,7 +130,7 @@ SCALES: Final = {
 class NoTrial(CaptureTrials):
     """For host memory, on which no capture harms anybody."""
 
-    def why_not(self, order: TrialOrder) -> str:
+    def why_not(self, order: TrialRequest) -> str:
         return ""
 
 
@@ -148,13 +148,13 @@ class Bench:
     ) -> Iterator[tuple[LoadedModel, DeviceInstance]]:
         """A model on the device, its answers compared with the CPU's."""
         is_host = self.device == "host"
-        devices = Devices({CPU: DeviceUse(HostDevice)}) if is_host else Devices()
+        devices = Devices({CPU: DeviceProvider(HostDevice)}) if is_host else Devices()
         options = ModelOptions(
             execution_providers=("cpu" if is_host else "cuda",),
             buckets=tuple(sizes), warmup_s=self.scale.seconds / 2, intra_op_threads=1, graph_replay=captures,
         )  # fmt: skip
         trials = NoTrial() if is_host else CaptureTrials()
-        loaded = load_model(path, path.stem, options, time.monotonic_ns, None, Runtime(devices=devices), trials)
+        loaded = load_model(path, path.stem, options, time.monotonic_ns, None, DeviceRuntime(devices=devices), trials)
         (instance,) = loaded.instances
         try:
             if not isinstance(instance, DeviceInstance) or not loaded.on_device.sizes:
@@ -203,16 +203,16 @@ def binding_of(instance: DeviceInstance) -> DeviceBinding:
 
 def run_bound(instance: DeviceInstance, bound: BoundRun) -> None:
     """Run what lies in the first buffers already, and wait for it; nothing is copied."""
-    lane, computed = instance.lane, binding_of(instance).sets[0].computed
-    lane.device.run(bound, lane.compute)
-    lane.device.record(computed, lane.compute)
-    lane.device.wait(computed)
+    streams, computed = instance.streams, binding_of(instance).sets[0].computed
+    streams.device.run(bound, streams.compute)
+    streams.device.record(computed, streams.compute)
+    streams.device.wait(computed)
 
 
 def run_whole(instance: DeviceInstance, bound: BoundRun, batch: Batch) -> None:
     """Stage a batch into the first buffers, copy it in, run, and copy the answers out."""
     binding = binding_of(instance)
-    binding.finish(binding.begin(batch, binding.sets[0], bound))
+    binding.finish(binding.enqueue(batch, binding.sets[0], bound))
 
 
 def against(ratio: float, goal: float) -> str:
@@ -364,20 +364,20 @@ def overlap(bench: Bench) -> Iterator[str]:
             batch = as_batch(synthetic_inputs(loaded.signature, rows, 1))
 
             def measure(rows: int = rows, batch: Batch = batch) -> list[float]:
-                binding, lane = binding_of(instance), instance.lane
+                binding, streams = binding_of(instance), instance.streams
                 runs = [binding.bind(rows, buffers, is_graph=False) for buffers in binding.sets]
                 idle: Any = NothingToRun()
                 copies = [BoundRun(idle, run.binding, run.options) for run in runs]
 
-                def both(buffers: BufferSet) -> Flight:
-                    return binding.begin(batch, buffers)
+                def both(buffers: BufferSet) -> EnqueuedBatch:
+                    return binding.enqueue(batch, buffers)
 
-                def copy(buffers: BufferSet) -> Flight:
-                    return binding.begin(batch, buffers, copies[buffers.index])
+                def copy(buffers: BufferSet) -> EnqueuedBatch:
+                    return binding.enqueue(batch, buffers, copies[buffers.index])
 
                 def compute(buffers: BufferSet) -> int:
-                    lane.device.run(runs[buffers.index], lane.compute)
-                    lane.device.record(buffers.computed, lane.compute)
+                    streams.device.run(runs[buffers.index], streams.compute)
+                    streams.device.record(buffers.computed, streams.compute)
                     return buffers.computed
 
                 def one_at_a_time() -> None:
@@ -386,7 +386,7 @@ def overlap(bench: Bench) -> Iterator[str]:
 
                 arms = [
                     two_at_a_time(copy, binding.finish, binding.sets),
-                    two_at_a_time(compute, lane.device.wait, binding.sets),
+                    two_at_a_time(compute, streams.device.wait, binding.sets),
                     one_at_a_time,
                     two_at_a_time(both, binding.finish, binding.sets),
                 ]

@@ -18,28 +18,26 @@ from typing import Any, Final
 import numpy as np
 import onnxruntime as ort
 
+from fakes.host_device import HostDevice
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch, BatchResult
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.device.cuda import CudaDevice
-from ortserve.engine.device.devices import Devices, OpenDevice
-from ortserve.engine.device.gate import CaptureGate
-from ortserve.engine.device.host import HostDevice
-from ortserve.engine.device.instance import DeviceInstance
-from ortserve.engine.device.lane import Lane
-from ortserve.engine.device.preparation import Prepared
-from ortserve.engine.device.protocol import BoundRun, Device
-from ortserve.engine.device.use import DEVICE_USES, DeviceUse
+from ortserve.device.buffers import InstanceStreams
+from ortserve.device.capture_lock import CaptureLock
+from ortserve.device.cuda import CudaDevice
+from ortserve.device.devices import DEVICE_PROVIDERS, DeviceProvider, DeviceRuntime, Devices, OpenDevice
+from ortserve.device.instance import DeviceInstance
+from ortserve.device.preparation import Prepared
+from ortserve.device.protocol import BoundRun, Device
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import read_operators
-from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.provider_options import CPU, make_provider_options
 from ortserve.engine.providers import ProviderChoice
-from ortserve.engine.run_options import run_options
-from ortserve.engine.runtime import Runtime
+from ortserve.engine.runs import PlainRun, run_options
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.model_file.reading import read_model
+from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.inputs import synthetic_inputs
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
@@ -59,14 +57,14 @@ class StrictDevice(HostDevice):
         super().run(bound, stream)
 
 
-def strict_trials(*, one_graph_a_session: bool = False) -> CaptureTrials:
+def strict_trials(*, one_graph_per_session: bool = False) -> CaptureTrials:
     """Trials of captures on such a device for the CPU, in a process as the server starts one."""
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from device_models import StrictDevice, use_of
-from ortserve.registry.capture_trial_child import main
-main({{{CPU!r}: use_of({CPU!r}, StrictDevice(one_graph_a_session={one_graph_a_session}))}})
+from device_models import StrictDevice, provider_of
+from ortserve.registry.load.capture_trial import main
+main({{{CPU!r}: provider_of({CPU!r}, StrictDevice(one_graph_per_session={one_graph_per_session}))}})
 """
     return CaptureTrials((sys.executable, "-c", script), timeout_s=60)
 
@@ -110,11 +108,11 @@ class OnDevice:
         return landed
 
 
-def use_of(provider: str, device: Device) -> DeviceUse:
+def provider_of(provider: str, device: Device) -> DeviceProvider:
     """How sessions of a provider use this device: as they do in the server, or, of the CPU, as the device asks for."""
     if isinstance(device, HostDevice):
-        return DeviceUse(lambda number: device, one_graph_a_session=device.one_graph_a_session)
-    return replace(DEVICE_USES.get(provider, DeviceUse(CudaDevice)), make=lambda number: device)
+        return DeviceProvider(lambda number: device, one_graph_per_session=device.one_graph_per_session)
+    return replace(DEVICE_PROVIDERS.get(provider, DeviceProvider(CudaDevice)), make=lambda number: device)
 
 
 def run_apart(script: str, *arguments: str | Path) -> str:
@@ -142,29 +140,29 @@ def on_device(
     is_prepared: bool = True,
     options: Mapping[str, str] = MappingProxyType({}),
     wrap: Callable[[ort.InferenceSession], ort.InferenceSession] = lambda session: session,
-    use: DeviceUse | None = None,
+    use: DeviceProvider | None = None,
     shrink_arenas: Sequence[str] = (),
 ) -> Iterator[OnDevice]:
     """A model on a device; ``options`` are of its execution provider, and ``wrap`` may stand before its sessions.
 
     ``use`` is how the server would use the device, where none is given.
     """
-    use = use or use_of(provider, device)
+    use = use or provider_of(provider, device)
     opened = Devices({provider: use}).open(provider, device.device_id)
     assert isinstance(opened, OpenDevice)
-    lane = Lane(opened, use)
+    streams = InstanceStreams(opened, use)
 
     def open_one(*, captures: bool) -> ort.InferenceSession:
-        told = {**make_provider_options(provider, options), **lane.provider_options(captures=captures)}
+        told = {**make_provider_options(provider, options), **streams.provider_options(captures=captures)}
         return wrap(open_session(path, "m/1", SessionOptions(ProviderChoice(provider, options=told), 1)))
 
-    one_each = captures and use.one_graph_a_session
+    one_each = captures and use.one_graph_per_session
     session = open_one(captures=captures and not one_each)
-    signature = read_signature(session, path)
+    signature = read_signature(session, read_model(path))
     instance = DeviceInstance(
         session,
         signature,
-        lane,
+        streams,
         name="m/1",
         clock=time.monotonic_ns,
         run_options=run_options(SessionSettings()),
@@ -187,7 +185,7 @@ def loaded_on(
     place: Place, path: Path, trials: CaptureTrials | None = None, **options: Any
 ) -> Iterator[tuple[LoadedModel, OnDevice]]:
     """A model as the server's own loader makes it; ``trials`` are the place's where none are given."""
-    runtime = Runtime(devices=Devices({place.provider: use_of(place.provider, place.make())}))
+    runtime = DeviceRuntime(devices=Devices({place.provider: provider_of(place.provider, place.make())}))
     wish = {place.provider: dict(place.options)}
     chosen = ModelOptions(execution_providers=(wish,), **{"warmup_s": 0.2, "intra_op_threads": 1} | options)
     loaded = load_model(path, "m/1", chosen, time.monotonic_ns, None, runtime, trials or place.trials)
@@ -196,14 +194,14 @@ def loaded_on(
         assert isinstance(instance, DeviceInstance)
         prepared = Prepared(loaded.on_device.sizes, loaded.on_device.replayed, loaded.on_device.no_buffers_because)
         plainly = on_the_cpu(path, loaded.signature)
-        yield loaded, OnDevice(instance, instance.lane.opened, prepared, loaded.signature, plainly)
+        yield loaded, OnDevice(instance, instance.streams.opened, prepared, loaded.signature, plainly)
     finally:
         instance.close()
 
 
-def on_the_cpu(path: Path, signature: ModelSignature) -> PlainRun:
+def on_the_cpu(path: Path, signature: ModelSignature) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
     """The same model in a session of its own, on host arrays."""
-    return make_plain_run(open_session(path, "plain", SessionOptions(ProviderChoice(CPU), 1)), signature)
+    return PlainRun(open_session(path, "plain", SessionOptions(ProviderChoice(CPU), 1)), signature).run
 
 
 def batch_of(*parts: Arrays, bucket: int = 0) -> Batch:
@@ -212,10 +210,10 @@ def batch_of(*parts: Arrays, bucket: int = 0) -> Batch:
     return Batch(tuple(zip(*parts, strict=True)), rows, bucket or rows)
 
 
-def wait_for_capture(gate: CaptureGate) -> None:
-    """Until somebody waits to have the gate for himself."""
+def wait_for_capture(lock: CaptureLock) -> None:
+    """Until somebody waits to have the lock for himself."""
     ends = time.monotonic() + 30
-    while not gate._waiting_alone:
+    while not lock._exclusive_requests:
         assert time.monotonic() < ends
         time.sleep(0.001)
 

@@ -10,10 +10,10 @@ import onnxruntime as ort
 import pytest
 
 from device_models import Place, StrictDevice, strict_trials
-from ortserve.engine.device.cuda import CudaDevice
-from ortserve.engine.device.host import Pace
+from fakes.host_device import Pace
+from ortserve.device.cuda import CudaDevice
 from ortserve.engine.provider_options import CPU, CUDA, TENSORRT
-from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.registry.load.capture_trial import CaptureTrials
 
 _TENSORRT = "libnvinfer.so.10"
 EXACT = {"use_tf32": "0"}
@@ -38,8 +38,8 @@ def host_memory() -> Place:
 
 
 def host_memory_with_one_graph_a_session() -> Place:
-    trials = strict_trials(one_graph_a_session=True)
-    return Place(CPU, lambda: StrictDevice(pace=Pace.ANY, one_graph_a_session=True), 500, trials)
+    trials = strict_trials(one_graph_per_session=True)
+    return Place(CPU, lambda: StrictDevice(pace=Pace.ANY, one_graph_per_session=True), 500, trials)
 
 
 def first_gpu() -> Place:
@@ -62,7 +62,7 @@ def first_gpu_by_tensorrt(engines: Path) -> Place:
 
 
 @pytest.fixture(params=["host", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def one_graph_a_session(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def one_graph_per_session(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Where a session keeps a single graph: host memory, and the first GPU by TensorRT."""
     if request.param == "host":
         return host_memory_with_one_graph_a_session()

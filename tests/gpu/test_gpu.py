@@ -22,6 +22,7 @@ import pytest
 
 import gpu_models
 from device_models import SIZES, OnDevice, Place, batch_of, bucket_for, landed, loaded_on, on_device
+from fakes.host_device import HostDevice, Pace
 from fakes.inflight import submit
 from models import builders
 from ortserve.batching.admission import QueueLimits
@@ -33,17 +34,15 @@ from ortserve.core.batch import BatchResult
 from ortserve.core.closeness import TOLERANCES, as_float64
 from ortserve.core.dtypes import DataType
 from ortserve.core.timing import Timing
-from ortserve.engine.device.device_region import open_region
-from ortserve.engine.device.devices import Devices
-from ortserve.engine.device.host import HostDevice, Pace
-from ortserve.engine.device.protocol import BoundRun
-from ortserve.engine.device.use import DeviceUse
+from ortserve.device.devices import DeviceProvider, Devices
+from ortserve.device.protocol import BoundRun
+from ortserve.device.region import open_region
 from ortserve.engine.placement import read_placement
 from ortserve.engine.provider_options import CUDA
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
-from ortserve.registry.capture_trial import CaptureTrials, TrialOrder
+from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
 from ortserve.registry.load.inputs import synthetic_inputs
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 
@@ -120,7 +119,7 @@ def test_a_shape_run_under_the_id_of_another_is_answered_with_the_other(place: P
             wrong = BoundRun(four.session, four.binding, two.options, two.graph_id)
             x = np.arange(16, dtype=np.float32).reshape(4, 4) + 1
             binding.poison(buffers, [x])
-            return binding.finish(binding.begin(batch_of((x,)), buffers, wrong)).outputs[0].copy()
+            return binding.finish(binding.enqueue(batch_of((x,)), buffers, wrong)).outputs[0].copy()
 
         y = made.instance.call(run_four_rows_as_two)
         x = np.arange(16, dtype=np.float32).reshape(4, 4) + 1
@@ -137,9 +136,9 @@ def other_set_poisoned(made: OnDevice, monkeypatch: pytest.MonkeyPatch) -> Itera
     So the batches stay two on their way at a time: rows are copied in beside the run before, and, where its outputs
     are spared, the answers out beside the run after.
     """
-    lane, binding = made.instance.lane, made.instance.binding
+    streams, binding = made.instance.streams, made.instance.binding
     assert binding is not None
-    device, record, (first, second), turn = lane.device, lane.device.record, binding.sets, count()
+    device, record, (first, second), turn = streams.device, streams.device.record, binding.sets, count()
     others = {first.copied_in: second, second.copied_in: first}
     nbytes = first.staging[0].nbytes  # of the output, too: the model gives what it takes
     poison = made.instance.call(lambda: device.allocate_host(nbytes))  # what is not pinned would wait for the stream
@@ -255,7 +254,7 @@ def test_on_host_memory_a_capture_that_fails_behind_its_trial_is_served_without(
     """In the server's own process, where on a GPU it might be the end of it."""
 
     class Careless(CaptureTrials):
-        def why_not(self, order: TrialOrder) -> str:
+        def why_not(self, order: TrialRequest) -> str:
             return ""
 
     path = gpu_models.counting(tmp_path / "m.onnx")
@@ -275,9 +274,9 @@ def test_a_model_that_its_trial_captures_is_replayed(place: Place, tmp_path: Pat
 
 @both_ways
 def test_a_provider_whose_sessions_keep_one_graph_each_gives_every_caller_its_own_rows(
-    one_graph_a_session: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
+    one_graph_per_session: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
 ) -> None:
-    place = one_graph_a_session
+    place = one_graph_per_session
     path = gpu_models.mlp(tmp_path / "n.onnx", layers=4, width=64, dtype=np.float16)  # TF32 is TensorRT's to choose
     with loaded_on(place, path, buckets=SIZES, graph_replay=captures) as (loaded, made):
         assert loaded.on_device.sizes == SIZES, loaded.on_device
@@ -383,7 +382,7 @@ print(content.tobytes().hex(), flush=True)
 
 @pytest.mark.gpu
 def test_another_processs_memory_is_read_and_written_and_no_more_of_it_than_there_is(gpu: Place) -> None:
-    devices = Devices({CUDA: DeviceUse(lambda _: gpu.make())})
+    devices = Devices({CUDA: DeviceProvider(lambda _: gpu.make())})
     content = bytes(range(256)) * 16
     with subprocess.Popen(
         [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

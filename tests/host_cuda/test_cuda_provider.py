@@ -17,15 +17,14 @@ from onnx import TensorProto, helper, numpy_helper
 from device_models import SIZES, OnDevice, batch_of, landed, numbered, on_device, run_apart
 from models import builders
 from ortserve.config.model import ModelOptions
-from ortserve.engine.device.cuda import CudaDevice
-from ortserve.engine.device.devices import OpenDevice
-from ortserve.engine.device.graph_ids import SETS
-from ortserve.engine.device.instance import DeviceInstance
-from ortserve.engine.device.preparation import CAPTURING_RUNS
+from ortserve.device.cuda import CudaDevice
+from ortserve.device.devices import DeviceRuntime, OpenDevice
+from ortserve.device.graph_sessions import SETS
+from ortserve.device.instance import DeviceInstance
+from ortserve.device.preparation import CAPTURING_RUNS
 from ortserve.engine.provider_options import CUDA
-from ortserve.engine.runtime import Runtime
 from ortserve.errors import OutOfMemoryError
-from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 from ortserve.registry.load.pipeline import load_model
 from servers import LONG_S
@@ -178,8 +177,8 @@ def test_a_graph_is_its_threads_alone(tmp_path: Path) -> None:
         assert (elsewhere, on_worker) == ([1], [0])
 
 
-def load(path: Path, runtime: Runtime, **options: Any) -> LoadedModel:
-    """As the server does, on the devices and with the gate of ``runtime``."""
+def load(path: Path, runtime: DeviceRuntime, **options: Any) -> LoadedModel:
+    """As the server does, on the devices and with the lock of ``runtime``."""
     chosen: dict[str, Any] = {
         "execution_providers": ("cuda",),
         "warmup_s": 0.2,
@@ -196,7 +195,7 @@ def device_instances(loaded: LoadedModel) -> list[DeviceInstance]:
 
 def test_batches_of_one_model_and_captures_of_others_do_not_meet(tmp_path: Path) -> None:
     """Each would break the other: a capture bears no copy, allocation or wait of any thread."""
-    path, runtime = multiplying(tmp_path / "m.onnx"), Runtime()
+    path, runtime = multiplying(tmp_path / "m.onnx"), DeviceRuntime()
     x = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
     loaded = load(path, runtime)
     (serving,) = device_instances(loaded)
@@ -240,7 +239,7 @@ def test_batches_of_one_model_and_captures_of_others_do_not_meet(tmp_path: Path)
 def test_what_cannot_be_captured_is_refused_as_the_provider_places_it_and_served_plainly(
     tmp_path: Path, build: Callable[[Path], Path], told: str
 ) -> None:
-    loaded = load(build(tmp_path / "m.onnx"), Runtime(), buckets=(2,), batched=True)
+    loaded = load(build(tmp_path / "m.onnx"), DeviceRuntime(), buckets=(2,), batched=True)
     (instance,) = device_instances(loaded)
     try:
         assert loaded.on_device.replayed == ()
@@ -254,7 +253,7 @@ def test_what_cannot_be_captured_is_refused_as_the_provider_places_it_and_served
 
 def test_instances_are_on_their_own_gpus(tmp_path: Path) -> None:
     """Two, as the run was started. A copy to an address of none would lose the device."""
-    runtime = Runtime()
+    runtime = DeviceRuntime()
     loaded = load(multiplying(tmp_path / "m.onnx"), runtime, instances=3, gpus=(1, 0))
     instances = device_instances(loaded)
     try:

@@ -5,15 +5,18 @@ What another process shares of "them" is an object in ``/dev/shm``, whose name f
 
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
 
-from ortserve.engine.device import device_region, devices
-from ortserve.engine.device.host import HostDevice
-from ortserve.engine.device.use import DeviceUse
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fakes.host_device import HostDevice
+from ortserve.device import devices, region
+from ortserve.device.devices import DeviceProvider
+from ortserve.engine.output_buffers import address_of
 from ortserve.engine.provider_options import CUDA
-from ortserve.engine.row_layout import address_of
 
 
 class SharingDevice(HostDevice):
@@ -37,5 +40,5 @@ class SharingDevice(HostDevice):
         del self._memory[address]
 
 
-vars(devices)["DEVICE_USES"] = {CUDA: DeviceUse(SharingDevice)}
-vars(device_region)["count_devices"] = lambda: 2
+vars(devices)["DEVICE_PROVIDERS"] = {CUDA: DeviceProvider(SharingDevice)}
+vars(region)["count_devices"] = lambda: 2

@@ -10,7 +10,7 @@ import pytest
 
 from encodings_of_requests import Infer, grpc_raw, rest_binary
 from models import builders
-from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.process_limits import cpu_budget
 from servers import (
     LONG_S,
     SHORT_WARMUP,

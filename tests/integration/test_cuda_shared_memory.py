@@ -1,6 +1,7 @@
 """Regions on GPUs on both protocols, with the host's memory in the GPUs' place: ``tests/gpu`` has a real one."""
 
 import base64
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ SIZE: Final = 256
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The example models, with two GPUs that there are not."""
-    gpus = {"PYTHONPATH": str(Path(__file__).parents[1] / "host_gpus")}
+    """The example models, with two GPUs on host memory."""
+    host_gpus = str(Path(__file__).parents[1] / "host_gpus")
+    gpus = {"PYTHONPATH": os.pathsep.join([host_gpus, *filter(None, [os.environ.get("PYTHONPATH")])])}
     with serving("--example", "--allow-client-shm", *SHORT_WARMUP, env=gpus) as server:
         yield server
 

@@ -232,7 +232,9 @@ def test_second_provider_of_a_plug_in_is_found_whichever_is_asked_for_first(tmp_
     with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
         assert [properties(server, model)["execution_provider"] for model in "abcd"] == [second, OPENVINO, CPU, CPU]
         for model in "cd":
-            told = f"{OPENVINO}.NO_SUCH finds no device here that it supports, says the package onnxruntime_ep_openvino"
+            told = (
+                f"{OPENVINO}.NO_SUCH finds no device that it supports, according to the package onnxruntime_ep_openvino"
+            )
             assert properties(server, model)["execution_providers_passed_over"] == told
 
 

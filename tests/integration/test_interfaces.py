@@ -100,8 +100,8 @@ def test_what_is_not_served_is_refused_by_name(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        ("sequence_input", "input 'x' has type seq(tensor(float)), which is not served"),
-        ("float8_output", "output 'y' has type tensor(float8e4m3fn), which is not served"),
+        ("sequence_input", "input 'x' has type seq(tensor(float)), which is not supported"),
+        ("float8_output", "output 'y' has type tensor(float8e4m3fn), which is not supported"),
     ],
 )
 def test_model_that_cannot_do_without_says_so_where_its_state_is(server: ServerProcess, model: str, why: str) -> None:

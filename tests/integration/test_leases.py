@@ -33,7 +33,7 @@ from ortserve.core.batch import Batch, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, InferResponse
 from ortserve.core.tensor import Tensor
-from ortserve.engine.binding import HostBinding
+from ortserve.engine.host_binding import HostBinding
 from ortserve.engine.output_buffers import OutputBuffers
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.registry import Registry

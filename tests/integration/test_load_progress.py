@@ -12,7 +12,7 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import triton_inputs
 from models import builders
-from ortserve.engine.cpu_budget import cpu_budget
+from ortserve.engine.process_limits import cpu_budget
 from servers import starting, triton_clients
 
 OPENING = r"opening the session on CPUExecutionProvider, for \d+ s"

@@ -14,9 +14,11 @@ from ortserve.core.batch import Arrays, Batch
 from ortserve.core.signature import ModelSignature
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError
+from ortserve.model_file.reading import read_model
 from ortserve.registry.load.row_trial import why_rows_depend
 from ortserve.registry.load.warmup import warm_up
 
@@ -81,7 +83,7 @@ def check_rows(path: Path, name: str, stored: Arrays) -> bool:
     """Whether the rows were found independent; then they must be so for the stored inputs, too."""
     try:
         session = open_session(path, name, SessionOptions(ProviderChoice(CPU), 1))
-        signature = read_signature(session, path)
+        signature = read_signature(session, read_model(path))
     except ServeError:
         return False
     if not signature.is_batched:

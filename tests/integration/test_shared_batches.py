@@ -14,7 +14,7 @@ import tritonclient.grpc.aio as triton
 
 from ortserve.core.closeness import agree
 from ortserve.core.dtypes import DataType
-from ortserve.engine.session import ORT_ERRORS
+from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.rows import Outcome
 from rows.brute_force import Arrays, join
 from rows.exported import CORPUS, PACKAGES, Exported, committed, packaged

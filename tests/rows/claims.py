@@ -9,7 +9,8 @@ from fractions import Fraction
 import numpy as np
 import onnx
 
-from ortserve.rows import DEPENDENT, Facts, Kind, Number, Product, Value, claims, parse_model
+from ortserve.model_file.reading import parse_model
+from ortserve.rows import DEPENDENT, Facts, Kind, Number, Product, Value, claims
 from rows import brute_force
 from rows.brute_force import Claim, Observation, disagreement
 

@@ -4,8 +4,7 @@ import asyncio
 
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
-from ortserve.engine.cpu_budget import cpu_quotas
-from ortserve.engine.throttling import Throttling
+from ortserve.engine.process_limits import Throttling, cpu_quotas
 from ortserve.registry.registry import Registry
 from ortserve.service.busy_polling import BusyPolling, PollPolicy
 

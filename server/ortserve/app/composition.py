@@ -19,12 +19,10 @@ from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
 from ortserve.core.activity import LoopActivity
 from ortserve.core.large_memory import MAX_KEPT_BYTES, LargeMemory
-from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.device.device_region import are_regions_possible, open_region
-from ortserve.engine.device.readings import devices_reader
-from ortserve.engine.gpus import GpuReader
-from ortserve.engine.memory_limit import memory_limit
-from ortserve.engine.runtime import Runtime
+from ortserve.device.devices import DeviceRuntime, DevicesReader
+from ortserve.device.nvml import GpuReader
+from ortserve.device.region import are_regions_possible, open_region
+from ortserve.engine.process_limits import cpu_budget, memory_limit
 from ortserve.example import repository_path
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Calls
 from ortserve.frontends.grpc.grpcio_server import GrpcioServer
@@ -130,8 +128,8 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
     key_files = KeyFiles(_key_paths(options))
     access = Access(_key_paths(options), key_files.keyring(), on_refusal=metrics.unauthorized)
     repositories = [*options.repositories, *([repository_path()] if options.example else [])]
-    runtime = Runtime(options.execution_provider_libraries, global_threads=options.global_threads)
-    metrics.set_devices_source(devices_reader(runtime.devices))
+    runtime = DeviceRuntime(options.execution_provider_libraries, global_threads=options.global_threads)
+    metrics.set_devices_source(DevicesReader(runtime.devices).read)
     activity = LoopActivity()
     watchdog = Watchdog(asyncio.get_running_loop(), activity, monotonic_ns)
     registry = Registry(repositories, options, metrics, monotonic_ns, runtime, activity)

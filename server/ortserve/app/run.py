@@ -11,7 +11,7 @@ import uvloop
 from ortserve.app.server import Server
 from ortserve.app.stop_signals import catch_stop_signals
 from ortserve.config.options import ServerOptions
-from ortserve.engine.memory_limit import limit_malloc_arenas
+from ortserve.engine.process_limits import limit_malloc_arenas
 from ortserve.errors import ServeError
 from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 

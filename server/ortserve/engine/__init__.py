@@ -1,21 +1,18 @@
-"""Running models: execution providers, sessions, instances. The only room of the server that imports onnxruntime."""
+"""Running models with ONNX Runtime: execution providers, sessions, instances, and the analysis of run times."""
 
 __all__ = [
     "bounded_time",
-    "cpu_budget",
-    "declared_shapes",
-    "device",
-    "gpus",
     "instance",
-    "memory_limit",
     "model_signature",
+    "ort_errors",
+    "output_buffers",
     "placement",
+    "process_limits",
     "provider_options",
     "providers",
-    "run_options",
+    "runs",
     "runtime",
     "session",
-    "tensorrt_profiles",
-    "throttling",
+    "staging",
     "zip_maps",
 ]

@@ -1,9 +1,9 @@
-"""Sessions that take denormal numbers as 0: in all threads of their runs, and in no others.
+"""Sessions that treat denormal numbers as 0, in all threads of their runs and in no other threads.
 
-By ``session.set_denormal_as_zero`` ONNX Runtime 1.31.1 has the processor do so in threads of a session's own pools, on
-x86 alone (``core/common/denormal.cc``). A thread that calls a run, and does its share of the work, it leaves as it is;
-but the one that makes the process's first session it changes for good, and with it every thread made there later
-(``std::call_once`` in ``core/session/inference_session.cc``). So the thread is changed here, and put right again.
+With ``session.set_denormal_as_zero`` ONNX Runtime 1.31.1 sets the mode in the threads of a session's own pools, on x86
+only (``core/common/denormal.cc``). It does not set it in a thread that calls a run and does part of its work. But it
+sets it for good in the thread that makes the process's first session, and so in all threads that it makes later
+(``std::call_once`` in ``core/session/inference_session.cc``). So this module sets and restores the mode of the thread.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ _ENTRY: Final = "session.set_denormal_as_zero"
 
 @dataclass(frozen=True, slots=True)
 class FenvLayout:
-    """Where a thread's ``fenv_t`` says that denormals are 0.
+    """The bits of a thread's ``fenv_t`` that make denormals 0.
 
     Attributes:
-        words: Its length, in words of 32 bits.
-        word: The one that says so.
-        bits: All of them set in it.
+        words: The length of ``fenv_t``, in words of 32 bits.
+        word: The index of the word with the bits.
+        bits: The bits, all set if denormals are 0.
     """
 
     words: int
@@ -38,23 +38,25 @@ class FenvLayout:
 
 
 _LAYOUTS: Final = {
-    "x86_64": FenvLayout(8, 7, 0x8040),  # MXCSR: FTZ, of what is computed, and DAZ, of what it is computed from
-    "aarch64": FenvLayout(2, 0, 1 << 24),  # FPCR: FZ, of both
+    "x86_64": FenvLayout(8, 7, 0x8040),  # MXCSR: FTZ for results, DAZ for operands
+    "aarch64": FenvLayout(2, 0, 1 << 24),  # FPCR: FZ for both
 }
-"""By machine, from its ``bits/fenv.h`` in glibc and from the processor's manual."""
+"""By machine, from glibc's ``bits/fenv.h`` and the processor's manual."""
 
 
 def fenv_layout(machine: str, libc: str) -> FenvLayout | None:
-    """That of a machine with a C library, both as ``platform`` calls them; None where it is not known."""
+    """The layout of a machine with a C library, both named as in ``platform``; None if it is unknown."""
     return _LAYOUTS.get(machine) if libc == "glibc" else None
 
 
 class ThreadDenormals:
-    """How the calling thread takes denormals."""
+    """The denormal mode of the calling thread."""
 
     def __init__(self, layout: FenvLayout) -> None:
         """``layout`` is this machine's."""
-        libm = ctypes.PyDLL("libm.so.6")  # it keeps the interpreter lock, else a busy thread would take it each time
+        libm = ctypes.PyDLL(
+            "libm.so.6"
+        )  # keeps the interpreter lock, which a busy thread would otherwise take at each call
         self._get, self._set = libm.fegetenv, libm.fesetenv
         self._new = ctypes.c_uint32 * layout.words
         self._word = layout.word
@@ -62,7 +64,7 @@ class ThreadDenormals:
 
     @contextmanager
     def as_zero(self) -> Iterator[None]:
-        """As 0 within the ``with``, afterwards as before."""
+        """Treat denormals as 0 within the ``with``, then restore the mode."""
         environment = self._new()
         self._get(environment)
         before = environment[self._word]
@@ -76,10 +78,10 @@ class ThreadDenormals:
 
 
 class FlushingSession(ort.InferenceSession):  # type: ignore[misc]  # ONNX Runtime has no types
-    """A session that takes denormals as 0, in runs and where it computes constants while it is made.
+    """A session that treats denormals as 0, in runs and in constants that it folds while it is made.
 
-    Its options must ask for that, too, else the threads of its pools would not on x86; elsewhere they do because the
-    thread that makes them does.
+    On x86 its options must ask for that, too, for the threads of its pools. On other machines these threads inherit the
+    mode of the thread that makes them.
     """
 
     def __init__(self, denormals: ThreadDenormals, *args: Any, **kwargs: Any) -> None:
@@ -101,14 +103,14 @@ class FlushingSession(ort.InferenceSession):  # type: ignore[misc]  # ONNX Runti
 
 
 def session_maker(settings: SessionSettings, *, has_global_threads: bool) -> Callable[..., ort.InferenceSession]:
-    """What sessions with these settings are made by, called as ``ort.InferenceSession`` is.
+    """The class of sessions with these settings, called like ``ort.InferenceSession``.
 
     Args:
-        settings: An entry for it stands over ``denormal_as_zero``.
-        has_global_threads: Whether runs use threads that the runs of other sessions use, too.
+        settings: An entry overrides ``denormal_as_zero``.
+        has_global_threads: Whether runs use threads that other sessions use, too.
 
     Raises:
-        ServeError: invalid_input, where denormals are to be taken as 0 and not all threads of the runs would.
+        ServeError: invalid_input, if denormals shall be 0 and this is impossible in all threads of the runs.
     """
     if option_text(settings.entries.get(_ENTRY, settings.denormal_as_zero)) != "1":
         plain: Callable[..., ort.InferenceSession] = ort.InferenceSession

@@ -1,8 +1,10 @@
-"""An instance: one session with its worker thread, running one batch at a time."""
+"""An instance: one session with its worker thread. It runs one batch at a time."""
 
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
@@ -12,21 +14,31 @@ from ortserve.clock import Clock
 from ortserve.core.batch import Batch, BatchDone, BatchResult
 from ortserve.core.padding import Padding, StagedElements
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.binding import HostBinding, can_bind
-from ortserve.engine.device.failures import run_failure
-from ortserve.engine.device.gate import CaptureGate
+from ortserve.engine.host_binding import HostBinding, can_bind
 from ortserve.engine.ort_errors import ORT_ERRORS, run_error
-from ortserve.engine.plain_batch import PlainBatches
 from ortserve.engine.provider_options import CPU
-from ortserve.engine.run_options import NEITHER, Termination, graph_options
+from ortserve.engine.runs import NO_GRAPH, PlainBatches, Termination, graph_options
 from ortserve.errors import ServeError
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAccess:
+    """How runs of an instance without device buffers use a GPU.
+
+    Attributes:
+        hold: Makes a context in which GPU work may happen. Entering it may block.
+        run_error: Makes the error for callers of a run that raised one of ``ORT_ERRORS``.
+    """
+
+    hold: Callable[[], AbstractContextManager[None]]
+    run_error: Callable[[Exception], ServeError]
 
 
 class Instance:
     """Runs batches of one model (a ``Runner``).
 
-    A run happens either on the caller's thread (``run``) or on the worker (``start``), never on both at once: whoever
-    holds the instance sees to that.
+    A run happens on the caller's thread (``run``) or on the worker (``start``). The owner of the instance must never
+    use both at the same time.
     """
 
     def __init__(
@@ -39,39 +51,39 @@ class Instance:
         clock: Clock,
         padding: Padding | None = None,
         run_options: ort.RunOptions | None = None,
-        gate: CaptureGate | None = None,
+        gpu: GpuAccess | None = None,
     ) -> None:
         """Start the worker.
 
         Args:
-            session: Nobody else's.
-            signature: Of what is served of it.
-            name: What the worker is called.
-            intra_op_threads: Of the session.
+            session: Used by this instance only.
+            signature: The served inputs and outputs.
+            name: The name of the worker thread.
+            intra_op_threads: The threads of the session.
             clock: Monotonic nanoseconds.
-            padding: None where no batch is ever padded.
-            run_options: Told to every run, and to those of no other instance; None for none but what ends a run.
-            gate: That all work on GPUs goes through; None for a session that does none. Where there is one, ``run`` is
-                not for the event loop, since it may wait there.
+            padding: None if no batch is ever padded.
+            run_options: The options of every run, not shared with other instances; None for default options.
+            gpu: For a session on a GPU; otherwise None. The event loop must not call ``run`` of such an instance, as it
+                may block.
         """
-        run_options = run_options or graph_options(NEITHER)
+        run_options = run_options or graph_options(NO_GRAPH)
         self._termination = Termination(run_options)
         self._is_abandoned = False
         self._plain = PlainBatches(session, signature, padding, clock, run_options)
         self.is_single_threaded: Final = runs_on_its_thread(session, intra_op_threads)
-        """Whether all work of a run happens on the thread that runs it."""
+        """Whether all work of a run happens on the calling thread."""
         self._binding: HostBinding | None = None
         if can_bind(session, signature, padding):
             self._binding = HostBinding(session, signature, clock, run_options)
         self._counts_padding = padding is not None
-        self._gate = gate
+        self._gpu = gpu
         self._work: SimpleQueue[tuple[Batch, BatchDone] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"run {name}", daemon=True)
         self._worker.start()
 
     @property
     def staged_elements(self) -> StagedElements:
-        """What was staged so far, counted where batches are padded. From any thread."""
+        """Counts of staged elements, if batches are padded. Thread-safe."""
         return self._plain.staging.elements
 
     def run(self, batch: Batch) -> BatchResult:
@@ -83,10 +95,10 @@ class Instance:
         self._termination.allow_runs()
         return self._run(batch)
 
-    def give_back_memory(self, batch: Batch) -> None:
-        """Free what larger batches took: bound buffers, and the arena's free memory after a run of this one.
+    def release_memory(self, batch: Batch) -> None:
+        """Free the memory of larger batches: bound buffers, and the arena's free memory after a run of ``batch``.
 
-        On the calling thread. For sessions that are on the CPU alone, and have an arena there.
+        Runs on the calling thread. Only for sessions on the CPU alone, with an arena.
 
         Raises:
             ServeError: internal, with ONNX Runtime's reason.
@@ -100,40 +112,40 @@ class Instance:
 
     def start(self, batch: Batch, done: BatchDone) -> None:
         """Run on the worker thread, which calls ``done`` with the result or a ``ServeError``."""
-        self._termination.allow_runs()  # not on the worker, where it would undo what came before the run began
+        self._termination.allow_runs()  # not on the worker, where it would undo a termination before the run
         self._work.put((batch, done))
 
     def terminate(self) -> None:
-        """Have the run on the worker fail before its next node. From any thread, while one is on its way."""
+        """Make the run on the worker fail before its next node. Call it only during a run. Thread-safe."""
         self._termination.end_run()
 
     def abandon(self) -> None:
-        """Leave the worker to its run, which does not end: nothing reports it.
+        """Give up a run that does not end; its end is not reported.
 
-        If it ever does, and ``close`` was called, the worker ends and frees the session.
+        If the run ever ends, and ``close`` was called, the worker ends and frees the session.
         """
         self._is_abandoned = True
 
     @property
     def is_running(self) -> bool:
-        """Whether the worker has not ended."""
+        """Whether the worker is running."""
         return self._worker.is_alive()
 
     def close(self) -> None:
-        """Finish what was started, then free the session on the thread that used it. Blocks, unless it is abandoned."""
+        """Finish all started work, then free the session on the worker. Blocks, unless ``abandon`` was called."""
         self._work.put(None)
         if not self._is_abandoned:
             self._worker.join()
 
     @property
     def depth(self) -> int:
-        """How many batches it takes at a time."""
+        """How many batches the instance runs at a time."""
         return 1
 
     @property
     def runs_on_host(self) -> bool:
-        """Whether ``run`` keeps processors busy and nothing else: it holds threads, and is fit for the event loop."""
-        return self._gate is None
+        """Whether runs use only processors. Then a run counts its threads, and may happen on the event loop."""
+        return self._gpu is None
 
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:
@@ -141,12 +153,12 @@ class Instance:
             outcome: BatchResult | Exception
             try:
                 outcome = self._run_timed(batch)
-            except Exception as error:  # noqa: BLE001 - it belongs to the batch's callers, the worker goes on
+            except Exception as error:  # noqa: BLE001 - the error belongs to the batch's callers; the worker continues
                 outcome = error
-            if not self._is_abandoned:  # else the loop may be gone
+            if not self._is_abandoned:  # otherwise the event loop may be closed
                 done(outcome)
-            del item, batch, done, outcome  # the next wait may be long: hold nobody's arrays meanwhile
-        with nullcontext() if self._gate is None else self._gate.shared():
+            del item, batch, done, outcome  # release the arrays: the next wait may be long
+        with nullcontext() if self._gpu is None else self._gpu.hold():
             self._binding = None
             self._plain.close()
 
@@ -173,16 +185,16 @@ class Instance:
         return result
 
     def _failure(self, error: Exception) -> ServeError:
-        return run_error(error) if self._gate is None else run_failure(error, "the GPU")
+        return run_error(error) if self._gpu is None else self._gpu.run_error(error)
 
     def _run_timed(self, batch: Batch) -> BatchResult:
-        if self._gate is not None:
-            with self._gate.shared():
+        if self._gpu is not None:
+            with self._gpu.hold():
                 return self._run(batch)
         if not self.is_single_threaded:
             return self._run(batch)
-        # Behind a busy event loop a worker waits for the interpreter lock up to the switch interval after its run. With
-        # no other threads at work the thread's CPU time is the run's length without that wait.
+        # Beside a busy event loop the worker waits for the interpreter lock after its run, up to the switch interval.
+        # If no other threads work for the run, the thread's CPU time is the time of the run without that wait.
         began_ns = time.thread_time_ns()
         result = self._run(batch)
         cpu_ns = time.thread_time_ns() - began_ns
@@ -190,9 +202,9 @@ class Instance:
 
 
 def runs_on_its_thread(session: ort.InferenceSession, intra_op_threads: int) -> bool:
-    """Whether all work of a run happens on the thread that calls it, so that its CPU time is the run's length.
+    """Whether all work of a run happens on the calling thread, so that the thread's CPU time is the time of the run.
 
-    It does not where nodes run beside each other, or on a provider with threads or a device of its own.
+    This is false if nodes run in parallel, or on a provider with its own threads or device.
     """
     is_sequential = session.get_session_options().execution_mode == ort.ExecutionMode.ORT_SEQUENTIAL
     return intra_op_threads == 1 and is_sequential and list(session.get_providers()) == [CPU]

@@ -1,18 +1,17 @@
-"""Reading a model's inputs, outputs and batch axis from its session."""
+"""The served inputs and outputs of a model, from its session and its file."""
 
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import onnxruntime as ort
 
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.engine.bfloat16 import can_give_bfloat16
-from ortserve.engine.declared_shapes import Dimension, names_without_shape, sequence_dimensions
+from ortserve.engine.runs import can_return_bfloat16
 from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.model_file.graph import UNREADABLE, Declared, Dims, Model
 
 _ELEMENTS: Final = {
     "bool": DataType.BOOL,
@@ -38,46 +37,47 @@ _OPTIONAL: Final = "optional("
 
 
 def read_signature(
-    session: ort.InferenceSession, path: Path | None = None, *, served_outputs: Collection[str] = ()
+    session: ort.InferenceSession, model: Model = UNREADABLE, *, served_outputs: Collection[str] = ()
 ) -> ModelSignature:
-    """Derive what the model takes and gives.
+    """Derive the served inputs and outputs.
 
     Sequences of tensors are outputs with a new leading axis, without rows. Other sequences, maps and element types
-    without a datatype in the protocol are left out where the model can do without: as outputs beside others, and as
+    without a datatype in the protocol are left out if the model works without them: as outputs beside others, and as
     inputs of an optional type. Initializers that are graph inputs, too, are optional inputs.
 
-    Axis 0 is taken for the batch axis where every input and output has a free first dimension and no two of them call
-    it by different names. An initializer without one has no rows. Whether rows really are independent, and whether they
-    are on other axes, is not seen here.
+    Axis 0 is the batch axis if every input and output has a free first dimension and these have no different names. An
+    initializer without a free first dimension has no rows. This function does not check whether rows are independent,
+    or on other axes.
 
     Args:
-        session: Of the model.
-        path: Its file, which declares shapes that the API does not give; None to do without them.
-        served_outputs: If any, sequences among the outputs are left out unless they are in it.
+        session: The session of the model.
+        model: The model's file, which declares shapes that the API does not return.
+        served_outputs: If not empty, sequences among the outputs are left out unless they are in it.
 
     Raises:
-        ServeError: unsupported, naming inputs that the model needs but no inference protocol carries, or all of its
-            outputs where none can be served; invalid_input for names that are no text.
+        ServeError: unsupported, with the inputs that the model needs but no inference protocol carries, or with all
+            outputs if none can be served; invalid_input for names that are not UTF-8.
     """
     try:
-        return _read_signature(session, path, served_outputs)
-    except UnicodeDecodeError as error:  # which is as much as ONNX Runtime's Python API tells
+        return _read_signature(session, model.graph.inputs, model.graph.outputs, served_outputs)
+    except UnicodeDecodeError as error:  # ONNX Runtime's Python API gives no better error
         name = error.object.decode("utf-8", "backslashreplace")
         raise invalid_input(f"names of inputs, outputs and dimensions: expected UTF-8, got '{name:.100}'") from None
 
 
 def _read_signature(
-    session: ort.InferenceSession, path: Path | None, served_outputs: Collection[str]
+    session: ort.InferenceSession,
+    declared_inputs: Sequence[Declared],
+    declared_outputs: Sequence[Declared],
+    served_outputs: Collection[str],
 ) -> ModelSignature:
     inputs, unserved_inputs = _read_inputs(session.get_inputs())
     outputs, unserved_outputs = _read_outputs(session.get_outputs(), inputs, served_outputs)
-    if path is not None and not all(spec.shape for spec in (*inputs, *outputs)):
-        # Without axes, or without a shape: the API does not tell.
-        names = names_without_shape(path)
-        inputs, outputs = _with_any_shape(inputs, names), _with_any_shape(outputs, names)
-    if any(spec.is_sequence for spec in outputs):
-        dimensions = {} if path is None else sequence_dimensions(path)
-        outputs = [_of_sequence(spec, dimensions.get(spec.name)) if spec.is_sequence else spec for spec in outputs]
+    # The API returns the same for a tensor without axes and for one without a declared shape.
+    names = {declared.name for declared in (*declared_inputs, *declared_outputs) if declared.lacks_shape}
+    inputs, outputs = _with_any_shape(inputs, names), _with_any_shape(outputs, names)
+    dims = {declared.name: declared.element_dims for declared in declared_outputs}
+    outputs = [_of_sequence(spec, dims.get(spec.name)) if spec.is_sequence else spec for spec in outputs]
     unbatched_because = _why_unbatched(inputs, outputs)
     defaults: list[TensorSpec] = []
     for arg in session.get_overridable_initializers():
@@ -95,12 +95,12 @@ def _with_any_shape(specs: Sequence[TensorSpec], names: Collection[str]) -> list
     return [replace(spec, has_any_shape=True) if spec.name in names and not spec.shape else spec for spec in specs]
 
 
-def _of_sequence(spec: TensorSpec, dimensions: Sequence[Dimension] | None) -> TensorSpec:
-    """With the shape of the stacked tensors, as far as it is declared."""
-    if dimensions is None:
+def _of_sequence(spec: TensorSpec, dims: Dims | None) -> TensorSpec:
+    """The specification with the declared shape of the stacked tensors."""
+    if dims is None:
         return replace(spec, has_any_shape=True)
-    shape = (-1, *(dimension.length for dimension in dimensions))
-    return replace(spec, shape=shape, dim_names=("", *(dimension.name for dimension in dimensions)))
+    shape = (-1, *(dim if isinstance(dim, int) else -1 for dim in dims))
+    return replace(spec, shape=shape, dim_names=("", *(dim if isinstance(dim, str) else "" for dim in dims)))
 
 
 def _read_inputs(args: Sequence[ort.NodeArg]) -> tuple[list[TensorSpec], dict[str, str]]:
@@ -132,16 +132,16 @@ def _read_outputs(
         spec = _read_spec(arg, _TENSOR) or _read_sequence(arg)
         if spec is None:
             unserved[arg.name] = _not_carried(arg)
-        elif spec.datatype is DataType.BF16 and not can_give_bfloat16(inputs):
+        elif spec.datatype is DataType.BF16 and not can_return_bfloat16(inputs):
             unserved[arg.name] = (
-                f"it has type {arg.type}, which ONNX Runtime's Python API hands out of no model with string inputs"
+                f"it has type {arg.type}, which ONNX Runtime's Python API does not return for models with string inputs"
             )
         elif spec.is_sequence and served and arg.name not in served:
-            unserved[arg.name] = "it is a sequence, and not among the outputs that the configuration names"
+            unserved[arg.name] = "it is a sequence that the configuration does not name among the outputs"
         else:
             outputs.append(spec)
     if any(spec.datatype is DataType.BF16 for spec in outputs):
-        why = "it is a sequence beside BF16 outputs, and ONNX Runtime's Python API hands out both in no run"
+        why = "it is a sequence beside BF16 outputs, and ONNX Runtime's Python API does not return both in one run"
         unserved |= {spec.name: why for spec in outputs if spec.is_sequence}
         outputs = [spec for spec in outputs if not spec.is_sequence]
     if unserved and not outputs:
@@ -150,13 +150,13 @@ def _read_outputs(
 
 
 def _read_sequence(arg: ort.NodeArg) -> TensorSpec | None:
-    """Of tensors that stack; BF16 ones, which numpy cannot hold, come out of no run."""
+    """A sequence of tensors; BF16 sequences are never returned, as numpy has no BF16."""
     spec = _read_spec(arg, _SEQUENCE)
     return None if spec is None or spec.datatype is DataType.BF16 else replace(spec, is_sequence=True)
 
 
 def _read_spec(arg: ort.NodeArg, pattern: re.Pattern[str]) -> TensorSpec | None:
-    """None where the type is another, or of elements that no datatype holds."""
+    """None if the type does not match, or no datatype of the protocol has its elements."""
     match = pattern.fullmatch(arg.type)
     datatype = _ELEMENTS.get(match[1]) if match else None
     if datatype is None:
@@ -175,7 +175,7 @@ def _not_carried(arg: ort.NodeArg) -> str:
 
 def _unsupported(problems: Sequence[str]) -> ServeError:
     served = ", ".join(f"tensor({name})" for name in _ELEMENTS)
-    return ServeError(ErrorKind.UNSUPPORTED, f"{', '.join(problems)}, which is not served; served are {served}")
+    return ServeError(ErrorKind.UNSUPPORTED, f"{', '.join(problems)}, which is not supported; supported are {served}")
 
 
 def _why_unbatched(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:

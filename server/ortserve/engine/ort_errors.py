@@ -1,4 +1,4 @@
-"""What ONNX Runtime raises, and its texts without what is nobody's business."""
+"""The errors of ONNX Runtime, and their texts without paths, hosts and source locations."""
 
 import re
 from typing import Final
@@ -33,29 +33,29 @@ _CODE: Final = re.compile(r"(?:\[ONNXRuntimeError\] : \d+ : \w+ : )?")
 _NODE: Final = re.compile(
     r"Non-zero status code returned while running (\S+) node\. Name:'([^']*)'(?: Status Message: ?)?"
 )
-"""An executor's text; within If, Loop and Scan it stands once for each level, the innermost last."""
+"""The text of an executor. Within If, Loop and Scan it is repeated for each level, the innermost last."""
 _NOT_OF_INPUTS: Final = re.compile(
     r"CUDA (?:failure|error)|cudaError|\b(?:CUDNN|CUBLAS|CUFFT|CURAND|CUSPARSE|NCCL|TensorRT|TRT)|"
     r"Resource temporarily unavailable|terminate flag",
     re.IGNORECASE,
 )
-"""Failures of libraries, devices and threads, which kernels report with the same codes; and runs that were ended."""
+"""Failures of libraries, devices and threads, which kernels report with the same codes, and terminated runs."""
 _MAX_NODE: Final = 128
-"""Characters: exporters make names of the modules that a node stands in, one within the other."""
+"""Characters of a node's name: exporters build long names from nested modules."""
 
 _PATH: Final = re.compile(r"(?<![\w.])/[^\s:'\",)]+")
 _SOURCE: Final = (".cc", ".h", ".cpp", ".cu", ".hpp")
 _CUDA_PLACE: Final = re.compile(r"\s*;\s*GPU=-?\d+\s*;\s*hostname=.*?;\s*expr=[^;\n]*;?")
-"""Where in ONNX Runtime a call of CUDA failed, and on which host."""
+"""The source expression of a failed CUDA call, and the host."""
 _CUDA_CALL: Final = re.compile(
     r"\S+:\d+ std::conditional_t<[^\[\n]*? onnxruntime::CudaCall\([^\[\n]*?\) \[with [^\]\n]*\]"
 )
-"""The function that saw it, with all of its types."""
+"""The function that reports a failed CUDA call, with all its types."""
 _LOCATION: Final = re.compile(r"…:\d+ [^\n]*?(?=Status|\b[A-Z][a-z]+ )")
 
 
 def without_paths(message: str) -> str:
-    """ONNX Runtime's text without hosts and source locations, and of paths with their last part alone, on one line."""
+    """ONNX Runtime's text on one line, without hosts and source locations, and with the last part of each path only."""
     message = _CUDA_CALL.sub("", _CUDA_PLACE.sub("", message))
     return " ".join(_LOCATION.sub("", _PATH.sub(_last_part, message)).split())
 
@@ -66,7 +66,7 @@ def _last_part(path: re.Match[str]) -> str:
 
 
 def run_error(error: Exception) -> ServeError:
-    """The error for the caller of a failed run: ``ModelRejectionError`` for rejected inputs, else internal."""
+    """The error for callers of a failed run: ``ModelRejectionError`` for rejected inputs, otherwise internal."""
     text = without_paths(str(error))
     node = _rejecting_node(error, text)
     if node is not None:
@@ -75,13 +75,13 @@ def run_error(error: Exception) -> ServeError:
 
 
 def _rejecting_node(error: Exception, text: str) -> str | None:
-    """The node that rejected the inputs, empty if ONNX Runtime did so before any node ran; None for other failures."""
+    """The node that rejected the inputs; empty if ONNX Runtime did before any node ran; None for other failures."""
     if not isinstance(error, _REJECTIONS) or OUT_OF_MEMORY.search(text) or _NOT_OF_INPUTS.search(text):
         return None
     found = None
     code = _CODE.match(text)
     end = code.end() if code else 0
-    while inner := _NODE.match(text, end):  # and not elsewhere: a kernel's own text may quote what a request brought
+    while inner := _NODE.match(text, end):  # only at the beginning: a kernel's own text may quote values of a request
         found, end = inner, inner.end()
     if found is None:
         return "" if isinstance(error, ort_errors.InvalidArgument) else None

@@ -1,28 +1,74 @@
-"""Memory that outputs are bound to: used again as soon as nobody reads it any more, and never before.
+"""Layouts of rows in memory, and output buffers that are reused once no answer refers to them.
 
-A set is leased by reading it. Answers are views on its memory, and so is whatever is made of them without a copy, such
-as what an encoder keeps to write to a socket; each holds a reference to the set's memory. The set is free when no
-reference is left but its own. Nobody ends a lease, so nobody can forget to, or do so too early: whatever became of the
-callers, cancelled, failed or slow, the memory they can still see is not written to.
+References are the leases of a set of buffers. Answers are views of its memory, and so are all objects made from them
+without a copy, such as the data that a socket still has to send; each holds a reference to the memory. The set is free
+when only its own reference is left. No code ends a lease, so none can forget to, or end it too early: as long as a
+cancelled, failed or slow request can read the memory, no run writes to it.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import Final, TypeAlias
 
 import numpy as np
 
-from ortserve.core.batch import Arrays
-from ortserve.engine.row_layout import RowLayout, address_of, offsets
+from ortserve.core.batch import Arrays, Batch
+from ortserve.core.signature import ModelSignature
 
 MAX_SETS: Final = 8
-"""Sets of one instance. One is being computed, one encoded; more are needed while the loop is behind."""
+"""Sets of one instance: one is computed, one is encoded; more are needed while the event loop is behind."""
 MAX_SET_BYTES: Final = 8 * 2**20
-"""A larger set is not worth having: what binding saves a run, about 1 µs, is less than 1 % of writing so much."""
+"""The bound of one set: binding saves about 1 µs per run, less than 1 % of the time to write a larger set."""
 _ALIGNMENT: Final = 64  # a cache line, and the widest vector register
 
 Allocate: TypeAlias = Callable[[int], np.ndarray]
-"""Makes so many bytes of memory that nobody else has."""
+"""Allocates memory, as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Dtype and shape of one row of a tensor."""
+
+    dtype: np.dtype
+    item: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * prod(self.item)
+
+
+def input_layouts(signature: ModelSignature) -> list[RowLayout]:
+    """The row layouts of the inputs of a batched model."""
+    return [RowLayout(spec.datatype.numpy, spec.shape[1:]) for spec in signature.inputs]
+
+
+def layouts_of(arrays: Sequence[np.ndarray]) -> list[RowLayout]:
+    """The row layouts of arrays."""
+    return [RowLayout(array.dtype, array.shape[1:]) for array in arrays]
+
+
+def offsets(layouts: Sequence[RowLayout], rows: int, alignment: int) -> list[int]:
+    """The offset of each tensor in a block of memory with ``rows`` rows of each, and the end of the last, in bytes."""
+    return list(accumulate((-(-layout.nbytes * rows // alignment) * alignment for layout in layouts), initial=0))
+
+
+def fits(batch: Batch, layouts: Sequence[RowLayout]) -> bool:
+    """Whether the arrays of a batch have these rows. A model without batch axis may take any number of rows as 1."""
+    for arrays, layout in zip(batch.parts, layouts, strict=True):
+        first = arrays[0]
+        if first.dtype != layout.dtype or first.shape[1:] != layout.item:
+            return False
+        if len(arrays) == 1 and len(first) != batch.rows:
+            return False
+    return True
+
+
+def address_of(array: np.ndarray) -> int:
+    """The address of the first element."""
+    return int(array.__array_interface__["data"][0])
 
 
 def _allocate(nbytes: int) -> np.ndarray:
@@ -30,11 +76,11 @@ def _allocate(nbytes: int) -> np.ndarray:
 
 
 class OutputBuffers:
-    """One set: for each output room for ``rows`` rows. Not for two runs at once."""
+    """One set: room for ``rows`` rows of each output. Not for concurrent runs."""
 
     def __init__(self, layouts: Sequence[RowLayout], rows: int, allocate: Allocate = _allocate) -> None:
-        # One block for all outputs, so that one look at its references tells about them all. numpy makes it the base
-        # of every view, and of views on those. No local variable may refer to it: it would be counted.
+        # One block holds all outputs, so that one count of references covers them. numpy makes it the base of every
+        # view, and of views of views. No local variable may refer to it, as the reference would be counted.
         self.nbytes: Final = _ALIGNMENT + set_nbytes(layouts, rows)
         self._block = allocate(self.nbytes)
         first = -address_of(self._block) % _ALIGNMENT
@@ -48,31 +94,31 @@ class OutputBuffers:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody can see the memory. Once true it stays so until ``first_rows`` is called: from any thread."""
+        """Whether no view of the memory exists. Once true, it stays true until ``first_rows``. Thread-safe."""
         return sys.getrefcount(self._block) == self._own_references
 
     def first_rows(self, rows: int) -> Arrays:
-        """Views of each output's first rows. The set is leased for as long as they or views on them live."""
+        """Views of each output's first rows. The set is leased while they, or views of them, exist."""
         return tuple([slab[:rows] for slab in self._slabs])
 
     def address(self, output: int) -> int:
-        """Of an output's first row."""
+        """The address of an output's first row."""
         return address_of(self._slabs[output])
 
     def release(self, free: Callable[[np.ndarray], None]) -> None:
-        """Hand the memory of a free set back to whom it was allocated from; the set is of no use afterwards."""
+        """Free the memory of a free set by ``free``. The set cannot be used afterwards."""
         self._slabs = ()
         free(self._block)
         self._block = np.empty(0, np.uint8)
 
 
 class OutputPool:
-    """Sets of one instance, made as they are needed, up to a bound."""
+    """Sets of one instance, made on demand, up to a bound."""
 
     def __init__(
         self, layouts: Sequence[RowLayout], rows: int, allocate: Allocate = _allocate, *, max_sets: int = MAX_SETS
     ) -> None:
-        """``rows`` is the most that a batch may have."""
+        """``rows`` is the largest batch."""
         self.rows = rows
         self._allocate = allocate
         self._max_sets = max_sets
@@ -81,11 +127,11 @@ class OutputPool:
 
     @property
     def sets(self) -> tuple[OutputBuffers, ...]:
-        """All there are, leased and free."""
+        """All sets, leased and free."""
         return tuple(self._sets)
 
     def take(self) -> OutputBuffers | None:
-        """A free set, the oldest first, so that few are used and stay in the processor's cache; None at the bound."""
+        """Take the oldest free set, so that few sets are used and stay in the processor's cache; None at the bound."""
         for buffers in self._sets:
             if buffers.is_free:
                 return buffers
@@ -96,11 +142,11 @@ class OutputPool:
 
 
 def set_nbytes(layouts: Sequence[RowLayout], rows: int) -> int:
-    """How much memory a set takes."""
+    """The size of a set's memory."""
     return offsets(layouts, rows, _ALIGNMENT)[-1]
 
 
 def can_tell_leases() -> bool:
-    """Whether references are counted exactly: by CPython with its lock, under which nobody can make one meanwhile."""
+    """Whether references are counted exactly: only CPython with its interpreter lock does so."""
     is_locked = getattr(sys, "_is_gil_enabled", None)
     return sys.implementation.name == "cpython" and (is_locked is None or bool(is_locked()))

@@ -1,8 +1,8 @@
-"""Which execution provider runs which node, read back from a session: what was asked for is not what was done.
+"""Which execution provider runs which node, read from a session, because it may differ from the configuration.
 
-As told by what divided the graph among the providers, which happens once the graph is simplified and before nodes are
-fused: so these are fewer than the file's nodes, and more than those that run. A profile tells of the latter, but takes
-a run to make, and tells of no node that a provider has compiled.
+The source is the partitioning of the graph, after its simplification and before the fusion of nodes. So there are fewer
+nodes than in the file, and more than run. A profile has the nodes that run, but needs a run, and lacks the nodes that a
+provider compiled.
 """
 
 from collections import Counter
@@ -16,23 +16,23 @@ from ortserve.engine.provider_options import CPU
 from ortserve.errors import invalid_input
 
 RECORD_ENTRY: Final = "session.record_ep_graph_assignment_info"
-"""The entry of the session's configuration without which a session cannot tell."""
+"""The session option that makes a session record its placement."""
 
 _MOST_OPERATORS: Final = 20
 _MOST_LETTERS: Final = 64
 _MOST_NODES: Final = 50
 _MOST_LETTERS_OF_A_NODE: Final = 128
-"""Exporters make names of the modules that a node stands in, one within the other."""
+"""Exporters build long names from nested modules."""
 _ONNX_DOMAINS: Final = ("", "ai.onnx")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement(Mapping[str, Mapping[str, int]]):
-    """Nodes of each operator by execution provider, those with most nodes first, and which nodes they are.
+    """Counts of nodes by execution provider and operator, the provider with most nodes first, and names of nodes.
 
     Attributes:
-        operators: What it is as a mapping.
-        names: Nodes of each provider, in words: the first ``_MOST_NODES`` that ONNX Runtime tells of.
+        operators: The counts.
+        names: The first ``_MOST_NODES`` nodes of each provider, for messages.
     """
 
     operators: Mapping[str, Mapping[str, int]]
@@ -49,17 +49,17 @@ class Placement(Mapping[str, Mapping[str, int]]):
 
 
 def read_placement(session: ort.InferenceSession) -> dict[str, int]:
-    """Nodes by execution provider, the provider with most of them first; the session has ``RECORD_ENTRY``."""
+    """Counts of nodes by execution provider, the largest first. The session has ``RECORD_ENTRY``."""
     return total_nodes(count_operators(session))
 
 
 def read_operators(session: ort.InferenceSession) -> dict[str, frozenset[str]]:
-    """Which operators each execution provider runs; the session has ``RECORD_ENTRY``."""
+    """The operators of each execution provider. The session has ``RECORD_ENTRY``."""
     return {name: frozenset(kinds) for name, kinds in count_operators(session).items()}
 
 
 def count_operators(session: ort.InferenceSession) -> Placement:
-    """Nodes of each operator by execution provider, those with most nodes first; the session has ``RECORD_ENTRY``."""
+    """Read the placement of a session that has ``RECORD_ENTRY``."""
     nodes: dict[str, list[ort.OrtEpAssignedNode]] = {}
     for part in session.get_provider_graph_assignment_info():
         nodes.setdefault(part.ep_name, []).extend(part.get_nodes())
@@ -71,40 +71,40 @@ def count_operators(session: ort.InferenceSession) -> Placement:
 
 
 def total_nodes(operators: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Nodes by execution provider, of what ``count_operators`` gave."""
+    """Counts of nodes by execution provider, from the counts of ``count_operators``."""
     return {name: sum(kinds.values()) for name, kinds in operators.items()}
 
 
 def left_to_cpu(provider: str, operators: Mapping[str, Mapping[str, int]]) -> Mapping[str, int]:
-    """The nodes, by operator, that the chosen provider leaves to the CPU; nothing where that is the CPU itself."""
+    """Counts of the operators that the chosen provider leaves to the CPU; empty if the CPU is the chosen one."""
     return operators.get(CPU, {}) if provider != CPU else {}
 
 
 def check_placement(name: str, nodes: Mapping[str, int]) -> None:
-    """A provider that starts and then takes no node leaves the model to others without a word; here that is an error.
+    """Check that the chosen provider runs at least one node. ONNX Runtime reports no error if it does not.
 
     Raises:
-        ServeError: invalid_input, saying who took the nodes.
+        ServeError: invalid_input, with the providers that run the nodes.
     """
     if nodes and name not in nodes:
-        told = ", ".join(f"{other} takes {count}" for other, count in nodes.items())
-        raise invalid_input(f"execution_providers: {name} takes none of the model's nodes; {told}")
+        others = ", ".join(f"{other} takes {count}" for other, count in nodes.items())
+        raise invalid_input(f"execution_providers: {name} takes none of the model's nodes; {others}")
 
 
 def describe_placement(nodes: Mapping[str, int]) -> str:
-    """In words, for the model's metadata."""
+    """The counts of nodes, for the model's metadata."""
     return ", ".join(f"{name}: {count}" for name, count in nodes.items())
 
 
 def describe_operators(kinds: Mapping[str, int]) -> str:
-    """In words: ``12 MatMul, 4 Relu``. However many operators there are and however they are called, it is short."""
-    told = [f"{count} {name[:_MOST_LETTERS]}" for name, count in list(kinds.items())[:_MOST_OPERATORS]]
-    others = len(kinds) - len(told)
-    return ", ".join(told) + (f" and {others} other operators" if others else "")
+    """Counts of operators for messages: ``12 MatMul, 4 Relu``. The length is bounded."""
+    shown = [f"{count} {name[:_MOST_LETTERS]}" for name, count in list(kinds.items())[:_MOST_OPERATORS]]
+    others = len(kinds) - len(shown)
+    return ", ".join(shown) + (f" and {others} other operators" if others else "")
 
 
 def describe_elsewhere(provider: str, operators: Placement) -> str:
-    """In words, which nodes others run than the chosen provider; empty where there are none.
+    """The nodes that other providers than the chosen one run, for messages; empty if there are none.
 
     ``CPUExecutionProvider: NonZero '/head/NonZero', com.microsoft.FastGelu 'gelu_1' and 12 more``: at most
     ``_MOST_NODES`` of each provider.
@@ -121,6 +121,6 @@ def _describe_node(node: ort.OrtEpAssignedNode) -> str:
     operator = node.op_type if node.domain in _ONNX_DOMAINS else f"{node.domain}.{node.op_type}"
     try:
         name = node.name
-    except UnicodeDecodeError:  # which ONNX Runtime does not check, and needs for nothing
+    except UnicodeDecodeError:  # ONNX Runtime does not check the names of nodes
         name = ""
     return f"{operator[:_MOST_LETTERS]} '{name[:_MOST_LETTERS_OF_A_NODE]}'" if name else operator[:_MOST_LETTERS]

@@ -1,14 +1,15 @@
-"""The options of execution providers: which there are, the values they take, and the defaults that suit a server.
+"""The options of execution providers: names, values, and the defaults of this server; TensorRT's shape profiles.
 
-ONNX Runtime itself refuses a name it does not know in three ways, depending on the provider: with an error, with a line
-in its log, or not at all. The lists are those of ONNX Runtime 1.31.1 and OpenVINO's plug-in 1.8.1.
+For an unknown option ONNX Runtime raises an error, writes a log line, or does nothing, depending on the provider. The
+lists are those of ONNX Runtime 1.31.1 and OpenVINO's plug-in 1.8.1.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from ortserve.config.suggestion import did_you_mean
+from ortserve.core.signature import ModelSignature
 from ortserve.errors import ServeError, invalid_input
 
 CPU: Final = "CPUExecutionProvider"
@@ -17,21 +18,21 @@ TENSORRT: Final = "TensorrtExecutionProvider"
 OPENVINO: Final = "OpenVINOExecutionProvider"
 
 GPU_PROVIDERS: Final = frozenset({CUDA, TENSORRT, "NvTensorRTRTXExecutionProvider", "ROCMExecutionProvider"})
-"""Those that compute on a GPU, so that a run keeps one thread of the host busy."""
+"""Providers that compute on a GPU. A run keeps one host thread busy."""
 
 _Rule: TypeAlias = Callable[[str], str]
-"""Takes a value and returns it as the provider spells it; ValueError says what it expected."""
+"""Converts a value to the provider's spelling. Raises ValueError with the expectation."""
 
 
 def make_provider_options(name: str, given: Mapping[str, str]) -> dict[str, str]:
-    """The options that a provider is opened with: what was given, checked, upon the defaults of this server.
+    """The options of a session's provider: the configured ones, checked, over the defaults of this server.
 
     Args:
-        name: Of the provider, in full. Options of one that is not known here are handed on as they are.
-        given: As configured, texts.
+        name: The provider's full name. Options of an unknown provider are not checked.
+        given: The configured options.
 
     Raises:
-        ServeError: invalid_input, naming provider, option, expectation and what came.
+        ServeError: invalid_input, with provider, option, expectation and value.
     """
     rules = _RULES.get(name)
     if rules is None:
@@ -46,29 +47,29 @@ def make_provider_options(name: str, given: Mapping[str, str]) -> dict[str, str]
             raise _invalid(name, f"{option}: {error}, got '{value}'") from None
     if name == TENSORRT:
         _check_tensorrt(checked)
-        # The sessions that capture are told, and no other: any would replay its first batch for batches of every size,
-        # on the memory of that one (microsoft/onnxruntime#20050).
+        # Only sessions that capture get this option. Any other session would replay its first batch for batches of all
+        # sizes, on the memory of the first (microsoft/onnxruntime#20050).
         checked.pop(_TENSORRT_GRAPH, None)
     return _openvino_options(checked) if name == OPENVINO else checked
 
 
 def asks_for_graphs(name: str, given: Mapping[str, str]) -> bool:
-    """Whether a provider's own options, as configured, say what ``graph_replay`` says."""
+    """Whether a provider's configured options ask for graph replay, as ``graph_replay`` does."""
     return name == TENSORRT and given.get(_TENSORRT_GRAPH, "").lower() in ("1", "true")
 
 
 def with_threads(name: str, options: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The options, and how many threads a run may use for a provider that has threads of its own."""
-    told = dict(options)
-    if name == OPENVINO and told.get("device_type", "CPU") == "CPU":
-        config = json.loads(told.get("load_config", "{}"))
+    """The options, with the number of threads of a run if the provider has its own threads."""
+    result = dict(options)
+    if name == OPENVINO and result.get("device_type", "CPU") == "CPU":
+        config = json.loads(result.get("load_config", "{}"))
         config.setdefault("CPU", {}).setdefault("INFERENCE_NUM_THREADS", str(threads))
-        told["load_config"] = json.dumps(config)
-    return told
+        result["load_config"] = json.dumps(config)
+    return result
 
 
 def searches_each_shape(name: str, options: Mapping[str, str]) -> bool:
-    """Whether cuDNN tries every algorithm at each shape that is new to it, for 0.3 to 1.3 s, while its caller waits."""
+    """Whether cuDNN tries all algorithms at each new shape, which delays the run by 0.3 to 1.3 s."""
     return name == CUDA and options.get("cudnn_conv_algo_search") == "EXHAUSTIVE"
 
 
@@ -84,7 +85,7 @@ def _flag(value: str) -> str:
 
 
 def _true_or_false(value: str) -> str:
-    """As ONNX Runtime's Python takes TensorRT's flags: 1 and 0 it refuses."""
+    """ONNX Runtime's Python rejects 1 and 0 for TensorRT's flags."""
     return "true" if _flag(value) == "1" else "false"
 
 
@@ -110,12 +111,12 @@ def _one_of(*values: str) -> _Rule:
 
 def _text(value: str) -> str:
     if not value:
-        raise ValueError("expected a text")
+        raise ValueError("expected text")
     return value
 
 
 def _own(value: str) -> str:
-    raise ValueError("it is the server's own to set: leave it out")
+    raise ValueError("expected no value, as the server sets this option")
 
 
 def _settings(value: str) -> str:
@@ -156,6 +157,9 @@ _CUDA_RULES: Final[Mapping[str, _Rule]] = {
     "user_compute_stream": _own,
 }
 _TENSORRT_GRAPH: Final = "trt_cuda_graph_enable"
+_TENSORRT_PROFILE: Final = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
+"""The shapes for which TensorRT builds its engine. Without them it builds for the first shape, and again, for
+minutes, for each shape outside of the range so far."""
 _TENSORRT_RULES: Final[Mapping[str, _Rule]] = {
     "device_id": _whole(0, 1023),
     "has_user_compute_stream": _own,
@@ -222,28 +226,27 @@ _RULES: Final[Mapping[str, Mapping[str, _Rule]]] = {
     OPENVINO: _OPENVINO_RULES,
 }
 _DEFAULTS: Final[Mapping[str, Mapping[str, str]]] = {
-    # ONNX Runtime's own is EXHAUSTIVE: 634 ms at each new shape against 1.9 ms, and no faster afterwards
-    # (PaddlePaddle/PaddleX#5057), where every size of a batch is a shape. Its arena grows to the next power of two.
+    # ONNX Runtime's default is EXHAUSTIVE: 634 ms at each new shape against 1.9 ms, and no faster afterwards
+    # (PaddlePaddle/PaddleX#5057); each batch size is a shape. By default the arena grows to the next power of two.
     CUDA: {"cudnn_conv_algo_search": "HEURISTIC", "arena_extend_strategy": "kSameAsRequested"},
 }
 
 
 def _check_tensorrt(options: Mapping[str, str]) -> None:
-    profile = [f"trt_profile_{bound}_shapes" for bound in ("min", "opt", "max")]
-    missing = [option for option in profile if option not in options]
-    if 0 < len(missing) < len(profile):
+    missing = [option for option in _TENSORRT_PROFILE if option not in options]
+    if 0 < len(missing) < len(_TENSORRT_PROFILE):
         raise _invalid(TENSORRT, f"{' and '.join(missing)}: expected beside the others of the profile, got nothing")
     for enable, path in (
         ("trt_engine_cache_enable", "trt_engine_cache_path"),
         ("trt_timing_cache_enable", "trt_timing_cache_path"),
     ):
-        # Else files would be written to wherever the server was started.
+        # Otherwise the files would be written to the server's working directory.
         if options.get(enable) == "true" and path not in options:
             raise _invalid(TENSORRT, f"{path}: expected a folder beside {enable}, got nothing")
 
 
 def _openvino_options(options: dict[str, str]) -> dict[str, str]:
-    """The old package's options as properties, which are all that the plug-in heeds."""
+    """The options of the former package as properties, as the plug-in reads only properties."""
     device = options.get("device_type", "CPU")
     properties = {
         "INFERENCE_NUM_THREADS": options.pop("num_of_threads", None),
@@ -251,11 +254,77 @@ def _openvino_options(options: dict[str, str]) -> dict[str, str]:
         "INFERENCE_PRECISION_HINT": _PRECISIONS.get(options.pop("precision", "")),
     }
     if device == "CPU" and properties["INFERENCE_PRECISION_HINT"] is None:
-        # By itself it computes in BF16 where the processor can: probabilities of a small network were off by 0.001.
+        # By default OpenVINO computes in BF16 if the processor can: probabilities of a small network were off by 0.001.
         properties["INFERENCE_PRECISION_HINT"] = _PRECISIONS["FP32"]
-    told = {name: value for name, value in properties.items() if value is not None}
-    if told:
+    given = {name: value for name, value in properties.items() if value is not None}
+    if given:
         config = json.loads(options.get("load_config", "{}"))
-        config[device] = told | config.get(device, {})
+        config[device] = given | config.get(device, {})
         options["load_config"] = json.dumps(config)
     return options
+
+
+def when_engines_are_built(options: Mapping[str, str]) -> str:
+    """When TensorRT builds its engines, which takes minutes; for the progress of a load."""
+    if any(key in options for key in _TENSORRT_PROFILE):
+        return "which builds its engines here"
+    return "which builds its engines here or, where dimensions are free, at the first run of each shape"
+
+
+def most_rows(options: Mapping[str, str]) -> int | None:
+    """The largest batch of the configured profiles, which TensorRT's provider enforces; None without profiles."""
+    rows: dict[str, int] = {}
+    for one in options.get("trt_profile_max_shapes", "").split(","):
+        name, _, shape = one.rpartition(":")
+        first = shape.partition("x")[0]
+        if name and first.isdecimal():
+            rows[name] = max(rows.get(name, 0), int(first))
+    return min(rows.values(), default=None)
+
+
+def wants_more_profiles(error: ServeError) -> bool:
+    """Whether a session failed because inner tensors of the model need profiles, too.
+
+    This happens if only parts of the model are on TensorRT, and inner tensors enter them.
+    """
+    return "with associated profiles" in error.message
+
+
+def why_built_anew(options: Mapping[str, str]) -> str:
+    """Why another session of a model would build its engines again, for minutes; empty if it finds them in a cache.
+
+    Args:
+        options: The provider's options, with the profile.
+    """
+    if not any(key in options for key in _TENSORRT_PROFILE):
+        return "expected trt_profile_…_shapes, as no profile can be derived and each new shape would build an engine"
+    if options.get("trt_engine_cache_enable") != "true":
+        return "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions"
+    return ""
+
+
+def profile_shapes(signature: ModelSignature, sizes: Sequence[int], given: Mapping[str, str]) -> dict[str, str]:
+    """The options of one profile, from the smallest to the largest size, optimal for the largest.
+
+    Args:
+        signature: The model's inputs.
+        sizes: Rows of batches.
+        given: The configured options.
+
+    Returns:
+        Nothing if a profile is configured, if shapes do not follow from the number of rows, and for names that the
+        option cannot hold.
+    """
+    if (
+        not sizes
+        or not signature.rows_lead
+        or not signature.has_one_shape_class
+        or any(key in given for key in _TENSORRT_PROFILE)
+    ):
+        return {}
+    if any(mark in spec.name for spec in signature.inputs for mark in ":,"):
+        return {}
+    return {
+        key: ",".join(f"{spec.name}:{'x'.join(map(str, (rows, *spec.shape[1:])))}" for spec in signature.inputs)
+        for key, rows in zip(_TENSORRT_PROFILE, (min(sizes), max(sizes), max(sizes)), strict=True)
+    }

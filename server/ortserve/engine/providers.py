@@ -1,6 +1,6 @@
-"""Execution providers (EPs): which of a model's wishes can be used here, and in what order they are tried.
+"""Execution providers (EPs): which EPs of a model's wish list are available, and in what order they are tried.
 
-The list is walked here and not by ONNX Runtime, which takes the next one without a word, or retries on the CPU.
+This module walks the list. ONNX Runtime would take the next EP without an error, or retry on the CPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Final
 import onnxruntime as ort
 
 from ortserve.config.session import ProviderWish, provider_parts
-from ortserve.engine.provider_options import CPU as CPU
 from ortserve.engine.provider_options import (
+    CPU,
     CUDA,
     GPU_PROVIDERS,
     OPENVINO,
@@ -31,11 +31,11 @@ class Provider:
     """One EP.
 
     Attributes:
-        name: In full.
-        options: Texts, checked.
-        devices: That a plug-in shall use; empty for a built-in EP, which is asked for by its name.
-        wants_graphs: Whether its options ask that graphs be replayed.
-        follows: Whether the number of its device was not given for it, but is that of another EP ahead of it.
+        name: The full name.
+        options: The checked options.
+        devices: The devices of a plug-in; empty for a built-in EP, which sessions name.
+        wants_graphs: Whether its options ask for graph replay.
+        follows: Whether its device number was not configured, but is that of an EP ahead of it.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Provider:
 
     @property
     def device_id(self) -> int:
-        """Which of the devices of its kind it runs on."""
+        """The number of its device among the devices of its kind."""
         return _device_number(self.options)
 
 
@@ -55,12 +55,12 @@ class ProviderChoice:
     """The EP to use.
 
     Attributes:
-        name: In full.
-        passed_over: In words, why each EP ahead of it in the wish list was not taken.
-        options: Its options, texts.
-        behind: EPs for the nodes that it does not take: the wishes after it that can be used.
-        devices: That it shall use, if it is a plug-in.
-        wants_graphs: Whether its options ask that graphs be replayed.
+        name: The full name.
+        passed_over: Why each EP ahead of it in the wish list was not taken.
+        options: The checked options.
+        behind: EPs for the nodes that it does not take: the available wishes after it.
+        devices: The devices of a plug-in.
+        wants_graphs: Whether its options ask for graph replay.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ProviderChoice:
 
     @staticmethod
     def of(first: Provider, behind: Sequence[Provider], passed_over: Sequence[str]) -> "ProviderChoice":
-        """The first of those that can be used, with those of GPUs behind it on the device that it is on."""
+        """The choice of the first available EP, with GPU EPs behind it on the same device."""
         first, *behind = _on_one_gpu((first, *behind))
         return ProviderChoice(
             first.name, tuple(passed_over), first.options, tuple(behind), first.devices, first.wants_graphs
@@ -80,37 +80,37 @@ class ProviderChoice:
 
     @property
     def device_id(self) -> int:
-        """Which of the devices of its kind it runs on."""
+        """The number of its device among the devices of its kind."""
         return _device_number(self.options)
 
     def on_device(self, number: int) -> "ProviderChoice":
-        """The same EP on the device of this number among those of its kind, and those of GPUs behind it there, too."""
-        told = {"device_id": str(number)}
+        """The same EP on another device of its kind, together with the GPU EPs behind it."""
+        placed = {"device_id": str(number)}
         behind = (
-            replace(other, options={**other.options, **told}, follows=False) if other.name in GPU_PROVIDERS else other
+            replace(other, options={**other.options, **placed}, follows=False) if other.name in GPU_PROVIDERS else other
             for other in self.behind
         )
-        return replace(self, options={**self.options, **told}, behind=tuple(behind))
+        return replace(self, options={**self.options, **placed}, behind=tuple(behind))
 
     def without_first(self, reason: str) -> "ProviderChoice":
-        """The choice once its EP has turned out not to work, for a reason in words. There must be one behind it.
+        """The choice after its EP failed for this reason. There must be an EP behind it.
 
-        That one is on the device that was given for it, or the first of its kind, wherever its EP was.
+        That EP uses its own configured device, or the first of its kind.
         """
         first, *others = self.behind
         return ProviderChoice.of(first, others, (*self.passed_over, reason))
 
 
 def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer] | None = None) -> ProviderChoice:
-    """Take the first wish that there is here.
+    """Choose the first available EP of a wish list.
 
     Args:
-        wishes: Short or full EP names, best first, with or without options, which are checked for all of them.
-        offer: Tells of a full EP name what there is of it; None asks ONNX Runtime.
+        wishes: Short or full EP names, best first, with or without options. The options of all are checked.
+        offer: Returns the availability of an EP by its full name; None asks ONNX Runtime.
 
     Raises:
-        ServeError: invalid_input, for an option that is wrong, or another GPU than that of the EP ahead of it, and,
-            naming wishes and offer, when none can be used.
+        ServeError: invalid_input, for a wrong option, for another GPU than that of the EP ahead, and if no EP is
+            available.
     """
     offer = Runtime().offer if offer is None else offer
     wanted: list[Provider] = []
@@ -144,40 +144,40 @@ def choose_provider(wishes: Sequence[ProviderWish], offer: Callable[[str], Offer
 def attach_providers(
     native: ort.SessionOptions, choice: ProviderChoice, *, threads: int, has_cpu: bool = True
 ) -> list[tuple[str, dict[str, str]]] | None:
-    """Tell a session its EPs, with the CPU last, for the nodes that nobody takes.
+    """Set the EPs of a session, with the CPU last for all other nodes.
 
     Args:
-        native: What a session with plug-ins is told by; then ``providers`` must be None, or it would win.
-        choice: The EP and those behind it.
-        threads: For EPs that have threads of their own.
-        has_cpu: Whether the CPU may take nodes although nobody wished for it.
+        native: Gets the EPs of a session with plug-ins. Then the result is None, as ``providers`` would override them.
+        choice: The EP and the EPs behind it.
+        threads: For EPs with their own threads.
+        has_cpu: Whether the CPU may take nodes although it is not configured.
 
     Returns:
         The session's ``providers``.
     """
     chain = {choice.name: Provider(choice.name, choice.options, choice.devices)}
-    if choice.name != CPU:  # which takes every node, so that nothing is left for others
+    if choice.name != CPU:  # the CPU takes every node and leaves none for others
         for provider in (*choice.behind, *([Provider(CPU)] if has_cpu else [])):
             chain.setdefault(provider.name, provider)
         if CPU in chain:
             chain[CPU] = chain.pop(CPU)
-    told = [replace(one, options=with_threads(one.name, one.options, threads)) for one in chain.values()]
-    if not any(provider.devices for provider in told):
-        return [(provider.name, provider.options) for provider in told]
-    for provider in told:
+    attached = [replace(one, options=with_threads(one.name, one.options, threads)) for one in chain.values()]
+    if not any(provider.devices for provider in attached):
+        return [(provider.name, provider.options) for provider in attached]
+    for provider in attached:
         if provider.devices:
             own = {key: value for key, value in provider.options.items() if key not in ("device_type", "device_id")}
             native.add_provider_for_devices(list(provider.devices), own)
-        elif provider.name != CPU:  # which ONNX Runtime puts last by itself
+        elif provider.name != CPU:  # ONNX Runtime appends the CPU by itself
             native.add_provider(provider.name, provider.options)
     return None
 
 
 def check_providers(choice: ProviderChoice, used: Sequence[str]) -> None:
-    """ONNX Runtime drops an EP that cannot start with no more than a warning; here that is an error.
+    """Check that the session uses the chosen EP. ONNX Runtime only warns about an EP that cannot start.
 
     Raises:
-        ServeError: invalid_input, when the session does not use the chosen EP.
+        ServeError: invalid_input, if the session does not use the chosen EP.
     """
     if choice.name not in used:
         raise invalid_input(
@@ -187,10 +187,10 @@ def check_providers(choice: ProviderChoice, used: Sequence[str]) -> None:
 
 
 def _check_gpus(wanted: Sequence[Provider]) -> None:
-    """Whichever of them can be used here: what holds on this machine shall hold on the next."""
+    """Check all wishes, whether available or not, so that a configuration is valid on all machines or on none."""
     on_gpus = [provider for provider in wanted if provider.name in GPU_PROVIDERS]
     for position, leader in enumerate(on_gpus):
-        names = {leader.name}  # of which a session has each once: the same one again is for ``allow_fallback``
+        names = {leader.name}  # a session uses each EP once; the same EP again is a fallback
         for other in on_gpus[position + 1 :]:
             is_elsewhere = "device_id" in other.options and other.device_id != leader.device_id
             if is_elsewhere and other.name not in names:
@@ -202,18 +202,17 @@ def _check_gpus(wanted: Sequence[Provider]) -> None:
 
 
 def _on_one_gpu(providers: Sequence[Provider]) -> list[Provider]:
-    """The EPs of one session: those of GPUs that were given no device are on that of the first of them.
+    """The EPs of one session, with GPU EPs without a configured device on the device of the first GPU EP.
 
-    What one EP computes the next one reads: it must not lie on another GPU. A plug-in stays on the device that it was
-    given when it was chosen.
+    An EP reads the results of other EPs, which must not be on another GPU. A plug-in keeps its chosen device.
     """
     own = [_without_followed(provider) for provider in providers]
     leader = next((provider for provider in own if provider.name in GPU_PROVIDERS), None)
     if leader is None or "device_id" not in leader.options:
         return own
-    told = {"device_id": leader.options["device_id"]}
+    followed = {"device_id": leader.options["device_id"]}
     return [
-        replace(provider, options={**provider.options, **told}, follows=True)
+        replace(provider, options={**provider.options, **followed}, follows=True)
         if provider.name in GPU_PROVIDERS and "device_id" not in provider.options and not provider.devices
         else provider
         for provider in own
@@ -228,7 +227,7 @@ def _without_followed(provider: Provider) -> Provider:
 
 
 def _on_device(provider: Provider, devices: Sequence[ort.OrtEpDevice]) -> Provider:
-    """On one device: of the wished type, else of that of the first, and of these the one of the wished number."""
+    """The EP on one device: of the configured type, or the type of the first, and with the configured number."""
     wished = provider.options.get("device_type") or devices[0].device.type.name
     alike = [device for device in devices if device.device.type.name == wished]
     number = _device_number(provider.options)
@@ -237,7 +236,7 @@ def _on_device(provider: Provider, devices: Sequence[ort.OrtEpDevice]) -> Provid
 
 def _device_number(options: Mapping[str, str]) -> int:
     text = options.get("device_id", "0")
-    return int(text) if text.isdecimal() else 0  # of an EP whose options are not known here
+    return int(text) if text.isdecimal() else 0  # an EP with unknown options
 
 
 def _device_wish(provider: Provider) -> str:

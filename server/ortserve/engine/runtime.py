@@ -1,6 +1,6 @@
-"""ONNX Runtime as one process has it: plug-in execution providers, and what sessions share.
+"""The process-wide state of ONNX Runtime: plug-in execution providers, the shared thread pool, the shared arena.
 
-All of it is ONNX Runtime's own state, which belongs to the process and cannot be taken back while sessions live.
+The state belongs to the process and cannot be undone while sessions exist.
 """
 
 import ctypes
@@ -15,34 +15,31 @@ from typing import Any, Final
 
 import onnxruntime as ort
 
-from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.device.devices import Devices
 from ortserve.engine.ort_errors import ORT_ERRORS, without_paths
+from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import CUDA, GPU_PROVIDERS, TENSORRT
 from ortserve.errors import invalid_input
 
 _PACKAGE_PREFIX: Final = "onnxruntime_ep_"
-"""What the packages of plug-in providers are called, each with ``get_library_path`` and ``get_ep_names``."""
+"""The prefix of packages of plug-in providers, which have ``get_library_path`` and ``get_ep_names``."""
 
 _PACKAGE_ERRORS: Final[tuple[type[Exception], ...]] = (ImportError, AttributeError, OSError, *ORT_ERRORS)
 _LIBRARY: Final = "library_path"
-"""Where ONNX Runtime notes a plug-in's library, in what it tells of its devices."""
-
+"""The key of a plug-in's library in the metadata of its devices."""
 
 _LIBRARIES: Final = Path(ort.__file__).parent / "capi"
 _LIBRARY_OF: Final = {CUDA: "libonnxruntime_providers_cuda.so", TENSORRT: "libonnxruntime_providers_tensorrt.so"}
 _MISSING: Final = re.compile(r"([^\s/:]+): cannot open shared object file")
-"""What the system's loader says of a library that another one needs."""
+"""The message of the system's loader about a missing dependency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What there is of one execution provider here.
+    """The availability of one execution provider.
 
     Attributes:
-        devices: That a plug-in offers; empty for a built-in one, which is asked for by its name, and where there are
-            none.
-        problem: In words, why it cannot be used; empty where it can.
+        devices: The devices of a plug-in; empty for a built-in provider, which sessions name, and if there are none.
+        problem: Why the provider cannot be used; empty if it can.
     """
 
     devices: tuple[ort.OrtEpDevice, ...] = ()
@@ -50,22 +47,22 @@ class Offer:
 
 
 def preload_libraries(name: str) -> None:
-    """Load what a GPU's provider needs from NVIDIA's packages, where it is installed as such.
+    """Load the libraries that a GPU provider needs from NVIDIA's Python packages, if they are installed.
 
-    Else ONNX Runtime would find only what the system's loader finds, and say no more than a line in its log.
+    Otherwise ONNX Runtime finds only the libraries that the system's loader finds, and writes a log line for others.
     """
     if name in GPU_PROVIDERS and name in ort.get_available_providers():
         ort.preload_dlls()
 
 
 def missing_library(name: str, folder: Path = _LIBRARIES) -> str:
-    """That a library which a built-in provider needs is not found here, as the end of a sentence; empty where none is.
+    """The missing library of a built-in provider, as the end of a sentence; empty if none is missing.
 
-    ONNX Runtime writes it to its log alone. ``folder`` holds the libraries of providers.
+    ONNX Runtime reports it only in its log. ``folder`` holds the libraries of providers.
     """
     try:
         ctypes.CDLL(str(folder / _LIBRARY_OF[name]))
-    except KeyError:  # a provider that is a part of ONNX Runtime, or a plug-in
+    except KeyError:  # part of ONNX Runtime's own library, or a plug-in
         return ""
     except OSError as error:
         missing = _MISSING.match(str(error))
@@ -74,23 +71,20 @@ def missing_library(name: str, folder: Path = _LIBRARIES) -> str:
 
 
 class Runtime:
-    """The process's ONNX Runtime. Make one; all but the constructor is for the threads that load models."""
+    """The process's ONNX Runtime. Make one per process. Threads that load models call its methods."""
 
-    def __init__(
-        self, libraries: Sequence[Path] = (), *, global_threads: bool = False, devices: Devices | None = None
-    ) -> None:
-        """Register plug-in libraries, and make the thread pool of all sessions where there shall be one.
+    def __init__(self, libraries: Sequence[Path] = (), *, global_threads: bool = False) -> None:
+        """Register plug-in libraries, and make a thread pool for all sessions if it is requested.
 
         Args:
-            libraries: Of plug-ins.
-            global_threads: Whether there shall be one.
-            devices: That sessions may have buffers on; None for those that there are.
+            libraries: The libraries of plug-ins.
+            global_threads: Whether all sessions share one thread pool.
 
         Raises:
-            ServeError: invalid_input, naming the library that cannot be used, and why.
+            ServeError: invalid_input, with the library that cannot be used, and the reason.
         """
         self._registered: set[Path] = set()
-        """Libraries of plug-ins, where they really are."""
+        """Libraries of plug-ins, by their resolved paths."""
         for library in libraries:
             try:
                 self._register(str(library), library)
@@ -98,26 +92,24 @@ class Runtime:
                 reason = without_paths(str(error))
                 raise invalid_input(f"execution_provider_libraries: '{library}' cannot be used: {reason}") from error
         self.has_global_threads: Final = global_threads
-        """Whether sessions have no threads of their own; then ONNX Runtime refuses those that want some."""
+        """Whether sessions have no threads of their own; then ONNX Runtime rejects sessions with own threads."""
         if global_threads:
             ort.set_global_thread_pool_sizes(cpu_budget(), 1)
         self._has_shared_arena = False
         self._changing = threading.Lock()
-        self.devices: Final = devices or Devices()
-        """Where sessions may have buffers."""
 
     def offer(self, name: str) -> Offer:
-        """What there is of a provider, by its full name; a plug-in package that has it is registered for it.
+        """The availability of a provider, by its full name. Registers the plug-in package that contains it.
 
-        One that names ``OpenVINOExecutionProvider`` may have ``OpenVINOExecutionProvider.AUTO``, too, of which it tells
-        once it is registered. A plug-in must not be asked for by its name: ONNX Runtime would make a session on the
-        CPU, and say nothing.
+        A package that names ``OpenVINOExecutionProvider`` may contain ``OpenVINOExecutionProvider.AUTO``, too, which it
+        shows once it is registered. A session must not name a plug-in: ONNX Runtime would make a session on the CPU
+        without an error.
         """
         with self._changing:
             return self._offer(name)
 
     def _offer(self, name: str) -> Offer:
-        if devices := _devices(name):  # first, because ONNX Runtime lists the names of plug-ins among its own
+        if devices := _devices(name):  # first, because ONNX Runtime also lists the names of plug-ins among its own
             return Offer(devices=devices)
         if name in ort.get_available_providers():
             preload_libraries(name)
@@ -132,19 +124,19 @@ class Runtime:
             except _PACKAGE_ERRORS as error:
                 problem += f"; the package {package} cannot be used: {without_paths(str(error))}"
             else:
-                problem = f"finds no device here that it supports, says the package {package}"
+                problem = f"finds no device that it supports, according to the package {package}"
         devices = _devices(name)
         return Offer(devices=devices, problem="" if devices else problem)
 
     def _register(self, name: str, library: Path) -> None:
-        """Once: ONNX Runtime refuses a name again, and lists the devices of a library again under another one."""
+        """Register once: a second registration fails, or lists the library's devices again for another name."""
         whole = library.resolve()
         if whole not in self._registered:
             ort.register_execution_provider_library(name, str(library))
             self._registered.add(whole)
 
     def share_arena(self) -> None:
-        """Have an arena that sessions may share."""
+        """Make the arena that sessions may share."""
         with self._changing:
             if not self._has_shared_arena:
                 memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
@@ -153,7 +145,7 @@ class Runtime:
 
 
 def _devices(name: str) -> tuple[ort.OrtEpDevice, ...]:
-    """Of a plug-in: what is built in has devices, too, but no library."""
+    """The devices of a plug-in. Built-in providers have devices, too, but no library."""
     return tuple(device for device in ort.get_ep_devices() if device.ep_name == name and _LIBRARY in device.ep_metadata)
 
 

@@ -1,6 +1,6 @@
-"""Gathering the rows of a batch on the host: one copy, into a buffer that is used again for the next batch.
+"""Staging the rows of a batch on the host: one copy, into a buffer that the next batch reuses.
 
-Here are batches of any shape; those whose shapes the number of rows fixes go straight to bound buffers (``binding``).
+``HostStaging`` takes batches of any shape. Batches with bound buffers are staged there directly (``host_binding``).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ortserve.core.padding import PaddedAxis, Padding, StagedElements
 
 
 def stage_rows(arrays: Arrays, out: np.ndarray, rows: int) -> None:
-    """Copy the rows of ``arrays`` one after another into ``out`` and repeat the last in what is left of it.
+    """Copy the rows of ``arrays`` one after another into ``out`` and repeat the last row in the rest.
 
     Args:
         arrays: At least one array of shape ``(rows_i, *item)``, all of ``out``'s dtype.
@@ -31,18 +31,18 @@ def stage_rows(arrays: Arrays, out: np.ndarray, rows: int) -> None:
 
 
 class HostStaging:
-    """Buffers of one instance, one for each input. Not for two runs at once.
+    """Buffers of one instance, one for each input. Not for concurrent runs.
 
-    ``elements`` counts what was staged, where there is padding; another thread may read it.
+    ``elements`` counts staged elements, if batches are padded; other threads may read it.
     """
 
     def __init__(self, axes: Sequence[int | None], padding: Padding | None = None) -> None:
         """Make no buffer yet.
 
         Args:
-            axes: For each input, on which axis the model has the rows; None where it has none. 0 for all inputs of a
+            axes: The axis of each input that carries the rows; None for an input without rows. 0 for all inputs of a
                 model that is not batched.
-            padding: None where no batch is ever padded; then nothing is counted.
+            padding: None if no batch is ever padded; then nothing is counted.
         """
         self._axes = axes
         self._buffers: list[np.ndarray | None] = [None] * len(axes)
@@ -50,19 +50,19 @@ class HostStaging:
         self.elements = StagedElements()
 
     def stage(self, parts: Sequence[Arrays], bucket: int) -> list[np.ndarray]:
-        """Make one array of ``bucket`` rows an input, in the model's own form, aligned and contiguous.
+        """Make one aligned, contiguous array of ``bucket`` rows for each input, in the model's own form.
 
-        What fills a bucket alone and is aligned is not copied. Padded axes are filled up with their declared value.
-        Padding rows repeat the last row: real values, which no kernel is slow or fails on.
+        An aligned array that fills a bucket alone is not copied. Padded axes are filled with their declared value.
+        Padding rows repeat the last row: real values, on which no kernel is slow or fails.
 
         Args:
-            parts: For each input at least one array of shape ``(rows_i, *item)``, at most ``bucket`` rows in all; the
-                rows are all the same where the model's input has none. ``item`` may differ in the length of a padded
-                axis only, and not once that is padded.
-            bucket: Rows to run. For a model without a batch axis, whose inputs have any shape, it does not count.
+            parts: For each input at least one array of shape ``(rows_i, *item)``, at most ``bucket`` rows in all. For
+                an input without rows all rows are equal. ``item`` differs only in the length of a padded axis, and
+                padding makes these lengths equal.
+            bucket: Rows to run. Ignored for a model without a batch axis, whose inputs have any shape.
 
         Returns:
-            The callers' arrays, or buffers that the next call overwrites.
+            The requests' arrays, or buffers that the next call overwrites.
         """
         if self._padding is None:
             return [self._stage(index, arrays, bucket) for index, arrays in enumerate(parts)]
@@ -76,7 +76,7 @@ class HostStaging:
         return staged
 
     def count(self, staged: int, padded: int) -> None:
-        """Count elements, of which the ``padded`` ones were brought by no request, that were staged elsewhere."""
+        """Count elements that were staged elsewhere, ``padded`` of them as padding."""
         self.elements = StagedElements(self.elements.staged + staged, self.elements.padded + padded)
 
     def _stage_padded(self, index: int, arrays: Arrays, bucket: int, padded: PaddedAxis) -> np.ndarray:
@@ -87,7 +87,7 @@ class HostStaging:
             return self._stage(index, arrays, bucket)
         buffer = self._buffer(index, bucket, padded.padded_shape(shape)[1:], arrays[0].dtype)
         before = (slice(None),) * (axis - 1)
-        # At once for all rows and not behind each request: many are short, and each assignment costs about 0.5 µs.
+        # One assignment for all rows, not one for each request: each costs about 0.5 µs.
         buffer[(slice(bucket), *before, slice(shortest, None))] = padded.value
         first = 0
         for array in arrays:
@@ -102,7 +102,7 @@ class HostStaging:
         first, axis = arrays[0], self._axes[index]
         if axis != 0:
             return _stage_off_front(arrays, bucket, axis)
-        # One without a single row is of a model without a batch axis: there is no row to repeat, nor any need to.
+        # An array without rows belongs to a model without a batch axis: there is no row to repeat.
         if len(arrays) == 1 and (first.ndim == 0 or len(first) >= bucket or len(first) == 0):
             return _as_runnable(first)
         buffer = self._buffer(index, bucket, first.shape[1:], first.dtype)[:bucket]
@@ -110,8 +110,8 @@ class HostStaging:
         return buffer
 
     def _buffer(self, index: int, bucket: int, item: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """At least ``bucket`` rows, whose content does not count."""
-        if dtype.hasobject:  # a kept buffer would keep the texts alive
+        """A buffer of at least ``bucket`` rows, with arbitrary content."""
+        if dtype.hasobject:  # a kept buffer would keep the strings alive
             return np.empty((bucket, *item), dtype)
         buffer = self._buffers[index]
         if buffer is None or len(buffer) < bucket or buffer.shape[1:] != item or buffer.dtype != dtype:
@@ -120,7 +120,7 @@ class HostStaging:
 
 
 def _stage_off_front(arrays: Arrays, bucket: int, axis: int | None) -> np.ndarray:
-    """Rows of an input that has them on another axis than 0, or not at all."""
+    """Stage an input that has its rows on another axis than 0, or has no rows."""
     first = arrays[0]
     if is_absent(first):
         return first

@@ -1,8 +1,8 @@
-"""ZipMap's maps as tensors: the model is opened with its class scores as an output, one column for each class.
+"""Opening models with ZipMap so that the maps become a tensor of class scores, with one column for each class.
 
-ONNX Runtime hands out a sequence of maps as a list of dictionaries, which it makes row by row with the interpreter lock
-held. So ZipMap is replaced in the serialized model before a session is made of it; the file stays as it is. ``session``
-opens the result, the loader reads classes.
+ONNX Runtime returns a sequence of maps as a list of dictionaries, which it builds row by row under the interpreter
+lock. So this module replaces ZipMap in the serialized model before a session is made. It does not change the file.
+``session`` opens the result, and the loader reads the classes.
 """
 
 import struct
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from ortserve.model_file import LENGTH_DELIMITED, VARINT, fields, messages, read_model, text, varint
+from ortserve.model_file.graph import FLOAT, Model, Node, names_read
+from ortserve.model_file.protobuf import fields, mapped_file, write_message, write_number, write_tag, write_varint
 
-Classes: TypeAlias = tuple[int, ...] | tuple[str, ...]
+Classes: TypeAlias = tuple[int | float | str, ...]
 """The keys of the maps, in the order of the columns."""
 
 _DOMAIN: Final = "ai.onnx.ml"
 
-# Field numbers of onnx.proto (github.com/onnx/onnx).
+# Field numbers of onnx.proto (github.com/onnx/onnx), for the fields that this module edits.
 _MODEL_GRAPH: Final = 7
 _GRAPH_NODE: Final = 1
 _GRAPH_OUTPUT: Final = 12
@@ -26,9 +27,6 @@ _GRAPH_VALUE: Final = 13
 _VALUE_NAME: Final = 1
 _VALUE_TYPE: Final = 2
 _TYPE_TENSOR: Final = 1
-_TYPE_SEQUENCE: Final = 4
-_TYPE_MAP: Final = 5
-_SEQUENCE_ELEMENT: Final = 1
 _TENSOR_TYPE: Final = 1
 _TENSOR_SHAPE: Final = 2
 _SHAPE_DIM: Final = 1
@@ -39,60 +37,76 @@ _NODE_OPERATOR: Final = 4
 _NODE_ATTRIBUTE: Final = 5
 _NODE_DOMAIN: Final = 7
 _ATTRIBUTE_NAME: Final = 1
-_ATTRIBUTE_GRAPH: Final = 6
 _ATTRIBUTE_FLOATS: Final = 7
 _ATTRIBUTE_INTS: Final = 8
-_ATTRIBUTE_STRINGS: Final = 9
 _ATTRIBUTE_KIND: Final = 20
-_FLOAT: Final = 1
-"""The element type (TensorProto.DataType)."""
 _KIND_FLOATS: Final = 6
 _KIND_INTS: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
 class _ZipMap:
-    """A node whose output is an output of the graph, and goes nowhere else."""
+    """A ZipMap whose output is an output of the graph that no node reads."""
 
     scores: str
     output: str
     classes: Classes
 
 
-def read_classes(path: Path) -> dict[str, Classes]:
-    """The classes of each output that is a sequence of maps in the file, and a tensor in a session. Blocks on the file.
+def read_classes(model: Model) -> dict[str, Classes]:
+    """The classes of each output that is a sequence of maps in the file, and a tensor in a session."""
+    return {zip_map.output: zip_map.classes for zip_map in _find(model).values()}
 
-    Empty where the file has no such output, or is in another format.
+
+def with_score_tensors(path: Path, model: Model) -> bytes | None:
+    """The serialized model with a tensor in place of each such output; None if it has none. Blocks on the file.
+
+    The tensor is FP32 ``[-1, classes]`` and has the output's name. Nodes of ``ai.onnx.ml`` replace ZipMap, so that the
+    same execution provider runs them. Scaler fails, as ZipMap does, if the number of scores is not that of the classes.
+    FeatureVectorizer makes a matrix from the scores of a single row without an axis. Neither changes a score.
     """
-    found = read_model(path, lambda model: iter(_find(model).values()))
-    return {zip_map.output: zip_map.classes for zip_map in found}
-
-
-def with_score_tensors(path: Path) -> bytes | None:
-    """The serialized model with a tensor in place of each such output; None where it has none. Blocks on the file.
-
-    The tensor is FP32 ``[-1, classes]`` and has the output's name. Nodes of ``ai.onnx.ml`` take ZipMap's place, so that
-    the same execution provider runs them: Scaler fails, as ZipMap does, where there are not as many scores as classes,
-    and FeatureVectorizer makes a matrix of the scores of a single row without an axis. Neither changes a score.
-    """
-    edited = read_model(path, _edit)
-    return edited[0] if edited else None
-
-
-def _edit(model: memoryview) -> Iterator[bytes]:
     zip_maps = _find(model)
     if not zip_maps:
-        return
+        return None
+    with mapped_file(path) as data:
+        return _edit(data, zip_maps)
+
+
+def _find(model: Model) -> dict[str, _ZipMap]:
+    """The nodes to replace, by output."""
+    outputs = {declared.name for declared in model.graph.outputs if declared.is_map_sequence}
+    if not outputs:
+        return {}
+    found = {
+        zip_map.output: zip_map
+        for node in model.graph.nodes
+        if (zip_map := _zip_map(node)) is not None and zip_map.output in outputs
+    }
+    for node in model.graph.nodes:
+        for name in names_read(node):
+            found.pop(name, None)
+    return found
+
+
+def _zip_map(node: Node) -> _ZipMap | None:
+    """The node, if it is a ZipMap with classes."""
+    if node.op != "ZipMap" or node.domain != _DOMAIN or not len(node.inputs) == len(node.outputs) == 1:
+        return None
+    classes = node.attributes.get("classlabels_strings") or node.attributes.get("classlabels_int64s")
+    return _ZipMap(node.inputs[0], node.outputs[0], classes) if isinstance(classes, tuple) else None
+
+
+def _edit(model: memoryview, zip_maps: Mapping[str, _ZipMap]) -> bytes:
     parts: list[bytes | memoryview] = []
     kept = 0
     for number, _, (start, end) in fields(model, 0, len(model)):
         if number == _MODEL_GRAPH:
             graph = list(_edit_graph(model, start, end, zip_maps))
-            parts += [_tag(_MODEL_GRAPH), _varint(sum(map(len, graph))), *graph]
+            parts += [write_tag(_MODEL_GRAPH), write_varint(sum(map(len, graph))), *graph]
         else:
             parts.append(model[kept:end])
         kept = end
-    yield b"".join(parts)
+    return b"".join(parts)
 
 
 def _edit_graph(
@@ -106,129 +120,45 @@ def _edit_graph(
         elif number == _GRAPH_NODE:
             yield from _nodes(zip_map)
         elif number == _GRAPH_OUTPUT:
-            yield _message(_GRAPH_OUTPUT, _declaration(zip_map))
+            yield write_message(_GRAPH_OUTPUT, _declaration(zip_map))
         kept = span[1]
 
 
 def _name(model: memoryview, number: int, span: tuple[int, int]) -> str:
-    """What a field of a graph declares or computes first; empty for weights and the like."""
+    """The value that a field of a graph declares, or computes as its first output; empty for weights and the like."""
     if number not in (_GRAPH_NODE, _GRAPH_OUTPUT, _GRAPH_VALUE):
         return ""
-    return next(_texts(model, *span, _NODE_OUTPUT if number == _GRAPH_NODE else _VALUE_NAME), "")
-
-
-def _find(model: memoryview) -> dict[str, _ZipMap]:
-    """By output."""
-    graphs = list(messages(model, 0, len(model), _MODEL_GRAPH))
-    if len(graphs) != 1:
-        return {}
-    outputs = {
-        text(model, *value, _VALUE_NAME)
-        for value in messages(model, *graphs[0], _GRAPH_OUTPUT)
-        if _is_sequence_of_maps(model, *value)
-    }
-    if not outputs:
-        return {}
-    nodes = list(messages(model, *graphs[0], _GRAPH_NODE))
-    found = {zip_map.output: zip_map for node in nodes for zip_map in _read(model, *node) if zip_map.output in outputs}
-    for node in nodes:
-        for name in _inputs(model, *node):
-            found.pop(name, None)
-    return found
-
-
-def _is_sequence_of_maps(model: memoryview, start: int, end: int) -> bool:
-    spans = [(start, end)]
-    for number in (_VALUE_TYPE, _TYPE_SEQUENCE, _SEQUENCE_ELEMENT, _TYPE_MAP):
-        spans = [inner for span in spans for inner in messages(model, *span, number)]
-    return bool(spans)
-
-
-def _read(model: memoryview, start: int, end: int) -> Iterator[_ZipMap]:
-    """The node, if it is a ZipMap with classes."""
-    if text(model, start, end, _NODE_OPERATOR) != "ZipMap" or text(model, start, end, _NODE_DOMAIN) != _DOMAIN:
-        return
-    classes: dict[str, Classes] = {}
-    for attribute in messages(model, start, end, _NODE_ATTRIBUTE):
-        if texts := tuple(_texts(model, *attribute, _ATTRIBUTE_STRINGS)):
-            classes[text(model, *attribute, _ATTRIBUTE_NAME)] = texts
-        elif numbers := tuple(_integers(model, *attribute)):
-            classes[text(model, *attribute, _ATTRIBUTE_NAME)] = numbers
-    keys = classes.get("classlabels_strings") or classes.get("classlabels_int64s")
-    inputs, outputs = (list(_texts(model, start, end, number)) for number in (_NODE_INPUT, _NODE_OUTPUT))
-    if keys and len(inputs) == len(outputs) == 1:
-        yield _ZipMap(inputs[0], outputs[0], keys)
-
-
-def _inputs(model: memoryview, start: int, end: int) -> Iterator[str]:
-    """What a node reads, and what those in its graphs read."""
-    yield from _texts(model, start, end, _NODE_INPUT)
-    for attribute in messages(model, start, end, _NODE_ATTRIBUTE):
-        for number, _, span in fields(model, *attribute):
-            if number == _ATTRIBUTE_GRAPH:
-                for node in messages(model, *span, _GRAPH_NODE):
-                    yield from _inputs(model, *node)
-            elif number > _ATTRIBUTE_GRAPH:
-                break  # a list, which may hold millions of numbers, each a field
-
-
-def _texts(model: memoryview, start: int, end: int, number: int) -> Iterator[str]:
-    for span in messages(model, start, end, number):
-        yield bytes(model[slice(*span)]).decode("utf-8", "backslashreplace")
-
-
-def _integers(model: memoryview, start: int, end: int) -> Iterator[int]:
-    """Those of an attribute, one a field or packed into one."""
-    for number, _, (begin, after) in fields(model, start, end):
-        if number > _ATTRIBUTE_INTS:
-            return
-        while number == _ATTRIBUTE_INTS and begin < after:
-            value, begin = varint(model, begin)
-            yield value - (1 << 64) if value >= 1 << 63 else value
+    wanted = _NODE_OUTPUT if number == _GRAPH_NODE else _VALUE_NAME
+    names = (value for found, _, value in fields(model, *span) if found == wanted)
+    return next((bytes(model[slice(*name)]).decode("utf-8", "backslashreplace") for name in names), "")
 
 
 def _nodes(zip_map: _ZipMap) -> Iterator[bytes]:
     count = len(zip_map.classes)
     checked = f"{zip_map.output}/checked"
     scale = [
-        _attribute(name, _message(_ATTRIBUTE_FLOATS, struct.pack("<f", value) * count), _KIND_FLOATS)
+        _attribute(name, write_message(_ATTRIBUTE_FLOATS, struct.pack("<f", value) * count), _KIND_FLOATS)
         for name, value in (("offset", 0.0), ("scale", 1.0))
     ]
-    width = _attribute("inputdimensions", _tag(_ATTRIBUTE_INTS, is_number=True) + _varint(count), _KIND_INTS)
+    width = _attribute("inputdimensions", write_number(_ATTRIBUTE_INTS, count), _KIND_INTS)
     yield _node("Scaler", zip_map.scores, checked, *scale)
     yield _node("FeatureVectorizer", checked, zip_map.output, width)
 
 
 def _node(operator: str, source: str, target: str, *attributes: bytes) -> bytes:
     names = ((_NODE_INPUT, source), (_NODE_OUTPUT, target), (_NODE_OPERATOR, operator), (_NODE_DOMAIN, _DOMAIN))
-    fields_of_names = b"".join(_message(number, name.encode()) for number, name in names)
-    return _message(_GRAPH_NODE, fields_of_names + b"".join(attributes))
+    fields_of_names = b"".join(write_message(number, name.encode()) for number, name in names)
+    return write_message(_GRAPH_NODE, fields_of_names + b"".join(attributes))
 
 
 def _attribute(name: str, values: bytes, kind: int) -> bytes:
-    kind_field = _tag(_ATTRIBUTE_KIND, is_number=True) + _varint(kind)
-    return _message(_NODE_ATTRIBUTE, _message(_ATTRIBUTE_NAME, name.encode()) + values + kind_field)
+    kind_field = write_number(_ATTRIBUTE_KIND, kind)
+    return write_message(_NODE_ATTRIBUTE, write_message(_ATTRIBUTE_NAME, name.encode()) + values + kind_field)
 
 
 def _declaration(zip_map: _ZipMap) -> bytes:
-    length = _tag(_DIM_LENGTH, is_number=True) + _varint(len(zip_map.classes))
-    shape = _message(_SHAPE_DIM, b"") + _message(_SHAPE_DIM, length)
-    tensor = _tag(_TENSOR_TYPE, is_number=True) + _varint(_FLOAT) + _message(_TENSOR_SHAPE, shape)
-    return _message(_VALUE_NAME, zip_map.output.encode()) + _message(_VALUE_TYPE, _message(_TYPE_TENSOR, tensor))
-
-
-def _message(number: int, content: bytes) -> bytes:
-    return _tag(number) + _varint(len(content)) + content
-
-
-def _tag(number: int, *, is_number: bool = False) -> bytes:
-    return _varint(number << 3 | (VARINT if is_number else LENGTH_DELIMITED))
-
-
-def _varint(value: int) -> bytes:
-    spelled = bytearray()
-    while value >= 0x80:
-        spelled.append(value & 0x7F | 0x80)
-        value >>= 7
-    spelled.append(value)
-    return bytes(spelled)
+    length = write_number(_DIM_LENGTH, len(zip_map.classes))
+    shape = write_message(_SHAPE_DIM, b"") + write_message(_SHAPE_DIM, length)
+    tensor = write_number(_TENSOR_TYPE, FLOAT) + write_message(_TENSOR_SHAPE, shape)
+    kind = write_message(_VALUE_TYPE, write_message(_TYPE_TENSOR, tensor))
+    return write_message(_VALUE_NAME, zip_map.output.encode()) + kind

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
 from ortserve.core.activity import LoopActivity
-from ortserve.engine.runtime import Runtime
+from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.repository.client_model import client_source, read_client_model
@@ -64,7 +64,7 @@ class Registry:
         defaults: LoadOptions,
         metrics: Metrics,
         clock: Clock,
-        runtime: Runtime | None = None,
+        runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
     ) -> None:
         """Load nothing yet.

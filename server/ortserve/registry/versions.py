@@ -11,12 +11,12 @@ from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
 from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
-from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.runtime import Runtime
+from ortserve.device.devices import DeviceRuntime
+from ortserve.engine.process_limits import cpu_budget
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
-from ortserve.registry.capture_trial import CaptureTrials
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
 from ortserve.registry.load.assembly import Assembly
+from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import MAX_LOADS, LoadLimiter, Progress
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.load.pipeline import load_model
@@ -45,7 +45,7 @@ class Versions:
         clock: Clock,
         on_change: Callable[[], None],
         on_replace: Callable[[VersionRecord], object],
-        runtime: Runtime | None = None,
+        runtime: DeviceRuntime | None = None,
         activity: LoopActivity | None = None,
         *,
         progress_log_interval_s: float = PROGRESS_LOG_INTERVAL_S,
@@ -68,7 +68,7 @@ class Versions:
         self._clock = clock
         self._on_change = on_change
         self._on_replace = on_replace
-        self._runtime = runtime or Runtime()
+        self._runtime = runtime or DeviceRuntime()
         self._progress_log_interval_s = progress_log_interval_s
         processors = cpu_budget()
         self._assembly = Assembly(self._loop, clock, processors=processors, activity=activity)

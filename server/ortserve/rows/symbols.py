@@ -1,8 +1,8 @@
-"""Symbolic numbers: sizes of axes, and elements of small tensors, in terms of the number of rows.
+"""Symbolic numbers: sizes of axes, and elements of small tensors, as expressions in the number of rows.
 
 A number is an integer or a fraction, a product of atoms and a power of the number of rows N, or ``DEPENDENT``. An atom
-is a number that neither N nor the content of the rows can change, such as the length of a sequence. N is never
-compared with a constant; only ``N >= 1`` is known of it.
+is a number that depends neither on N nor on the values of the rows, such as the length of a sequence. The analysis
+never compares N with a constant; it only assumes ``N >= 1``.
 """
 
 from collections.abc import Hashable, Iterable
@@ -12,8 +12,10 @@ from functools import reduce
 from math import ceil, floor, gcd, lcm, prod
 from typing import Final, TypeAlias
 
+from ortserve.model_file.graph import Constant, constant
+
 MOST_TERMS: Final = 16
-"""Terms of a sum that are kept apart. A longer sum becomes one atom."""
+"""The most terms of a sum. A longer sum becomes one atom."""
 _LARGEST: Final = 1 << 62
 _HIGHEST_POWER: Final = 12
 
@@ -24,9 +26,9 @@ class Atom:
     Attributes:
         serial: The order in which atoms of one analysis are made.
         terms: The sum that the atom stands for; empty for any other atom.
-        lowest: A lower bound; None where none is known.
+        lowest: A lower bound; None if there is none.
         is_whole: Whether it is an integer.
-        key: The expression that made it; empty for an atom of its own.
+        key: The expression that made it; empty for a fresh atom.
     """
 
     __slots__ = ("is_whole", "key", "lowest", "serial", "terms")
@@ -54,7 +56,7 @@ Powers: TypeAlias = tuple[tuple[Atom, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``factor * N ** rows * atoms``, where at least one of the last two is there, and ``factor`` is not 0."""
+    """``factor * N ** rows * atoms``, with ``rows`` or ``atoms`` or both, and a ``factor`` that is not 0."""
 
     factor: int | Fraction
     rows: int
@@ -68,7 +70,7 @@ class Product:
 
 
 class Dependent:
-    """The class of ``DEPENDENT`` alone."""
+    """The class of ``DEPENDENT``."""
 
     __slots__ = ()
 
@@ -77,25 +79,18 @@ class Dependent:
 
 
 DEPENDENT: Final = Dependent()
-"""A number that depends on N in another way than as a factor."""
+"""A number that depends on N other than by a factor."""
 N: Final = Product(1, 1, ())
 """The number of rows in the batch."""
 
-Constant: TypeAlias = int | Fraction
 Number: TypeAlias = int | Fraction | Product | Dependent
 _ZERO: Final[Number] = 0
 _ONE: Final[Number] = 1
 
 
 def contains_rows(number: Number) -> bool:
-    """Whether N has a part in a number."""
+    """Whether a number depends on N."""
     return not isinstance(number, int) and ((isinstance(number, Product) and number.rows > 0) or number is DEPENDENT)
-
-
-def constant(value: Constant) -> Constant:
-    """A fraction that is whole, as an integer."""
-    # A fraction is a number of an abstract class: isinstance takes long to say that another number is none.
-    return value.numerator if type(value) is Fraction and value.denominator == 1 else value
 
 
 def is_whole(number: Number) -> bool:
@@ -108,12 +103,12 @@ def is_whole(number: Number) -> bool:
 
 
 def atoms_of(number: Number) -> Iterable[Atom]:
-    """The atoms of a number; terms of sums are not entered."""
+    """The atoms of a number, without the atoms in terms of sums."""
     return (atom for atom, _ in number.atoms) if isinstance(number, Product) else ()
 
 
 def lowest(number: Number) -> Constant | None:
-    """A lower bound of a number; None where none is known."""
+    """A lower bound of a number; None if there is none."""
     if isinstance(number, Product):
         if number.factor < 0:
             return -bound if (bound := _highest(number)) is not None else None
@@ -129,7 +124,7 @@ def lowest(number: Number) -> Constant | None:
 
 
 def _highest(number: Product) -> Constant | None:
-    """An upper bound of minus the negative product: known only for an atom that is a sum."""
+    """An upper bound of a product with a negative factor; known only if its atom is a sum."""
     if number.rows or len(number.atoms) != 1 or number.atoms[0][1] != 1 or not number.atoms[0][0].terms:
         return None
     least = _least([_scaled(term, number.factor) for term in number.atoms[0][0].terms])
@@ -166,24 +161,24 @@ def _least(terms: Iterable[Number]) -> Constant | None:
 
 
 class Symbols:
-    """The atoms of one analysis, and the arithmetic on numbers that may make new ones."""
+    """The atoms of one analysis, and arithmetic on numbers, which may make atoms."""
 
     def __init__(self) -> None:
         self._atoms: dict[tuple[Hashable, ...], Atom] = {}
         self.made = 0
-        """How many atoms were made: those made later have a higher ``serial``."""
+        """How many atoms were made. Later atoms have a higher ``serial``."""
         self.steps = 0
-        """How many results were computed that are no plain numbers: an account of the time of the analysis."""
+        """How many symbolic results were computed, as a measure of the time of the analysis."""
 
     def fresh(self, lowest: Constant | None = None) -> Number:
-        """An atom that no other expression gives."""
+        """A new atom."""
         self.made += 1
         return _single(Atom(self.made, lowest), 1)
 
     def opaque(
         self, operation: str, *operands: Hashable, lowest: Constant | None = None, is_whole: bool = True
     ) -> Number:
-        """The atom of an expression whose value only its operands decide. ``DEPENDENT`` where N is among them."""
+        """The atom of an expression of these operands; ``DEPENDENT`` if an operand depends on N."""
         if any(
             isinstance(operand, (Product, Dependent)) and contains_rows(operand)
             for operand in (*operands, *(inner for each in operands if isinstance(each, frozenset) for inner in each))
@@ -233,7 +228,7 @@ class Symbols:
         return reduce(self.multiply, numbers, _ONE)
 
     def divide_exactly(self, one: Number, other: Number) -> Number | None:
-        """``one / other`` where it is a whole multiple for all values of the atoms; else None."""
+        """``one / other`` if it is a whole multiple for all values of the atoms; otherwise None."""
         if isinstance(one, int) and isinstance(other, int):
             return one // other if other and one % other == 0 else None
         if other == 0 or isinstance(one, Dependent) or isinstance(other, Dependent):
@@ -403,7 +398,7 @@ def is_positive(number: Number) -> bool:
 
 
 def _is_fine(factor: Constant) -> bool:
-    """Whether a factor has so many bits that a product with it is rounded."""
+    """Whether a fraction has so many bits that a product with it is rounded."""
     return isinstance(factor, Fraction) and (factor.denominator > 1 << 20 or abs(factor.numerator) > 1 << 20)
 
 
@@ -440,7 +435,7 @@ def _product(factor: Constant, rows: int, powers: dict[Atom, int]) -> Number:
 
 
 def _sum(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, Powers], Constant]":
-    """The terms of a sum by their products, with sums in it taken apart."""
+    """The terms of a sum by their products, with nested sums expanded."""
     terms: dict[tuple[int, Powers], Constant] = {}
     for number in numbers:
         for term in _expand(number):

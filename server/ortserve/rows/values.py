@@ -1,22 +1,34 @@
-"""What the analysis claims of one tensor of a graph."""
+"""What the analysis claims of one tensor of a graph, and arithmetic on the known elements of small tensors."""
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Final
 
-from ortserve.rows.graph import INTEGERS
-from ortserve.rows.symbols import N, Number, Symbols, contains_rows
+from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64, INTEGERS
+from ortserve.rows.symbols import (
+    DEPENDENT,
+    N,
+    Number,
+    Symbols,
+    contains_rows,
+    is_nonnegative,
+    is_positive,
+    is_whole,
+    lowest,
+)
 
 
 class Kind(enum.Enum):
     """How a tensor depends on the rows of the batch and on their number N."""
 
     ROWS = "rows"
-    """Axis ``axis`` has ``outer * N * inner`` entries; those of row r depend on row r only."""
+    """Axis ``axis`` has ``outer * N * inner`` entries; the entries of row r depend only on row r."""
     FREE = "free"
-    """Value and shape are the same for every N and all rows."""
+    """Value and shape do not depend on N or on the rows."""
     SIZE = "size"
-    """The value depends on N, but not on the rows; the shape on neither."""
+    """The value depends on N but not on the rows; the shape depends on neither."""
     MIXED = "mixed"
     """The value may depend on several rows."""
     UNKNOWN = "unknown"
@@ -25,7 +37,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The node that first made a tensor mixed or unknown, and a sentence that says how."""
+    """The node that first made a tensor mixed or unknown, and the reason."""
 
     order: int
     node: str
@@ -34,15 +46,15 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What else is known of the values of a tensor: bounds of a free one, all of these of one with rows.
+    """Further facts about the values of a tensor. A free tensor has only bounds.
 
     Attributes:
-        stride: The value in the batch is the value alone plus the row's number times this. Where it is ``DEPENDENT``,
-            nothing is known of the value in the batch, except of ``columns``.
+        stride: The value in the batch is the value alone plus the row's number times this. If it is ``DEPENDENT``,
+            the value in the batch is unknown, except for ``columns``.
         nonnegative: The value alone is never negative.
-        below: The value alone, an integer, is below this; None where that is not known.
+        below: The value alone, an integer, is below this; None if it is unknown.
         columns: The operands of a Concat of columns along the last axis.
-        padding: The text that makes the rows as long as the longest one; None where they are not padded.
+        padding: The text that pads rows to the longest row; None if rows are not padded.
     """
 
     stride: Number = 0
@@ -60,11 +72,11 @@ class Value:
     """A claim about a tensor.
 
     Attributes:
-        dims: The shape in the batch; None where it is not known, which only happens to free and size tensors.
-        axis: The axis that carries the rows. This and the next two are meant for rows only.
+        dims: The shape in the batch; None if it is unknown, which is possible only for free and size tensors.
+        axis: The axis that carries the rows. This and the next two apply to rows only.
         outer: How often the rows are repeated along the axis.
         inner: How many neighbouring entries along the axis belong to one row.
-        dtype: The element type; 0 where it is not known.
+        dtype: The element type; 0 if it is unknown.
         elements: The elements of a small tensor without rows, in the order of memory.
         cause: Why a tensor is mixed or unknown.
     """
@@ -103,7 +115,7 @@ def free(
     elements: tuple[Number, ...] | None = None,
     facts: Facts = NO_FACTS,
 ) -> Value:
-    """A tensor without rows, of kind size where its elements depend on N. Of facts, it may have bounds."""
+    """A tensor without rows, of kind size if its elements depend on N. Of ``facts`` it keeps the bounds."""
     if elements is not None and any(map(contains_rows, elements)):
         return Value(Kind.SIZE, dims, dtype=dtype, elements=elements)
     if facts.nonnegative or facts.below is not None:
@@ -122,7 +134,164 @@ def rows(
     dtype: int = 0,
     facts: Facts = NO_FACTS,
 ) -> Value:
-    """A tensor with rows along an axis; the size given for the axis is replaced."""
+    """A tensor with rows along an axis. The size of the axis follows from ``outer`` and ``inner``."""
     along = symbols.product((outer, N, inner))
     shape = (*dims[:axis], along, *dims[axis + 1 :])
     return Value(Kind.ROWS, shape, axis, outer, inner, dtype, facts=facts)
+
+
+MOST_ELEMENTS: Final = 64
+"""The most elements that are computed; larger tensors have no known elements."""
+_EXACT_FLOATS: Final = frozenset({FLOAT, DOUBLE})
+
+Compute = Callable[..., Number]
+
+
+def paired(values: Sequence[Value], dims: Sequence[Number], compute: Compute) -> tuple[Number, ...] | None:
+    """The elements of a result of these dimensions, from those of its operands; None if they are unknown."""
+    count = element_count(dims)
+    if count is None or count > MOST_ELEMENTS:
+        return None
+    columns = []
+    for value in values:
+        if value.elements is None:
+            return None
+        if len(value.elements) == 1:
+            columns.append(value.elements * count)
+        elif value.dims == tuple(dims):
+            columns.append(value.elements)
+        else:
+            return None
+    return tuple(compute(*each) for each in zip(*columns, strict=True))
+
+
+def element_count(dims: Sequence[Number]) -> int | None:
+    """How many elements a tensor has; None if it is unknown."""
+    count = 1
+    for length in dims:
+        if not isinstance(length, int):
+            return None
+        count *= length
+    return count
+
+
+def taken(value: Value, axis: int, positions: Sequence[int]) -> tuple[Number, ...] | None:
+    """The known elements at some positions along an axis; None if they are unknown."""
+    dims = value.dims or ()
+    if value.elements is None or element_count(dims) != len(value.elements):
+        return None
+    after = element_count(dims[axis + 1 :]) or 0
+    along = element_count(dims[axis : axis + 1]) or 0
+    if not after or not along or len(positions) * len(value.elements) > MOST_ELEMENTS * along:
+        return None
+    blocks = range(0, len(value.elements), along * after)
+    starts = (block + position * after for block in blocks for position in positions)
+    return tuple(element for start in starts for element in value.elements[start : start + after])
+
+
+def transposed(value: Value, order: Sequence[int]) -> tuple[Number, ...] | None:
+    """The known elements with their axes in another order; None if they are unknown."""
+    dims = [length for length in value.dims or () if isinstance(length, int)]
+    if value.elements is None or len(value.elements) > MOST_ELEMENTS or len(dims) != len(order):
+        return None
+    offsets = [0]
+    for axis in order:
+        step = element_count(dims[axis + 1 :]) or 0
+        offsets = [offset + index * step for offset in offsets for index in range(dims[axis])]
+    return tuple(value.elements[offset] for offset in offsets)
+
+
+def uniform(value: Value) -> Number | None:
+    """The common value of all elements of a tensor; None if they differ or are unknown."""
+    if not value.elements or any(element != value.elements[0] for element in value.elements):
+        return None
+    return value.elements[0]
+
+
+def quotient(symbols: Symbols, one: Number, other: Number) -> Number:
+    """A quotient of floating-point numbers."""
+    if (exact := symbols.divide_exactly(one, other)) is not None:
+        return exact
+    if isinstance(other, (int, Fraction)) and other:
+        inverse = Fraction(1) / other
+        if inverse.denominator & (inverse.denominator - 1) == 0:
+            return symbols.multiply(one, inverse)
+    return symbols.opaque("quotient", one, other, is_whole=False)
+
+
+def remainder_of(symbols: Symbols, one: Number, other: Number) -> Number:
+    """``Mod`` of integers."""
+    if isinstance(one, int) and isinstance(other, int) and other:
+        return one % other
+    if symbols.divide_exactly(one, other) is not None:
+        return 0
+    return symbols.opaque("remainder", one, other, lowest=0 if is_positive(other) else None)
+
+
+def equal(symbols: Symbols, one: Number, other: Number) -> Number:
+    if DEPENDENT in (one, other):
+        return DEPENDENT
+    if one == other:
+        return 1
+    if isinstance(one, (int, Fraction)) and isinstance(other, (int, Fraction)):
+        return 0
+    if symbols.at_least(one, other, 1) or symbols.at_least(other, one, 1):
+        return 0
+    return symbols.opaque("equal", frozenset((one, other)), lowest=0)
+
+
+def less(symbols: Symbols, one: Number, other: Number) -> Number:
+    if isinstance(one, (int, Fraction)) and isinstance(other, (int, Fraction)):
+        return int(one < other)
+    if symbols.at_least(other, one, 1):
+        return 1
+    if symbols.at_least(one, other):
+        return 0
+    return symbols.opaque("less", one, other, lowest=0)
+
+
+def negation(symbols: Symbols, one: Number) -> Number:
+    """``Not`` of 0 or 1."""
+    return symbols.subtract(1, one) if isinstance(one, int) else symbols.opaque("not", one, lowest=0)
+
+
+def conjunction(symbols: Symbols, one: Number, other: Number) -> Number:
+    if 0 in (one, other):
+        return 0
+    if one == 1 or one == other:
+        return other
+    return one if other == 1 else symbols.opaque("and", frozenset((one, other)), lowest=0)
+
+
+def disjunction(symbols: Symbols, one: Number, other: Number) -> Number:
+    if 1 in (one, other):
+        return 1
+    if one == 0 or one == other:
+        return other
+    return one if other == 0 else symbols.opaque("or", frozenset((one, other)), lowest=0)
+
+
+def choice(symbols: Symbols, condition: Number, one: Number, other: Number) -> Number:
+    if isinstance(condition, int):
+        return one if condition else other
+    if contains_rows(condition):
+        return DEPENDENT
+    if one == other:
+        return one
+    lows = [lowest(one), lowest(other)]
+    least = min(low for low in lows if low is not None) if None not in lows else None
+    return symbols.opaque("choice", condition, one, other, lowest=least, is_whole=is_whole(one) and is_whole(other))
+
+
+def cast_number(symbols: Symbols, to: int, number: Number) -> Number:
+    if to == BOOL:
+        if isinstance(number, (int, Fraction)):
+            return int(number != 0)
+        return 1 if is_positive(number) else symbols.opaque("bool", number, lowest=0)
+    if to in (INT32, INT64):
+        return symbols.truncate(number)
+    if to in _EXACT_FLOATS and not (isinstance(number, (int, Fraction)) and not -(1 << 24) < number < 1 << 24):
+        return number
+    if isinstance(number, int) and 0 <= number < 128:
+        return number
+    return symbols.opaque("cast", to, number, is_whole=False, lowest=0 if is_nonnegative(number) else None)

@@ -1,33 +1,214 @@
-"""The verdict about a model: whether its rows are proven independent, and along which axes."""
+"""The verdict about a model: whether its rows are proven independent, and along which axes.
+
+The axes that may carry the rows are hypotheses, which are tried one after another.
+"""
 
 import enum
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import product
 from pathlib import Path
+from typing import Final, TypeAlias
 
-from ortserve.rows.graph import Model
-from ortserve.rows.hypotheses import (
-    MOST_HYPOTHESES,
-    Axes,
-    Beginning,
-    Request,
-    Sizes,
-    Values,
-    has_choice,
-    hypotheses,
-    real_inputs,
-)
-from ortserve.rows.reading import TooLargeError, read_graph
-from ortserve.rows.symbols import Symbols
-from ortserve.rows.values import Kind, Value
+from ortserve.model_file.graph import Declared, Model, constant
+from ortserve.model_file.reading import read_model
+from ortserve.rows.symbols import Number, Symbols
+from ortserve.rows.values import Kind, Value, free, rows
 from ortserve.rows.walk import Budget, TooMuchWorkError, Walk
+
+MOST_HYPOTHESES: Final = 48
+_MOST_AXES: Final = 3
+_MOST_GROUPS: Final = 12
+
+Axes: TypeAlias = Mapping[str, int | None]
+"""The axis that carries the rows, by graph input; None for an input without rows."""
+Sizes: TypeAlias = Mapping[str, Sequence[int | None]]
+"""The sizes of a request's axes, by graph input; None if the size is unknown."""
+Values: TypeAlias = Mapping[str, Sequence[int | float]]
+"""The elements of a request, in the order of memory, by graph input without rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Known facts about the requests of a verdict.
+
+    Attributes:
+        sizes: The sizes of the axes of some inputs.
+        values: The elements of some small inputs without rows, in the order of memory.
+    """
+
+    sizes: Sizes = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
+
+
+_NAME: Final = re.compile(r"\w")
+_SUM: Final = re.compile(r"[A-Za-z_][\w.\-]*(?: *\+ *(?:[A-Za-z_][\w.\-]*|\d+))+")
+
+
+def sum_terms(name: str) -> tuple[str | int, ...]:
+    """The dimensions and numbers in a name such as ``past + current``; empty for a name that is not a sum."""
+    if not _SUM.fullmatch(name):
+        return ()
+    return tuple(int(part) if part.isdigit() else part for part in (part.strip() for part in name.split("+")))
+
+
+def real_inputs(model: Model) -> list[Declared]:
+    """The inputs without initializers, which a request must contain."""
+    return [declared for declared in model.graph.inputs if declared.name not in model.graph.constants]
+
+
+def has_choice(model: Model, sizes: Sizes) -> bool:
+    """Whether an input has an axis that may carry rows."""
+    return any(_choices(declared, sizes) for declared in real_inputs(model))
+
+
+def hypotheses(model: Model, sizes: Sizes) -> Iterator[Axes]:
+    """Axes for all inputs, lower axes first. Equally declared inputs have their rows along the same axis."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    choices: dict[tuple[object, ...], tuple[int, ...]] = {}
+    fixed: dict[str, int | None] = {}
+    for declared in real_inputs(model):
+        axes = _choices(declared, sizes)
+        if not axes:
+            fixed[declared.name] = None
+            continue
+        key = (declared.dims, axes)
+        groups.setdefault(key, []).append(declared.name)
+        choices[key] = axes
+    if len(groups) > _MOST_GROUPS:  # only the hypothesis of all first axes is tried
+        combinations = [tuple(axes[0] for axes in choices.values())]
+    else:
+        combinations = _lowest_first([choices[key] for key in groups])
+    for combination in combinations:
+        axes_by_name = dict(fixed)
+        for axis, names in zip(combination, groups.values(), strict=True):
+            axes_by_name.update(dict.fromkeys(names, axis))
+        yield axes_by_name
+
+
+def _lowest_first(choices: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The combinations with the lowest sums of axes."""
+    found: list[tuple[int, ...]] = []
+    ranked = [sorted(axes) for axes in choices]
+    smallest = sum(axes[0] for axes in ranked)
+    for excess in range(sum(axes[-1] - axes[0] for axes in ranked) + 1):
+        found += _with_sum(ranked, smallest + excess, MOST_HYPOTHESES - len(found))
+        if len(found) >= MOST_HYPOTHESES:
+            break
+    return found
+
+
+def _with_sum(choices: Sequence[Sequence[int]], total: int, most: int) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for combination in product(*choices) if len(choices) <= 6 else _nearly_lowest(choices):
+        if sum(combination) == total:
+            found.append(combination)
+            if len(found) >= most:
+                break
+    return found
+
+
+def _nearly_lowest(choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Combinations for many groups: all on their lowest axis, and one group on another axis."""
+    base = tuple(axes[0] for axes in choices)
+    yield base
+    for index, axes in enumerate(choices):
+        for axis in axes[1:]:
+            yield (*base[:index], axis, *base[index + 1 :])
+
+
+def _choices(declared: Declared, sizes: Sizes) -> tuple[int, ...]:
+    dims = _declared_dims(declared, sizes)
+    return tuple(axis for axis, size in enumerate(dims or ()) if not isinstance(size, int))[:_MOST_AXES]
+
+
+def _declared_dims(declared: Declared, sizes: Sizes) -> tuple[int | str | None, ...] | None:
+    if declared.dims is None and declared.is_tensor and declared.name in sizes:
+        return (None,) * len(sizes[declared.name])
+    return declared.dims
+
+
+class InitialClaims:
+    """The claims about graph inputs under one hypothesis.
+
+    Attributes:
+        claims: The claims, by input.
+        equal_sizes: Names of dimensions that are assumed equal, if ``believe_names``.
+        problem: Why an input has no claim; empty if all inputs have claims.
+    """
+
+    def __init__(self, model: Model, symbols: Symbols, axes: Axes, request: Request, *, believe_names: bool) -> None:
+        self.claims: dict[str, Value] = {}
+        self.problem = ""
+        self._symbols = symbols
+        self._atoms: dict[str, Number] = {}
+        self._uses: dict[str, int] = {}
+        self._believe_names = believe_names
+        inputs = real_inputs(model)
+        self._batch_names = {
+            str(declared.dims[axis])
+            for declared in inputs
+            if (axis := axes.get(declared.name)) is not None and declared.dims and -1 < axis < len(declared.dims)
+        }
+        for declared in inputs:
+            self._claim(declared, axes.get(declared.name), request)
+        self.equal_sizes = tuple(sorted(name for name, uses in self._uses.items() if uses > 1))
+
+    def _claim(self, declared: Declared, axis: int | None, request: Request) -> None:
+        sizes = request.sizes
+        dims = _declared_dims(declared, sizes)
+        if not declared.is_tensor or dims is None:
+            if axis is None and declared.is_tensor:
+                self.claims[declared.name] = free(None, declared.dtype)
+            else:
+                self.problem = self.problem or f"input '{declared.name}' " + (
+                    "is declared without a shape" if declared.is_tensor else "is no tensor"
+                )
+            return
+        if axis is not None and not 0 <= axis < len(dims):
+            self.problem = self.problem or f"input '{declared.name}' has no axis {axis}"
+            return
+        known = tuple(sizes.get(declared.name, ()))
+        if len(known) != len(dims):
+            known = (None,) * len(dims)
+        lengths = tuple(
+            1 if position == axis else self._length(size, known[position]) for position, size in enumerate(dims)
+        )
+        if axis is None:
+            given = request.values.get(declared.name)
+            elements = None if given is None else tuple(constant(Fraction(value)) for value in given)
+            self.claims[declared.name] = free(lengths, declared.dtype, elements)
+        else:
+            self.claims[declared.name] = rows(self._symbols, lengths, axis, 1, 1, declared.dtype)
+
+    def _length(self, size: int | str | None, known: int | None) -> Number:
+        if isinstance(size, int):
+            return size
+        if known is not None and known > 0:
+            return known
+        is_name = size is not None and _NAME.match(size) is not None  # some exporters write "?"
+        if size is None or not is_name or not self._believe_names or size in self._batch_names:
+            return self._symbols.fresh(1)
+        parts = sum_terms(size)
+        if parts and not any(part in self._batch_names for part in parts):
+            self._uses[size] = 2
+            return self._symbols.sum(part if isinstance(part, int) else self._named(part) for part in parts)
+        return self._named(size)
+
+    def _named(self, name: str) -> Number:
+        self._uses[name] = self._uses.get(name, 0) + 1
+        if name not in self._atoms:
+            self._atoms[name] = self._symbols.fresh(1)
+        return self._atoms[name]
 
 
 class Outcome(enum.Enum):
-    """What is known of the rows of a model."""
+    """The outcome of the analysis of a model's rows."""
 
     PROVEN = "proven"
-    """The batch gives each row what the row gets alone."""
+    """The batch gives each row the result of the row alone."""
     MIXED = "mixed"
     """An operator may combine rows."""
     UNKNOWN = "unknown"
@@ -38,16 +219,16 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowVerdict:
-    """What the analysis of a model has found.
+    """The result of the analysis of a model.
 
     Attributes:
-        input_axes: By graph input, the axis that carries the rows; None for one without rows, which all requests of a
-            batch must give alike. Empty where the outcome is not proven.
-        output_axes: By graph output, likewise; None for one that is the same for every batch.
-        equal_sizes: Names of dimensions that the proof takes as equal wherever they occur in the declared inputs, sums
-            such as ``past + current`` among them. A request that breaks one of them must run alone.
-        node: The node that decides, by its name or as ``operator #index``; empty where the outcome is proven.
-        reason: A sentence that says how; empty where the outcome is proven.
+        input_axes: By graph input, the axis that carries the rows; None for an input without rows, in which
+            all requests of a batch must agree. Empty if the outcome is not proven.
+        output_axes: By graph output, likewise; None for an output that is the same for every batch.
+        equal_sizes: Names of dimensions that the proof assumes equal wherever they occur in the declared inputs, also
+            sums such as ``past + current``. A request that contradicts one of them must run alone.
+        node: The node that decides, by its name or as ``operator #index``; empty if the outcome is proven.
+        reason: The reason; empty if the outcome is proven.
     """
 
     outcome: Outcome
@@ -64,28 +245,32 @@ def prove_rows(
     input_shapes: Sizes | None = None,
     input_values: Values | None = None,
 ) -> RowVerdict:
-    """Whether the rows of a model are independent, along the first axes for which that can be proven.
+    """Whether the rows of a model are independent, along the first axes for which the proof succeeds.
 
-    Never raises; a file that cannot be read gives unknown. Blocks on the file. Takes some 50 µs a node.
+    Never raises; an unreadable file gives ``UNKNOWN``. Blocks on the file. Takes some 50 µs for each node.
 
     Args:
         path: The model file.
-        input_shapes: Sizes of a request's axes, for inputs whose rank or axes the file leaves open; None for an axis
+        input_shapes: Sizes of a request's axes, for inputs whose rank or axes are not declared; None for an axis
             of unknown size. The verdict then holds for requests with these sizes only.
         input_values: Elements of small inputs that carry no rows, such as a rate. The verdict then holds for requests
             with these values only.
     """
-    try:
-        model = read_graph(path)
-    except TooLargeError as failure:
-        return _unknown(f"the model is not analysed: {failure}")
-    if model is None:
-        return _unknown("the file cannot be read as an ONNX model")
+    model = read_model(path)
+    if because := why_not_analysed(model):
+        return _unknown(because)
     return prove_model(model, input_shapes, input_values)
 
 
+def why_not_analysed(model: Model) -> str:
+    """Why the graph of a file cannot be analysed; empty if it can."""
+    if not model.is_readable or model.has_invalid_names:
+        return "the file cannot be read as an ONNX model"
+    return f"the model is not analysed: {model.too_large}" if model.too_large else ""
+
+
 def prove_model(model: Model, sizes: Sizes | None = None, values: Values | None = None) -> RowVerdict:
-    """As ``prove_rows``, for a model that was read."""
+    """As ``prove_rows``, for the record of a file."""
     sizes = sizes or {}
     if not has_choice(model, sizes):
         unclear = [each for each in real_inputs(model) if each.dims is None]
@@ -116,10 +301,10 @@ def prove_axes(
 ) -> RowVerdict:
     """The verdict for one hypothesis: ``axes`` has the axis of each input that carries rows.
 
-    Names of dimensions are believed only where the proof needs them.
+    Names of dimensions are assumed equal only if the proof needs it.
 
     Raises:
-        TooMuchWorkError: ``budget`` does not suffice.
+        TooMuchWorkError: The analysis needs more than ``budget``.
     """
     budget = budget or Budget()
     request = Request(sizes or {}, values or {})
@@ -141,20 +326,20 @@ def claims(
     *,
     believe_names: bool = False,
 ) -> dict[str, Value]:
-    """What one hypothesis claims of every tensor of the main graph, by name. For tests."""
+    """The claims of one hypothesis about all tensors of the main graph, by name. Tests check them."""
     symbols = Symbols()
-    beginning = Beginning(model, symbols, axes, Request(sizes or {}, values or {}), believe_names=believe_names)
-    if beginning.problem:
+    initial = InitialClaims(model, symbols, axes, Request(sizes or {}, values or {}), believe_names=believe_names)
+    if initial.problem:
         return {}
-    return Walk(model, symbols, Budget()).run(beginning.claims)
+    return Walk(model, symbols, Budget()).run(initial.claims)
 
 
 def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believe_names: bool) -> RowVerdict:
     symbols = Symbols()
-    beginning = Beginning(model, symbols, axes, request, believe_names=believe_names)
-    if beginning.problem:
-        return _unknown(beginning.problem)
-    names = Walk(model, symbols, budget).run(beginning.claims)
+    initial = InitialClaims(model, symbols, axes, request, believe_names=believe_names)
+    if initial.problem:
+        return _unknown(initial.problem)
+    names = Walk(model, symbols, budget).run(initial.claims)
     output_axes: dict[str, int | None] = {}
     failed: list[Value] = []
     refusals: list[RowVerdict] = []
@@ -177,11 +362,11 @@ def _judge(model: Model, axes: Axes, request: Request, budget: Budget, *, believ
     if all(axis is None for axis in output_axes.values()):
         return RowVerdict(Outcome.MIXED, node=model.graph.outputs[0].name, reason="no output carries the rows")
     input_axes = {declared.name: axes.get(declared.name) for declared in real_inputs(model)}
-    return RowVerdict(Outcome.PROVEN, input_axes, output_axes, beginning.equal_sizes)
+    return RowVerdict(Outcome.PROVEN, input_axes, output_axes, initial.equal_sizes)
 
 
 def _problem(value: Value) -> str:
-    """Why a claim does not make an output one that can be taken apart; empty where it does."""
+    """Why an output with this claim cannot be split into rows; empty if it can."""
     if value.kind is Kind.FREE:
         return ""
     if value.kind is Kind.SIZE:

@@ -1,35 +1,35 @@
-"""The analysis of one graph for one hypothesis: node by node, from claims about inputs to claims about outputs."""
+"""The analysis of a graph under one hypothesis, node by node: from claims about inputs to claims about outputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.graph import BOOL, INTEGERS, Attribute, Function, Graph, Model, Node, Reference, Tensor
+from ortserve.model_file.graph import BOOL, INTEGERS, Attribute, Function, Graph, Model, Node, Reference, Tensor
 from ortserve.rows.rules import RULES
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
 from ortserve.rows.symbols import Symbols, contains_rows
 from ortserve.rows.values import NO_FACTS, Cause, Kind, Value, free
 
 DOMAINS: Final = frozenset({"", "ai.onnx.ml"})
-"""Domains whose operators without a rule still give constants for constants."""
+"""Domains whose operators, also without a rule, compute free results from free operands."""
 RANDOM: Final = frozenset(
     {"Bernoulli", "BiasDropout", "BitmaskDropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"}
     | {"RandomUniformLike", "Sampling"}
 )
 MOST_VISITS: Final = 40_000
-"""Nodes that are looked at for one model, over all hypotheses and all rounds of loops. One takes some 50 µs."""
+"""The most visits of nodes for one model, over all hypotheses and rounds of loops. A visit takes some 50 µs."""
 _STEPS_A_VISIT: Final = 2
-"""Steps with symbols that take as long as a visit."""
+"""How many symbolic steps take as long as a visit."""
 _DEEPEST: Final = 16
 _FEW: Final = 16
 
 
 class TooMuchWorkError(Exception):
-    """The analysis has looked at more nodes than it may."""
+    """The analysis has visited the maximum number of nodes."""
 
 
 class Budget:
-    """Counts the nodes that are looked at."""
+    """Counts visits of nodes."""
 
     def __init__(self, visits: int = MOST_VISITS) -> None:
         self.left = visits
@@ -41,7 +41,7 @@ class Budget:
 
 
 class Walk:
-    """One hypothesis. Gives each tensor of the graph a claim."""
+    """The analysis under one hypothesis. Each tensor of the graph gets a claim."""
 
     def __init__(self, model: Model, symbols: Symbols, budget: Budget) -> None:
         self._model = model
@@ -69,7 +69,7 @@ class Walk:
 
 
 class _Scope:
-    """The names that the nodes of one graph see, with the operator sets and attributes that hold there."""
+    """The names visible in one graph, with its operator sets and the attributes of its function."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class _Scope:
         self._depth = depth
 
     def walk(self, nodes: Sequence[Node], constants: Mapping[str, Tensor], names: dict[str, Value]) -> dict[str, Value]:
-        """The claims about all tensors, given those that are there before. Adds to ``names`` and returns it."""
+        """Analyse nodes, given the claims in ``names``. Adds the claims about all tensors to it and returns it."""
         for name, tensor in constants.items():
             if name not in names:
                 names[name] = constant_value(tensor)
@@ -152,7 +152,7 @@ class _Scope:
         return [Value(kind, cause=cause)] * len(node.outputs)
 
     def _applied(self, rule: Rule, node: Node, operands: list[Value | None]) -> list[Value]:
-        """The outputs by a rule, after what holds for all operators."""
+        """Apply a rule, after the checks for all operators."""
         if rule.has_graphs:
             return self._checked(rule.apply(self._call_of(node, operands)), node, has_size=False)
         has_rows = has_size = False
@@ -209,7 +209,7 @@ class _Scope:
         return value
 
     def _with_elements(self, value: Value) -> Value:
-        """A small tensor of integers whose elements are not known, with an atom for each."""
+        """A small tensor of integers with unknown elements, each of which becomes an atom."""
         dims = value.dims or ()
         if len(dims) > 1 or not (value.dtype in INTEGERS or value.dtype == BOOL):
             return value
@@ -242,7 +242,7 @@ class _Scope:
         return [_given(names, name) for name in function.outputs[: len(node.outputs)]]
 
     def _substituted(self, attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
-        """Attributes with those of the function put in; one that the call does not give is left out."""
+        """Attributes with references replaced by the function's attributes. Attributes without a value are left out."""
         if not any(isinstance(value, Reference) for value in attributes.values()):
             return attributes
         found: dict[str, Attribute] = {}
@@ -255,7 +255,7 @@ class _Scope:
 
 
 def _check_operands(rule: Rule, operands: Sequence[Value | None]) -> None:
-    """Raise unless a rule knows what its operands contain, and those that must be free are."""
+    """Raise unless the rule supports the facts of its operands, and its parameters are free."""
     for i, value in enumerate(operands):
         if value is None or value.kind is Kind.FREE:
             continue

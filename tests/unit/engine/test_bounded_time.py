@@ -13,7 +13,9 @@ import ortserve.example
 from models import builders
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.engine.bounded_time import MOST_NODES, why_unbounded
+from ortserve.engine import bounded_time
+from ortserve.engine.bounded_time import MOST_NODES
+from ortserve.model_file.reading import read_model
 
 Node = onnx.NodeProto
 
@@ -30,6 +32,10 @@ def spec(
 
 def signature(*inputs: TensorSpec, output: TensorSpec | None = None, alone_because: str = "") -> ModelSignature:
     return ModelSignature(inputs or (spec(),), (output or spec("y"),), alone_because)
+
+
+def why_unbounded(path: Path, of: ModelSignature) -> str:
+    return bounded_time.why_unbounded(read_model(path), of)
 
 
 def write(

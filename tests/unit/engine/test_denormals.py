@@ -25,7 +25,8 @@ from ortserve.core.batch import Batch, BatchResult
 from ortserve.engine.denormals import FenvLayout, ThreadDenormals, fenv_layout, session_maker
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError
 

@@ -13,12 +13,12 @@ import pytest
 from apart import UnavailableError
 from gpu_package import environment_for_options
 from models import builders
-from ortserve.engine.device.use import DEVICE_USES
+from ortserve.device.devices import DEVICE_PROVIDERS
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.provider_options import _RULES, CPU, CUDA, TENSORRT, make_provider_options
+from ortserve.engine.provider_options import _RULES, CPU, CUDA, TENSORRT, make_provider_options, profile_shapes
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
-from ortserve.engine.tensorrt_profiles import profile_shapes
+from ortserve.model_file.reading import read_model
 from servers import LONG_S
 
 pytestmark = pytest.mark.timeout(600)  # the package may have to be installed
@@ -96,14 +96,14 @@ def test_what_is_wrong_is_refused_by_onnx_runtime_too(tmp_path: Path, provider: 
 
 
 def test_what_sessions_on_buffers_are_told_is_taken(tmp_path: Path, provider: str) -> None:
-    use = DEVICE_USES[provider]
+    use = DEVICE_PROVIDERS[provider]
     told = [use.provider_options(2**63 - 1, captures=captures) for captures in (False, True)]
     assert refused(builders.mlp(tmp_path / "m.onnx"), provider, told) == [False, False]
 
 
 def test_defaults_and_profiles_are_taken(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
-    signature = read_signature(open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1)), path)
+    signature = read_signature(open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1)), read_model(path))
     profile = profile_shapes(signature, (1, 8), {})
     assert profile
     assert refused(path, TENSORRT, [make_provider_options(TENSORRT, {}), profile]) == [False, False]

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import pytest
 from models import builders
 from ortserve.core.batch import Batch, BatchResult
 from ortserve.core.dtypes import DataType
-from ortserve.engine.device.gate import CaptureGate
-from ortserve.engine.instance import Instance, runs_on_its_thread
+from ortserve.device.capture_lock import CaptureLock
+from ortserve.device.protocol import device_run_error
+from ortserve.engine.instance import GpuAccess, Instance, runs_on_its_thread
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
 
@@ -278,25 +281,25 @@ class Broken:
         raise RuntimeError("CUDA failure 700: an illegal memory access was encountered")
 
 
-def test_a_run_on_a_gpu_without_buffers_tells_a_lost_one_too(tmp_path: Path) -> None:
+def test_a_run_on_a_gpu_without_buffers_reports_a_lost_one(tmp_path: Path) -> None:
     path = builders.unnamed_dims(tmp_path / "model.onnx")
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
-    gate = CaptureGate()
+    lock = CaptureLock()
     instance = Instance(
         Broken(session),
         read_signature(session),
         name="m/1",
         intra_op_threads=1,
         clock=time.monotonic_ns,
-        gate=gate,
+        gpu=GpuAccess(lock.shared, partial(device_run_error, device="the GPU")),
     )
     try:
-        with gate.alone():
+        with lock.exclusive():
             assert not instance.runs_on_host
         outcome, _ = run_on_worker(instance, batch_of(np.zeros((1, 4), np.float32)))
         assert isinstance(outcome, DeviceLostError)
-        with gate.alone():
-            pass  # the run has left it
+        with lock.exclusive():
+            pass  # the run has released the lock
     finally:
         instance.close()
 
@@ -348,7 +351,7 @@ def test_memory_of_large_batches_is_given_back(open_instance: Open, tmp_path: Pa
     instance.run(large)
     grown = resident_bytes() - before
     assert grown > 2**27
-    instance.give_back_memory(small)
+    instance.release_memory(small)
     assert resident_bytes() - before < grown / 4
     np.testing.assert_array_equal(instance.run(small).outputs[0], answer)
     assert instance.run(large).outputs[0].shape == (512, 1)
@@ -357,5 +360,5 @@ def test_memory_of_large_batches_is_given_back(open_instance: Open, tmp_path: Pa
 def test_batch_that_the_model_refuses_gives_nothing_back(open_instance: Open, tmp_path: Path) -> None:
     instance = open_instance(builders.mlp(tmp_path / "model.onnx"))
     with pytest.raises(ServeError) as caught:
-        instance.give_back_memory(batch_of(np.ones((1, 5), np.float32)))
+        instance.release_memory(batch_of(np.ones((1, 5), np.float32)))
     assert caught.value.kind is ErrorKind.REJECTED_BY_MODEL

@@ -10,16 +10,18 @@ from models import builders, interfaces
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.model_file.reading import read_model
 
 FP32, INT64 = DataType.FP32, DataType.INT64
 Spec = tuple[str, DataType, tuple[int, ...]]
 
 
 def read(path: Path) -> ModelSignature:
-    return read_signature(open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1)), path)
+    return read_signature(open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1)), read_model(path))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +75,10 @@ def test_every_datatype_is_read(tmp_path: Path, datatype: DataType) -> None:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (interfaces.float8_output, "output 'y' has type tensor(float8e4m3fn), which is not served; served are"),
+        (interfaces.float8_output, "output 'y' has type tensor(float8e4m3fn), which is not supported; supported are"),
         (
             interfaces.sequence_input,
-            "input 'x' has type seq(tensor(float)), which is not served",
+            "input 'x' has type seq(tensor(float)), which is not supported",
         ),
     ],
 )
@@ -146,11 +148,11 @@ def test_sequences_are_tensors_with_a_leading_axis_and_without_rows(tmp_path: Pa
 def test_sequence_that_the_configuration_leaves_out_keeps_no_rows_apart(tmp_path: Path) -> None:
     path = interfaces.split_sequence(tmp_path / "model.onnx")
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
-    signature = read_signature(session, path, served_outputs=["y"])
+    signature = read_signature(session, read_model(path), served_outputs=["y"])
     assert list(signature.output_index) == ["y"]
     assert signature.is_batched
-    assert "not among the outputs" in signature.unserved_outputs["parts"]
-    assert not read_signature(session, path, served_outputs=["y", "parts"]).is_batched
+    assert "does not name among the outputs" in signature.unserved_outputs["parts"]
+    assert not read_signature(session, read_model(path), served_outputs=["y", "parts"]).is_batched
 
 
 def test_sequence_beside_bfloat16_is_left_out(tmp_path: Path) -> None:
@@ -162,8 +164,8 @@ def test_sequence_beside_bfloat16_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (interfaces.float8_output, "output 'y' has type tensor(float8e4m3fn), which is not served"),
-        (interfaces.sequence_input, "input 'x' has type seq(tensor(float)), which is not served"),
+        (interfaces.float8_output, "output 'y' has type tensor(float8e4m3fn), which is not supported"),
+        (interfaces.sequence_input, "input 'x' has type seq(tensor(float)), which is not supported"),
     ],
 )
 def test_what_a_model_cannot_do_without_fails_it(tmp_path: Path, build: Callable[[Path], Path], text: str) -> None:
@@ -208,4 +210,4 @@ def test_names_that_are_no_text_are_an_error(tmp_path: Path) -> None:
     path.write_bytes(content.replace(b"batch", b"b\xfftch"))
     session = open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1))
     with pytest.raises(ServeError, match=r"names of inputs, outputs and dimensions: expected UTF-8, got 'b\\xfftch'"):
-        read_signature(session, path)
+        read_signature(session, read_model(path))

@@ -10,8 +10,7 @@ import pytest
 from ortserve.codecs.binary_tensor import encode_binary_tensor
 from ortserve.codecs.json_data import encode_json_data
 from ortserve.core.dtypes import DataType
-from ortserve.engine.output_buffers import MAX_SETS, OutputBuffers, OutputPool, can_tell_leases, set_nbytes
-from ortserve.engine.row_layout import RowLayout
+from ortserve.engine.output_buffers import MAX_SETS, OutputBuffers, OutputPool, RowLayout, can_tell_leases, set_nbytes
 
 LAYOUTS = (RowLayout(np.dtype(np.float32), (3, 2)), RowLayout(np.dtype(np.bool_), ()), RowLayout(np.dtype("i8"), (5,)))
 

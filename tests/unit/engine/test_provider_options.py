@@ -1,15 +1,19 @@
-"""Options of execution providers: names, values, defaults."""
+"""Options of execution providers, and shape profiles of TensorRT."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
+from ortserve.core.dtypes import DataType
+from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.provider_options import (
     CPU,
     CUDA,
     OPENVINO,
     TENSORRT,
     make_provider_options,
+    profile_shapes,
     searches_each_shape,
     with_threads,
 )
@@ -91,7 +95,11 @@ def test_options_of_openvino_are_properties_of_its_device(
             {"cudnn_conv_algo_search": "heuristic"},
             "cudnn_conv_algo_search: expected one of EXHAUSTIVE, HEURISTIC, DEFAULT, got 'heuristic'",
         ),
-        (CUDA, {"enable_cuda_graph": "1"}, "enable_cuda_graph: it is the server's own to set: leave it out, got '1'"),
+        (
+            CUDA,
+            {"enable_cuda_graph": "1"},
+            "enable_cuda_graph: expected no value, as the server sets this option, got '1'",
+        ),
         (
             TENSORRT,
             {"trt_cuda_graph_enable": "maybe"},
@@ -100,7 +108,7 @@ def test_options_of_openvino_are_properties_of_its_device(
         (
             CUDA,
             {"user_compute_stream": "94"},
-            "user_compute_stream: it is the server's own to set: leave it out, got '94'",
+            "user_compute_stream: expected no value, as the server sets this option, got '94'",
         ),
         (TENSORRT, {"trt_fp16": "1"}, "there is no option 'trt_fp16'; did you mean 'trt_fp16_enable'?"),
         (
@@ -118,7 +126,7 @@ def test_options_of_openvino_are_properties_of_its_device(
             {"trt_engine_cache_enable": "1"},
             "trt_engine_cache_path: expected a folder beside trt_engine_cache_enable, got nothing",
         ),
-        (TENSORRT, {"trt_engine_cache_path": ""}, "trt_engine_cache_path: expected a text, got ''"),
+        (TENSORRT, {"trt_engine_cache_path": ""}, "trt_engine_cache_path: expected text, got ''"),
         (OPENVINO, {"device_type": "CPU_FP32"}, "device_type: expected one of CPU, GPU, NPU, got 'CPU_FP32'"),
         (
             OPENVINO,
@@ -150,3 +158,31 @@ def test_every_shape_is_searched_for_where_that_was_asked_for_only() -> None:
     assert not searches_each_shape(CUDA, make_provider_options(CUDA, {}))
     assert searches_each_shape(CUDA, {"cudnn_conv_algo_search": "EXHAUSTIVE"})
     assert not searches_each_shape(TENSORRT, {})
+
+
+IMAGE = TensorSpec("image", DataType.FP32, (-1, 3, 8, 8))
+SCALE = TensorSpec("scale", DataType.FP32, (-1,))
+TOKENS = TensorSpec("tokens", DataType.INT64, (-1, -1))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sizes", "given", "expected"),
+    [
+        ((IMAGE,), (8, 1, 4), {}, ["image:1x3x8x8", "image:8x3x8x8", "image:8x3x8x8"]),
+        ((IMAGE, SCALE), (2,), {}, ["image:2x3x8x8,scale:2"] * 3),
+        ((IMAGE,), (), {}, []),
+        ((IMAGE,), (2,), {"trt_profile_max_shapes": "image:9x3x8x8"}, []),
+        ((TOKENS,), (2,), {}, []),
+        ((TensorSpec("a:b", DataType.FP32, (-1, 2)),), (2,), {}, []),
+    ],
+)
+def test_one_profile_spans_all_sizes(
+    inputs: tuple[TensorSpec, ...], sizes: Sequence[int], given: dict[str, str], expected: list[str]
+) -> None:
+    made = profile_shapes(ModelSignature(inputs, inputs), sizes, given)
+    assert list(made.values()) == expected
+    assert list(made) == [f"trt_profile_{bound}_shapes" for bound in ("min", "opt", "max")][: len(expected)]
+
+
+def test_an_unbatched_model_has_none() -> None:
+    assert profile_shapes(ModelSignature((IMAGE,), (IMAGE,), "why not"), (2,), {}) == {}

@@ -6,8 +6,8 @@ import onnxruntime as ort
 import pytest
 
 from ortserve.config.session import ProviderWish
+from ortserve.engine.provider_options import CPU
 from ortserve.engine.providers import (
-    CPU,
     Provider,
     ProviderChoice,
     attach_providers,

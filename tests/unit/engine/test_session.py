@@ -11,12 +11,12 @@ from onnx import TensorProto, helper
 
 from models import builders
 from ortserve.config.session import GraphOptimization, SessionSettings
-from ortserve.engine.ort_errors import run_error
-from ortserve.engine.provider_options import CUDA, OPENVINO
-from ortserve.engine.providers import CPU, Provider, ProviderChoice
-from ortserve.engine.run_options import arenas_of, run_options
+from ortserve.engine.ort_errors import run_error, without_paths
+from ortserve.engine.provider_options import CPU, CUDA, OPENVINO
+from ortserve.engine.providers import Provider, ProviderChoice
+from ortserve.engine.runs import arenas_of, run_options
 from ortserve.engine.runtime import Runtime
-from ortserve.engine.session import SessionOptions, open_session, without_paths
+from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError
 
 OPTIONS = SessionOptions(ProviderChoice(CPU), intra_op_threads=1)
@@ -284,8 +284,8 @@ def test_optimized_model_is_kept_and_can_be_served_as_it_is(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("file", "came"),
     [
-        ("a secret project/optimized.onnx", "…/optimized.onnx, whose folder is not there"),
-        ("model.onnx/optimized.onnx", "…/optimized.onnx, whose folder is not there"),
+        ("a secret project/optimized.onnx", "…/optimized.onnx, whose folder does not exist"),
+        ("model.onnx/optimized.onnx", "…/optimized.onnx, whose folder does not exist"),
         ("folder", "…/folder, which is a folder"),
     ],
 )
@@ -296,9 +296,7 @@ def test_optimized_model_that_cannot_be_kept_is_named_with_what_is_expected(
     settings = SessionSettings(optimized_model_file=str(tmp_path / file))
     with pytest.raises(ServeError) as caught:
         open_session(builders.mlp(tmp_path / "model.onnx"), "m", SessionOptions(ProviderChoice(CPU), 1, settings))
-    assert caught.value.message == (
-        f"session.optimized_model_file: expected a file in a folder that is there, got {came}"
-    )
+    assert caught.value.message == (f"session.optimized_model_file: expected a file in an existing folder, got {came}")
 
 
 def test_weights_in_a_file_of_their_own_are_read_from_beside_the_model(tmp_path: Path) -> None:

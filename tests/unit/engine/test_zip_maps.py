@@ -12,12 +12,14 @@ from onnx import TensorProto, helper, numpy_helper
 
 from models import builders, interfaces
 from ortserve.core.batch import Batch
-from ortserve.engine.binding import can_bind
+from ortserve.engine.host_binding import can_bind
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.engine.zip_maps import read_classes, with_score_tensors
+from ortserve.model_file.reading import read_model
 
 X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
 
@@ -44,7 +46,7 @@ def test_scores_are_those_of_the_maps_in_the_order_of_the_classes(
     interfaces.zipmap_classifier(path, classes, is_tree=is_tree)
     content = path.read_bytes()
     session, x = opened(path), X[:rows, : len(classes)]
-    assert read_classes(path) == {"probabilities": classes}
+    assert read_classes(read_model(path)) == {"probabilities": classes}
     assert [(arg.name, arg.type, arg.shape) for arg in session.get_outputs()][1:] == [
         ("probabilities", "tensor(float)", [None, len(classes)])
     ]
@@ -110,7 +112,7 @@ def test_everything_else_of_the_model_stays(path: Path) -> None:
     model.graph.value_info.append(interfaces.maps(("a", "b")))
     model.graph.initializer.append(numpy_helper.from_array(np.arange(1000), "unused"))
     path.write_bytes(model.SerializeToString())
-    edited = onnx.load_from_string(with_score_tensors(path) or b"")
+    edited = onnx.load_from_string(with_score_tensors(path, read_model(path)) or b"")
     onnx.checker.check_model(edited, full_check=True)
     assert [node.op_type for node in edited.graph.node] == ["LinearClassifier", "Scaler", "FeatureVectorizer"]
     assert not edited.graph.value_info
@@ -122,7 +124,7 @@ def test_everything_else_of_the_model_stays(path: Path) -> None:
 
 def test_runs_are_bound_to_buffers(path: Path) -> None:
     session = opened(interfaces.zipmap_classifier(path, (4, 9, 2)))
-    signature = read_signature(session, path)
+    signature = read_signature(session, read_model(path))
     assert can_bind(session, signature, None)
     instance = Instance(session, signature, name="m/1", intra_op_threads=1, clock=time.monotonic_ns)
     try:
@@ -138,14 +140,14 @@ def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:
     whole = interfaces.zipmap_classifier(path, ("a", "b")).read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with_score_tensors(path)
-        assert read_classes(path) in ({}, {"probabilities": ("a", "b")})
+        with_score_tensors(path, read_model(path))
+        assert read_classes(read_model(path)) in ({}, {"probabilities": ("a", "b")})
 
 
 def test_models_without_such_an_output_are_opened_from_their_file(path: Path) -> None:
     for build in (builders.mlp, builders.sequence_output, builders.not_onnx):
-        assert with_score_tensors(build(path)) is None
-        assert read_classes(path) == {}
+        assert with_score_tensors(path, read_model(build(path))) is None
+        assert read_classes(read_model(path)) == {}
 
 
 def test_map_that_another_node_reads_stays_one(path: Path) -> None:
@@ -156,5 +158,5 @@ def test_map_that_another_node_reads_stays_one(path: Path) -> None:
         del model.graph.node[2:]
         model.graph.node.append(node)
         path.write_bytes(model.SerializeToString())
-        assert with_score_tensors(path) is None
-        assert read_classes(path) == {}
+        assert with_score_tensors(path, read_model(path)) is None
+        assert read_classes(read_model(path)) == {}

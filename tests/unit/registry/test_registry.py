@@ -102,7 +102,7 @@ async def test_broken_models_keep_no_other_from_serving(tmp_path: Path, load: Lo
         np.testing.assert_array_equal(await double(registry, name), np.full((1, 4), 2))
     reasons = {
         "a_broken": (1, "Protobuf parsing failed"),
-        "c_unserved": (1, "output 'y' has type tensor(float8e4m3fn), which is not served"),
+        "c_unserved": (1, "output 'y' has type tensor(float8e4m3fn), which is not supported"),
         "d_options": (0, "model.yaml: max_rows: expected integer, 1 to 65536, got 'many'"),
         "e_policy": (4, "version_policy: expected versions out of 1, got 4"),
         "f_empty": (0, "no version folder"),

@@ -6,7 +6,9 @@ import onnx
 import onnx.parser
 import pytest
 
-from ortserve.rows import Outcome, TooMuchWorkError, parse_model, prove_axes, prove_rows, reading
+from ortserve.model_file import reading
+from ortserve.model_file.reading import parse_model
+from ortserve.rows import Outcome, TooMuchWorkError, prove_axes, prove_rows
 from ortserve.rows.symbols import MOST_TERMS, Number, Product, Symbols
 from ortserve.rows.walk import Budget
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ortserve.rows import Outcome, parse_model, prove_axes, prove_model
+from ortserve.model_file.reading import parse_model
+from ortserve.rows import Outcome, prove_axes, prove_model
 from rows import brute_force
 from rows.brute_force import BATCHES, Claim, RefusedError, disagreement, observe
 from rows.cases import Case, rows_meet

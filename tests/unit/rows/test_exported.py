@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ortserve.rows import Outcome, parse_model, prove_axes
+from ortserve.model_file.reading import parse_model
+from ortserve.rows import Outcome, prove_axes
 from rows import brute_force
 from rows.brute_force import Claim, disagreement
 from rows.cases import rows_meet

@@ -13,20 +13,19 @@ import onnxruntime as ort
 import pytest
 from prometheus_client import CollectorRegistry
 
+from fakes.host_device import HostDevice
 from fakes.inflight import submit_to
 from models import builders
 from ortserve.config.model import LoadOptions
 from ortserve.core.timing import Timing
-from ortserve.engine.device.devices import Devices
-from ortserve.engine.device.host import HostDevice
-from ortserve.engine.device.protocol import BoundRun
-from ortserve.engine.device.use import DeviceUse
+from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
+from ortserve.device.protocol import BoundRun
 from ortserve.engine.provider_options import CPU
-from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.model_file.graph import Model
 from ortserve.registry.catalog import State
+from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.registry import Registry
 from ortserve.registry.served import ServedModel
 from ortserve.service.models import ModelService
@@ -55,7 +54,7 @@ async def test_a_server_whose_device_is_lost_is_neither_ready_nor_live(tmp_path:
     for name in ("one", "two"):
         builders.identity(tmp_path / f"{name}.onnx")
     device = Breakable()
-    runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: device)}))
+    runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: device)}))
     defaults = LoadOptions(warmup_s=0.2, max_rows=2)
     registry = Registry([tmp_path], defaults, Metrics(CollectorRegistry()), time.monotonic_ns, runtime)
     models = ModelService(registry, server_name="s", strict_readiness=False)
@@ -138,7 +137,7 @@ class Loading:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = FailsOnce()
 
-        def open_it(path: Path, name: str, options: SessionOptions) -> Any:
+        def open_it(path: Path, name: str, options: SessionOptions, model: Model) -> Any:
             try:
                 self.device._fail("making the session")
             except RuntimeError as error:
@@ -146,11 +145,11 @@ class Loading:
             session = open_session(path, name, options)
             return FailingSession(session, self.device) if name == "late/1" else session
 
-        monkeypatch.setattr("ortserve.registry.opening.open_session", open_it)
+        monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_it)
         monkeypatch.setattr(CaptureTrials, "why_not", lambda trials, order: "")
         for name in ("early", "late"):
             builders.identity(folder / f"{name}.onnx")
-        runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: self.device)}))
+        runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: self.device)}))
         defaults = LoadOptions(warmup_s=0.2, max_rows=2, graph_replay=True, intra_op_threads=1)
         self.registry = Registry([folder], defaults, Metrics(CollectorRegistry()), time.monotonic_ns, runtime)
         self.models = ModelService(self.registry, server_name="s", strict_readiness=False)

@@ -1,13 +1,3 @@
 """The load pipeline: from a model file to warm instances, and to a model that serves requests."""
 
-__all__ = [
-    "assembly",
-    "batch_sizes",
-    "coordination",
-    "inputs",
-    "loaded_model",
-    "pipeline",
-    "row_axes",
-    "row_trial",
-    "warmup",
-]
+__all__ = ["assembly", "capture_trial", "coordination", "loaded_model", "pipeline"]

@@ -23,9 +23,9 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.activity import LoopActivity
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import StagedElements, padding_of_requests
-from ortserve.engine.device.instance import DeviceInstance
-from ortserve.engine.device.readings import read_runs
-from ortserve.engine.device.replay import NO_BUFFERS
+from ortserve.device.accounting import read_runs
+from ortserve.device.instance import DeviceInstance
+from ortserve.device.preparation import NO_BUFFERS
 from ortserve.engine.instance import Instance
 from ortserve.engine.provider_options import GPU_PROVIDERS
 from ortserve.registry.load.loaded_model import LoadedModel, describe_ended_sharing, describe_properties
@@ -108,8 +108,9 @@ class Assembly:
         metrics.set_saturation_source(batcher.saturation)
         # Elements that warm-up staged do not count.
         metrics.set_staging_source(partial(_staged_since, _staged(loaded.instances), loaded.instances))
-        if any(isinstance(instance, DeviceInstance) for instance in loaded.instances):
-            metrics.set_device_source(partial(read_runs, loaded.instances))
+        on_devices = [instance.counts for instance in loaded.instances if isinstance(instance, DeviceInstance)]
+        if on_devices:
+            metrics.set_device_source(partial(read_runs, on_devices))
         elif loaded.on_device.no_buffers_because:
             captures = {NO_BUFFERS: len(loaded.instances)} if loaded.on_device.no_replay_because else {}
             metrics.set_device_source(lambda: DeviceRuns({"plain_unbound": metrics.batch_count}, captures))

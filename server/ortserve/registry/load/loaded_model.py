@@ -10,7 +10,7 @@ from ortserve.batching.row_checks import Difference
 from ortserve.config.model import ModelOptions
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.device.instance import DeviceInstance
+from ortserve.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.placement import (
     Placement,
@@ -22,10 +22,10 @@ from ortserve.engine.placement import (
 )
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.zip_maps import Classes
+from ortserve.registry.load.device_batches import DeviceBatches
 from ortserve.registry.load.interface import Interface
 from ortserve.registry.load.row_axes import Grounds, RowAxes
 from ortserve.registry.load.warmup import WarmUp
-from ortserve.registry.on_device import OnDevice
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class LoadedModel:
     run_threads: int
     padding: Padding | None = None
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    on_device: OnDevice = field(default_factory=OnDevice)
+    on_device: DeviceBatches = field(default_factory=DeviceBatches)
     placed: tuple[int, ...] = ()
     unbounded_because: str = ""
     classes: Mapping[str, Classes] = field(default_factory=dict)

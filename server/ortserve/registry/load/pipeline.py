@@ -14,28 +14,30 @@ from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
+from ortserve.device.devices import DeviceRuntime
+from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
-from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.placement import Placement, count_operators
+from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_shape
 from ortserve.engine.providers import ProviderChoice, choose_provider
-from ortserve.engine.runtime import Runtime
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
-from ortserve.registry.capture_trial import CaptureTrials
+from ortserve.model_file.graph import Model
+from ortserve.model_file.reading import read_model
 from ortserve.registry.load.batch_sizes import RunBounds
+from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadLimiter, LoadPermit, Progress
+from ortserve.registry.load.device_batches import DeviceBatches, prepare_batches
 from ortserve.registry.load.inputs import Sample, make_samples
 from ortserve.registry.load.interface import Interface, resolve_interface, resolve_padding
 from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
 from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, find_rejected_rows
 from ortserve.registry.load.row_axes import Grounds, RowAxes, find_row_axes
+from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
-from ortserve.registry.on_device import OnDevice, prepare
-from ortserve.registry.opening import OpenedSession, Opening
 from ortserve.registry.repository.model_files import operator_libraries, read_labels
 from ortserve.telemetry.logs import log_event
 
@@ -52,7 +54,7 @@ def load_model(
     options: ModelOptions,
     clock: Clock,
     folder: Path | None = None,
-    runtime: Runtime | None = None,
+    runtime: DeviceRuntime | None = None,
     trials: CaptureTrials | None = None,
     progress: Progress | None = None,
     limiter: LoadLimiter | None = None,
@@ -83,20 +85,21 @@ def load_model(
     Raises:
         ServeError: The reason why the model cannot be served.
     """
-    runtime, trials = runtime or Runtime(), trials or CaptureTrials()
+    runtime, trials = runtime or DeviceRuntime(), trials or CaptureTrials()
     limiter, progress = limiter or LoadLimiter(cpu_budget()), progress or Progress(clock)
     with limiter.permit(partial(progress.begin, "waiting for other loads")) as permit:
         with limiter.analyzing():
             progress.begin("following rows through the graph")
-            rows = find_row_axes(path, options)  # 1
-        load = _Load(path, name, options, rows, clock, folder, runtime, trials, progress, permit)
+            model = read_model(path)
+            rows = find_row_axes(model, options)  # 1
+        load = _Load(path, model, name, options, rows, clock, folder, runtime, trials, progress, permit)
         choice = load.choose_provider()  # 2
         failures: list[str] = []
         while True:
             try:
                 placed = load.settings.place(choice, 0)
                 threads = load.settings.first_threads(placed)
-                opened = load.opening.open(placed, threads)  # 3
+                opened = load.opener.open(placed, threads)  # 3
                 details = load.read_details(opened)  # 4
                 warm = load.warm_up(opened, placed, threads, details, is_first=True)  # 5
                 break
@@ -155,17 +158,19 @@ class _Load:
     def __init__(
         self,
         path: Path,
+        model: Model,
         name: str,
         options: ModelOptions,
         rows: RowAxes,
         clock: Clock,
         folder: Path | None,
-        runtime: Runtime,
+        runtime: DeviceRuntime,
         trials: CaptureTrials,
         progress: Progress,
         permit: LoadPermit,
     ) -> None:
         self.path = path
+        self.model = model
         self.name = name
         self.options = options
         self.rows = rows
@@ -174,12 +179,12 @@ class _Load:
         self.runtime = runtime
         self.progress = progress
         self.permit = permit
-        self.classes = read_classes(path)
+        self.classes = read_classes(model)
         class_names = {output: tuple(map(str, classes)) for output, classes in self.classes.items()}
         self.labels = class_names | read_labels(options, folder)
         self.libraries = operator_libraries(options, folder)
-        self.opening = Opening(path, name, options, rows, runtime, trials, self.libraries, clock, progress)
-        self.settings = ProviderSettings(path, options, runtime)
+        self.opener = SessionOpener(path, model, name, options, rows, runtime, trials, self.libraries, clock, progress)
+        self.settings = ProviderSettings(path, model, options, runtime)
         self.bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
         self.spent_s = 0.0
 
@@ -209,7 +214,7 @@ class _Load:
         options = self.options
         self.progress.begin("reading its signature and samples")
         try:
-            signature = read_signature(opened.session, self.path, served_outputs=options.served_outputs)
+            signature = read_signature(opened.session, self.model, served_outputs=options.served_outputs)
             own = self.rows.apply(signature)
             if options.pad or options.buckets:
                 own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
@@ -238,7 +243,7 @@ class _Load:
             ServeError: There is too little memory, or the provider fails on inputs that the CPU accepts.
         """
         signature, padding = details.interface.model, details.padding
-        instance = self.opening.make_instance(opened, choice, signature, self.name, threads, padding)
+        instance = self.opener.make_instance(opened, choice, signature, self.name, threads, padding)
         opened.forget()
 
         try:
@@ -295,7 +300,7 @@ class _Load:
         if threads == warm.threads:
             return warm
         warm.instance.close()
-        return self.warm_up(self.opening.open(warm.choice, threads), warm.choice, threads, warm.details)
+        return self.warm_up(self.opener.open(warm.choice, threads), warm.choice, threads, warm.details)
 
     def prepare_first(self, warm: _WarmInstance) -> LoadedModel:
         """Make the device buffers of the first instance, capture its graphs and run the samples."""
@@ -306,11 +311,11 @@ class _Load:
             if alone_because:
                 interface = interface.unbatched(alone_because)
                 padding = resolve_padding(options, interface.model)  # Requests that run alone are not padded.
-            on_device = OnDevice(
+            on_device = DeviceBatches(
                 no_buffers_because=opened.no_buffers_because, no_replay_because=opened.no_replay_because
             )
             if isinstance(instance, DeviceInstance):
-                on_device = prepare(instance, opened, options, interface.model, found, padding, self.progress)
+                on_device = prepare_batches(instance, opened, options, interface.model, found, padding, self.progress)
                 found = self._time_on_buffers(instance, interface.model, on_device, found, padding)
             run_samples(instance, warm.details.samples, self.progress, self.bounds)
         except BaseException:
@@ -328,7 +333,7 @@ class _Load:
             padding,
             self.labels,
             on_device,
-            unbounded_because=why_unbounded(self.path, interface.model),
+            unbounded_because=why_unbounded(self.model, interface.model),
             classes=self.classes,
         )
 
@@ -352,7 +357,7 @@ class _Load:
         self,
         instance: DeviceInstance,
         signature: ModelSignature,
-        on_device: OnDevice,
+        on_device: DeviceBatches,
         found: WarmUp,
         padding: Padding | None,
     ) -> WarmUp:
@@ -379,8 +384,8 @@ class _Load:
             for number in range(1, options.instances):
                 self.progress.begin_part(f"instance {number + 1} of {options.instances}")
                 placed = self.settings.place(choice, number)
-                opened = self.opening.open(placed, loaded.intra_op_threads)
-                instance = self.opening.make_instance(
+                opened = self.opener.open(placed, loaded.intra_op_threads)
+                instance = self.opener.make_instance(
                     opened, placed, loaded.signature, f"{self.name} {number}", loaded.intra_op_threads, loaded.padding
                 )
                 opened.forget()
@@ -390,7 +395,7 @@ class _Load:
                     rows = found.latencies[-1].rows if loaded.signature.is_batched else 1
                     run_once(instance, found.inputs, rows, progress=self.progress, bounds=self.bounds)
                 if isinstance(instance, DeviceInstance):
-                    prepare(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
+                    prepare_batches(instance, opened, options, loaded.signature, found, loaded.padding, self.progress)
                 run_samples(instance, samples, self.progress, self.bounds)
         except BaseException:
             for instance in loaded.instances:

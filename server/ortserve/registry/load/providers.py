@@ -10,19 +10,19 @@ from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch, Runner
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
-from ortserve.engine.cpu_budget import cpu_budget, intra_op_threads
-from ortserve.engine.device.instance import DeviceInstance
+from ortserve.device.devices import DeviceRuntime
+from ortserve.device.instance import DeviceInstance
 from ortserve.engine.instance import Instance
-from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT
+from ortserve.engine.process_limits import cpu_budget, intra_op_threads
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, most_rows
 from ortserve.engine.providers import ProviderChoice
-from ortserve.engine.runtime import Runtime
 from ortserve.engine.session import SessionOptions, affinities_key, open_session
-from ortserve.engine.tensorrt_profiles import most_rows
 from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError
+from ortserve.model_file.graph import Model
+from ortserve.model_file.reading import model_nbytes
 from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, RunBounds, SizeLatency, WorkerRuns, as_batch
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
-from ortserve.registry.opening import model_nbytes
 
 ONE_THREAD_BELOW_NS: Final = 1_000_000
 """If a run of one row is shorter, a second thread gains less than waking it costs."""
@@ -33,8 +33,9 @@ _SMALL_MODEL_NBYTES: Final = 4 * 1024**2
 class ProviderSettings:
     """How sessions of one model are opened and run on each execution provider. Pure, but for the size of the file."""
 
-    def __init__(self, path: Path, options: ModelOptions, runtime: Runtime) -> None:
+    def __init__(self, path: Path, model: Model, options: ModelOptions, runtime: DeviceRuntime) -> None:
         self._path = path
+        self._model = model
         self._options = options
         self._runtime = runtime
         session = options.session
@@ -70,7 +71,7 @@ class ProviderSettings:
         settings = self._options.session
         has_arena = settings.memory_arena and not settings.shared_arena and not settings.shrink_arenas
         is_on_cpu = choice.name == CPU and not choice.behind
-        return instance.give_back_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
+        return instance.release_memory if isinstance(instance, Instance) and has_arena and is_on_cpu else None
 
     def usual_threads(self, choice: ProviderChoice) -> int:
         """The number of threads inside an operator for runs of unknown length."""
@@ -85,7 +86,7 @@ class ProviderSettings:
         usual = self.usual_threads(choice)
         if usual == 1 or choice.name != CPU or not self._options.warmup_s or not self._may_use_one_thread:
             return usual
-        return 1 if model_nbytes(self._path) < _SMALL_MODEL_NBYTES else usual
+        return 1 if model_nbytes(self._path, self._model) < _SMALL_MODEL_NBYTES else usual
 
     def best_threads(self, choice: ProviderChoice, latencies: Sequence[SizeLatency]) -> int:
         """The number for runs of these latencies, the smallest batch first."""

@@ -3,22 +3,20 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ortserve.config.model import ModelOptions
 from ortserve.config.tensors import NO_ROWS, TensorOptions
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.model_file.graph import Model
 from ortserve.rows import (
     Axes,
-    Model,
     Outcome,
     RowVerdict,
-    TooLargeError,
     TooMuchWorkError,
     prove_axes,
     prove_model,
-    read_graph,
     real_inputs,
+    why_not_analysed,
 )
 
 
@@ -92,20 +90,19 @@ class RowAxes:
         return 0 if has_rows else None
 
 
-def find_row_axes(path: Path, options: ModelOptions) -> RowAxes:
-    """Find the row axes by the graph and the configuration. Blocks on the file; takes about 50 µs per node.
+def find_row_axes(model: Model, options: ModelOptions) -> RowAxes:
+    """Find the row axes by the graph and the configuration. Takes about 50 µs per node.
 
     Raises:
         ServeError: invalid_input, for a ``batch_axis`` of an unknown input or output.
     """
     if options.batched is False:
         return RowAxes(Grounds.CONFIGURED, is_disabled=True)
+    if because := why_not_analysed(model):
+        return _unread(options, because)
     try:
-        model = read_graph(path)
-        if model is None:
-            return _unread(options, "the file cannot be read as an ONNX model")
         return _decide(model, options)
-    except (TooLargeError, TooMuchWorkError) as failure:
+    except TooMuchWorkError as failure:
         return _unread(options, f"the model is not analysed: {failure}")
 
 

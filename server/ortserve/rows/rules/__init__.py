@@ -1,54 +1,38 @@
 """One rule for each operator: from claims about operands to claims about results.
 
-A module holds a family of operators and gives its rules by domain and operator. Every rule is sound on its own: where
-it does not cover a case, it raises ``NotKnownError``, and where rows may meet, ``RowsMeetError``.
+A module holds a family of operators and their rules by domain and operator. Every rule is sound on its own: if it does
+not cover a case, it raises ``NotKnownError``, and if rows may meet, ``RowsMeetError``.
 """
 
 from typing import Final
 
 from ortserve.rows.rules import (
-    arithmetic,
-    attention,
-    branches,
     classical,
-    creation,
+    control_flow,
     elementwise,
     fused,
     gather,
-    loops,
     matmul,
     movement,
-    normalization,
-    quantization,
-    recurrent,
     reduction,
-    resizing,
+    sequences,
     shapes,
-    texts,
-    windows,
+    spatial,
 )
 from ortserve.rows.rules.call import Rule
 
 RULES: Final[dict[tuple[str, str], Rule]] = {
-    **arithmetic.RULES,
-    **attention.RULES,
-    **branches.RULES,
     **classical.RULES,
-    **creation.RULES,
+    **control_flow.RULES,
     **elementwise.RULES,
     **fused.RULES,
     **gather.RULES,
-    **loops.RULES,
     **matmul.RULES,
     **movement.RULES,
-    **normalization.RULES,
-    **quantization.RULES,
-    **recurrent.RULES,
     **reduction.RULES,
-    **resizing.RULES,
+    **sequences.RULES,
     **shapes.RULES,
-    **texts.RULES,
-    **windows.RULES,
+    **spatial.RULES,
 }
 """By domain (empty for ONNX's own) and operator."""
 

@@ -1,10 +1,10 @@
-"""What a rule is, and what it is given: one node with the claims about its operands."""
+"""The interface of rules: the analysed node with its operands and attributes, and results; broadcasting."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
-from ortserve.rows.graph import Attribute, Graph, Node
+from ortserve.model_file.graph import Attribute, Graph, Node
 from ortserve.rows.symbols import DEPENDENT, Number, Symbols
 from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, free, rows
 
@@ -12,32 +12,32 @@ MOST_RANK: Final = 64
 
 
 class RowsMeetError(Exception):
-    """The operator may combine rows. Its text continues a sentence whose subject is the operator."""
+    """The operator may combine rows. The text continues a sentence whose subject is the operator."""
 
 
 class RandomError(RowsMeetError):
-    """The operator may draw random numbers, even for operands that have no rows."""
+    """The operator may draw random numbers, also for operands without rows."""
 
 
 class NotKnownError(Exception):
-    """The rule cannot decide. Its text continues a sentence whose subject is the operator."""
+    """The rule cannot decide. The text continues a sentence whose subject is the operator."""
 
 
 class Scope(Protocol):
-    """The analysis that a node with graphs of its own goes on with."""
+    """The analysis of subgraphs, for rules of operators with graphs."""
 
     def run_graph(self, graph: Graph, arguments: Sequence[Value], *, hide_rows: bool = False) -> list[Value]:
-        """The claims about a subgraph's outputs. ``hide_rows``: captured tensors must be free."""
+        """The claims about a subgraph's outputs. With ``hide_rows``, captured tensors must be free."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One node that is being analysed.
+    """One node under analysis.
 
     Attributes:
-        operands: A claim for each operand; None for one that is left out. None of them is mixed or unknown.
-        opset: The version of the operator set that the node's domain has.
-        attributes: Those of the node; in a function, with its attributes put in.
+        operands: A claim for each operand, never mixed or unknown; None for an omitted operand.
+        opset: The version of the operator set of the node's domain.
+        attributes: The node's attributes; in a function, with references replaced.
     """
 
     node: Node
@@ -83,7 +83,7 @@ class Call:
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        """An attribute that is a list of integers; None where it is not given."""
+        """An attribute that is a list of integers; None if it is not given."""
         value = self.attributes.get(name)
         if value is None:
             return None
@@ -98,7 +98,7 @@ class Call:
         return value.dims
 
     def numbers(self, index: int, what: str) -> tuple[Number, ...]:
-        """The elements of an operand that decides about a shape."""
+        """The elements of an operand that determines a shape."""
         value = self.operand(index)
         if value.is_rows:
             raise RowsMeetError(f"takes its {what} from the rows")
@@ -111,7 +111,7 @@ class Call:
         return value.elements
 
     def number(self, index: int, what: str) -> Number:
-        """The one element of an operand that decides about a shape."""
+        """The single element of an operand that determines a shape."""
         elements = self.numbers(index, what)
         if len(elements) != 1:
             raise NotKnownError(f"takes its {what} from {len(elements)} numbers")
@@ -129,14 +129,14 @@ class Call:
         return normal_axis(self.integer(name, default), rank)
 
     def axes(self, index: int, rank: int, name: str = "axes") -> tuple[int, ...] | None:
-        """Axes by attribute or by operand; None where neither is given."""
+        """Axes by attribute or by operand; None if neither is given."""
         given = self.integers(name)
         if given is None and self.has(index):
             given = self.constants(index, "axes")
         return None if given is None else tuple(normal_axis(axis, rank) for axis in given)
 
     def is_free(self, index: int) -> bool:
-        """Whether an operand is left out or free."""
+        """Whether an operand is omitted or free."""
         value = self.optional(index)
         return value is None or value.kind is Kind.FREE
 
@@ -149,7 +149,7 @@ class Call:
         elements: tuple[Number, ...] | None = None,
         facts: Facts = NO_FACTS,
     ) -> Value:
-        """An output: with rows laid out as in ``like``, if that has rows; free otherwise, with bounds as its facts."""
+        """An output: with the row layout of ``like`` if that has rows; otherwise free, with the bounds of ``facts``."""
         if len(dims) > MOST_RANK:
             raise NotKnownError(f"gives a tensor of {len(dims)} dimensions")
         if like is None or not like.is_rows:
@@ -169,12 +169,12 @@ class Rule:
     """How an operator treats rows.
 
     Attributes:
-        apply: Gives the claims about the outputs. It is called for operands that are all free, too, for their shapes.
-        arguments: Operands that the rule reads by their elements or not at all; they may be of kind size.
+        apply: Returns the claims about the outputs. It is also called if all operands are free, for the shapes.
+        arguments: Operands of which the rule uses only the elements; they may be of kind size.
         parameters: Operands that must be free.
-        keeps_stride: Whether the rule knows values that contain the row's number.
-        keeps_padding: Whether the rule knows rows that are padded to the longest.
-        has_graphs: Whether the operator runs graphs, which may read any tensor. The rule then checks all by itself.
+        keeps_stride: Whether the rule supports values that contain the row's number.
+        keeps_padding: Whether the rule supports rows that are padded to the longest.
+        has_graphs: Whether the operator runs graphs, which may read any tensor. Then the rule makes all checks itself.
     """
 
     apply: Callable[[Call], Output]
@@ -200,7 +200,7 @@ def rule(
 
 
 def normal_axis(axis: int, rank: int) -> int:
-    """An axis counted from the front."""
+    """An axis as a number from 0 on."""
     if not -rank <= axis < max(rank, 1):
         raise NotKnownError(f"has axis {axis} for {rank} dimensions")
     return axis + rank if axis < 0 else axis
@@ -210,3 +210,57 @@ def off_axis(value: Value, axes: Iterable[int], what: str) -> None:
     """Raise ``RowsMeetError`` if the rows of a value lie on one of the axes."""
     if value.is_rows and value.axis in axes:
         raise RowsMeetError(f"{what} along the axis of the rows")
+
+
+def broadcast_shape(call: Call, shapes: Sequence[tuple[Number, ...]]) -> tuple[Number, ...]:
+    """The shape that operands with these shapes broadcast to."""
+    rank = max(map(len, shapes), default=0)
+    lengths: list[Number] = [1] * rank
+    for shape in shapes:
+        for position, length in enumerate(shape, rank - len(shape)):
+            lengths[position] = call.symbols.broadcast(lengths[position], length)
+    return tuple(lengths)
+
+
+def without_rows(value: Value, dims: tuple[Number, ...]) -> tuple[Number, ...]:
+    """The dimensions of a value with 1 in place of the rows, to broadcast the others."""
+    return (*dims[: value.axis], 1, *dims[value.axis + 1 :]) if value.is_rows else dims
+
+
+def aligned_axis(call: Call, values: Sequence[Value]) -> tuple[int, Value] | None:
+    """The axis of the broadcast result that carries the rows, and an operand that has them; None without rows.
+
+    Raises:
+        RowsMeetError: A row would be paired with an entry of another row, or with an entry that its number picks.
+        NotKnownError: The shape of an operand is not known.
+    """
+    carriers = [value for value in values if value.is_rows]
+    if not carriers:
+        return None
+    rank = max(len(call.dims(value)) for value in values)
+    first = carriers[0]
+    axis = rank - len(call.dims(first)) + first.axis
+    for value in values:
+        dims = call.dims(value)
+        position = axis - (rank - len(dims))
+        if value.is_rows:
+            if position != value.axis or not value.carries_like(first):
+                raise RowsMeetError("pairs rows that lie along different axes or in different orders")
+        elif position >= 0 and dims[position] != 1:
+            raise RowsMeetError("pairs the rows with the entries of a tensor that has no rows")
+    return axis, first
+
+
+def broadcast(call: Call, values: Sequence[Value], dtype: int = 0, facts: Facts = NO_FACTS) -> Value:
+    """The result of an operator that pairs the elements of its operands."""
+    if not values:
+        raise NotKnownError("has no operands")
+    found = aligned_axis(call, values)
+    if len(values) == 1 or (len(values) == 2 and values[0].dims == values[1].dims):
+        dims = call.dims(values[0])
+    else:
+        dims = broadcast_shape(call, [without_rows(value, call.dims(value)) for value in values])
+    if found is None:
+        return call.result(dims, dtype=dtype)
+    axis, like = found
+    return call.result(dims, like, axis, dtype, facts=facts)

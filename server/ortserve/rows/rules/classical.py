@@ -1,18 +1,18 @@
-"""Classical models (ai.onnx.ml): a matrix with a row for each item, and a column for each feature."""
+"""Classical models (ai.onnx.ml) on a matrix with a row for each item, and operators on strings."""
 
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.graph import FLOAT, INT64, STRING
+from ortserve.model_file.graph import FLOAT, INT64, STRING
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
 from ortserve.rows.symbols import Number
-from ortserve.rows.values import Value
+from ortserve.rows.values import Facts, Value
 
 DOMAIN: Final = "ai.onnx.ml"
 
 
 def _item_count(call: Call, value: Value) -> Number:
-    """How many items a matrix has; raises unless the rows are its items."""
+    """The number of items of a matrix. Raises unless the rows are its items."""
     dims = call.dims(value)
     if value.is_rows and (len(dims) != 2 or value.axis != 0):
         raise RowsMeetError("takes the rows for the features of one item")
@@ -52,7 +52,7 @@ def normalizer(call: Call) -> Output:
 
 
 def zip_map(call: Call) -> Output:
-    """A sequence of maps; it is taken for a vector with an entry for each item."""
+    """A sequence of maps, treated as a vector with an entry for each item."""
     value = call.operand(0)
     return call.result((_item_count(call, value),), value, 0)
 
@@ -118,6 +118,46 @@ def feature_vectorizer(call: Call) -> Output:
     return call.result((items, width), first, 0, FLOAT)
 
 
+def normalize(call: Call) -> Output:
+    """``StringNormalizer`` takes ``[C]`` or ``[1, C]``; with stop words it drops entries."""
+    value = call.operand(0)
+    dims = call.dims(value)
+    if call.attributes.get("stopwords"):
+        if value.is_rows:
+            raise RowsMeetError("drops stop words, after which rows are no longer at their places")
+        raise NotKnownError("gives a number of results that is not known")
+    if value.is_rows and len(dims) == 2 and value.axis == 0:
+        raise RowsMeetError("takes one row alone, but not several")
+    return call.same_shape(value, STRING)
+
+
+def tokenize(call: Call) -> Output:
+    value = call.operand(0)
+    dims = call.dims(value)
+    if call.integer("mark", 0):
+        raise NotKnownError("marks the beginning and the end of texts")
+    facts = Facts(padding=call.text("pad_value", ""))
+    return call.result((*dims, call.symbols.fresh(0)), value, value.axis, STRING, facts=facts)
+
+
+def vectorize(call: Call) -> Output:
+    """``TfIdfVectorizer`` counts n-grams in each row of a matrix; a vector is one row."""
+    value = call.operand(0)
+    dims = call.dims(value)
+    if len(dims) != 2:
+        if value.is_rows:
+            raise RowsMeetError("takes the rows for the entries of one row")
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
+    if value.is_rows and value.axis != 0:
+        raise RowsMeetError("counts along the axis of the rows")
+    padding = value.facts.padding
+    vocabulary = call.attributes.get("pool_strings")
+    if padding is not None and (not isinstance(vocabulary, tuple) or padding in vocabulary):
+        raise RowsMeetError("counts the padding up to the longest row")
+    indexes = call.integers("ngram_indexes") or ()
+    return call.result((dims[0], max(indexes, default=-1) + 1), value, 0, FLOAT)
+
+
 RULES: Final[Rules] = {
     **{(DOMAIN, op): rule(classifier) for op in ("LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier")},
     **{
@@ -131,4 +171,7 @@ RULES: Final[Rules] = {
     (DOMAIN, "OneHotEncoder"): rule(one_hot_encoder),
     (DOMAIN, "ArrayFeatureExtractor"): rule(array_feature_extractor),
     (DOMAIN, "FeatureVectorizer"): rule(feature_vectorizer),
+    ("", "StringNormalizer"): rule(normalize),
+    ("com.microsoft", "Tokenizer"): rule(tokenize),
+    ("", "TfIdfVectorizer"): rule(vectorize, keeps_padding=True),
 }

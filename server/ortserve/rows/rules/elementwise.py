@@ -1,11 +1,34 @@
-"""Operators that compute each element of their result from one element of each operand."""
+"""Operators that compute each element of their result from one element of each operand.
 
+The arithmetic among them also computes the known elements of small tensors, from which shapes are made, and the numbers
+of rows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Final
 
-from ortserve.rows.graph import BOOL
-from ortserve.rows.rules.alignment import broadcast
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, Rules, rule
-from ortserve.rows.values import Facts, Value
+from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rules, broadcast, rule
+from ortserve.rows.symbols import DEPENDENT, Number, Symbols, is_nonnegative, is_whole
+from ortserve.rows.values import (
+    NO_FACTS,
+    Facts,
+    Kind,
+    Value,
+    cast_number,
+    choice,
+    conjunction,
+    disjunction,
+    equal,
+    less,
+    negation,
+    paired,
+    quotient,
+    remainder_of,
+    uniform,
+)
 
 _UNARY: Final = """
     Acos Acosh Asin Asinh Atan Atanh BitwiseNot Celu Cos Cosh Elu Erf Exp Gelu HardSigmoid HardSwish LeakyRelu Log Mish
@@ -17,7 +40,7 @@ _TESTS: Final = "IsInf IsNaN RegexFullMatch"
 
 
 def plain(call: Call) -> Output:
-    """Any number of operands, all of which are data."""
+    """Any number of operands, all of them data."""
     check_broadcast_attribute(call)
     values = call.present()
     return broadcast(call, values, values[0].dtype if values else 0)
@@ -36,8 +59,8 @@ def clip(call: Call) -> Output:
     """Bounds are attributes before opset 11, and scalars since then."""
     values = call.present()
     low, high = call.optional(1), call.optional(2)
-    # Where the bounds cross, the upper one holds.
-    is_bounded = low is not None and _is_nonnegative(low) and (high is None or _is_nonnegative(high))
+    # If the bounds cross, the upper one applies.
+    is_bounded = low is not None and _is_bound_nonnegative(low) and (high is None or _is_bound_nonnegative(high))
     facts = Facts(nonnegative=values[0].is_integer and is_bounded)
     return broadcast(call, values, values[0].dtype, facts)
 
@@ -60,8 +83,209 @@ def check_broadcast_attribute(call: Call) -> None:
             raise NotKnownError("has operands of different ranks, before opset 7")
 
 
-def _is_nonnegative(bound: Value) -> bool:
+def _is_bound_nonnegative(bound: Value) -> bool:
     return bound.elements is not None and all(isinstance(each, int) and each >= 0 for each in bound.elements)
+
+
+_COMPUTED: Final = frozenset({BOOL, DOUBLE, FLOAT, INT32, INT64})
+"""Element types that hold sizes of tensors without overflow or rounding."""
+_INDICES: Final = frozenset({INT32, INT64})
+
+
+def add(call: Call) -> Output:
+    values = call.present()
+    facts = Facts(
+        stride=call.symbols.sum(_stride(value) for value in values),
+        nonnegative=all(map(_is_nonnegative, values)),
+        below=_sum_below(call.symbols, values),
+    )
+    return _computed(call, values, facts, partial(reduce_over, call.symbols.add))
+
+
+def subtract(call: Call) -> Output:
+    one, other = call.operand(0), call.operand(1)
+    facts = Facts(stride=call.symbols.subtract(_stride(one), _stride(other)))
+    return _computed(call, [one, other], facts, call.symbols.subtract)
+
+
+def multiply(call: Call) -> Output:
+    values = call.present()
+    facts = Facts(nonnegative=all(map(_is_nonnegative, values)))
+    if len(values) == 2:
+        facts = _scaled(call.symbols, values, facts)
+    if facts.stride == 0:
+        _without_stride(values)
+    return _computed(call, values, facts, call.symbols.multiply)
+
+
+def divide(call: Call) -> Output:
+    values = call.present()
+    _without_stride(values)
+    divide_numbers = call.symbols.divide_whole if _dtype(values) in _INDICES else partial(quotient, call.symbols)
+    return _computed(call, values, NO_FACTS, divide_numbers)
+
+
+def remainder(call: Call) -> Output:
+    values = call.present()
+    _without_stride(values)
+    facts = NO_FACTS
+    divisor = uniform(call.operand(1))
+    if isinstance(divisor, int) and divisor > 0 and not call.integer("fmod", 0) and _dtype(values) in _INDICES:
+        facts = replace(facts, nonnegative=True, below=divisor)
+    whole = _dtype(values) in _INDICES and not call.integer("fmod", 0)
+    return _computed(call, values, facts, partial(remainder_of, call.symbols) if whole else None)
+
+
+def minimum(call: Call) -> Output:
+    values = call.present()
+    _without_stride(values)
+    bounds = [bound for value in values if (bound := value.facts.below) is not None]
+    facts = Facts(nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None)
+    return _computed(call, values, facts, partial(reduce_over, call.symbols.minimum))
+
+
+def maximum(call: Call) -> Output:
+    values = call.present()
+    facts = Facts(nonnegative=any(map(_is_nonnegative, values)))
+    if any(value.facts.stride != 0 for value in values):  # exporters read the shape of such a result
+        facts = Facts(stride=DEPENDENT)
+    return _computed(call, values, facts, partial(reduce_over, call.symbols.maximum))
+
+
+def negate(call: Call) -> Output:
+    value = call.operand(0)
+    facts = Facts(stride=call.symbols.multiply(-1, _stride(value)))
+    return _computed(call, [value], facts, partial(call.symbols.multiply, -1))
+
+
+def absolute(call: Call) -> Output:
+    value = call.operand(0)
+    _without_stride([value])
+
+    def compute(number: Number) -> Number:
+        if is_nonnegative(number):
+            return number
+        return call.symbols.opaque("absolute", number, lowest=0, is_whole=is_whole(number))
+
+    return _computed(call, [value], NO_FACTS, compute)
+
+
+def rounded(call: Call) -> Output:
+    value = call.operand(0)
+    _without_stride([value])
+    compute = {"Floor": call.symbols.floor, "Ceil": call.symbols.ceil}.get(call.op)
+    return _computed(call, [value], NO_FACTS, compute)
+
+
+def compare(call: Call) -> Output:
+    symbols = call.symbols
+    compute: dict[str, Callable[[Number, Number], Number]] = {
+        "Equal": partial(equal, symbols),
+        "Less": partial(less, symbols),
+        "Greater": lambda one, other: less(symbols, other, one),
+        "LessOrEqual": lambda one, other: negation(symbols, less(symbols, other, one)),
+        "GreaterOrEqual": lambda one, other: negation(symbols, less(symbols, one, other)),
+        "And": partial(conjunction, symbols),
+        "Or": partial(disjunction, symbols),
+        "Not": partial(negation, symbols),
+    }
+    values = call.present()
+    _without_stride(values)
+    return _computed(call, values, NO_FACTS, compute[call.op], dtype=BOOL)
+
+
+def where(call: Call) -> Output:
+    choices = [call.operand(1), call.operand(2)]
+    values = [call.operand(0), *choices]
+    _without_stride(values)
+    facts = Facts(nonnegative=all(map(_is_nonnegative, choices)))
+    return _computed(call, values, facts, partial(choice, call.symbols), dtype=_dtype(choices))
+
+
+def cast(call: Call) -> Output:
+    value = call.operand(0)
+    to = call.operand(1).dtype if call.op == "CastLike" else call.integer("to", 0)
+    facts = Facts(padding=value.facts.padding)
+    if value.dtype in _INDICES and to in _INDICES:
+        facts = replace(value.facts, columns=())
+    _without_stride([value] if facts.stride != value.facts.stride else [])
+    return _computed(call, [value], facts, partial(cast_number, call.symbols, to) if to else None, dtype=to)
+
+
+def identity(call: Call) -> Output:
+    return call.operand(0)
+
+
+def reduce_over(compute: Callable[[Number, Number], Number], *numbers: Number) -> Number:
+    return reduce(compute, numbers)
+
+
+def _computed(
+    call: Call,
+    values: Sequence[Value],
+    facts: Facts,
+    compute: Callable[..., Number] | None,
+    dtype: int | None = None,
+) -> Value:
+    check_broadcast_attribute(call)
+    dtype = _dtype(values) if dtype is None else dtype
+    if facts.stride != 0 and dtype not in _INDICES:
+        raise RowsMeetError("uses the number of the row")
+    result = broadcast(call, values, dtype, facts)
+    if compute is None or result.is_rows or result.dims is None or not all(v.dtype in _COMPUTED for v in values):
+        return result
+    known = paired(values, result.dims, compute)
+    return result if known is None else call.result(result.dims, dtype=dtype, elements=known)
+
+
+def _dtype(values: Sequence[Value]) -> int:
+    return next((value.dtype for value in values if value.dtype), 0)
+
+
+def _stride(value: Value) -> Number:
+    return value.facts.stride
+
+
+def _without_stride(values: Sequence[Value]) -> None:
+    if any(value.facts.stride != 0 for value in values):
+        raise RowsMeetError("uses the number of the row")
+
+
+def _is_nonnegative(value: Value) -> bool:
+    if value.is_rows or value.facts.nonnegative:
+        return value.facts.nonnegative
+    return value.elements is not None and all(map(is_nonnegative, value.elements)) and value.is_integer
+
+
+def _below(value: Value, symbols: Symbols) -> Number | None:
+    if value.is_rows or value.facts.below is not None:
+        return value.facts.below
+    known = uniform(value)
+    return None if known is None else symbols.add(known, 1)
+
+
+def _sum_below(symbols: Symbols, values: Sequence[Value]) -> Number | None:
+    """A bound of a sum of integers, from bounds of the terms."""
+    total: Number = 1
+    for value in values:
+        bound = _below(value, symbols)
+        if bound is None or not value.is_integer:
+            return None
+        total = symbols.add(total, symbols.subtract(bound, 1))
+    return total
+
+
+def _scaled(symbols: Symbols, values: Sequence[Value], facts: Facts) -> Facts:
+    """The facts of rows times a known number."""
+    for value, other in (values, reversed(values)):
+        factor = uniform(other)
+        if other.kind is not Kind.FREE or factor is None or not value.is_integer or value.kind is Kind.SIZE:
+            continue
+        facts = replace(facts, stride=symbols.multiply(value.facts.stride, factor))
+        if value.facts.below is not None and is_nonnegative(factor):
+            largest = symbols.multiply(factor, symbols.subtract(value.facts.below, 1))
+            facts = replace(facts, below=symbols.add(largest, 1))
+    return facts
 
 
 RULES: Final[Rules] = {
@@ -70,4 +294,22 @@ RULES: Final[Rules] = {
     ("", "Relu"): rule(relu),
     ("", "Clip"): rule(clip),
     ("", "Dropout"): rule(dropout, parameters=(1, 2)),
+    **{("", op): rule(add, keeps_stride=True) for op in ("Add", "Sum")},
+    ("", "Sub"): rule(subtract, keeps_stride=True),
+    ("", "Mul"): rule(multiply, keeps_stride=True),
+    ("", "Div"): rule(divide),
+    ("", "Mod"): rule(remainder),
+    ("", "Min"): rule(minimum),
+    ("", "Max"): rule(maximum, keeps_stride=True),
+    ("", "Neg"): rule(negate, keeps_stride=True),
+    ("", "Abs"): rule(absolute),
+    **{("", op): rule(rounded) for op in ("Ceil", "Floor", "Round")},
+    **{
+        ("", op): rule(compare)
+        for op in ("And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "Or")
+    },
+    ("", "Where"): rule(where),
+    ("", "Cast"): rule(cast, keeps_stride=True),
+    ("", "CastLike"): rule(cast, arguments=(1,), keeps_stride=True),
+    ("", "Identity"): rule(identity, keeps_stride=True, keeps_padding=True),
 }

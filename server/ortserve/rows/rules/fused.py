@@ -1,10 +1,25 @@
-"""Fused element-wise operators of ONNX Runtime (com.microsoft)."""
+"""Fused element-wise operators of ONNX Runtime (com.microsoft), quantization, and operators on quantized tensors."""
 
+from collections.abc import Sequence
 from typing import Final
 
-from ortserve.rows.rules.alignment import aligned_axis, broadcast
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
+from ortserve.model_file.graph import FLOAT, UINT8
+from ortserve.rows.rules.call import (
+    Call,
+    NotKnownError,
+    Output,
+    RowsMeetError,
+    Rules,
+    aligned_axis,
+    broadcast,
+    normal_axis,
+    off_axis,
+    rule,
+)
 from ortserve.rows.rules.gather import gather
+from ortserve.rows.rules.matmul import check_one_number
+from ortserve.rows.rules.movement import joined
+from ortserve.rows.values import Value, element_count
 
 
 def plain(call: Call) -> Output:
@@ -62,6 +77,72 @@ def gather_block(call: Call) -> Output:
     return result
 
 
+def quantize(call: Call) -> Output:
+    value = call.operand(0)
+    _check_scale(call, value)
+    given = call.optional(2)
+    dtype = call.integer("output_dtype", 0) or (given.dtype if given is not None else UINT8)
+    return call.same_shape(value, dtype)
+
+
+def dequantize(call: Call) -> Output:
+    value = call.operand(0)
+    _check_scale(call, value)
+    return call.same_shape(value, call.integer("output_dtype", 0) or call.operand(1).dtype or FLOAT)
+
+
+def _check_scale(call: Call, value: Value) -> None:
+    """Raise unless scale and zero point are one number, or lie along an axis off the rows."""
+    rank = len(call.dims(value))
+    for parameter in (call.operand(1), call.optional(2)):
+        if parameter is None or element_count(call.dims(parameter)) == 1:
+            continue
+        if len(call.dims(parameter)) != 1:
+            if value.is_rows:
+                raise NotKnownError("has scales for blocks of rows")
+            continue
+        off_axis(value, (normal_axis(call.integer("axis", 1), rank),), "has a scale for each entry")
+
+
+def dynamic(call: Call) -> Output:
+    """Operators that compute one scale from a whole tensor."""
+    if any(value.is_rows for value in call.present()):
+        raise RowsMeetError("quantizes all rows with one scale, which the values of all rows decide")
+    value = call.operand(0)
+    if call.op != "DynamicQuantizeLinear":
+        raise NotKnownError("gives a shape that is not known")
+    return [call.same_shape(value, UINT8), call.result((), dtype=FLOAT), call.result((), dtype=UINT8)]
+
+
+def _paired(call: Call, data: Sequence[int], parameters: Sequence[int]) -> Output:
+    for index in parameters:
+        check_one_number(call, index)
+    values = [call.operand(index) for index in data]
+    return broadcast(call, values, values[-1].dtype)
+
+
+def pair(call: Call) -> Output:
+    return _paired(call, (0, 3), (1, 2, 4, 5, 6, 7))
+
+
+def single(call: Call) -> Output:
+    return _paired(call, (0,), (1, 2, 3, 4))
+
+
+def choice(call: Call) -> Output:
+    return _paired(call, (0, 1, 4), (2, 3, 5, 6, 7, 8))
+
+
+def concat(call: Call) -> Output:
+    data = range(2, len(call.operands), 3)
+    for index in range(len(call.operands)):
+        if index not in data:
+            check_one_number(call, index)
+            if not call.is_free(index):
+                raise RowsMeetError("takes a scale or zero point from the rows")
+    return joined(call, [call.operand(index) for index in data], call.integer("axis", 0))
+
+
 RULES: Final[Rules] = {
     **{("com.microsoft", op): rule(plain) for op in ("Gelu", "MurmurHash3", "QuickGelu")},
     **{("com.microsoft", op): rule(with_bias, parameters=(1,)) for op in ("BiasGelu", "FastGelu")},
@@ -69,4 +150,13 @@ RULES: Final[Rules] = {
     ("com.microsoft", "BiasAdd"): rule(bias_add, parameters=(1,)),
     ("com.microsoft", "CDist"): rule(distances),
     ("com.microsoft", "GatherBlockQuantized"): rule(gather_block, parameters=(2, 3)),
+    **{(domain, "QuantizeLinear"): rule(quantize, parameters=(1, 2)) for domain in ("", "com.microsoft")},
+    **{(domain, "DequantizeLinear"): rule(dequantize, parameters=(1, 2)) for domain in ("", "com.microsoft")},
+    ("", "DynamicQuantizeLinear"): rule(dynamic),
+    ("com.microsoft", "DynamicQuantizeMatMul"): rule(dynamic),
+    ("com.microsoft", "DynamicQuantizeLSTM"): rule(dynamic),
+    **{("com.microsoft", op): rule(pair, parameters=(1, 2, 4, 5, 6, 7)) for op in ("QLinearAdd", "QLinearMul")},
+    **{("com.microsoft", op): rule(single, parameters=(1, 2, 3, 4)) for op in ("QLinearLeakyRelu", "QLinearSigmoid")},
+    ("com.microsoft", "QLinearWhere"): rule(choice, parameters=(2, 3, 5, 6, 7, 8)),
+    ("com.microsoft", "QLinearConcat"): rule(concat),
 }

@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
-from ortserve.rows.rules.elements import taken
 from ortserve.rows.symbols import Number
-from ortserve.rows.values import NO_FACTS, Value
+from ortserve.rows.values import NO_FACTS, Value, taken
 
 _WRONG_ROWS: Final = "needs all its operands to carry the same rows along the same axis"
 
@@ -31,7 +30,7 @@ def gather(call: Call) -> Output:
 
 
 def _check_own_rows(value: Value, indices: Value, axis: int) -> None:
-    """Raise unless rows that pick from rows certainly stay within their own."""
+    """Raise unless each row that picks from rows certainly picks from itself."""
     if axis != value.axis:
         raise RowsMeetError("picks from all rows by indices that carry rows")
     facts = indices.facts
@@ -72,7 +71,7 @@ def scatter_elements(call: Call) -> Output:
 
 
 def _same_rows(call: Call, axis: int) -> Value | None:
-    """An operand with rows, where all have the same ones off the axis; None where none has any."""
+    """An operand with rows; None if no operand has rows. Raises unless all have the same rows, off the axis."""
     values = call.present()
     like = next((value for value in values if value.is_rows), None)
     if like is None:

@@ -3,12 +3,20 @@
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.graph import FLOAT, INT32
-from ortserve.rows.rules.alignment import aligned_axis, broadcast_shape, without_rows
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
-from ortserve.rows.rules.elements import element_count
+from ortserve.model_file.graph import FLOAT, INT32
+from ortserve.rows.rules.call import (
+    Call,
+    NotKnownError,
+    Output,
+    RowsMeetError,
+    Rules,
+    aligned_axis,
+    broadcast_shape,
+    rule,
+    without_rows,
+)
 from ortserve.rows.symbols import Number
-from ortserve.rows.values import Value
+from ortserve.rows.values import Value, element_count
 
 _MIXED_TERMS: Final = "adds up products of all rows"
 
@@ -18,7 +26,7 @@ def matmul(call: Call) -> Output:
 
 
 def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
-    """``one @ other``: the last axis of one meets the last but one of the other; axes before these are aligned."""
+    """``one @ other``: sums over the last axis of one and the second to last of the other; other axes are aligned."""
     left, right = call.dims(one), call.dims(other)
     if not left or not right:
         raise NotKnownError("has an operand without axes")
@@ -39,7 +47,7 @@ def product(call: Call, one: Value, other: Value, dtype: int) -> Value:
 
 
 def _matrix_axis(value: Value, rank: int, result_rank: int, *, is_left: bool) -> int | None:
-    """The axis of the product that the rows of an operand lie on; None without rows."""
+    """The axis of the product that carries the rows of an operand; None without rows."""
     if not value.is_rows:
         return None
     if rank == 1 or value.axis == rank - (1 if is_left else 2):
@@ -87,7 +95,7 @@ def _gemm(call: Call, one: Value, other: Value, bias: Value | None, dtype: int) 
 
 
 def _with_bias(call: Call, result: Value, bias: Value) -> Value:
-    """A result to which a bias is added that broadcasts to it."""
+    """A result plus a bias that broadcasts to it."""
     if len(call.dims(bias)) > len(call.dims(result)):
         raise NotKnownError("has a bias with more axes than its result")
     if bias.is_rows and not result.is_rows:
@@ -116,7 +124,7 @@ def fused_matmul(call: Call) -> Output:
 
 
 def _swapped(call: Call, value: Value) -> Value:
-    """A tensor whose last two axes are exchanged; a vector stays as it is."""
+    """A tensor with its last two axes exchanged; a vector is not changed."""
     dims = call.dims(value)
     rank = len(dims)
     if rank < 2:

@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
-from ortserve.rows.rules.elements import MOST_ELEMENTS, element_count, taken, uniform
 from ortserve.rows.symbols import DEPENDENT, N, Number, contains_rows, is_nonnegative
-from ortserve.rows.values import Facts, Value, rows
+from ortserve.rows.values import MOST_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
 TO_THE_END: Final = 10**9
-"""Converters write an end that is at least this for the end of the axis."""
+"""Converters write an end of at least this value for the end of the axis."""
 
 
 def concat(call: Call) -> Output:
@@ -141,7 +140,7 @@ def slice_(call: Call) -> Output:
 
 
 def _cut_rows(call: Call, value: Value, length: Number, start: Number, end: Number, step: int) -> Number:
-    """The new ``outer`` of rows that are cut along their own axis: whole repetitions of all rows only."""
+    """The new ``outer`` after a cut along the axis of the rows, which must keep whole repetitions of all rows."""
     symbols = call.symbols
     block = symbols.multiply(N, value.inner)
     first = symbols.divide_exactly(start, block)
@@ -163,7 +162,7 @@ def _cut_rows(call: Call, value: Value, length: Number, start: Number, end: Numb
 def _cut_length(call: Call, length: Number, start: Number, end: Number, step: int) -> Number:
     """The length of an axis after it was cut."""
     symbols = call.symbols
-    if step < 0 and (not isinstance(end, int) or end >= TO_THE_END):  # ONNX Runtime then goes down to the first entry
+    if step < 0 and (not isinstance(end, int) or end >= TO_THE_END):  # then ONNX Runtime continues to the first entry
         return symbols.opaque("strided", length, start, end, step, lowest=0)
     if isinstance(length, int) and isinstance(start, int) and isinstance(end, int):
         return len(range(*slice(start, end, step).indices(length)))

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from fakes.host_device import HostDevice
 from fakes.inflight import submit_to
 from models import builders
 from ortserve.config.model import ModelOptions
 from ortserve.core.dtypes import DataType
 from ortserve.core.timing import Timing
-from ortserve.engine.device.devices import Devices
-from ortserve.engine.device.host import HostDevice
-from ortserve.engine.device.protocol import BoundRun
-from ortserve.engine.device.use import DeviceUse
+from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
+from ortserve.device.protocol import BoundRun
 from ortserve.engine.provider_options import CPU
-from ortserve.engine.runtime import Runtime
 from ortserve.registry.load.assembly import Assembly
 from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.configuration import Configuration
@@ -50,7 +48,9 @@ class HeldDevice(HostDevice):
 def serve(
     assembly: Assembly, path: Path, device: HostDevice | None, metrics: Metrics | None = None, **chosen: Any
 ) -> ServedModel:
-    runtime = Runtime(devices=Devices({CPU: DeviceUse(lambda number: device)})) if device else Runtime()
+    runtime = (
+        DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: device)})) if device else DeviceRuntime()
+    )
     options = ModelOptions(**{"warmup_s": 0.1, "max_rows": 1, "intra_op_threads": 1} | chosen)
     loaded = load_model(path, path.stem, options, time.monotonic_ns, None, runtime)
     metrics = metrics or Metrics(CollectorRegistry())

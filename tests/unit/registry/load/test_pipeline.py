@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fakes.host_device import HostDevice
 from models import builders, interfaces
 from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Batch
 from ortserve.core.dtypes import DataType
-from ortserve.engine.cpu_budget import cpu_budget
-from ortserve.engine.device.devices import Devices
-from ortserve.engine.device.host import HostDevice
-from ortserve.engine.device.use import DeviceUse
+from ortserve.device.devices import DeviceProvider, DeviceRuntime, Devices
 from ortserve.engine.placement import Placement
+from ortserve.engine.process_limits import cpu_budget
 from ortserve.engine.provider_options import CPU, CUDA
 from ortserve.engine.providers import ProviderChoice
-from ortserve.engine.runtime import Offer, Runtime
+from ortserve.engine.runtime import Offer
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError
+from ortserve.model_file.graph import Model
 from ortserve.registry.load import providers as providers_module
 from ortserve.registry.load.assembly import _policy
 from ortserve.registry.load.coordination import Progress
@@ -41,7 +41,7 @@ from ortserve.registry.load.loaded_model import (
     threads_without_effect,
 )
 from ortserve.registry.load.pipeline import load_model
-from ortserve.registry.opening import OpenedSession, Opening
+from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
 
 QUICK = ModelOptions(warmup_s=0.1)
 
@@ -74,12 +74,12 @@ def test_model_is_opened_again_only_where_its_size_told_the_wrong_number_of_thre
     monkeypatch.setattr(providers_module, "_SMALL_MODEL_NBYTES", few_nbytes)
     seen: list[int] = []
 
-    def open_noted(opening: Opening, choice: ProviderChoice, threads: int) -> OpenedSession:
+    def open_noted(opener: SessionOpener, choice: ProviderChoice, threads: int) -> OpenedSession:
         seen.append(threads)
-        return open_really(opening, choice, threads)
+        return open_really(opener, choice, threads)
 
-    open_really = Opening.open
-    monkeypatch.setattr(Opening, "open", open_noted)
+    open_really = SessionOpener.open
+    monkeypatch.setattr(SessionOpener, "open", open_noted)
     loaded = load(builders.slow(tmp_path / "model.onnx", steps=steps), ModelOptions(warmup_s=0.01))
     assert (seen, loaded.intra_op_threads) == (opened, threads)
     assert loaded.warm_up.latencies  # although the first session may have used all of the time
@@ -211,7 +211,7 @@ def test_all_instances_are_closed_when_one_cannot_be_opened(tmp_path: Path, monk
             raise ServeError(ErrorKind.INTERNAL, "no memory")
         return open_session(*args)
 
-    monkeypatch.setattr("ortserve.registry.opening.open_session", open_some)
+    monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_some)
     options = QUICK.model_copy(update={"instances": 4, "intra_op_threads": 1})
     with pytest.raises(ServeError, match="no memory"):
         load_model(path, "m/1", options, time.monotonic_ns)
@@ -281,7 +281,7 @@ def test_settings_of_the_session_hold_for_every_instance(tmp_path: Path, monkeyp
         opened.append(open_session(*args))
         return opened[-1]
 
-    monkeypatch.setattr("ortserve.registry.opening.open_session", open_noted)
+    monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_noted)
     options = ModelOptions.model_validate(
         {"warmup_s": 0, "instances": 2, "intra_op_threads": 1, "session": {"graph_optimization": "basic"}}
     )
@@ -375,11 +375,11 @@ OTHER = "OtherExecutionProvider"
 """One that computes on the host, such as OpenVINO's; ``CUDA`` has buffers on a device, here of host memory."""
 
 
-class OfferingOthers(Runtime):
+class OfferingOthers(DeviceRuntime):
     """Says that there is every provider, and CUDA's device."""
 
     def __init__(self, *, has_global_threads: bool = False) -> None:
-        super().__init__(global_threads=has_global_threads, devices=Devices({CUDA: DeviceUse(HostDevice)}))
+        super().__init__(global_threads=has_global_threads, devices=Devices({CUDA: DeviceProvider(HostDevice)}))
 
     def offer(self, name: str) -> Offer:
         return Offer()
@@ -419,10 +419,10 @@ class Providers:
         self._fails = fails
         self._most_rows = most_rows
         self._sessions: list[weakref.ref[Any]] = []
-        monkeypatch.setattr("ortserve.registry.opening.open_session", self._open)
+        monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", self._open)
         monkeypatch.setattr("ortserve.registry.load.providers.open_session", self._try)
 
-    def _open(self, path: Path, name: str, options: SessionOptions) -> Any:
+    def _open(self, path: Path, name: str, options: SessionOptions, model: Model | None = None) -> Any:
         asked = options.provider.name
         self.opened.append(asked)
         self.alive.append(sum(session() is not None for session in self._sessions))
@@ -510,12 +510,12 @@ def test_failures_to_open_and_to_run_are_told_together(tmp_path: Path, monkeypat
     providers = Providers(monkeypatch, {OTHER: BROKEN})
     real = providers._open
 
-    def open_some(path: Path, name: str, options: SessionOptions) -> Any:
+    def open_some(path: Path, name: str, options: SessionOptions, model: Model) -> Any:
         if options.provider.name == AZURE:
             raise ServeError(ErrorKind.INVALID_INPUT, "it cannot be opened there")
         return real(path, name, options)
 
-    monkeypatch.setattr("ortserve.registry.opening.open_session", open_some)
+    monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_some)
     told = rf"^it cannot be opened there; execution_providers: {OTHER} opens the model, but fails on .* nullptr!$"
     with pytest.raises(ServeError, match=told):
         load_on(builders.mlp(tmp_path / "model.onnx"), [AZURE, OTHER], allow_fallback=True)
@@ -594,14 +594,14 @@ def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_i
         assert options.operator_libraries == libraries
         return real(path, name, replace(options, operator_libraries=()))
 
-    def open_without_libraries(path: Path, name: str, options: SessionOptions) -> Any:
+    def open_without_libraries(path: Path, name: str, options: SessionOptions, model: Model) -> Any:
         kept.unlink(missing_ok=True)
         session = providers._open(path, name, replace(options, operator_libraries=()))
         kept.write_bytes(b"of the provider")
         return session
 
     monkeypatch.setattr("ortserve.registry.load.providers.open_session", try_without_libraries)
-    monkeypatch.setattr("ortserve.registry.opening.open_session", open_without_libraries)
+    monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_without_libraries)
     monkeypatch.setattr("ortserve.registry.load.pipeline.operator_libraries", lambda options, folder: libraries)
     monkeypatch.setattr("ortserve.engine.session._check_settings", lambda options: None)  # the CPU has no gpu:0
     settings = {
@@ -711,11 +711,11 @@ def test_threads_with_processors_of_their_own_are_kept_for_short_runs(
     assert load(path, options).intra_op_threads == 2
 
 
-class OfferingCuda(Runtime):
+class OfferingCuda(DeviceRuntime):
     """Says that there is CUDA, with devices of host memory."""
 
     def __init__(self) -> None:
-        super().__init__(devices=Devices({CUDA: DeviceUse(HostDevice)}))
+        super().__init__(devices=Devices({CUDA: DeviceProvider(HostDevice)}))
 
     def offer(self, name: str) -> Offer:
         return Offer()
@@ -727,13 +727,13 @@ def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_
     """As if ONNX Runtime had placed the nodes so, and run on CUDA what it runs on the CPU."""
     placed = {CUDA: {"MatMul": 2}, CPU: {"Relu": 1, "Softmax": 1}}
 
-    def open_on_cpu(path: Path, name: str, options: SessionOptions) -> Session:
+    def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
         return open_session(path, name, replace(options, provider=ProviderChoice(CPU)))
 
     def count_operators(session: Session) -> Placement:
         return Placement(placed, {name: tuple(kinds) for name, kinds in placed.items()})
 
-    monkeypatch.setattr("ortserve.registry.opening.open_session", open_on_cpu)
+    monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_on_cpu)
     monkeypatch.setattr("ortserve.registry.load.pipeline.count_operators", count_operators)
     path = builders.mlp(tmp_path / "m.onnx")
 

@@ -12,19 +12,21 @@ from ortserve.config.model import ModelOptions
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
+from ortserve.model_file.reading import read_model
 from ortserve.registry.load.row_axes import Grounds, RowAxes, find_row_axes
 from rows.exported import CORPUS
 
 
 def find(path: Path, **options: Any) -> RowAxes:
-    return find_row_axes(path, ModelOptions.model_validate(options))
+    return find_row_axes(read_model(path), ModelOptions.model_validate(options))
 
 
 def applied(path: Path, **options: Any) -> ModelSignature:
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
-    return find(path, **options).apply(read_signature(session, path))
+    return find(path, **options).apply(read_signature(session, read_model(path)))
 
 
 def parsed(path: Path, text: str) -> Path:

@@ -18,7 +18,8 @@ from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
-from ortserve.engine.providers import CPU, ProviderChoice
+from ortserve.engine.provider_options import CPU
+from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
 from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, MAX_SWEPT_ROWS, SizeLatency

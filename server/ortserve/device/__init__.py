@@ -1,0 +1,17 @@
+"""Runs on the memory of a device: buffers at fixed addresses, copies beside computation, replay of CUDA graphs.
+
+``protocol`` is the interface of a device, ``cuda`` implements it for GPUs. The registry's loader makes instances
+(``instance``) on the devices of the process (``devices``). ``engine`` never imports this package.
+"""
+
+__all__ = [
+    "accounting",
+    "buffers",
+    "devices",
+    "graph_sessions",
+    "instance",
+    "nvml",
+    "preparation",
+    "protocol",
+    "region",
+]

@@ -1,0 +1,193 @@
+"""What this process uses of a device: bytes by owner and purpose, and counts of an instance's runs and copies.
+
+Pinned host memory for copies to and from the device is accounted beside the device's memory, and never added to it.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ortserve.device.protocol import MemoryInfo
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.telemetry.devices import DeviceRuns
+
+
+class Ledger:
+    """The accounts of one device. Thread-safe.
+
+    Sizes of buffers are exact. The size of a session (weights, workspace, graphs) is the drop of the device's free
+    memory while it was opened, which includes what other processes and models allocated meanwhile.
+    """
+
+    def __init__(self, device: str, memory: Callable[[], MemoryInfo]) -> None:
+        """``memory`` reads the device's free and total memory."""
+        self._device = device
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._accounts: list[Account] = []
+
+    def check_room(self, owner: str, needs: Mapping[str, int]) -> None:
+        """Check that the device has room for an allocation.
+
+        Args:
+            owner: The future owner, for the error.
+            needs: Bytes by purpose.
+
+        Raises:
+            ServeError: overloaded; the message says how many bytes are missing.
+        """
+        free_bytes = self._memory().free_bytes
+        needed = sum(needs.values())
+        if needed > free_bytes:
+            purposes = ", ".join(f"{purpose} {format_bytes(nbytes)}" for purpose, nbytes in needs.items())
+            raise ServeError(
+                ErrorKind.OVERLOADED,
+                f"'{owner}' needs at least {format_bytes(needed)} on {self._device} ({purposes}), but "
+                f"{format_bytes(free_bytes)} are free: {format_bytes(needed - free_bytes)} too few",
+            )
+
+    def open(self, owner: str) -> "Account":
+        """Open an account. Several may have the same owner, for example while a version is reloaded."""
+        account = Account(self, owner)
+        with self._lock:
+            self._accounts.append(account)
+        return account
+
+    def close(self, account: "Account") -> None:
+        """Remove an account, whose owner has freed everything."""
+        with self._lock:
+            self._accounts.remove(account)
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """Bytes of device memory by owner and purpose, without zeros."""
+        return _totals((account.owner, account.entries()) for account in self._all())
+
+    def pinned(self) -> dict[str, dict[str, int]]:
+        """Bytes of pinned host memory by owner and purpose, without zeros."""
+        return _totals((account.owner, account.pinned()) for account in self._all())
+
+    def _all(self) -> list["Account"]:
+        with self._lock:
+            return list(self._accounts)
+
+
+class Account:
+    """The memory of one owner, on the device and pinned on the host. One thread writes; any may read."""
+
+    def __init__(self, ledger: Ledger, owner: str) -> None:
+        self.owner = owner
+        self._ledger = ledger
+        self._entries: dict[str, int] = {}
+        self._pinned: dict[str, int] = {}
+
+    def check_room(self, needs: Mapping[str, int]) -> None:
+        """As ``Ledger.check_room``, for this owner."""
+        self._ledger.check_room(self.owner, needs)
+
+    def enter(self, purpose: str, nbytes: int) -> None:
+        """Set the bytes of device memory for a purpose."""
+        self._entries[purpose] = nbytes
+
+    def enter_pinned(self, purpose: str, nbytes: int) -> None:
+        """Set the bytes of pinned host memory for a purpose."""
+        self._pinned[purpose] = nbytes
+
+    def add_pinned(self, purpose: str, nbytes: int) -> None:
+        """Add to the bytes of pinned host memory for a purpose."""
+        self._pinned[purpose] = self._pinned.get(purpose, 0) + nbytes
+
+    def entries(self) -> dict[str, int]:
+        """Bytes of device memory by purpose, without zeros."""
+        return {purpose: nbytes for purpose, nbytes in list(self._entries.items()) if nbytes}
+
+    def pinned(self) -> dict[str, int]:
+        """Bytes of pinned host memory by purpose, without zeros."""
+        return {purpose: nbytes for purpose, nbytes in list(self._pinned.items()) if nbytes}
+
+    def close(self) -> None:
+        """Close the account: its owner has freed everything."""
+        self._ledger.close(self)
+
+
+def _totals(entries: Iterable[tuple[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    totals: dict[str, dict[str, int]] = {}
+    for owner, account in entries:
+        for purpose, nbytes in account.items():
+            total = totals.setdefault(owner, {})
+            total[purpose] = total.get(purpose, 0) + nbytes
+    return totals
+
+
+def format_bytes(nbytes: int) -> str:
+    """A size for messages, such as ``1.5 MiB``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+@dataclass(slots=True)
+class DeviceCounts:
+    """Counts of one instance. Each field is written by one of the instance's threads; any thread may read.
+
+    Attributes:
+        replayed: Batches computed by the replay of a graph.
+        bound: Batches run on bound buffers without a graph.
+        plain: Batches run on host arrays, by reason.
+        captured: Graphs that were captured and are replayed: one for each size and buffer set.
+        not_captured: Sizes that should be replayed and are not, by reason; counted while the instance is prepared.
+        copied_in_bytes: Bytes copied to the device.
+        copied_out_bytes: Bytes copied from the device.
+        timed_in_ns: Time of the timed copies to the device.
+        timed_in_bytes: Bytes of the timed copies to the device.
+        timed_out_ns: Time of the timed copies from the device.
+        timed_out_bytes: Bytes of the timed copies from the device.
+    """
+
+    replayed: int = 0
+    bound: int = 0
+    plain: dict[str, int] = field(default_factory=dict)
+    captured: int = 0
+    not_captured: dict[str, int] = field(default_factory=dict)
+    copied_in_bytes: int = 0
+    copied_out_bytes: int = 0
+    timed_in_ns: int = 0
+    timed_in_bytes: int = 0
+    timed_out_ns: int = 0
+    timed_out_bytes: int = 0
+
+    def count_plain(self, reason: str) -> None:
+        self.plain[reason] = self.plain.get(reason, 0) + 1
+
+    def count_not_captured(self, reason: str, sizes: int = 1) -> None:
+        self.not_captured[reason] = self.not_captured.get(reason, 0) + sizes
+
+
+def sum_counts(counts: Sequence[DeviceCounts]) -> DeviceCounts:
+    """The sum over several instances."""
+    total = DeviceCounts()
+    for one in counts:
+        for name in DeviceCounts.__slots__:
+            value = getattr(one, name)
+            if isinstance(value, Mapping):
+                known = getattr(total, name)
+                for reason, count in list(value.items()):
+                    known[reason] = known.get(reason, 0) + count
+            else:
+                setattr(total, name, getattr(total, name) + value)
+    return total
+
+
+def read_runs(counts: Sequence[DeviceCounts]) -> DeviceRuns:
+    """The runs and copies of several instances, for the metrics."""
+    total = sum_counts(counts)
+    return DeviceRuns(
+        {"replayed": total.replayed, "bound": total.bound}
+        | {f"plain_{reason}": count for reason, count in total.plain.items()},
+        {"captured": total.captured} | total.not_captured,
+        {"in": total.copied_in_bytes, "out": total.copied_out_bytes},
+        {"in": total.timed_in_ns / 1e9, "out": total.timed_out_ns / 1e9},
+        {"in": total.timed_in_bytes, "out": total.timed_out_bytes},
+    )

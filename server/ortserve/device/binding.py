@@ -1,0 +1,333 @@
+"""The steps of a batch on a device. Each step records an event, and the next step waits for it.
+
+    host             stage the rows in set k's host memory (no other batch uses the set)
+    copy_in stream   copy them to set k's inputs                  ─ event copied_in
+    compute stream   wait for copied_in, run or replay            ─ event computed
+    copy_out stream  wait for computed, copy the outputs          ─ event copied_out
+    host             wait for copied_out: the only wait of a thread
+
+With two sets the first two steps of a batch overlap the third step of the batch before it. No thread waits for the
+whole device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ortserve.clock import Clock
+from ortserve.core.batch import Arrays, Batch, BatchResult
+from ortserve.core.dtypes import DataType
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.device.accounting import Account, DeviceCounts
+from ortserve.device.buffers import BufferSet, CopyTiming, InstanceStreams, device_nbytes, inverted
+from ortserve.device.graph_sessions import SETS, InstanceSessions, graph_id
+from ortserve.device.protocol import DEVICE_ERRORS, BoundRun, Device, is_lost_error, release_all
+from ortserve.engine.output_buffers import (
+    MAX_SETS,
+    OutputBuffers,
+    OutputPool,
+    RowLayout,
+    can_tell_leases,
+    fits,
+    input_layouts,
+    set_nbytes,
+)
+from ortserve.engine.runs import NO_GRAPH, graph_options
+from ortserve.engine.staging import stage_rows
+
+_MAX_POOL_BYTES: Final = 256 * 2**20
+"""A bound on the pinned memory for the answers of one instance. ``_LEAST_ANSWER_SETS`` may exceed it."""
+_LEAST_ANSWER_SETS: Final = SETS + 1
+_TIMED_EVERY: Final = 64
+"""One batch in this many times its copies, with events that cost more than plain ones."""
+_BFLOAT16: Final = 16  # its number in ONNX's TensorProto; numpy has no such type
+
+ElementType: TypeAlias = type[np.generic] | int
+
+
+@dataclass(slots=True)
+class EnqueuedBatch:
+    """A batch whose steps are enqueued. The device uses ``buffers`` and ``outputs`` until the batch is complete."""
+
+    bucket: int
+    buffers: BufferSet
+    outputs: Arrays
+    staged_ns: int
+    timing: CopyTiming | None = None
+
+
+class DeviceBinding:
+    """Runs batches of one instance on its own buffers. ``why_unbound`` must be empty for the model.
+
+    The instance's worker calls all methods, except for ``finish``, which the waiting thread calls.
+    """
+
+    def __init__(
+        self,
+        sessions: InstanceSessions,
+        signature: ModelSignature,
+        streams: InstanceStreams,
+        outputs: Sequence[RowLayout],
+        rows: int,
+        *,
+        is_whole: bool = True,
+        shrink_arenas: Sequence[str] = (),
+        clock: Clock,
+        account: Account,
+    ) -> None:
+        """Allocate two buffer sets for ``rows`` rows.
+
+        Args:
+            sessions: Compute on the compute stream of ``streams``.
+            signature: A batched model whose shapes follow from the number of rows.
+            streams: The streams of the sessions.
+            outputs: The layout of a row of each output.
+            rows: The largest batch.
+            is_whole: Whether all nodes are on the device. If not, ONNX Runtime waits for the end of each run, as it may
+                reuse the host memory of its own copies as soon as the run has returned.
+            shrink_arenas: Arenas whose free memory is released after each run that is not a replay.
+            clock: Monotonic nanoseconds.
+            account: The instance's account, for the pinned host memory. Pinned memory of answers grows on demand.
+        """
+        self._sessions = sessions
+        self._streams = streams
+        self._device = streams.device
+        self._clock = clock
+        self._counts = DeviceCounts()  # the runs of the preparation are not counted
+        self._is_whole = is_whole
+        self._shrink_arenas = shrink_arenas
+        self._input_layouts = input_layouts(signature)
+        self._output_layouts = list(outputs)
+        self._inputs = [(spec.name, _element_type(spec.datatype)) for spec in signature.inputs]
+        self._outputs = [(spec.name, _element_type(spec.datatype)) for spec in signature.outputs]
+        self._runs: dict[tuple[int, int], BoundRun] = {}
+        answer_sets = max(_LEAST_ANSWER_SETS, min(MAX_SETS, _MAX_POOL_BYTES // max(1, set_nbytes(outputs, rows))))
+        self._account = account
+        # The partial must not refer to the binding: a cycle of binding and pool would delay the release of memory.
+        self._answers = OutputPool(
+            outputs, rows, partial(_allocate_answers, self._device, account), max_sets=answer_sets
+        )
+        self._batches = 0
+        self.rows: Final = rows
+        self.sets: Final[list[BufferSet]] = []
+        self._timings: list[CopyTiming] = []
+        try:
+            for index in range(SETS):
+                self.sets.append(BufferSet(self._device, index, self._input_layouts, outputs, rows))
+                account.add_pinned("staging", self.sets[-1].staging_nbytes)
+                self._timings.append(CopyTiming(streams))
+        except BaseException:
+            self.close()
+            raise
+
+    def why_not(self, batch: Batch) -> str:
+        """Why a batch cannot run on the buffers, as the metrics name it; empty if it can."""
+        if (batch.bucket, 0) not in self._runs:
+            return "no_bucket"
+        return "" if fits(batch, self._input_layouts) else "other_shape"
+
+    def count_into(self, counts: DeviceCounts) -> None:
+        """Count batches in ``counts`` from now on."""
+        self._counts = counts
+        self._batches = 0
+
+    def enable(self, rows: int, *, is_graph: bool) -> None:
+        """Accept batches of ``rows`` rows from now on; ``is_graph`` says whether they are replayed."""
+        for buffers in self.sets:
+            self._runs[rows, buffers.index] = self.bind(rows, buffers, is_graph=is_graph)
+
+    def bind(self, rows: int, buffers: BufferSet, *, is_graph: bool, is_waited_for: bool = False) -> BoundRun:
+        """Bind a set's memory for ``rows`` rows.
+
+        Only this method makes ids of graphs, from the rows and the set of the binding.
+
+        Args:
+            rows: Rows of a batch, padding included.
+            buffers: One of the sets.
+            is_graph: Whether the run captures or replays a graph.
+            is_waited_for: Whether ONNX Runtime waits for the end of the run before it returns.
+
+        Raises:
+            ServeError: The graph needs a session of its own, which cannot be opened.
+        """
+        graph = graph_id(rows, buffers.index) if is_graph else None
+        session, own_id = (self._sessions.own, NO_GRAPH) if graph is None else self._sessions.for_graph(graph)
+        binding = session.io_binding()
+        name, number = self._device.ort_name, self._device.device_id
+        for (tensor, kind), layout, address in zip(self._inputs, self._input_layouts, buffers.inputs, strict=True):
+            binding.bind_input(tensor, name, number, kind, (rows, *layout.item), address)
+        for (tensor, kind), layout, address in zip(self._outputs, self._output_layouts, buffers.outputs, strict=True):
+            binding.bind_output(tensor, name, number, kind, (rows, *layout.item), address)
+        options = graph_options(own_id) if is_graph else graph_options(own_id, self._shrink_arenas)
+        if self._is_whole and not is_waited_for:
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        return BoundRun(session, binding, options, graph)
+
+    def forget_graphs(self, rows: int) -> None:
+        """Free the sessions of graphs of ``rows`` rows, which are not replayed. The caller holds the capture lock."""
+        for buffers in self.sets:
+            self._sessions.forget_graph(graph_id(rows, buffers.index))
+
+    def enqueue(self, batch: Batch, buffers: BufferSet, bound: BoundRun | None = None) -> EnqueuedBatch:
+        """Stage the rows of a batch and enqueue all its steps.
+
+        Args:
+            batch: ``why_not`` is empty for it, or it has the rows of ``bound``.
+            buffers: A set that no other batch uses.
+            bound: The run; None for the run of ``enable``.
+
+        Raises:
+            Exception: One of ``DEVICE_ERRORS``; the set is free again.
+        """
+        bound = bound or self._runs[batch.bucket, buffers.index]
+        device, streams = self._device, self._streams
+        fronts = [staging[: batch.bucket] for staging in buffers.staging]
+        for arrays, front in zip(batch.parts, fronts, strict=True):
+            stage_rows(arrays, front, batch.rows)
+        staged_ns = self._clock()
+        answer = self._take_answer()
+        if answer is None:  # pageable memory, to which copies are slower
+            answer = OutputBuffers(self._output_layouts, batch.bucket)
+        outputs = answer.first_rows(batch.rows)
+        timing = self._timings[buffers.index] if self._batches % _TIMED_EVERY == 0 else None
+        self._batches += 1
+        try:
+            if timing is not None:
+                timing.begin_copy_in()
+            for front, address in zip(fronts, buffers.inputs, strict=True):
+                device.copy_in(address, front, streams.copy_in)
+            if timing is not None:
+                timing.end_copy_in()
+            device.record(buffers.copied_in, streams.copy_in)
+            device.make_wait(streams.compute, buffers.copied_in)
+            device.run(bound, streams.compute)
+            device.record(buffers.computed, streams.compute)
+            device.make_wait(streams.copy_out, buffers.computed)
+            if timing is not None:
+                timing.begin_copy_out()
+            for output, address in zip(outputs, buffers.outputs, strict=True):
+                device.copy_out(output, address, streams.copy_out)
+            if timing is not None:
+                timing.end_copy_out()
+            device.record(buffers.copied_out, streams.copy_out)
+        except Exception:
+            self._drain(buffers)
+            raise
+        if bound.graph_id is None:
+            self._counts.bound += 1
+        else:
+            self._counts.replayed += 1
+        self._counts.copied_in_bytes += sum([front.nbytes for front in fronts])
+        self._counts.copied_out_bytes += sum([output.nbytes for output in outputs])
+        return EnqueuedBatch(batch.bucket, buffers, outputs, staged_ns, timing)
+
+    def finish(self, enqueued: EnqueuedBatch) -> BatchResult:
+        """Wait until all steps of a batch are complete.
+
+        Raises:
+            Exception: One of ``DEVICE_ERRORS``.
+        """
+        self._device.wait(enqueued.buffers.copied_out)
+        computed_ns = self._clock()
+        if enqueued.timing is not None:
+            staged = sum([staging[: enqueued.bucket].nbytes for staging in enqueued.buffers.staging])
+            enqueued.timing.count(self._counts, staged, sum([output.nbytes for output in enqueued.outputs]))
+        return BatchResult(enqueued.outputs, enqueued.staged_ns, computed_ns, computed_ns - enqueued.staged_ns)
+
+    def capture(self, bound: BoundRun, buffers: BufferSet, inputs: Arrays, runs: int) -> None:
+        """Run ``bound`` on these inputs until its graph is captured. The caller holds the capture lock exclusively.
+
+        Each run is waited for. The model must accept the inputs: with arbitrary memory as input, an index could exceed
+        its table, and the device would be lost.
+        """
+        for staging, array, address in zip(buffers.staging, inputs, buffers.inputs, strict=True):
+            front = staging[: len(array)]
+            front[:] = array
+            self._device.copy_in(address, front, self._streams.copy_in)
+        self._device.record(buffers.copied_in, self._streams.copy_in)
+        self._device.wait(buffers.copied_in)
+        try:
+            for _ in range(runs):
+                self._device.run(bound, self._streams.compute)
+                event = self.sets[0].computed
+                self._device.record(event, self._streams.compute)
+                self._device.wait(event)
+        except Exception:
+            self._device.end_capture(self._streams.compute)  # TensorRT's provider leaves it open if it fails
+            raise
+
+    def poison(self, buffers: BufferSet, outputs: Sequence[np.ndarray]) -> None:
+        """Fill a set with wrong values: outputs that differ from ``outputs`` in every bit, and inputs of 1 bits."""
+        wrong = [inverted(output) for output in outputs]
+        for content, address in zip(wrong, buffers.outputs, strict=True):
+            self._device.copy_in(address, content, self._streams.copy_in)
+        for staging, address in zip(buffers.staging, buffers.inputs, strict=True):
+            staging.reshape(-1).view(np.uint8).fill(0xFF)
+            self._device.copy_in(address, staging, self._streams.copy_in)
+        self._device.record(buffers.copied_in, self._streams.copy_in)
+        self._device.wait(buffers.copied_in)
+
+    def close(self) -> None:
+        """Release all memory. Answers that are still read are freed later. All batches must be complete."""
+        self._runs.clear()
+        release_all(*[timing.close for timing in self._timings], *[buffers.close for buffers in self.sets])
+        for answer in self._answers.sets:
+            self._streams.opened.retire(answer)
+        self._account.enter_pinned("staging", 0)
+        self._account.enter_pinned("answers", 0)
+
+    def _take_answer(self) -> OutputBuffers | None:
+        """Take pinned memory for answers; None if all of it is still read, or if the host cannot pin more."""
+        try:
+            return self._answers.take()
+        except DEVICE_ERRORS as error:
+            if is_lost_error(error):
+                raise
+            return None
+
+    def _drain(self, buffers: BufferSet) -> None:
+        """After a failure, wait for the steps that were enqueued, so that the set is free again."""
+        streams = self._streams
+        for event, stream in (
+            (buffers.copied_in, streams.copy_in),
+            (buffers.computed, streams.compute),
+            (buffers.copied_out, streams.copy_out),
+        ):
+            self._device.record(event, stream)
+            self._device.wait(event)
+
+
+def why_unbound(signature: ModelSignature, padding: Padding | None) -> str:
+    """Why batches of a model cannot run on device buffers, as far as it is known without a run; empty if they can."""
+    if not can_tell_leases():
+        return "this Python does not count references exactly"
+    if not signature.is_batched:
+        return f"requests run one at a time: {signature.unbatched_because}"
+    if not signature.rows_lead:
+        return "rows are not on axis 0 of all inputs and outputs"
+    if not signature.has_one_shape_class or (padding is not None and padding.pads_requests):
+        return "the number of rows does not fix the shapes of its inputs"
+    if any(0 in spec.shape for spec in (*signature.inputs, *signature.outputs)):
+        return "one of its tensors has no elements"
+    if any(spec.datatype is DataType.BYTES for spec in (*signature.inputs, *signature.outputs)):
+        return "strings stay on the host"
+    return ""
+
+
+def sets_nbytes(signature: ModelSignature, outputs: Sequence[RowLayout], rows: int) -> int:
+    """Device memory for the buffers of an instance."""
+    return SETS * device_nbytes([*input_layouts(signature), *outputs], rows)
+
+
+def _allocate_answers(device: Device, account: Account, nbytes: int) -> np.ndarray:
+    block = device.allocate_host(nbytes)
+    account.add_pinned("answers", nbytes)
+    return block
+
+
+def _element_type(datatype: DataType) -> ElementType:
+    return _BFLOAT16 if datatype is DataType.BF16 else datatype.numpy.type

@@ -1,0 +1,70 @@
+"""A lock that separates the capture of CUDA graphs from all other GPU work in this process.
+
+While a CUDA graph is captured, an allocation, a copy or a wait in another thread of the process breaks the capture or
+fails itself (``cudaStreamCaptureModeGlobal``). So all GPU work holds the lock shared, and a capture exclusively.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class CaptureLock:
+    """Held by many threads as shared, or by one as exclusive. A shared hold may be released by another thread.
+
+    An exclusive request takes precedence: later shared requests wait behind it, and present holders finish. So work
+    that already holds the lock must not acquire it again.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._shared_holds = 0
+        self._is_exclusive = False
+        self._exclusive_requests = 0
+
+    def acquire_shared(self) -> None:
+        """Block while the lock is held, or requested, exclusively."""
+        with self._changed:
+            while self._is_exclusive or self._exclusive_requests:
+                self._changed.wait()
+            self._shared_holds += 1
+
+    def try_acquire_shared(self) -> bool:
+        """Acquire without blocking. Returns False if the lock is held, or requested, exclusively."""
+        with self._changed:
+            if self._is_exclusive or self._exclusive_requests:
+                return False
+            self._shared_holds += 1
+            return True
+
+    def release_shared(self) -> None:
+        """Release one shared hold."""
+        with self._changed:
+            self._shared_holds -= 1
+            if not self._shared_holds:
+                self._changed.notify_all()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the lock shared within the ``with``."""
+        self.acquire_shared()
+        try:
+            yield
+        finally:
+            self.release_shared()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock exclusively within the ``with``."""
+        with self._changed:
+            self._exclusive_requests += 1
+            while self._is_exclusive or self._shared_holds:
+                self._changed.wait()
+            self._exclusive_requests -= 1
+            self._is_exclusive = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_exclusive = False
+                self._changed.notify_all()

@@ -1,0 +1,151 @@
+"""GPUs as NVIDIA's management library (NVML) reports them, if the package nvidia-ml-py and a driver are installed.
+
+NVML does not call the CUDA runtime, so its calls never break the capture of a graph.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ortserve.telemetry.machine import GpuReading
+
+
+def open_library(library: Any = None) -> Any:
+    """Initialize the package's module, or ``library`` in its place. Returns None without package or driver."""
+    if library is None:
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        library = pynvml
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        return None
+    return library
+
+
+class Nvml:
+    """Reads GPUs by their PCI bus ids, as NVML's numbers are not CUDA's. Thread-safe; never raises."""
+
+    def __init__(self, library: Any = None) -> None:
+        """``library`` is None for the package's module; without package or driver every reading is None."""
+        self._library = open_library(library)
+
+    def utilization(self, pci_bus_id: str) -> float | None:
+        """The share of the last second, or less, in which kernels ran; None if it is unknown."""
+        library = self._library
+        if library is None or not pci_bus_id:
+            return None
+        try:
+            handle = library.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
+            return float(library.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+        except library.NVMLError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU. NVML orders GPUs by their place on the PCI bus.
+
+    Attributes:
+        handle: NVML's handle.
+        uuid: The UUID that NVIDIA's tools show.
+        model: The product name.
+        energy_mj: Millijoules consumed before the server started; None if the GPU does not count them.
+    """
+
+    handle: Any
+    uuid: str
+    model: str = ""
+    energy_mj: int | None = None
+
+
+class GpuReader:
+    """Reads all GPUs that this process may use, whether models are on them or not. Thread-safe; never raises."""
+
+    def __init__(self, environment: Mapping[str, str], library: Any = None) -> None:
+        """Find the GPUs.
+
+        Args:
+            environment: The process environment; its ``CUDA_VISIBLE_DEVICES`` may hide GPUs.
+            library: None for the package's module; without package or driver there are no GPUs.
+        """
+        self._library = library = open_library(library)
+        self._gpus: list[Gpu] = []
+        if library is None:
+            return
+        try:
+            found = [self._find(number) for number in range(library.nvmlDeviceGetCount())]
+        except library.NVMLError:
+            return
+        self._gpus = visible_gpus(found, environment)
+
+    def read(self) -> list[GpuReading]:
+        """Read all GPUs."""
+        return [self._read(gpu) for gpu in self._gpus]
+
+    def _find(self, number: int) -> Gpu:
+        library = self._library
+        handle = library.nvmlDeviceGetHandleByIndex(number)
+        return Gpu(
+            handle,
+            str(library.nvmlDeviceGetUUID(handle)),
+            str(library.nvmlDeviceGetName(handle)),
+            self._ask("nvmlDeviceGetTotalEnergyConsumption", handle),
+        )
+
+    def _read(self, gpu: Gpu) -> GpuReading:
+        rates = self._ask("nvmlDeviceGetUtilizationRates", gpu.handle)
+        # Version 2 does not count the driver's reserved memory as used; nvidia-smi and Triton do the same.
+        memory = self._ask("nvmlDeviceGetMemoryInfo", gpu.handle, self._library.nvmlMemory_v2)
+        power_mw = self._ask("nvmlDeviceGetPowerUsage", gpu.handle)
+        limit_mw = self._ask("nvmlDeviceGetPowerManagementLimit", gpu.handle)
+        energy_mj = self._ask("nvmlDeviceGetTotalEnergyConsumption", gpu.handle)
+        return GpuReading(
+            gpu.uuid,
+            None if rates is None else rates.gpu / 100,
+            None if memory is None else int(memory.total),
+            None if memory is None else int(memory.used),
+            None if power_mw is None else power_mw / 1e3,
+            None if limit_mw is None else limit_mw / 1e3,
+            None if energy_mj is None or gpu.energy_mj is None else (energy_mj - gpu.energy_mj) / 1e3,
+        )
+
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        """Call NVML; None if the GPU does not support the call. A partitioned GPU supports few of them."""
+        try:
+            return getattr(self._library, call)(*arguments)
+        except self._library.NVMLError:
+            return None
+
+
+def visible_gpus(found: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
+    """The GPUs that CUDA shows to a process, by ``CUDA_VISIBLE_DEVICES`` (CUDA programming guide).
+
+    Entries are numbers or prefixes of UUIDs. The first entry that matches no GPU hides itself and all later ones. All
+    GPUs are returned if the result is unknown: for partitions of a GPU (MIG), and for numbers if GPUs of several
+    products are not numbered by the PCI bus.
+    """
+    wished = environment.get("CUDA_VISIBLE_DEVICES")
+    if wished is None:
+        return list(found)
+    entries = [entry.strip() for entry in wished.split(",")]
+    is_by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.model for gpu in found}) <= 1
+    if any(entry.startswith("MIG") or (entry.isdecimal() and not is_by_bus) for entry in entries):
+        return list(found)
+    chosen: list[Gpu] = []
+    for entry in entries:
+        named = _named(found, entry)
+        if named is None:
+            break
+        if named not in chosen:
+            chosen.append(named)
+    return chosen
+
+
+def _named(found: Sequence[Gpu], entry: str) -> Gpu | None:
+    if entry.isdecimal():
+        return found[int(entry)] if int(entry) < len(found) else None
+    matching = [gpu for gpu in found if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None

@@ -1,0 +1,287 @@
+"""Preparing a model's buffers before it serves: each batch size is tested on them, captured, and tested again.
+
+A size runs on bound buffers only if the result was that of a plain run. It is replayed only if the replay's result was,
+too, from buffers that held wrong values before, with wrong values in the other set.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ortserve.config.session import SessionSettings
+from ortserve.core.batch import Arrays, Batch
+from ortserve.core.closeness import agree
+from ortserve.core.signature import ModelSignature
+from ortserve.device.accounting import DeviceCounts
+from ortserve.device.binding import DeviceBinding
+from ortserve.device.buffers import BufferSet
+from ortserve.device.capture_lock import CaptureLock
+from ortserve.device.protocol import DEVICE_ERRORS, BoundRun, is_lost_error
+from ortserve.engine.ort_errors import without_paths
+from ortserve.engine.output_buffers import RowLayout, layouts_of
+from ortserve.engine.provider_options import CPU
+from ortserve.errors import DeviceLostError, ServeError
+
+CAPTURING_RUNS: Final = 4
+"""Runs in which a graph is captured. ONNX Runtime before 1.26 captures in the third run, later versions in the first.
+One more than the maximum, because a later run, without the exclusive lock, must never capture."""
+MAX_GRAPHS: Final = 32
+"""Sizes of one instance that are captured, the smallest first: these gain most, and each graph keeps memory."""
+
+RunPlainly: TypeAlias = Callable[[Arrays], Sequence[np.ndarray]]
+MakeInputs: TypeAlias = Callable[[int, int], Arrays]
+"""Makes inputs from a number of rows and a seed."""
+OnStep: TypeAlias = Callable[[str], None]
+"""Called with a description of each step that begins."""
+MakeBinding: TypeAlias = Callable[[Sequence[RowLayout], int], DeviceBinding]
+
+
+NO_BUFFERS: Final = "no_buffers"
+TRIAL_FAILED: Final = "trial_refused"
+"""Reasons of ``NoReplay``, as the metrics name them."""
+
+_CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
+_SHAPE_OPERATORS: Final = frozenset(
+    {
+        *("Shape", "Size", "Gather", "Slice", "Concat", "Split", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity"),
+        *("Add", "Sub", "Mul", "Div", "Mod", "Neg", "Abs", "Floor", "Ceil", "Min", "Max", "ReduceProd", "ReduceSum"),
+        *("Equal", "Less", "Greater", "Not", "And", "Or", "Where", "Range", "ConstantOfShape", "Constant", "Expand"),
+    }
+)
+"""Operators that compute shapes. ONNX Runtime leaves such nodes to the CPU, and still captures a graph as long as only
+shapes enter them. Their results stay right for every replay, since the number of rows is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoReplay:
+    """Why no graph of a model is captured: ``reason`` as the metrics name it, ``because`` in words."""
+
+    reason: str
+    because: str
+
+
+def why_no_replay(
+    provider: str, operators: Mapping[str, frozenset[str]], settings: SessionSettings, *, shapes_elsewhere: bool = True
+) -> NoReplay | None:
+    """Why the graph of a model cannot be captured, as far as it is known before a capture; None if it may be tried.
+
+    Args:
+        provider: The full name of the execution provider that captures.
+        operators: The model's operators by execution provider.
+        settings: The settings of the session.
+        shapes_elsewhere: Whether the provider captures although the CPU computes shapes.
+    """
+    everything = frozenset().union(*operators.values())
+    if control := sorted(everything & _CONTROL_FLOW):
+        return NoReplay("control_flow", f"which nodes run is decided during the run, by {', '.join(control)}")
+    elsewhere = {name: kinds for name, kinds in operators.items() if name != provider}
+    if elsewhere and not (shapes_elsewhere and elsewhere.keys() == {CPU} and elsewhere[CPU] <= _SHAPE_OPERATORS):
+        others = "; ".join(f"{name} runs {', '.join(sorted(kinds))}" for name, kinds in sorted(elsewhere.items()))
+        return NoReplay("other_provider", f"not all of it is on {provider}: {others}")
+    if any(arena.startswith("gpu:") for arena in settings.shrink_arenas):
+        because = "session.shrink_arenas releases memory that captured graphs still use"
+        return NoReplay("shrinks_arena", because)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The result for a model's batch sizes.
+
+    Attributes:
+        bound: Sizes that run on buffers of the device.
+        replayed: The sizes in ``bound`` whose graphs are replayed.
+        unbound_because: Why no size is bound.
+        not_replayed: Why a size is not replayed, by size, if captures were requested.
+        graph_bytes: The drop of the device's free memory over all captures, less the memory that failed ones released.
+    """
+
+    bound: tuple[int, ...] = ()
+    replayed: tuple[int, ...] = ()
+    unbound_because: str = ""
+    not_replayed: Mapping[int, str] = field(default_factory=dict)
+    graph_bytes: int = 0
+
+
+class Preparation:
+    """Tests and captures the batch sizes of one instance, on its worker. Only captures exclude other GPU work."""
+
+    def __init__(
+        self,
+        signature: ModelSignature,
+        run_plainly: RunPlainly,
+        make_inputs: MakeInputs,
+        make_binding: MakeBinding,
+        counts: DeviceCounts,
+        capture_lock: CaptureLock,
+        free_bytes: Callable[[], int],
+        on_step: OnStep,
+    ) -> None:
+        """``make_binding`` makes the buffers, from the layouts of output rows and the largest number of rows.
+
+        ``free_bytes`` reads the device's free memory.
+        """
+        self._signature = signature
+        self._run_plainly = run_plainly
+        self._make_inputs = make_inputs
+        self._make_binding = make_binding
+        self._counts = counts
+        self._capture_lock = capture_lock
+        self._free_bytes = free_bytes
+        self._on_step = on_step
+        self._graph_bytes = 0
+        self._captured_sizes = 0
+
+    def prepare(self, sizes: Sequence[int], *, captures: bool) -> tuple[DeviceBinding | None, Prepared]:
+        """Make buffers and test all sizes on them.
+
+        Returns:
+            The binding, with the sizes that passed enabled, and the result; None and the reason if no size can run.
+
+        Raises:
+            Exception: One of ``DEVICE_ERRORS``, if a plain run fails or the device has no memory for the buffers.
+        """
+        most = max(sizes)
+        self._on_step(f"making buffers for batches of up to {most} rows")
+        with self._capture_lock.shared():
+            outputs = self._run_plainly(self._make_inputs(most, 0))
+            if problem := self._why_not_by_rows(outputs, most):
+                return None, Prepared(unbound_because=problem)
+            binding = self._make_binding(layouts_of(outputs), most)
+        bound = tuple(sorted(set(sizes)))
+        not_replayed: dict[int, str] = {}
+        try:
+            for rows in bound:
+                self._on_step(f"trying batches of {rows} rows in buffers")
+                with self._capture_lock.shared():
+                    if problem := self._try_size(binding, rows):
+                        binding.close()
+                        return None, Prepared(unbound_because=problem)
+                if captures and (problem := self._capture_size(binding, rows)):
+                    self._skip_replay(binding, rows, problem, not_replayed)
+            replayed = tuple(rows for rows in bound if rows not in not_replayed) if captures else ()
+            for rows in replayed:  # again, as later captures may have moved memory that the graph uses
+                self._on_step(f"replaying batches of {rows} rows")
+                if problem := self._replay_size(binding, rows):
+                    self._skip_replay(binding, rows, problem, not_replayed)
+            replayed = tuple(rows for rows in replayed if rows not in not_replayed)
+            for rows in bound:
+                binding.enable(rows, is_graph=rows in replayed)
+            self._counts.captured += len(replayed) * len(binding.sets)
+        except BaseException:
+            with self._capture_lock.shared():
+                binding.close()
+            raise
+        return binding, Prepared(bound, replayed, not_replayed=not_replayed, graph_bytes=self._graph_bytes)
+
+    def _skip_replay(self, binding: DeviceBinding, rows: int, problem: str, not_replayed: dict[int, str]) -> None:
+        """Record why batches of ``rows`` rows are not replayed, and free their sessions."""
+        not_replayed[rows] = problem
+        with self._capture_lock.shared():
+            before = self._free_bytes()
+            binding.forget_graphs(rows)
+            self._graph_bytes = max(0, self._graph_bytes - max(0, self._free_bytes() - before))
+
+    def _why_not_by_rows(self, outputs: Sequence[np.ndarray], rows: int) -> str:
+        for spec, output in zip(self._signature.outputs, outputs, strict=True):
+            if output.ndim == 0 or len(output) != rows or not output.size:
+                return f"output '{spec.name}' has shape {list(output.shape)} for {rows} rows"
+        return ""
+
+    def _try_size(self, binding: DeviceBinding, rows: int) -> str:
+        """Why a size cannot run on bound buffers; empty if its results were right."""
+        inputs = self._make_inputs(rows, rows)
+        expected = self._run_plainly(inputs)
+        for buffers in binding.sets:
+            try:
+                bound = binding.bind(rows, buffers, is_graph=False)
+                problem = self._compare(binding, bound, buffers, inputs, expected)
+            except DEVICE_ERRORS as error:
+                if is_lost_error(error):  # later results cannot be trusted, even if a plain run succeeds
+                    raise
+                # The plain run succeeded: shapes depend on more than the rows. If it fails now, its error is raised.
+                self._run_plainly(inputs)
+                problem = f"it fails on bound buffers: {without_paths(str(error))}"
+            if problem:
+                return problem
+        return ""
+
+    def _capture_size(self, binding: DeviceBinding, rows: int) -> str:
+        """Capture a size in all sets. Returns why it is not replayed; empty if its results were right."""
+        if self._captured_sizes == MAX_GRAPHS:
+            self._counts.count_not_captured("over_limit")
+            return f"{MAX_GRAPHS} sizes are already captured"
+        self._on_step(f"capturing the graph of batches of {rows} rows")
+        inputs = self._make_inputs(rows, rows)
+        try:
+            for buffers in binding.sets:
+                with self._capture_lock.shared():  # it may open a session, which does not exclude other work
+                    before = self._free_bytes()
+                    bound = binding.bind(rows, buffers, is_graph=True, is_waited_for=True)
+                    self._graph_bytes += max(0, before - self._free_bytes())
+                with self._capture_lock.exclusive():
+                    before = self._free_bytes()
+                    binding.capture(bound, buffers, inputs, CAPTURING_RUNS)
+                    self._graph_bytes += max(0, before - self._free_bytes())
+                if problem := self._replay(binding, rows, buffers):
+                    return problem
+        except DEVICE_ERRORS as error:
+            return self._why_failed(error, "its capture failed", rows)
+        except DeviceLostError:
+            raise
+        except ServeError as error:
+            self._counts.count_not_captured("failed")
+            return f"its session cannot be opened: {error.message}"
+        self._captured_sizes += 1
+        return ""
+
+    def _replay_size(self, binding: DeviceBinding, rows: int) -> str:
+        """Replay a captured size in all sets. Returns why it must not be replayed; empty if its results were right."""
+        try:
+            return next((problem for buffers in binding.sets if (problem := self._replay(binding, rows, buffers))), "")
+        except DEVICE_ERRORS as error:
+            return self._why_failed(error, "its replay failed", rows)
+
+    def _replay(self, binding: DeviceBinding, rows: int, buffers: BufferSet) -> str:
+        bound = binding.bind(rows, buffers, is_graph=True)
+        for seed in (rows, rows + 1):  # alternate, so that two results of a set in a row always differ
+            inputs = self._make_inputs(rows, seed)
+            with self._capture_lock.shared():
+                problem = self._compare(binding, bound, buffers, inputs, self._run_plainly(inputs))
+            if problem:
+                self._counts.count_not_captured("wrong_answer")
+                return problem
+        return ""
+
+    def _why_failed(self, error: Exception, what: str, rows: int) -> str:
+        """The reason in words. Raises if the device is lost or a plain run fails; then the model is not served."""
+        if is_lost_error(error):
+            raise error
+        self._counts.count_not_captured("failed")
+        with self._capture_lock.shared():
+            self._run_plainly(self._make_inputs(rows, rows))
+        return f"{what}: {without_paths(str(error))}"
+
+    def _compare(
+        self,
+        binding: DeviceBinding,
+        bound: BoundRun,
+        buffers: BufferSet,
+        inputs: Arrays,
+        expected: Sequence[np.ndarray],
+    ) -> str:
+        """Run with wrong values in all sets beforehand. Returns the difference from ``expected``; empty if equal."""
+        for poisoned in binding.sets:
+            binding.poison(poisoned, expected)
+        rows = len(inputs[0])
+        batch = Batch(tuple((array,) for array in inputs), rows, rows)
+        outputs = binding.finish(binding.enqueue(batch, buffers, bound)).outputs
+        for spec, output, right in zip(self._signature.outputs, outputs, expected, strict=True):
+            if right.shape != output.shape or right.dtype != output.dtype:
+                return f"output '{spec.name}' has shape {list(right.shape)} for {rows} rows"
+            if not agree(output, right, spec.datatype):
+                how = "when replayed" if bound.graph_id is not None else "on bound buffers"
+                return f"output '{spec.name}' of {rows} rows differs {how}"
+        return ""

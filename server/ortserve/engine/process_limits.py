@@ -1,0 +1,170 @@
+"""The processors and the memory that this process may use: affinity mask, cgroup limits, address space, the machine.
+
+ONNX Runtime's own default is the host's physical cores, whatever mask or quota is set (microsoft/onnxruntime#29510).
+"""
+
+import ctypes
+import math
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+SELF_CGROUP: Final = Path("/proc/self/cgroup")
+
+_UNLIMITED: Final = 2**60
+"""Version 1 of cgroups reports about 2**63 for no limit."""
+_M_ARENA_MAX: Final = -8
+"""The constant in glibc's malloc.h."""
+_MOST_ARENAS: Final = 2
+
+_THROTTLING_READ_NS: Final = 1_000_000_000
+_RECENT_NS: Final = 10_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A limit of processor time, in processors, and the folder of its cgroup."""
+
+    processors: float
+    folder: Path
+
+
+def cpu_budget(cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP) -> int:
+    """Threads that this process may keep busy, at least 1: the affinity mask or the smallest quota, rounded up."""
+    processors = len(os.sched_getaffinity(0))
+    quotas = [math.ceil(quota.processors) for quota in cpu_quotas(cgroup_root, self_cgroup)]
+    return max(1, min([processors, *quotas]))
+
+
+def intra_op_threads(budget: int, *, on_gpu: bool, inter_op_threads: int) -> int:
+    """Threads inside an operator, at least 1, for a run that may keep ``budget`` threads busy.
+
+    ``inter_op_threads`` threads, the calling one included, run branches of the graph in parallel; 1 runs them in
+    sequence. A run on a GPU needs one thread, which mostly waits.
+    """
+    return 1 if on_gpu else max(1, budget - (inter_op_threads - 1))
+
+
+def cpu_quotas(cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP) -> list[Quota]:
+    """All quotas of this process's cgroup and its ancestors."""
+    quotas: list[Quota] = []
+    for folder, is_v2 in cgroup_folders("cpu", cgroup_root, self_cgroup):
+        processors = _quota_v2(folder) if is_v2 else _quota_v1(folder)
+        if processors is not None:
+            quotas.append(Quota(processors, folder))
+    return quotas
+
+
+def _quota_v2(folder: Path) -> float | None:
+    """``cpu.max`` holds quota and period in microseconds; the quota may be ``max``."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _quota_v1(folder: Path) -> float | None:
+    try:
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+        return quota / period if quota > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def memory_limit(
+    cgroup_root: Path = CGROUP_ROOT, self_cgroup: Path = SELF_CGROUP, meminfo: Path = Path("/proc/meminfo")
+) -> int:
+    """The smallest readable limit, in bytes: of the cgroups, the address space, and the machine."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    for folder, is_v2 in cgroup_folders("memory", cgroup_root, self_cgroup):
+        limits.append(_read_number(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")))
+    limits.append(_read_number(meminfo, after="MemTotal:") * 1024)
+    return min([limit for limit in limits if 0 < limit < _UNLIMITED], default=_UNLIMITED)
+
+
+def limit_malloc_arenas() -> None:
+    """Limit malloc to few arenas if the address space is limited, before threads make more. No-op without glibc.
+
+    Each arena reserves 64 MiB of addresses, and glibc makes up to eight for each processor: a third of the addresses of
+    a process with 1.5 GiB. If only resident memory is limited, arenas cost nothing.
+    """
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_ARENA_MAX, _MOST_ARENAS)
+
+
+def _read_number(file: Path, after: str = "") -> int:
+    """The first number in a file, or the first behind a word; 0 if there is none, for example for ``max``."""
+    try:
+        return int(file.read_text().partition(after)[2].split()[0] if after else file.read_text())
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class Throttling:
+    """Whether a CPU quota has recently throttled this process, by the kernel's ``cpu.stat`` files (cgroups(7)).
+
+    Then the process has no processor time to spare. One thread only.
+    """
+
+    def __init__(self, files: Sequence[Path], now_ns: int) -> None:
+        """``files`` are the ``cpu.stat`` files of the cgroups with a quota; empty if there are none."""
+        self._files = files
+        self._read_ns = now_ns
+        self._periods = self._read()
+        self._throttled_ns: int | None = None
+
+    def is_recent(self, now_ns: int) -> bool:
+        """Whether a quota was used up in the last 10 s. Reads the files at most once a second, in about 20 µs each."""
+        if self._files and now_ns - self._read_ns >= _THROTTLING_READ_NS:
+            self._read_ns = now_ns
+            periods = self._read()
+            if periods != self._periods:
+                self._periods = periods
+                self._throttled_ns = now_ns
+        return self._throttled_ns is not None and now_ns - self._throttled_ns < _RECENT_NS
+
+    def _read(self) -> int:
+        return sum(map(_throttled_periods, self._files))
+
+
+def _throttled_periods(file: Path) -> int:
+    try:
+        counts = dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
+        return int(counts.get("nr_throttled", "0"))
+    except (OSError, ValueError):
+        return 0
+
+
+def cgroup_folders(controller: str, root: Path, self_cgroup: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's cgroups of a controller, and of all their visible ancestors.
+
+    Yields:
+        A folder, and whether its files are of version 2. Nothing if ``self_cgroup`` cannot be read.
+    """
+    try:
+        lines = self_cgroup.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            base = root
+        elif controller in controllers.split(","):
+            base = root / controller
+        else:
+            continue
+        # In a container the path may be the host's, which is not visible here. Then the root is the container's own.
+        folder = base / path.lstrip("/")
+        while True:
+            yield folder, not controllers
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent

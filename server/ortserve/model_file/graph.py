@@ -1,0 +1,167 @@
+"""The record of a model file: graphs, nodes, attributes, constants and functions. ``reading`` makes it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Final, TypeAlias
+
+FLOAT: Final = 1
+UINT8: Final = 2
+INT8: Final = 3
+INT32: Final = 6
+INT64: Final = 7
+STRING: Final = 8
+BOOL: Final = 9
+DOUBLE: Final = 11
+INTEGERS: Final = frozenset({2, 3, 4, 5, 6, 7, 12, 13, 21, 22})
+"""Element types (``TensorProto.DataType``)."""
+
+Constant: TypeAlias = int | Fraction
+"""A number in a model file; whole numbers are ``int``."""
+
+Dims: TypeAlias = tuple[int | str | None, ...]
+"""A declared shape: fixed sizes, names of free sizes, None for free sizes without a name."""
+
+
+def constant(value: Constant) -> Constant:
+    """A number as a ``Constant``: a whole fraction becomes an integer."""
+    # ``Fraction`` has an abstract base class, for which isinstance is slow.
+    return value.numerator if type(value) is Fraction and value.denominator == 1 else value
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A constant. Only small constants of numbers have ``elements``; ``dims`` is None if the shape is unknown."""
+
+    dtype: int
+    dims: tuple[int, ...] | None
+    elements: tuple[Constant, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """An attribute of a node in a function that takes the value of the function's attribute of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A long list that no analysis needs, such as the nodes of a tree ensemble."""
+
+
+Attribute: TypeAlias = "int | float | str | Tensor | Graph | Reference | Skipped | tuple[int | float | str, ...] | None"
+"""The value of an attribute; None for kinds that no analysis reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    op: str
+    domain: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Attribute]
+    overload: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """An input or output of a graph.
+
+    Attributes:
+        dims: The declared shape of a plain tensor; None for other types, and without a declared shape.
+        is_tensor: Whether the type is a plain tensor.
+        denotations: What each axis in ``dims`` is for, such as ``DATA_BATCH``; empty texts are usual.
+        lacks_shape: Whether a plain or optional tensor is declared without a shape.
+        element_dims: The declared shape of the tensors in a sequence; None for other types, and without a shape.
+        is_map_sequence: Whether the type is a sequence of maps.
+    """
+
+    name: str
+    dtype: int
+    dims: Dims | None
+    is_tensor: bool
+    denotations: tuple[str, ...] = ()
+    lacks_shape: bool = False
+    element_dims: Dims | None = None
+    is_map_sequence: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A graph. Each node comes after the nodes whose outputs it reads."""
+
+    nodes: tuple[Node, ...] = ()
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: tuple[Declared, ...] = ()
+    outputs: tuple[Declared, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    defaults: Mapping[str, Attribute]
+    opsets: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The record of a file.
+
+    Attributes:
+        graph: The main graph.
+        opsets: Versions of operator sets by domain.
+        functions: The model's own functions by domain, name and overload.
+        external_files: Files with weights, by their paths from the model's folder.
+        is_readable: Whether the file is an ONNX model. If not, the graph is empty.
+        too_large: Why the graph is larger than analyses allow; empty if it is not.
+        has_invalid_names: Whether a name is not valid UTF-8. Its invalid bytes are escaped here.
+    """
+
+    graph: Graph
+    opsets: Mapping[str, int]
+    functions: Mapping[tuple[str, str, str], Function] = field(default_factory=dict)
+    external_files: frozenset[str] = frozenset()
+    is_readable: bool = True
+    too_large: str = ""
+    has_invalid_names: bool = False
+
+
+UNREADABLE: Final = Model(Graph(), {}, is_readable=False)
+"""The record of a file in another format, or of no file."""
+
+
+def in_order(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Sort nodes so that each comes after the nodes whose outputs it reads, as ONNX Runtime does.
+
+    Nodes of a cycle are left out.
+    """
+    makers = {name: index for index, node in enumerate(nodes) for name in node.outputs if name}
+    needs = [{makers[name] for name in names_read(node) if name in makers} for node in nodes]
+    if all(maker < index for index, needed in enumerate(needs) for maker in needed):
+        return tuple(nodes)
+    readers: list[list[int]] = [[] for _ in nodes]
+    for index, needed in enumerate(needs):
+        for maker in needed:
+            readers[maker].append(index)
+    left = [len(needed) for needed in needs]
+    ready = [index for index, count in enumerate(left) if not count]
+    for index in ready:  # the loop appends to it
+        for reader in readers[index]:
+            left[reader] -= 1
+            if not left[reader]:
+                ready.append(reader)
+    return tuple(nodes[index] for index in ready)
+
+
+def names_read(node: Node) -> Iterator[str]:
+    """The names that a node reads, also in its graphs."""
+    yield from node.inputs
+    for value in node.attributes.values():
+        if isinstance(value, Graph):
+            for inner in value.nodes:
+                yield from names_read(inner)
+            yield from (output.name for output in value.outputs)

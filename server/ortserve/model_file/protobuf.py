@@ -1,0 +1,121 @@
+"""The protobuf wire format (protobuf.dev/programming-guides/encoding): reading and writing the fields of messages.
+
+A message is a span of bytes in a mapped file. Reading skips the values of fields that nobody asks for, such as weights.
+"""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+VARINT: Final = 0
+"""The wire type of single numbers."""
+_FIXED64: Final = 1
+LENGTH_DELIMITED: Final = 2
+"""The wire type of texts, messages and packed numbers."""
+_FIXED32: Final = 5
+
+
+@contextmanager
+def mapped_file(path: Path) -> Iterator[memoryview]:
+    """The content of a file, mapped into memory within the ``with``.
+
+    Raises:
+        OSError: The file cannot be read. A pipe is not opened, as it can be read only once, by ONNX Runtime.
+        ValueError: The file is empty.
+    """
+    if not path.is_file():
+        raise OSError("not a regular file")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        view = memoryview(content)
+        try:
+            yield view
+        finally:
+            view.release()
+
+
+def fields(data: memoryview, start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Number, wire type and span of the value of each field of a message.
+
+    Raises:
+        ValueError: The bytes are no message.
+        IndexError: The bytes are no message.
+    """
+    while start < end:
+        tag = data[start]  # nearly all tags and sizes are varints of one byte
+        start += 1
+        if tag >= 0x80:
+            tag, start = varint(data, start - 1)
+        wire_type = tag & 7
+        if wire_type == LENGTH_DELIMITED:
+            size = data[start]
+            start += 1
+            if size >= 0x80:
+                size, start = varint(data, start - 1)
+            after = start + size
+        elif wire_type == VARINT:
+            _, after = varint(data, start)
+        elif wire_type in (_FIXED64, _FIXED32):
+            after = start + (8 if wire_type == _FIXED64 else 4)
+        else:
+            raise ValueError("not a protobuf message")
+        yield tag >> 3, wire_type, (start, after)
+        start = after
+    if start != end:
+        raise ValueError("not a protobuf message")
+
+
+def varint(data: memoryview, start: int) -> tuple[int, int]:
+    """A number, and the position behind it."""
+    byte = data[start]
+    if byte < 0x80:
+        return byte, start + 1
+    value = shift = 0
+    while True:
+        byte = data[start]
+        start += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, start
+        shift += 7
+        if shift > 63:
+            raise ValueError("not a protobuf message")
+
+
+def signed(value: int) -> int:
+    """An ``int64`` from its varint."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def packed_integers(data: memoryview, start: int, end: int) -> list[int]:
+    """The numbers of a packed field of ``int64``."""
+    found: list[int] = []
+    while start < end:
+        value, start = varint(data, start)
+        found.append(signed(value))
+    return found
+
+
+def write_message(number: int, content: bytes) -> bytes:
+    """A length-delimited field."""
+    return write_tag(number) + write_varint(len(content)) + content
+
+
+def write_number(number: int, value: int) -> bytes:
+    """A field with a number that is not negative."""
+    return write_varint(number << 3 | VARINT) + write_varint(value)
+
+
+def write_tag(number: int) -> bytes:
+    """The tag of a length-delimited field."""
+    return write_varint(number << 3 | LENGTH_DELIMITED)
+
+
+def write_varint(value: int) -> bytes:
+    written = bytearray()
+    while value >= 0x80:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)

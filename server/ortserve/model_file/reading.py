@@ -1,0 +1,417 @@
+"""Reads a model file into its record. Weights are skipped: only small constants of numbers keep their elements."""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from math import isfinite, prod
+from pathlib import Path
+from typing import Final
+
+from ortserve.model_file.graph import (
+    UNREADABLE,
+    Attribute,
+    Constant,
+    Declared,
+    Dims,
+    Function,
+    Graph,
+    Model,
+    Node,
+    Reference,
+    Skipped,
+    Tensor,
+    constant,
+    in_order,
+)
+from ortserve.model_file.protobuf import LENGTH_DELIMITED, fields, mapped_file, packed_integers, signed, varint
+
+MOST_ELEMENTS: Final = 4096
+"""The most elements of a constant of integers that the record keeps."""
+MOST_FLOATS: Final = 16
+"""The most elements of a constant of floats that the record keeps: larger ones are weights, not scales or bounds."""
+MOST_NODES: Final = 50_000
+"""The most nodes that analyses take. The record has all nodes nevertheless."""
+_DEEPEST: Final = 12
+_LONGEST_LIST: Final = 1 << 20
+_ENSEMBLES: Final = frozenset(
+    {"SVMClassifier", "SVMRegressor", "TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"}
+)
+"""Operators whose weights are lists among the attributes, with up to millions of elements."""
+_ENSEMBLE_LABELS: Final = "classlabels_"
+
+# By element type: the format of one element in raw data, and the field that has it otherwise.
+_FORMATS: Final = {
+    1: "f", 2: "B", 3: "b", 4: "H", 5: "h", 6: "i", 7: "q", 9: "?", 10: "e", 11: "d", 12: "I", 13: "Q",
+}  # fmt: skip
+_TYPED_FIELDS: Final = {1: 4, 11: 10, 7: 7, 12: 11, 13: 11}  # float, double, int64, uint64_data; else int32_data
+_INT32_DATA: Final = 5
+_RAW_DATA: Final = 9
+_FLOATS: Final = frozenset({1, 10, 11})
+
+# Kinds of attributes (AttributeProto.AttributeType).
+_KIND_FLOAT, _KIND_INT, _KIND_STRING, _KIND_TENSOR, _KIND_GRAPH = 1, 2, 3, 4, 5
+_KIND_FLOATS, _KIND_INTS, _KIND_STRINGS = 6, 7, 8
+_DEFAULTS: Final[dict[int, int | float | str]] = {_KIND_FLOAT: 0.0, _KIND_INT: 0, _KIND_STRING: ""}
+_KIND_OF_FIELD: Final = {2: 1, 3: 2, 4: 3, 5: 4, 6: 5, 7: 6, 8: 7, 9: 8}
+
+
+def read_model(path: Path) -> Model:
+    """Read a model file. Returns ``UNREADABLE`` for a file in another format. Blocks on the file.
+
+    Takes some 20 µs for each node.
+    """
+    try:
+        with mapped_file(path) as data:
+            return parse_model(data)
+    except (OSError, ValueError, IndexError, struct.error):
+        return UNREADABLE
+
+
+def model_nbytes(path: Path, model: Model) -> int:
+    """The size of a model file and its external files. A session needs at least about as much memory."""
+    files = (path.parent / name for name in model.external_files)
+    return path.stat().st_size + sum(file.stat().st_size for file in files if file.is_file())
+
+
+def parse_model(data: memoryview) -> Model:
+    """Read a serialized ModelProto.
+
+    Raises:
+        ValueError: The bytes are no ONNX model.
+        IndexError: The bytes are no ONNX model.
+        struct.error: The bytes are no ONNX model.
+    """
+    return _Reader(data).model()
+
+
+class _Reader:
+    """Reads one message. Field numbers are those of onnx.proto (github.com/onnx/onnx)."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._nodes = 0
+        self._external_files: set[str] = set()
+        self._too_large = ""
+        self._has_invalid_names = False
+
+    def model(self) -> Model:
+        graphs: list[Graph] = []
+        opsets: dict[str, int] = {}
+        functions: dict[tuple[str, str, str], Function] = {}
+        for number, wire_type, (start, end) in fields(self._data, 0, len(self._data)):
+            if wire_type != LENGTH_DELIMITED:
+                continue
+            if number == 7:
+                graphs.append(self._graph(start, end, 0))
+            elif number == 8:
+                self._opset(start, end, opsets)
+            elif number == 25:
+                key, function = self._function(start, end)
+                functions[key] = function
+        if len(graphs) != 1 or not opsets:
+            raise ValueError("not an ONNX model")
+        if self._nodes > MOST_NODES:
+            self._too_large = f"the graph has more than {MOST_NODES} nodes"
+        return Model(
+            graphs[0],
+            opsets,
+            functions,
+            frozenset(self._external_files),
+            too_large=self._too_large,
+            has_invalid_names=self._has_invalid_names,
+        )
+
+    def _text(self, start: int, end: int) -> str:
+        try:
+            return str(self._data[start:end], "utf-8")
+        except UnicodeDecodeError:
+            self._has_invalid_names = True
+            return str(self._data[start:end], "utf-8", "backslashreplace")
+
+    def _opset(self, start: int, end: int, opsets: dict[str, int]) -> None:
+        domain, version = "", 1
+        for number, _, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                domain = _domain(self._text(begin, after))
+            elif number == 2:
+                version = varint(self._data, begin)[0]
+        opsets[domain] = version
+
+    def _function(self, start: int, end: int) -> tuple[tuple[str, str, str], Function]:
+        name = domain = overload = ""
+        inputs: list[str] = []
+        outputs: list[str] = []
+        nodes: list[Node] = []
+        defaults: dict[str, Attribute] = {}
+        opsets: dict[str, int] = {}
+        for number, _, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                name = self._text(begin, after)
+            elif number == 4:
+                inputs.append(self._text(begin, after))
+            elif number == 5:
+                outputs.append(self._text(begin, after))
+            elif number == 7:
+                nodes.append(self._node(begin, after, 1))
+            elif number == 9:
+                self._opset(begin, after, opsets)
+            elif number == 10:
+                domain = _domain(self._text(begin, after))
+            elif number == 11:
+                key, value = self._attribute(begin, after, 1)
+                defaults[key] = value
+            elif number == 13:
+                overload = self._text(begin, after)
+        return (domain, name, overload), Function(in_order(nodes), tuple(inputs), tuple(outputs), defaults, opsets)
+
+    def _graph(self, start: int, end: int, depth: int) -> Graph:
+        if depth > _DEEPEST:
+            self._too_large = f"graphs are nested more than {_DEEPEST} deep"
+            return Graph()
+        nodes: list[Node] = []
+        constants: dict[str, Tensor] = {}
+        inputs: list[Declared] = []
+        outputs: list[Declared] = []
+        for number, wire_type, (begin, after) in fields(self._data, start, end):
+            if wire_type != LENGTH_DELIMITED:
+                continue
+            if number == 1:
+                nodes.append(self._node(begin, after, depth))
+            elif number == 5:
+                name, tensor = self._tensor(begin, after)
+                constants[name] = tensor
+            elif number == 11:
+                inputs.append(self._declared(begin, after))
+            elif number == 12:
+                outputs.append(self._declared(begin, after))
+            elif number == 15:  # sparse: the dense shape is enough
+                name, tensor = self._sparse(begin, after)
+                constants[name] = tensor
+        return Graph(in_order(nodes), constants, tuple(inputs), tuple(outputs))
+
+    def _node(self, start: int, end: int, depth: int) -> Node:
+        self._nodes += 1
+        op = domain = name = overload = ""
+        inputs: list[str] = []
+        outputs: list[str] = []
+        attributes: dict[str, Attribute] = {}
+        for number, _, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                inputs.append(self._text(begin, after))
+            elif number == 2:
+                outputs.append(self._text(begin, after))
+            elif number == 3:
+                name = self._text(begin, after)
+            elif number == 4:
+                op = self._text(begin, after)
+            elif number == 5:
+                key, value = self._attribute(begin, after, depth, skips_lists=op in _ENSEMBLES)
+                attributes[key] = value
+            elif number == 7:
+                domain = _domain(self._text(begin, after))
+            elif number == 8:
+                overload = self._text(begin, after)
+        return Node(op, domain, name, tuple(inputs), tuple(outputs), attributes, overload)
+
+    def _attribute(self, start: int, end: int, depth: int, *, skips_lists: bool = False) -> tuple[str, Attribute]:
+        data = self._data
+        name = ""
+        kind = 0
+        reference = ""
+        single: Attribute = None
+        many: list[int | float | str] = []
+        for number, wire_type, (begin, after) in fields(data, start, end):
+            if number == 1:
+                name = self._text(begin, after)
+            elif number == 20:
+                kind = varint(data, begin)[0]
+            elif number == 21:
+                reference = self._text(begin, after)
+            elif number in _KIND_OF_FIELD:
+                kind = kind or _KIND_OF_FIELD[number]
+                if number == 2:
+                    single = struct.unpack("<f", data[begin:after])[0]
+                elif number == 3:
+                    single = signed(varint(data, begin)[0])
+                elif number == 4:
+                    single = bytes(data[begin:after]).decode(errors="backslashreplace")
+                elif number == 5:
+                    single = self._tensor(begin, after)[1]
+                elif number == 6:
+                    single = self._graph(begin, after, depth + 1)
+                elif skips_lists and not name.startswith(_ENSEMBLE_LABELS):
+                    return name, Skipped()
+                elif after - begin > _LONGEST_LIST:
+                    self._too_large = f"attribute '{name}' is longer than {_LONGEST_LIST} bytes"
+                    return name, Skipped()
+                elif number == 7:
+                    many += [each[0] for each in struct.iter_unpack("<f", data[begin:after])]
+                elif number == 8:
+                    many += (
+                        packed_integers(data, begin, after)
+                        if wire_type == LENGTH_DELIMITED
+                        else [signed(varint(data, begin)[0])]
+                    )
+                else:
+                    many.append(bytes(data[begin:after]).decode(errors="backslashreplace"))
+        if reference:
+            return name, Reference(reference)
+        if kind in (_KIND_FLOATS, _KIND_INTS, _KIND_STRINGS):
+            return name, tuple(many)
+        if single is None:  # the message leaves out default values
+            return name, _DEFAULTS.get(kind)
+        return name, single
+
+    def _sparse(self, start: int, end: int) -> tuple[str, Tensor]:
+        name, dtype = "", 0
+        dims: list[int] = []
+        for number, wire_type, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                name, tensor = self._tensor(begin, after)
+                dtype = tensor.dtype
+            elif number == 3:
+                dims += (
+                    packed_integers(self._data, begin, after)
+                    if wire_type == LENGTH_DELIMITED
+                    else [varint(self._data, begin)[0]]
+                )
+        return name, Tensor(dtype, tuple(dims))
+
+    def _tensor(self, start: int, end: int) -> tuple[str, Tensor]:
+        data = self._data
+        name = ""
+        dtype = 0
+        dims: list[int] = []
+        content: dict[int, list[tuple[int, int, int]]] = {}
+        for number, wire_type, (begin, after) in fields(data, start, end):
+            if number == 1:
+                dims += (
+                    packed_integers(data, begin, after) if wire_type == LENGTH_DELIMITED else [varint(data, begin)[0]]
+                )
+            elif number == 2:
+                dtype = varint(data, begin)[0]
+            elif number == 8:
+                name = self._text(begin, after)
+            elif number == 13:
+                self._external_entry(begin, after)
+            elif number in (4, 5, 7, 9, 10, 11):
+                content.setdefault(number, []).append((wire_type, begin, after))
+                if len(content[number]) > MOST_ELEMENTS:
+                    content[number].pop()
+        count = prod(dims)
+        elements = None
+        if dtype in _FORMATS and 0 <= count <= (MOST_FLOATS if dtype in _FLOATS else MOST_ELEMENTS):
+            elements = self._elements(dtype, count, content)
+        return name, Tensor(dtype, tuple(dims), elements)
+
+    def _elements(
+        self, dtype: int, count: int, content: dict[int, list[tuple[int, int, int]]]
+    ) -> tuple[Constant, ...] | None:
+        """The elements of a small tensor; None if they are not in the file, or not finite."""
+        data = self._data
+        form = _FORMATS[dtype]
+        found: list[int | float] = []
+        if raw := content.get(_RAW_DATA):
+            _, begin, after = raw[-1]
+            if after - begin != count * struct.calcsize(f"<{form}"):
+                return None
+            found = list(struct.unpack(f"<{count}{form}", data[begin:after]))
+        else:
+            number = _TYPED_FIELDS.get(dtype, _INT32_DATA)
+            for wire_type, begin, after in content.get(number, []):
+                if dtype in (1, 11):
+                    found += [each[0] for each in struct.iter_unpack(f"<{form}", data[begin:after])]
+                elif wire_type == LENGTH_DELIMITED:
+                    found += packed_integers(data, begin, after)
+                else:
+                    found.append(signed(varint(data, begin)[0]))
+            if dtype == 10:  # bits of half floats
+                found = [struct.unpack("<e", struct.pack("<H", int(bits) & 0xFFFF))[0] for bits in found]
+        if len(found) != count or not all(map(isfinite, found)):
+            return None
+        return tuple(
+            int(each) if isinstance(each, int) or each.is_integer() else constant(Fraction(each)) for each in found
+        )
+
+    def _external_entry(self, start: int, end: int) -> None:
+        key = value = ""
+        for number, _, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                key = self._text(begin, after)
+            elif number == 2:
+                value = self._text(begin, after)
+        if key == "location":
+            self._external_files.add(value)
+
+    def _declared(self, start: int, end: int) -> Declared:
+        declared = Declared("", 0, None, is_tensor=False)
+        for number, _, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                declared = replace(declared, name=self._text(begin, after))
+            elif number == 2:
+                declared = self._with_type(declared, begin, after)
+        return declared
+
+    def _with_type(self, declared: Declared, start: int, end: int) -> Declared:
+        for kind, _, (begin, after) in fields(self._data, start, end):
+            if kind == 1:
+                dtype, dims, denotations = self._tensor_type(begin, after)
+                return replace(
+                    declared,
+                    dtype=dtype,
+                    dims=dims,
+                    is_tensor=True,
+                    denotations=denotations,
+                    lacks_shape=dims is None,
+                )
+            if kind in (4, 9):  # a sequence or an optional, both with the type of the element in field 1
+                for number, _, element in fields(self._data, begin, after):
+                    if number == 1:
+                        return self._with_element(declared, *element, is_sequence=kind == 4)
+        return declared
+
+    def _with_element(self, declared: Declared, start: int, end: int, *, is_sequence: bool) -> Declared:
+        for kind, _, (begin, after) in fields(self._data, start, end):
+            if kind == 1:
+                dims = self._tensor_type(begin, after)[1]
+                if is_sequence:
+                    return replace(declared, element_dims=dims)
+                return replace(declared, lacks_shape=dims is None)
+            if kind == 5:
+                return replace(declared, is_map_sequence=is_sequence)
+        return declared
+
+    def _tensor_type(self, start: int, end: int) -> tuple[int, Dims | None, tuple[str, ...]]:
+        """Element type, shape, and the denotation of each axis."""
+        dtype = 0
+        axes: list[tuple[int | str | None, str]] | None = None
+        for number, _, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                dtype = varint(self._data, begin)[0]
+            elif number == 2:
+                axes = list(self._axes(begin, after))
+        if axes is None:
+            return dtype, None, ()
+        return dtype, tuple(size for size, _ in axes), tuple(denotation for _, denotation in axes)
+
+    def _axes(self, start: int, end: int) -> Iterator[tuple[int | str | None, str]]:
+        """Size and denotation of each axis."""
+        for number, _, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                size: int | str | None = None
+                denotation = ""
+                for part, _, (at, part_end) in fields(self._data, begin, after):
+                    if part == 1:
+                        length = signed(varint(self._data, at)[0])
+                        size = length if length >= 0 else None  # some exporters write -1 for a free size
+                    elif part == 2:
+                        size = self._text(at, part_end) or None
+                    elif part == 3:
+                        denotation = self._text(at, part_end)
+                yield size, denotation
+
+
+def _domain(name: str) -> str:
+    """The domain of an operator. ONNX's own domain has two names."""
+    return "" if name == "ai.onnx" else name

@@ -1,0 +1,97 @@
+"""Which batch sizes of a model run on buffers of its device, and their description in the metadata."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ortserve.config.model import ModelOptions
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.device.instance import DeviceInstance
+from ortserve.device.preparation import NO_BUFFERS, NoReplay, Prepared
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.inputs import synthetic_inputs
+from ortserve.registry.load.session_opener import OpenedSession
+from ortserve.registry.load.warmup import WarmUp
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatches:
+    """The batch sizes of a model that run on buffers of a device.
+
+    Attributes:
+        sizes: The sizes, ascending; other batches are padded to the next size.
+        replayed: The sizes in ``sizes`` whose graphs are replayed.
+        no_buffers_because: Why there are no sizes; empty for a model without a device.
+        no_replay_because: Why sizes are not replayed, if the configuration asks for it.
+    """
+
+    sizes: tuple[int, ...] = ()
+    replayed: tuple[int, ...] = ()
+    no_buffers_because: str = ""
+    no_replay_because: str = ""
+
+    def properties(self) -> dict[str, str]:
+        """The properties for the model's metadata."""
+        found: dict[str, str] = {}
+        if self.sizes:
+            found["device_buffers"] = f"batches of {_listed(self.sizes)} rows"
+        elif self.no_buffers_because:
+            found["device_buffers"] = f"none: {self.no_buffers_because}"
+        if self.replayed:
+            found["graph_replay"] = f"batches of {_listed(self.replayed)} rows"
+        if self.no_replay_because:
+            rest = "others are not: " if self.replayed else "none: "
+            found["graph_replay"] = "; ".join(
+                [*([found["graph_replay"]] if self.replayed else []), f"{rest}{self.no_replay_because}"]
+            )
+        return found
+
+
+def prepare_batches(
+    instance: DeviceInstance,
+    opened: OpenedSession,
+    options: ModelOptions,
+    signature: ModelSignature,
+    found: WarmUp,
+    padding: Padding | None,
+    progress: Progress,
+) -> DeviceBatches:
+    """Make the buffers of an instance and capture its graphs. Counts the sizes that are not captured.
+
+    Raises:
+        ServeError: The device has no room for the buffers, or is lost.
+    """
+    prepared, sizes = Prepared(), [1]
+    if not found.latencies or not signature.is_batched:
+        because = f"requests run one at a time: {signature.unbatched_because}"
+        if not found.latencies:
+            because = "the model was not warmed up"
+        instance.go_without_buffers()
+    else:
+        fits = [rows for rows in options.buckets if rows <= found.max_rows or not found.no_memory]
+        sizes = sorted(set(fits)) or doubling(found.max_rows)
+        prepared = instance.prepare(
+            sizes, lambda rows, seed: synthetic_inputs(signature, rows, seed, padding), progress.begin
+        )
+        because = prepared.unbound_because
+    no_replay = opened.no_replay
+    if opened.wants_graphs and no_replay is None and because:
+        no_replay = NoReplay(NO_BUFFERS, because)
+    if no_replay is not None:
+        instance.counts.count_not_captured(no_replay.reason, len(sizes))
+        no_replay_because = no_replay.because
+    else:
+        no_replay_because = "; ".join(f"{rows}: {reason}" for rows, reason in prepared.not_replayed.items())
+    return DeviceBatches(prepared.bound, prepared.replayed, because, no_replay_because)
+
+
+def doubling(max_rows: int) -> list[int]:
+    """Powers of 2 below ``max_rows``, and ``max_rows``."""
+    sizes = [1]
+    while 2 * sizes[-1] < max_rows:
+        sizes.append(2 * sizes[-1])
+    return sizes if max_rows == 1 else [*sizes, max_rows]
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

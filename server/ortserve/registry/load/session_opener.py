@@ -1,0 +1,372 @@
+"""Opening the sessions of a model, and making their instances: with buffers on a device, or without."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ortserve.clock import Clock
+from ortserve.config.model import ModelOptions
+from ortserve.config.session import SessionSettings
+from ortserve.core.padding import Padding
+from ortserve.core.signature import ModelSignature
+from ortserve.device.buffers import InstanceStreams
+from ortserve.device.devices import DeviceProvider, DeviceRuntime, OpenDevice
+from ortserve.device.graph_sessions import OpenForGraph
+from ortserve.device.instance import DeviceInstance
+from ortserve.device.preparation import NO_BUFFERS, TRIAL_FAILED, NoReplay, why_no_replay
+from ortserve.device.protocol import DEVICE_ERRORS, device_run_error
+from ortserve.engine.instance import GpuAccess, Instance
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.placement import read_operators
+from ortserve.engine.provider_options import (
+    CPU,
+    GPU_PROVIDERS,
+    TENSORRT,
+    most_rows,
+    profile_shapes,
+    wants_more_profiles,
+    when_engines_are_built,
+    why_built_anew,
+)
+from ortserve.engine.providers import Provider, ProviderChoice
+from ortserve.engine.runs import arenas_of, run_options
+from ortserve.engine.session import Session, SessionOptions, open_session
+from ortserve.errors import DeviceLostError, ServeError
+from ortserve.model_file.graph import Model
+from ortserve.model_file.reading import model_nbytes
+from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS
+from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.row_axes import RowAxes
+from ortserve.registry.load.row_trial import LEAST_ROWS
+
+
+@dataclass(slots=True)
+class OpenedSession:
+    """A session without an instance.
+
+    Attributes:
+        session: The session.
+        streams: Its streams on a device; None if it has no buffers there.
+        wants_graphs: Whether the configuration asks for graphs.
+        captures: Whether the session was opened to capture graphs.
+        open_for_graph: Opens another session on its streams, to capture a graph; None if the session keeps all graphs,
+            or has none.
+        is_whole: Whether all its nodes are on one execution provider.
+        no_buffers_because: Why it has no streams.
+        no_replay: Why no graph is captured, if the configuration asks for graphs; otherwise None.
+        opening_s: How long it took to open.
+    """
+
+    session: Session
+    streams: InstanceStreams | None = None
+    wants_graphs: bool = False
+    captures: bool = False
+    open_for_graph: OpenForGraph | None = None
+    is_whole: bool = True
+    no_buffers_because: str = ""
+    no_replay: NoReplay | None = None
+    opening_s: float = 0.0
+
+    @property
+    def no_replay_because(self) -> str:
+        """``no_replay`` in words; empty if there is none."""
+        return "" if self.no_replay is None else self.no_replay.because
+
+    def abandon(self) -> None:
+        """Free a session for which no instance is made."""
+        if self.streams is None:
+            del self.session
+            return
+        with self.streams.opened.capture_lock.shared():
+            session = weakref.ref(self.session)
+            del self.session
+            self.streams.close(session)
+
+    def forget(self) -> None:
+        """Drop the reference to the session, which the instance owns and frees from now on."""
+        del self.session
+
+
+class SessionOpener:
+    """Opens the sessions of one model. The loader calls it on its thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        model: Model,
+        name: str,
+        options: ModelOptions,
+        rows: RowAxes,
+        runtime: DeviceRuntime,
+        trials: CaptureTrials,
+        libraries: Sequence[Path],
+        clock: Clock,
+        progress: Progress,
+    ) -> None:
+        self._path = path
+        self._model = model
+        self._name = name
+        self._options = options
+        self._rows = rows
+        self._runtime = runtime
+        self._trials = trials
+        self._libraries = tuple(libraries)
+        self._clock = clock
+        self._progress = progress
+        self._learns_shapes = False
+        """Whether TensorRT gets no profile: the CPU cannot open the model and show its inputs, or only a part of the
+        model is on TensorRT, which inner tensors enter."""
+        self._signature: ModelSignature | None = None
+        """The signature of a session on the CPU, for profiles; None before it is needed."""
+        self._instances = 0
+        """The number of instances with device buffers whose sessions were opened."""
+        self._tried: dict[str, NoReplay | None] = {}
+        """Results of capture trials, by execution provider."""
+
+    def open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
+        """Open the model on an execution provider.
+
+        Raises:
+            ServeError: As ``open_session``; overloaded if the weights alone do not fit on the device.
+            DeviceLostError: The device is lost, now or before. The device is marked as lost.
+        """
+        profiled = self.with_profile(choice) if choice.name == TENSORRT and not self._learns_shapes else choice
+        began_ns = self._clock()
+        try:
+            opened = self._open(profiled, threads)
+            opened.opening_s = (self._clock() - began_ns) / 1e9
+            return opened
+        except ServeError as error:
+            if profiled is choice or not wants_more_profiles(error):
+                raise
+        self._learns_shapes = True
+        return self._open(choice, threads)
+
+    def _open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
+        """Open with these options, and with streams if the device can have buffers."""
+        devices = self._runtime.devices
+        if choice.name not in GPU_PROVIDERS and not devices.has(choice.name):
+            return OpenedSession(self._session(choice, threads))
+        wants_graphs = self._options.graph_replay or choice.wants_graphs
+        device: OpenDevice | str = "device_buffers is off"
+        if self._options.device_buffers:
+            device = devices.open(choice.name, choice.device_id)
+        if isinstance(device, str):
+            with devices.capture_lock.shared():
+                return OpenedSession(
+                    self._session(choice, threads),
+                    wants_graphs=wants_graphs,
+                    no_buffers_because=device,
+                    no_replay=NoReplay(NO_BUFFERS, device) if wants_graphs else None,
+                )
+        if device.lost:
+            raise DeviceLostError(device.lost)
+        provider = devices.provider(choice.name)
+        opened = self._open_on(device, provider, choice, threads, wants_graphs=wants_graphs)
+        if wants_graphs and provider.one_graph_per_session and opened.no_replay is None:
+            # Not earlier, so that the trial finds the engines that this session built in the cache.
+            try:
+                opened.no_replay = self._why_no_replay(choice, threads)
+            except BaseException:
+                opened.abandon()
+                raise
+            if opened.no_replay is None:
+                assert opened.streams is not None
+                opened.open_for_graph = partial(self._for_graph, opened.streams, choice, threads)
+        return opened
+
+    def _open_on(
+        self, device: OpenDevice, provider: DeviceProvider, choice: ProviderChoice, threads: int, *, wants_graphs: bool
+    ) -> OpenedSession:
+        """Open with streams on a device; capturing graphs if one session of the provider keeps all graphs."""
+        no_replay: NoReplay | None = None
+        captures = wants_graphs and not provider.one_graph_per_session
+        if captures:
+            no_replay = self._why_no_replay(choice, threads)
+            captures = no_replay is None
+        session: Session | None = None
+        with self._runtime.devices.capture_lock.shared():
+            try:
+                device.device.use()
+                device.reclaim()
+                device.ledger.check_room(self._name, {"weights": model_nbytes(self._path, self._model)})
+                streams = InstanceStreams(device, provider)
+            except DEVICE_ERRORS as error:
+                raise device.run_error(error) from error
+            try:
+                if captures:
+                    session, no_replay = self._capturing(streams, choice, threads)
+                captures = session is not None
+                if session is None:
+                    session = self._on_streams(streams, choice, threads, captures=False)
+            except BaseException:
+                streams.close()
+                raise
+        self._instances += 1
+        operators = read_operators(session)
+        known = self._known_obstacle(choice, operators, provider) if wants_graphs else None
+        if no_replay is not None and known is not None:
+            no_replay = replace(no_replay, reason=known.reason)  # the trial knows no reason for the metrics
+        return OpenedSession(
+            session,
+            streams,
+            wants_graphs,
+            captures,
+            is_whole=operators.keys() <= {choice.name},
+            no_replay=no_replay or (known if provider.one_graph_per_session else None),
+        )
+
+    def with_profile(self, choice: ProviderChoice) -> ProviderChoice:
+        """The choice of TensorRT with a profile of the batch sizes, for which it then builds its engine."""
+        if self._signature is None:
+            self._progress.begin("reading the shapes for which TensorRT builds its engine")
+            unoptimized = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
+            try:
+                session = open_session(self._path, self._name, unoptimized, self._model)
+                self._signature = self._rows.apply(read_signature(session, self._model))
+            except ServeError:  # TensorRT supports models that the CPU does not
+                self._learns_shapes = True
+                return choice
+        signature = self._signature
+        most = self._options.buckets or (self._options.max_rows or MAX_SWEPT_ROWS,)
+        sizes = (1, LEAST_ROWS, *most)  # warm-up runs are not padded
+        shapes = profile_shapes(signature, sizes, choice.options)
+        return replace(choice, options={**choice.options, **shapes}) if shapes else choice
+
+    def make_instance(
+        self,
+        opened: OpenedSession,
+        choice: ProviderChoice,
+        signature: ModelSignature,
+        name: str,
+        threads: int,
+        padding: Padding | None,
+    ) -> Instance | DeviceInstance:
+        """Make the instance that owns the session: the caller must drop all other references to it."""
+        settings, device_id, gpus = self._options.session, choice.device_id, self._options.gpus
+        options = run_options(settings, device_id=device_id, gpus=gpus)
+        if opened.streams is not None:
+            return DeviceInstance(
+                opened.session,
+                signature,
+                opened.streams,
+                name=name,
+                clock=self._clock,
+                padding=padding,
+                run_options=options,
+                captures=opened.captures,
+                open_for_graph=opened.open_for_graph,
+                is_whole=opened.is_whole,
+                shrink_arenas=arenas_of(settings, device_id, gpus),
+            )
+        return Instance(
+            opened.session,
+            signature,
+            name=name,
+            intra_op_threads=threads,
+            clock=self._clock,
+            padding=padding,
+            run_options=options,
+            gpu=self._gpu_access() if choice.name in GPU_PROVIDERS else None,
+        )
+
+    def _gpu_access(self) -> GpuAccess:
+        return GpuAccess(self._runtime.devices.capture_lock.shared, partial(device_run_error, device="the GPU"))
+
+    def _capturing(
+        self, streams: InstanceStreams, choice: ProviderChoice, threads: int
+    ) -> tuple[Session | None, NoReplay | None]:
+        """A session that captures; None and the reason if it cannot, although the trial succeeded."""
+        try:
+            session = self._on_streams(streams, choice, threads, captures=True)
+            no_replay = self._known_obstacle(choice, read_operators(session), streams.provider)
+        except DeviceLostError:
+            raise
+        except ServeError as error:
+            return None, NoReplay("failed", error.message)
+        return (session, None) if no_replay is None else (None, no_replay)
+
+    def _for_graph(self, streams: InstanceStreams, choice: ProviderChoice, threads: int) -> Session:
+        """Another session, for one graph, if it leaves room for the instances that are not opened yet."""
+        weights = model_nbytes(self._path, self._model)
+        to_come = max(0, self._options.instances - self._instances) * weights
+        room = {"weights": weights, "weights of other instances": to_come}
+        streams.opened.ledger.check_room(self._name, {purpose: nbytes for purpose, nbytes in room.items() if nbytes})
+        return self._on_streams(streams, choice, threads, captures=True)
+
+    def _on_streams(self, streams: InstanceStreams, choice: ProviderChoice, threads: int, *, captures: bool) -> Session:
+        options = {**choice.options, **streams.provider_options(captures=captures)}
+        behind = tuple(self._on_same_stream(other, streams) for other in choice.behind)
+        return self._session(replace(choice, options=options, behind=behind), threads, streams.opened)
+
+    def _on_same_stream(self, other: Provider, streams: InstanceStreams) -> Provider:
+        """A provider behind the chosen one; it computes on the same stream if it uses the same device."""
+        devices = self._runtime.devices
+        if not devices.has(other.name) or other.device_id != streams.device.device_id:
+            return other
+        provider = devices.provider(other.name)
+        if provider.make is not streams.provider.make:
+            return other
+        return replace(other, options={**other.options, **provider.provider_options(streams.compute, captures=False)})
+
+    def _session(self, choice: ProviderChoice, threads: int, device: OpenDevice | None = None) -> Session:
+        detail = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
+        self._progress.begin(f"opening the session on {choice.name}{detail}")
+        has_global_threads = self._runtime.has_global_threads
+        options = SessionOptions(choice, threads, self._options.session, self._libraries, has_global_threads)
+        try:
+            return open_session(self._path, self._name, options, self._model)
+        except ServeError as error:
+            cause = error.__cause__
+            if isinstance(cause, DEVICE_ERRORS) and (device is not None or choice.name in GPU_PROVIDERS):
+                failure = device_run_error(cause, "the GPU") if device is None else device.run_error(cause)
+                if isinstance(failure, DeviceLostError):
+                    raise failure from cause
+            raise
+
+    def _known_obstacle(
+        self, choice: ProviderChoice, operators: Mapping[str, frozenset[str]], provider: DeviceProvider
+    ) -> NoReplay | None:
+        settings, shapes_elsewhere = self._options.session, not provider.one_graph_per_session
+        return why_no_replay(choice.name, operators, settings, shapes_elsewhere=shapes_elsewhere)
+
+    def _why_no_replay(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
+        """Why no graph can be captured on a provider, by its options and by a trial."""
+        if choice.name == TENSORRT and (because := why_built_anew(choice.options)):
+            return NoReplay("builds_anew", f"each graph has a session of its own: {because}")
+        if choice.options.get("tunable_op_tuning_enable") == "1":
+            return NoReplay(
+                "tunes", "tunable_op_tuning_enable tries kernels in runs, and a captured graph cannot change"
+            )
+        if choice.name not in self._tried:  # the result holds for all devices of the kind
+            self._tried[choice.name] = self._try_capture(choice, threads)
+        return self._tried[choice.name]
+
+    def _try_capture(self, choice: ProviderChoice, threads: int) -> NoReplay | None:
+        options = self._options
+        # The smallest and a large size: a capture fails because of nodes rather than sizes.
+        sizes = sorted(
+            {1, options.max_rows or min(8, most_rows(choice.options) or 8)}
+            if not options.buckets
+            else {min(options.buckets), max(options.buckets)}
+        )
+        if self._runtime.devices.provider(choice.name).one_graph_per_session:
+            sizes = sizes[-1:]  # each size needs a session with its own weights
+        self._progress.begin("trying in another process whether graphs can be captured")
+        because = self._trials.why_not(
+            TrialRequest(
+                str(self._path),
+                self._name,
+                choice.name,
+                choice.options,
+                threads,
+                sizes,
+                options.session.model_dump(mode="json"),
+                [str(library) for library in self._libraries],
+                options.batched,
+            )
+        )
+        return NoReplay(TRIAL_FAILED, because) if because else None

@@ -1,0 +1,266 @@
+"""Operators on the axes after batch and channels: convolution, pooling, resizing."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Final
+
+from ortserve.model_file.graph import INT32, INT64
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
+from ortserve.rows.rules.matmul import check_one_number
+from ortserve.rows.rules.movement import length_of
+from ortserve.rows.symbols import Number, contains_rows
+from ortserve.rows.values import Value
+
+
+def check_first_axis(value: Value) -> None:
+    """Raise unless the rows of an operand, if it has any, lie on its first axis."""
+    if value.is_rows and value.axis != 0:
+        raise RowsMeetError("has its rows on another axis than the first, along which it does not keep them apart")
+
+
+def conv(call: Call) -> Output:
+    return _conv(call, call.operand(0), call.operand(1), call.operand(0).dtype)
+
+
+def conv_integer(call: Call) -> Output:
+    check_one_number(call, 2)
+    return _conv(call, call.operand(0), call.operand(1), INT32)
+
+
+def fused_conv(call: Call) -> Output:
+    result = _conv(call, call.operand(0), call.operand(1), call.operand(0).dtype)
+    added = call.optional(3)
+    if added is not None and result.is_rows:
+        if not added.is_rows or added.axis != 0 or not added.carries_like(result):
+            raise RowsMeetError("adds a tensor that does not carry the same rows")
+    elif added is not None and added.is_rows:
+        raise RowsMeetError("adds rows to a result that has none")
+    return result
+
+
+def qlinear_conv(call: Call) -> Output:
+    for index in (1, 2, 6, 7):
+        check_one_number(call, index)
+    return _conv(call, call.operand(0), call.operand(3), call.operand(7).dtype)
+
+
+def _conv(call: Call, value: Value, weights: Value, dtype: int) -> Value:
+    check_first_axis(value)
+    if weights.is_rows:
+        raise RowsMeetError("takes its weights from the rows")
+    dims, kernel = call.dims(value), call.dims(weights)
+    if len(dims) < 3 or len(kernel) != len(dims):
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
+    is_last = call.integer("channels_last", 0) or call.op in ("NhwcConv", "NhwcFusedConv")
+    if is_last:
+        if call.op != "QLinearConv":
+            kernel = (kernel[0], kernel[-1], *kernel[1:-1])
+        sizes = call.integers("kernel_shape") or kernel[2:]
+        return call.result((dims[0], *window_lengths(call, dims[1:-1], sizes), kernel[0]), value, 0, dtype)
+    sizes = call.integers("kernel_shape") or kernel[2:]
+    return call.result((dims[0], kernel[0], *window_lengths(call, dims[2:], sizes)), value, 0, dtype)
+
+
+def conv_transpose(call: Call) -> Output:
+    value, weights = call.operand(0), call.operand(1)
+    check_first_axis(value)
+    dims, kernel = call.dims(value), call.dims(weights)
+    if len(dims) < 3 or len(kernel) != len(dims):
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
+    channels = call.symbols.multiply(kernel[1], call.integer("group", 1))
+    lengths = _transposed_lengths(call, dims[2:], call.integers("kernel_shape") or kernel[2:])
+    return call.result((dims[0], channels, *lengths), value, 0, value.dtype)
+
+
+def _transposed_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) -> list[Number]:
+    rank = len(dims)
+    if (given := call.integers("output_shape")) is not None:
+        return list(given[-rank:])
+    symbols = call.symbols
+    strides = call.integers("strides") or (1,) * rank
+    dilations = call.integers("dilations") or (1,) * rank
+    extra = call.integers("output_padding") or (0,) * rank
+    pads = call.integers("pads") or (0,) * (2 * rank)
+    same = call.text("auto_pad", "NOTSET").startswith("SAME")
+    lengths: list[Number] = []
+    for i, length in enumerate(dims):
+        if same:
+            lengths.append(symbols.multiply(length, strides[i]))
+            continue
+        reach = symbols.multiply(symbols.subtract(sizes[i], 1), dilations[i])
+        moved = symbols.multiply(symbols.subtract(length, 1), strides[i])
+        lengths.append(length_of(call, symbols.sum((moved, reach, 1 + extra[i] - pads[i] - pads[i + rank]))))
+    return lengths
+
+
+def window_lengths(call: Call, dims: Sequence[Number], sizes: Sequence[Number]) -> list[Number]:
+    """How many windows fit along each axis."""
+    symbols = call.symbols
+    rank = len(dims)
+    if len(sizes) != rank:
+        raise NotKnownError("has a window that does not fit its operand")
+    strides = call.integers("strides") or (1,) * rank
+    dilations = call.integers("dilations") or (1,) * rank
+    pads = call.integers("pads") or (0,) * (2 * rank)
+    kind = call.text("auto_pad", "NOTSET")
+    rounds_up = bool(call.integer("ceil_mode", 0))
+    lengths: list[Number] = []
+    for i, length in enumerate(dims):
+        stride = Fraction(1, strides[i])
+        if kind.startswith("SAME"):
+            lengths.append(symbols.ceil(symbols.multiply(length, stride)))
+            continue
+        padding = 0 if kind == "VALID" else pads[i] + pads[i + rank]
+        reach = symbols.multiply(symbols.subtract(sizes[i], 1), dilations[i])
+        room = symbols.subtract(symbols.add(length, padding - 1), reach)
+        moves = symbols.multiply(room, stride)
+        whole = symbols.floor(moves)
+        if rounds_up and whole != moves:  # a last window that starts in the padding is not counted
+            lengths.append(symbols.opaque("windows", length, sizes[i], strides[i], dilations[i], padding, lowest=0))
+        else:
+            lengths.append(length_of(call, symbols.add(whole, 1)))
+    return lengths
+
+
+def pool(call: Call) -> Output:
+    value = call.operand(0)
+    return _pooled(call, value)
+
+
+def _pooled(call: Call, value: Value) -> Value:
+    check_first_axis(value)
+    dims = call.dims(value)
+    if len(dims) < 3:
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
+    sizes = call.integers("kernel_shape") or ()
+    if call.integer("channels_last", 0) or call.op == "NhwcMaxPool":
+        return call.result((dims[0], *window_lengths(call, dims[1:-1], sizes), dims[-1]), value, 0, value.dtype)
+    return call.result((dims[0], dims[1], *window_lengths(call, dims[2:], sizes)), value, 0, value.dtype)
+
+
+def max_pool(call: Call) -> Output:
+    result = _pooled(call, call.operand(0))
+    if call.wants(1) and result.is_rows:
+        raise RowsMeetError("gives indices that count over the whole batch")
+    return [result, call.result(call.dims(result), dtype=INT64)]
+
+
+def qlinear_pool(call: Call) -> Output:
+    for index in (1, 2, 3, 4):
+        check_one_number(call, index)
+    return _pooled(call, call.operand(0))
+
+
+def global_pool(call: Call) -> Output:
+    return _global(call, call.operand(0))
+
+
+def qlinear_global_pool(call: Call) -> Output:
+    for index in (1, 2, 3, 4):
+        check_one_number(call, index)
+    return _global(call, call.operand(0))
+
+
+def _global(call: Call, value: Value) -> Value:
+    check_first_axis(value)
+    dims = call.dims(value)
+    if len(dims) < 3:
+        raise NotKnownError(f"has an operand of {len(dims)} dimensions")
+    ones = (1,) * (len(dims) - 2)
+    lengths = (dims[0], *ones, dims[-1]) if call.integer("channels_last", 0) else (*dims[:2], *ones)
+    return call.result(lengths, value, 0, value.dtype)
+
+
+def blocks(call: Call) -> Output:
+    """DepthToSpace and SpaceToDepth."""
+    value = call.operand(0)
+    check_first_axis(value)
+    dims = call.dims(value)
+    size = call.integer("blocksize", 0)
+    if len(dims) != 4 or size < 1:
+        raise NotKnownError("has an operand that its rule does not expect")
+    symbols = call.symbols
+    if call.op == "SpaceToDepth":
+        lengths = [symbols.multiply(dims[1], size * size), *(symbols.divide_whole(each, size) for each in dims[2:])]
+    else:
+        lengths = [symbols.divide_whole(dims[1], size * size), *(symbols.multiply(each, size) for each in dims[2:])]
+    return call.result((dims[0], *lengths), value, 0, value.dtype)
+
+
+def resize(call: Call) -> Output:
+    value = call.operand(0)
+    rank = len(call.dims(value))
+    if call.text("coordinate_transformation_mode", "half_pixel") in ("tf_crop_and_resize", "tf_half_pixel_for_nn"):
+        raise NotKnownError("moves entries even where sizes stay as they are")
+    is_old = call.opset < 11
+    given = call.integers("axes")
+    axes = tuple(range(rank)) if given is None else tuple(normal_axis(axis, rank) for axis in given)
+    if not is_old and _has_elements(call, 3):
+        if call.text("keep_aspect_ratio_policy", "stretch") != "stretch":
+            raise NotKnownError("chooses sizes by the ratio of its axes")
+        return _with_sizes(call, value, axes, call.numbers(3, "sizes"))
+    return _with_scales(call, value, axes, call.numbers(1 if is_old else 2, "scales"))
+
+
+def upsample(call: Call) -> Output:
+    value = call.operand(0)
+    scales = call.attributes.get("scales")
+    rank = len(call.dims(value))
+    if not isinstance(scales, tuple):
+        return _with_scales(call, value, tuple(range(rank)), call.numbers(1, "scales"))
+    known = [Fraction(scale) for scale in scales if isinstance(scale, (int, float))]
+    return _with_scales(call, value, tuple(range(rank)), known)
+
+
+def _has_elements(call: Call, index: int) -> bool:
+    """Whether an operand is given, and not as the empty tensor of an omitted operand."""
+    value = call.optional(index)
+    return value is not None and value.dims != (0,)
+
+
+def _with_sizes(call: Call, value: Value, axes: Sequence[int], sizes: Sequence[Number]) -> Value:
+    dims = list(call.dims(value))
+    for axis, size in zip(axes, sizes, strict=True):
+        if value.is_rows and axis == value.axis:
+            if size != dims[axis]:
+                raise RowsMeetError("resizes the axis of the rows")
+        elif contains_rows(size):
+            raise RowsMeetError("gives a length that depends on the number of rows where the rows do not lie")
+        else:
+            dims[axis] = size
+    return call.result(dims, value, value.axis, value.dtype)
+
+
+def _with_scales(call: Call, value: Value, axes: Sequence[int], scales: Sequence[Number]) -> Value:
+    dims = list(call.dims(value))
+    symbols = call.symbols
+    for axis, scale in zip(axes, scales, strict=True):
+        if value.is_rows and axis == value.axis:
+            if scale != 1:
+                raise RowsMeetError("resizes the axis of the rows")
+        elif isinstance(scale, int):
+            dims[axis] = symbols.multiply(dims[axis], scale)
+        elif isinstance(scale, Fraction) and scale.denominator in (2, 4, 8):
+            dims[axis] = symbols.floor(symbols.multiply(dims[axis], scale))
+        else:  # the product is rounded
+            dims[axis] = symbols.opaque("scaled", dims[axis], scale, lowest=0)
+    return call.result(dims, value, value.axis, value.dtype)
+
+
+RULES: Final[Rules] = {
+    ("", "Conv"): rule(conv, parameters=(1, 2)),
+    ("", "ConvTranspose"): rule(conv_transpose, parameters=(1, 2)),
+    ("", "ConvInteger"): rule(conv_integer, parameters=(1, 2, 3)),
+    ("", "QLinearConv"): rule(qlinear_conv, parameters=(1, 2, 3, 4, 5, 6, 7, 8)),
+    ("com.microsoft", "QLinearConv"): rule(qlinear_conv, parameters=(1, 2, 3, 4, 5, 6, 7, 8)),
+    **{("com.microsoft", op): rule(fused_conv, parameters=(1, 2)) for op in ("FusedConv", "NhwcConv", "NhwcFusedConv")},
+    **{("", op): rule(pool) for op in ("AveragePool", "LpPool")},
+    ("", "MaxPool"): rule(max_pool),
+    ("com.microsoft", "NhwcMaxPool"): rule(pool),
+    ("com.microsoft", "QLinearAveragePool"): rule(qlinear_pool, parameters=(1, 2, 3, 4)),
+    **{("", op): rule(global_pool) for op in ("GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool")},
+    ("com.microsoft", "QLinearGlobalAveragePool"): rule(qlinear_global_pool, parameters=(1, 2, 3, 4)),
+    **{("", op): rule(blocks) for op in ("DepthToSpace", "SpaceToDepth")},
+    ("", "Resize"): rule(resize, arguments=(2, 3), parameters=(1,)),
+    ("", "Upsample"): rule(upsample, parameters=(1,)),
+}

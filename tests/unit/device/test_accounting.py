@@ -1,0 +1,64 @@
+"""The accounts of a device's memory."""
+
+import pytest
+
+from ortserve.device.accounting import Ledger, format_bytes
+from ortserve.device.protocol import MemoryInfo
+from ortserve.errors import ErrorKind, ServeError
+
+
+def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
+    ledger = Ledger("cuda:1", lambda: MemoryInfo(3 * 2**20, 2**30))
+    ledger.check_room("m/1", {"weights": 2**20, "buffers": 2 * 2**20})
+    with pytest.raises(ServeError) as refused:
+        ledger.check_room("m/1", {"weights": 3 * 2**20, "buffers": 2**19})
+    assert refused.value.kind is ErrorKind.OVERLOADED
+    assert refused.value.message == (
+        "'m/1' needs at least 3.5 MiB on cuda:1 (weights 3.0 MiB, buffers 512.0 KiB), but 3.0 MiB are free: "
+        "512.0 KiB too few"
+    )
+
+
+def test_accounts_tell_who_has_what_for() -> None:
+    ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
+    a, b = ledger.open("a"), ledger.open("b")
+    a.enter("buffers", 10)
+    a.enter("session", 20)
+    b.enter("buffers", 5)
+    a.enter("session", 25)
+    assert ledger.totals() == {"a": {"buffers": 10, "session": 25}, "b": {"buffers": 5}}
+    b.enter("buffers", 0)
+    a.close()
+    assert ledger.totals() == {}
+
+
+def test_an_owner_who_is_there_twice_has_the_sum_until_one_of_them_goes() -> None:
+    ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
+    old, new = ledger.open("m/1"), ledger.open("m/1")
+    old.enter("buffers", 10)
+    new.enter("buffers", 12)
+    assert ledger.totals() == {"m/1": {"buffers": 22}}
+    old.close()
+    assert ledger.totals() == {"m/1": {"buffers": 12}}
+
+
+def test_memory_of_the_host_is_in_books_of_its_own() -> None:
+    ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
+    one, two = ledger.open("m/1"), ledger.open("m/1")
+    one.enter("buffers", 10)
+    one.enter_pinned("staging", 3)
+    two.add_pinned("answers", 5)
+    two.add_pinned("answers", 5)
+    two.enter_pinned("staging", 4)
+    assert ledger.totals() == {"m/1": {"buffers": 10}}
+    assert ledger.pinned() == {"m/1": {"staging": 7, "answers": 10}}
+    two.close()
+    one.enter_pinned("staging", 0)
+    assert ledger.pinned() == {}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")]
+)
+def test_bytes_are_told_in_the_largest_unit(nbytes: int, told: str) -> None:
+    assert format_bytes(nbytes) == told

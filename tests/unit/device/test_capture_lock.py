@@ -1,0 +1,72 @@
+"""The capture lock: one exclusive hold, or many shared ones, and no starvation of exclusive requests."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from device_models import wait_for_capture
+from ortserve.device.capture_lock import CaptureLock
+
+
+def test_an_exclusive_hold_excludes_all_others() -> None:
+    capture_lock = CaptureLock()
+    shared = exclusive = 0
+    counting = threading.Lock()
+    seen: list[tuple[int, int]] = []
+
+    def work(number: int) -> None:
+        nonlocal shared, exclusive
+        if number % 5:
+            with capture_lock.shared():
+                with counting:
+                    shared += 1
+                    seen.append((shared, exclusive))
+                with counting:
+                    shared -= 1
+        else:
+            with capture_lock.exclusive():
+                with counting:
+                    exclusive += 1
+                    seen.append((shared, exclusive))
+                with counting:
+                    exclusive -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(500)))
+    assert len(seen) == 500
+    assert all(exclusive == 0 or (exclusive == 1 and shared == 0) for shared, exclusive in seen)
+
+
+def test_an_exclusive_request_precedes_later_shared_ones() -> None:
+    lock = CaptureLock()
+    order: list[str] = []
+    lock.acquire_shared()
+    captures = threading.Thread(target=lambda: _exclusive(lock, order))
+    captures.start()
+    wait_for_capture(lock)
+    assert not lock.try_acquire_shared()
+    newcomer = threading.Thread(target=lambda: _shared(lock, order))
+    newcomer.start()
+    lock.release_shared()
+    captures.join(10)
+    newcomer.join(10)
+    assert order == ["exclusive", "shared"]
+
+
+def test_another_thread_may_release_a_shared_hold() -> None:
+    lock = CaptureLock()
+    lock.acquire_shared()
+    thread = threading.Thread(target=lock.release_shared)
+    thread.start()
+    thread.join(10)
+    with lock.exclusive():
+        pass
+
+
+def _exclusive(lock: CaptureLock, order: list[str]) -> None:
+    with lock.exclusive():
+        order.append("exclusive")
+
+
+def _shared(lock: CaptureLock, order: list[str]) -> None:
+    with lock.shared():
+        order.append("shared")

@@ -1,0 +1,250 @@
+"""Sessions of an instance, and the ids of the graphs that they capture."""
+
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from device_models import SIZES, batch_of, landed, numbered, on_device, run_apart, stream_of_requests
+from fakes.host_device import HostDevice, Pace
+from models import builders
+from ortserve.device.devices import DeviceProvider
+from ortserve.device.graph_sessions import SETS, graph_id
+from ortserve.device.protocol import BoundRun, MemoryInfo
+from ortserve.engine.runs import NO_GRAPH
+from ortserve.errors import DeviceLostError, invalid_input
+
+
+class OneEach(HostDevice):
+    """Counts the sessions that are there, and notes which ones captured."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(one_graph_per_session=True, **options)
+        self.sessions: list[weakref.ref[ort.InferenceSession]] = []
+        self.ran_graphs: dict[int, set[int]] = {}
+
+    def note(self, session: ort.InferenceSession) -> ort.InferenceSession:
+        self.sessions.append(weakref.ref(session))
+        return session
+
+    @property
+    def alive(self) -> int:
+        return sum(session() is not None for session in self.sessions)
+
+    def run(self, bound: BoundRun, stream: int) -> None:
+        if bound.graph_id is not None:
+            self.ran_graphs.setdefault(id(bound.session), set()).add(bound.graph_id)
+        super().run(bound, stream)
+
+
+@pytest.mark.parametrize("pace", Pace)
+def test_each_graph_is_kept_and_replayed_by_a_session_of_its_own(tmp_path: Path, pace: Pace) -> None:
+    device = OneEach(pace=pace)
+    path = builders.identity(tmp_path / "m.onnx")
+    with on_device(path, device, captures=True, wrap=device.note) as made:
+        assert made.prepared.replayed == SIZES
+        assert len(device.sessions) == device.alive == 1 + SETS * len(SIZES)
+        assert stream_of_requests(made, 300) == 0
+        assert made.instance.counts.replayed == 300
+        assert not made.instance.counts.plain
+        assert len(device.ran_graphs) == SETS * len(SIZES)
+        assert all(len(graphs) == 1 for graphs in device.ran_graphs.values())
+    assert (device.alive, device.allocated_bytes, device.handles) == (0, 0, 0)
+
+
+def test_a_single_session_would_replay_its_first_batch_for_all_and_is_seen_to(tmp_path: Path) -> None:
+    """Told of such a provider that its sessions keep a graph by each id: nothing of what it captures is believed."""
+    device = OneEach()
+    use = DeviceProvider(lambda number: device)
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note, use=use) as made:
+        assert len(device.sessions) == 1
+        assert made.prepared.replayed == made.prepared.bound == ()
+        assert "differs" in made.prepared.unbound_because
+        assert stream_of_requests(made, 20) == 0
+
+
+def test_what_no_graph_is_for_runs_in_the_session_without(tmp_path: Path) -> None:
+    device = OneEach()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
+        x = numbered(11, 1)
+        (y,) = landed(made.start(batch_of((x,))))
+        assert np.array_equal(y, x)
+        assert made.instance.counts.plain == {"no_bucket": 1}
+        assert id(device.sessions[0]()) not in device.ran_graphs
+
+
+def test_sessions_whose_graphs_are_not_replayed_are_freed_at_once(tmp_path: Path) -> None:
+    class CapturesFew(OneEach):
+        """Captures no more than two rows."""
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id is not None and bound.graph_id >= SETS * 4:
+                raise RuntimeError("CUDA failure 900: operation not permitted when stream is capturing")
+            super().run(bound, stream)
+
+    device = CapturesFew()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
+        assert made.prepared.replayed == (1, 2)
+        assert {rows: text.split(":")[0] for rows, text in made.prepared.not_replayed.items()} == {
+            4: "its capture failed",
+            8: "its capture failed",
+        }
+        assert device.alive == 1 + SETS * 2
+        assert stream_of_requests(made, 50) == 0
+        assert made.instance.counts.replayed
+        assert made.instance.counts.bound
+    assert (device.alive, device.handles) == (0, 0)
+
+
+def test_a_capture_that_fails_and_goes_on_is_ended_before_anything_else(tmp_path: Path) -> None:
+    """As on TensorRT: until then nothing happens on the stream, which all sessions of the instance share."""
+
+    class GoesOn(OneEach):
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id is not None and bound.graph_id >= SETS * 4:
+                self.leave_capturing(stream)
+                raise RuntimeError("enqueue failed")
+            super().run(bound, stream)
+
+    device = GoesOn()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
+        assert made.prepared.bound == SIZES
+        assert made.prepared.replayed == (1, 2)
+        assert stream_of_requests(made, 50) == 0
+
+
+def test_what_sessions_that_were_given_up_took_is_in_no_account(tmp_path: Path) -> None:
+    each = 100 * 2**20
+
+    class Weighs(OneEach):
+        """Each session takes memory, and none of more than one row can be captured."""
+
+        def memory(self) -> MemoryInfo:
+            free = super().memory()
+            return MemoryInfo(free.free_bytes - self.alive * each, free.total_bytes)
+
+        def run(self, bound: BoundRun, stream: int) -> None:
+            if bound.graph_id is not None and bound.graph_id >= SETS * 2:
+                raise RuntimeError("CUDA failure 900: operation not permitted when stream is capturing")
+            super().run(bound, stream)
+
+    device = Weighs()
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
+        assert made.prepared.replayed == (1,)
+        ((_, told),) = made.opened.ledger.totals().items()
+        assert {purpose: told[purpose] for purpose in ("session", "graphs")} == {"session": each, "graphs": SETS * each}
+
+
+def test_a_graph_whose_session_cannot_be_opened_is_not_replayed_and_the_size_is_served(tmp_path: Path) -> None:
+    device = OneEach()
+
+    def refuse(session: ort.InferenceSession) -> ort.InferenceSession:
+        if len(device.sessions) == 1 + SETS:
+            raise invalid_input("the engine is of another GPU")
+        return device.note(session)
+
+    with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=refuse) as made:
+        assert made.prepared.replayed == (1,)
+        assert set(made.prepared.not_replayed.values()) == {
+            "its session cannot be opened: the engine is of another GPU"
+        }
+        assert made.instance.counts.not_captured == {"failed": 3}
+        assert stream_of_requests(made, 50) == 0
+    assert (device.alive, device.handles) == (0, 0)
+
+
+def test_a_device_that_is_lost_while_such_a_session_is_opened_fails_the_load(tmp_path: Path) -> None:
+    device = OneEach()
+
+    def lose(session: ort.InferenceSession) -> ort.InferenceSession:
+        if device.sessions:
+            raise DeviceLostError("host:0 is lost: CUDA failure 700")
+        return device.note(session)
+
+    with (
+        pytest.raises(DeviceLostError, match="host:0 is lost"),
+        on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=lose),
+    ):
+        pass
+    assert device.allocated_bytes == 0
+
+
+def test_other_work_goes_on_while_sessions_for_graphs_are_opened(tmp_path: Path) -> None:
+    device = OneEach()
+    entered: list[bool] = []
+
+    def look(session: ort.InferenceSession) -> ort.InferenceSession:
+        if device.sessions:
+            lock = made_lock[0]
+            entered.append(lock.try_acquire_shared())
+            lock.release_shared()
+        return device.note(session)
+
+    made_lock: list[Any] = []
+    path = builders.identity(tmp_path / "m.onnx")
+    with on_device(path, device, captures=True, is_prepared=False, wrap=look) as made:
+        made_lock.append(made.opened.capture_lock)
+        made.instance.prepare(SIZES, lambda rows, seed: (numbered(rows, seed + 1),))
+    assert entered == [True] * SETS * len(SIZES)
+
+
+def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
+    device = OneEach()
+    threads = threading.active_count()
+    path = builders.identity(tmp_path / "m.onnx")
+    for _ in range(100):
+        with on_device(path, device, sizes=(2,), captures=True, wrap=device.note) as made:
+            (y,) = landed(made.start(batch_of((numbered(2, 1),))))
+            del y
+        assert device.alive == 0
+    assert (device.allocated_bytes, device.handles) == (0, 0)
+    assert made.opened.ledger.totals() == {}
+    assert threading.active_count() == threads
+
+
+LOST_AT_THE_END: Final = """
+import sys, weakref
+from pathlib import Path
+from device_models import on_device
+from fakes.host_device import HostDevice
+
+sessions = []
+def note(session):
+    sessions.append(weakref.ref(session))
+    return session
+
+device = HostDevice(one_graph_per_session=True)
+with on_device(Path(sys.argv[1]), device, sizes=(2,), captures=True, wrap=note) as made:
+    made.opened.lost = sys.argv[2]
+print(*["kept" if session() is not None else "freed" for session in sessions])
+"""
+"""Loads, captures, may lose the device, unloads and ends."""
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"), [("CUDA failure 700", "freed kept kept"), ("", "freed freed freed")], ids=["lost", "well"]
+)
+def test_sessions_with_graphs_on_a_lost_device_are_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
+    path = builders.identity(tmp_path / "m.onnx")
+    assert run_apart(LOST_AT_THE_END, path, lost) == told
+
+
+ROWS = st.integers(1, 65536)
+SET = st.integers(0, SETS - 1)
+
+
+@given(ROWS, SET, ROWS, SET)
+def test_an_id_stands_for_one_number_of_rows_and_one_set(rows: int, index: int, others: int, other: int) -> None:
+    assert (graph_id(rows, index) == graph_id(others, other)) == ((rows, index) == (others, other))
+
+
+@given(ROWS, SET)
+def test_an_id_is_none_of_onnx_runtimes_own(rows: int, index: int) -> None:
+    assert graph_id(rows, index) not in (0, NO_GRAPH)
+    assert graph_id(rows, index) < 2**31

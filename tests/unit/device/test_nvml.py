@@ -1,0 +1,97 @@
+"""The machine's GPUs, by a management library that is a fake."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ortserve.device.nvml import Gpu, GpuReader, visible_gpus
+from ortserve.telemetry.machine import GpuReading
+
+
+class FakeNvml:
+    """As nvidia-ml-py 13 is called: GPU 0 tells everything, GPU 1 nothing."""
+
+    class NVMLError(Exception):
+        pass
+
+    nvmlMemory_v2 = 0x2000028  # noqa: N815 - the names are NVML's
+
+    def __init__(self, *, has_driver: bool = True) -> None:
+        self._has_driver = has_driver
+        self.energy_mj = 5_000_000
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if not self._has_driver:
+            raise self.NVMLError
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
+        return self._told(handle, SimpleNamespace(gpu=25, memory=3))
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int) -> Any:  # noqa: N802
+        assert version == self.nvmlMemory_v2
+        return self._told(handle, SimpleNamespace(total=2**37, reserved=2**29, free=2**36, used=2**35))
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:  # noqa: N802
+        return self._told(handle, 312_500)
+
+    def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> Any:  # noqa: N802
+        return self._told(handle, 700_000)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> Any:  # noqa: N802
+        return self._told(handle, self.energy_mj)
+
+    def _told(self, handle: int, answer: Any) -> Any:
+        if handle:
+            raise self.NVMLError
+        return answer
+
+
+def test_what_a_gpu_tells_is_read_in_tritons_units_and_the_rest_left_out() -> None:
+    library = FakeNvml()
+    reader = GpuReader({}, library)
+    library.energy_mj += 2_500
+    assert reader.read() == [GpuReading("GPU-0", 0.25, 2**37, 2**35, 312.5, 700.0, 2.5), GpuReading("GPU-1")]
+
+
+def test_without_a_driver_or_for_a_process_that_may_use_none_there_are_no_gpus() -> None:
+    assert GpuReader({}, FakeNvml(has_driver=False)).read() == []
+    assert GpuReader({"CUDA_VISIBLE_DEVICES": ""}, FakeNvml()).read() == []
+
+
+ALIKE = [Gpu(number, f"GPU-{number}{number}", "a") for number in range(3)]
+MIXED = [Gpu(number, f"GPU-{number}{number}", model) for number, model in enumerate("aba")]
+
+
+@pytest.mark.parametrize(
+    ("found", "environment", "numbers"),
+    [
+        (ALIKE, {}, [0, 1, 2]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "2, 0"}, [2, 0]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "1,1"}, [1]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-22"}, [1, 2]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "1,-1,2"}, [1]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "1,3,2"}, [1]),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "GPU-"}, []),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "MIG-7c8"}, [0, 1, 2]),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "1"}, [0, 1, 2]),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [1]),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, [1]),
+    ],
+)
+def test_gpus_are_those_that_cuda_shows_to_the_process(
+    found: list[Gpu], environment: dict[str, str], numbers: list[int]
+) -> None:
+    assert [gpu.handle for gpu in visible_gpus(found, environment)] == numbers

@@ -1,0 +1,132 @@
+"""The record of a model file: declared shapes, external files, and the limits of the analyses."""
+
+import os
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from models import builders, interfaces
+from ortserve.core.dtypes import DataType
+from ortserve.model_file.graph import UNREADABLE, Declared, Skipped
+from ortserve.model_file.reading import read_model
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.onnx"
+
+
+def names_without_shape(path: Path) -> set[str]:
+    graph = read_model(path).graph
+    return {declared.name for declared in (*graph.inputs, *graph.outputs) if declared.lacks_shape}
+
+
+def inputs(path: Path) -> tuple[Declared, ...]:
+    return read_model(path).graph.inputs
+
+
+def test_no_shape_is_told_from_no_axes(path: Path) -> None:
+    assert names_without_shape(interfaces.any_shape(path)) == {"x", "y"}
+    assert names_without_shape(builders.identity(path, DataType.FP32, ())) == set()
+
+
+def test_optional_tensors_count_and_other_types_do_not(path: Path) -> None:
+    tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
+    inputs = [
+        helper.make_value_info("optional", helper.make_optional_type_proto(tensor)),
+        helper.make_value_info("sequence", helper.make_sequence_type_proto(tensor)),
+    ]
+    graph = helper.make_graph([], "g", inputs, [])
+    path.write_bytes(helper.make_model(graph, producer_name="p", model_version=2**40).SerializeToString())
+    assert names_without_shape(path) == {"optional"}
+
+
+@pytest.mark.parametrize("build", [builders.mlp, interfaces.zipmap_classifier, interfaces.default_scale])
+def test_models_with_weights_and_declared_shapes_have_none(path: Path, build: object) -> None:
+    assert callable(build)
+    assert names_without_shape(build(path)) == {
+        value.name
+        for value in onnx.load(path).graph.output
+        if value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
+    }
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"\xff" * 40, b"ORTM not a message", b"\x3a\xff\xff\x01abc"])
+def test_file_of_another_format_says_nothing(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    assert read_model(path) is UNREADABLE
+
+
+def test_file_that_is_not_there_says_nothing(path: Path) -> None:
+    assert read_model(path) is UNREADABLE
+
+
+def test_pipe_says_nothing_and_is_not_waited_for(path: Path) -> None:
+    os.mkfifo(path)  # whose opening would wait for somebody to write
+    assert read_model(path) is UNREADABLE
+
+
+def test_shapes_of_inputs_have_sizes_and_names(path: Path) -> None:
+    expected = [
+        tuple(
+            dimension.dim_value if dimension.HasField("dim_value") else dimension.dim_param or None
+            for dimension in value.type.tensor_type.shape.dim
+        )
+        for value in onnx.load(builders.two_batch_names(path)).graph.input
+    ]
+    assert [declared.dims for declared in inputs(path)] == expected
+    (x,) = inputs(builders.identity(path, DataType.FP32, ("rows", None, 3)))
+    assert x.dims == ("rows", None, 3)
+
+
+def test_axes_have_denotations(path: Path) -> None:
+    (x,) = inputs(builders.denoted(path))
+    assert x.dims == ("batch", 3, None)
+    assert x.denotations == ("DATA_BATCH", "DATA_CHANNEL", "DATA_FEATURE")
+
+
+def test_sequences_have_the_declared_shape_of_their_tensors(path: Path) -> None:
+    def shapes(model: Path) -> dict[str, object]:
+        outputs = read_model(model).graph.outputs
+        return {declared.name: declared.element_dims for declared in outputs if declared.element_dims is not None}
+
+    assert shapes(interfaces.empty_sequence(path)) == {"none": (2, "n")}
+    assert shapes(interfaces.split_sequence(path)) == {}
+    assert shapes(interfaces.zipmap_classifier(path)) == {}
+    assert any(declared.is_map_sequence for declared in read_model(path).graph.outputs)
+
+
+def test_long_lists_of_tree_ensembles_are_skipped_and_class_labels_kept(path: Path) -> None:
+    nodes = [
+        helper.make_node(
+            "TreeEnsembleClassifier",
+            ["x"],
+            ["label", "scores"],
+            domain="ai.onnx.ml",
+            nodes_values=[0.5] * 3,
+            classlabels_int64s=[1, 2],
+            post_transform="NONE",
+        )
+    ]
+    graph = helper.make_graph(nodes, "g", [], [])
+    path.write_bytes(helper.make_model(graph).SerializeToString())
+    (node,) = read_model(path).graph.nodes
+    assert node.attributes == {"nodes_values": Skipped(), "classlabels_int64s": (1, 2), "post_transform": "NONE"}
+
+
+def test_a_name_that_is_not_utf8_is_escaped_and_reported(path: Path) -> None:
+    model = builders.identity(path, DataType.FP32).read_bytes()
+    assert not read_model(path).has_invalid_names
+    path.write_bytes(model.replace(b"\x01x\x12\x01y", b"\x01\xff\x12\x01y"))
+    read = read_model(path)
+    assert read.has_invalid_names
+    assert read.graph.nodes[0].inputs == ("\\xff",)
+
+
+def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:
+    whole = interfaces.any_shape(path).read_bytes()
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        assert names_without_shape(path) <= {"x", "y"}

@@ -1,0 +1,222 @@
+"""How sessions are opened, beyond what loading a model shows."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from fakes.host_device import HostDevice
+from models import builders
+from ortserve.config.model import ModelOptions
+from ortserve.device.devices import DEVICE_PROVIDERS, DeviceRuntime, Devices
+from ortserve.engine.provider_options import CPU, CUDA, TENSORRT, most_rows
+from ortserve.engine.providers import ProviderChoice, choose_provider
+from ortserve.engine.runtime import Offer
+from ortserve.engine.session import Session, SessionOptions, open_session
+from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
+from ortserve.model_file.graph import Model
+from ortserve.model_file.reading import model_nbytes, read_model
+from ortserve.registry.load.capture_trial import CaptureTrials
+from ortserve.registry.load.coordination import Progress
+from ortserve.registry.load.row_axes import find_row_axes
+from ortserve.registry.load.session_opener import SessionOpener
+
+
+def opener_of(path: Path, options: ModelOptions, progress: Progress | None = None) -> SessionOpener:
+    clock = time.monotonic_ns
+    return SessionOpener(
+        path,
+        read_model(path),
+        "m/1",
+        options,
+        find_row_axes(read_model(path), options),
+        DeviceRuntime(),
+        CaptureTrials(),
+        (),
+        clock,
+        progress or Progress(clock),
+    )
+
+
+def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
+    path = builders.mlp(tmp_path / "model.onnx")
+    assert model_nbytes(path, read_model(path)) == path.stat().st_size
+    model = onnx.load(path)
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    weights = (tmp_path / "weights.bin").stat().st_size
+    assert weights > 1000
+    (tmp_path / "model.onnx.bak").write_bytes(b"x" * 1000)
+    assert model_nbytes(path, read_model(path)) == path.stat().st_size + weights
+    (tmp_path / "weights.bin").unlink()
+    assert model_nbytes(path, read_model(path)) == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("build", "buckets", "expected"),
+    [
+        (builders.mlp, (1, 8), {"x:1x64", "x:8x64"}),
+        (builders.mlp, (4, 8), {"x:1x64", "x:8x64"}),  # warm-up runs single rows
+        (builders.mlp, (1, 2), {"x:1x64", "x:3x64"}),  # and three together
+        (builders.mlp, (), {"x:1x64", "x:64x64"}),  # to which it sweeps
+        (builders.variable_length, (1, 8), set()),
+        (builders.not_onnx, (1, 8), set()),
+    ],
+)
+def test_a_choice_of_tensorrt_is_told_of_the_buckets(
+    tmp_path: Path, build: Any, buckets: tuple[int, ...], expected: set[str]
+) -> None:
+    path = build(tmp_path / "m.onnx")
+    options = ModelOptions(buckets=buckets)
+    assert set(opener_of(path, options).with_profile(ProviderChoice(TENSORRT)).options.values()) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider")
+@pytest.mark.parametrize(
+    ("build", "told"),
+    [
+        (builders.mlp, "which builds its engines here"),
+        (
+            builders.variable_length,
+            "which builds its engines here or, where dimensions are free, at the first run of each shape",
+        ),
+    ],
+)
+def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: Any, told: str) -> None:
+    """TensorRT itself is not there: what it was doing is left to be read."""
+    progress = Progress(lambda: 0)
+    opener = opener_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
+    with pytest.raises(ServeError, match=TENSORRT):
+        opener.open(ProviderChoice(TENSORRT), 1)
+    assert progress.describe() == f"opening the session on {TENSORRT}, {told}, for 0 s"
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "because"),
+    [
+        (
+            builders.variable_length,
+            {},
+            "expected trt_profile_…_shapes, as no profile can be derived and each new shape would build an engine",
+        ),
+        (
+            builders.mlp,
+            {"trt_engine_cache_path": "/engines"},
+            "expected trt_engine_cache_enable with trt_engine_cache_path, to keep engines for other sessions",
+        ),
+        (builders.mlp, {"trt_engine_cache_enable": "1", "trt_engine_cache_path": "/engines"}, ""),
+    ],
+)
+@pytest.mark.parametrize("asked", ["graph_replay", "trt_cuda_graph_enable", ""])
+def test_graphs_on_tensorrt_need_engines_that_are_built_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Any,
+    given: dict[str, str],
+    because: str,
+    asked: str,
+) -> None:
+    """As if the sessions that are opened on the CPU were TensorRT's."""
+    told: list[Mapping[str, str]] = []
+
+    def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
+        if options.provider.name == TENSORRT:
+            told.append(options.provider.options)
+            assert dict(options.provider.behind[0].options)["user_compute_stream"] == told[-1]["user_compute_stream"]
+        return open_session(path, name, replace(options, provider=ProviderChoice(CPU)), model)
+
+    monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_on_cpu)
+    monkeypatch.setattr(
+        "ortserve.registry.load.session_opener.read_operators", lambda session: {TENSORRT: frozenset({"MatMul"})}
+    )
+    uses = {name: replace(use, make=HostDevice) for name, use in DEVICE_PROVIDERS.items()}
+    wish: dict[str, Any] = {"tensorrt": given | ({asked: "true"} if asked.startswith("trt") else {})}
+    options = ModelOptions(graph_replay=asked == "graph_replay")
+    choice = choose_provider([wish, "cuda", "cpu"], lambda name: Offer())
+    runtime, trials = DeviceRuntime(devices=Devices(uses)), CaptureTrials(("true",))
+    path = build(tmp_path / "m.onnx")
+    opener = SessionOpener(
+        path,
+        read_model(path),
+        "m/1",
+        options,
+        find_row_axes(read_model(path), options),
+        runtime,
+        trials,
+        (),
+        time.monotonic_ns,
+        Progress(time.monotonic_ns),
+    )
+    opened = opener.open(choice, 1)
+    assert opened.open_for_graph is None
+    if asked:
+        assert opened.no_replay is not None
+        silent = "trying it in another process failed: exit status 0: no output"
+        assert opened.no_replay.because == (f"each graph has a session of its own: {because}" if because else silent)
+    else:
+        assert opened.no_replay is None
+    assert [options["trt_cuda_graph_enable"] for options in told] == ["false"]
+    opened.abandon()
+
+
+@pytest.mark.parametrize("provider", [CPU, CUDA, TENSORRT])
+def test_session_that_cannot_be_made_as_its_gpu_is_lost_says_so_though_it_has_no_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    """On the CPU it is a text like any other."""
+
+    def fail(*_: Any) -> Any:
+        try:
+            raise RuntimeError("CUDA failure 719: unspecified launch failure")
+        except RuntimeError as error:
+            raise invalid_input(f"ONNX Runtime cannot load the model: {error}") from error
+
+    monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", fail)
+    opener = opener_of(builders.mlp(tmp_path / "m.onnx"), ModelOptions(device_buffers=False))
+    with pytest.raises(ServeError, match="CUDA failure 719") as failed:
+        opener.open(ProviderChoice(provider), 1)
+    assert isinstance(failed.value, DeviceLostError) is (provider != CPU)
+    assert failed.value.kind is (ErrorKind.INVALID_INPUT if provider == CPU else ErrorKind.NOT_READY)
+
+
+def test_a_model_that_is_in_part_on_tensorrt_learns_its_shapes_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Mapping[str, str]] = []
+
+    def open_in_part(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
+        if options.provider.name == TENSORRT:
+            told.append(options.provider.options)
+            if "trt_profile_min_shapes" in options.provider.options:
+                raise invalid_input(
+                    "User needs to provide all the dynamic shape inputs with associated profiles if they want to "
+                    "explicitly set profiles through provider options."
+                )
+        return open_session(path, name, replace(options, provider=ProviderChoice(CPU)), model)
+
+    monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_in_part)
+    opener = opener_of(builders.mlp(tmp_path / "m.onnx"), ModelOptions(buckets=(1, 8), device_buffers=False))
+    opener.open(ProviderChoice(TENSORRT), 1).abandon()
+    opener.open(ProviderChoice(TENSORRT), 1).abandon()  # another instance
+    assert ["trt_profile_min_shapes" in options for options in told] == [True, False, False]
+    with pytest.raises(ServeError, match="associated profiles"):  # the operator's own are not left out
+        opener.open(ProviderChoice(TENSORRT, options={"trt_profile_min_shapes": "x:1x64"}), 1)
+
+
+def test_a_session_that_cannot_be_made_is_not_kept_by_its_error(tmp_path: Path) -> None:
+    """Its streams are given back at once, and its frames would hold what there is of it."""
+    with pytest.raises(ServeError) as failed:
+        opener_of(builders.not_onnx(tmp_path / "m.onnx"), ModelOptions()).open(ProviderChoice(CPU), 1)
+    assert failed.value.__cause__ is not None
+    assert failed.value.__cause__.__traceback__ is None
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows"),
+    [("", None), ("x:4x64", 4), ("x:4x64,y:8x1", 4), ("x:4x64,x:16x64", 16), ("a:b:4x2", 4), ("x", None)],
+)
+def test_rows_of_a_batch_are_those_of_the_operators_profile(shapes: str, rows: int | None) -> None:
+    assert most_rows({"trt_profile_max_shapes": shapes} if shapes else {}) == rows
