@@ -21,11 +21,10 @@ PACKAGE: Final = Path("server/ortserve")
 COMPILED: Final = (
     "batching/*.py",
     "codecs/binary_tensor.py",
-    "codecs/bytes_elements.py",
     "codecs/grpc_*.py",
     "codecs/json_*.py",
     "codecs/rest.py",
-    "codecs/shape_bounds.py",
+    "codecs/bounds.py",
     "core/*.py",
     "engine/binding.py",
     "engine/instance.py",
@@ -60,8 +59,9 @@ COMPILED: Final = (
     "service/parameters.py",
     "service/poll_policy.py",
     "service/validation.py",
-    "telemetry/histogram.py",
     "telemetry/metrics.py",
+    "telemetry/readings.py",
+    "telemetry/series.py",
 )
 """What every infer request passes, as patterns in the package."""
 

@@ -29,8 +29,8 @@ from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RiderQueue
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import BatchResult
-from ortserve.core.closeness import TOLERANCES, as_float64
 from ortserve.core.dtypes import DataType
+from ortserve.core.tensor import TOLERANCES, as_float64
 from ortserve.core.timing import Timing
 from ortserve.engine.device.device_region import open_region
 from ortserve.engine.device.devices import Devices

@@ -17,7 +17,6 @@ from ortserve.app.busy_polling import make_busy_polling
 from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
-from ortserve.core.activity import LoopActivity
 from ortserve.core.large_memory import MAX_KEPT_BYTES, LargeMemory
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.device.device_region import are_regions_possible, open_region
@@ -67,15 +66,14 @@ from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEM
 from ortserve.service.statistics import StatisticsService
 from ortserve.service.trace_settings import TRACE, TraceSettings
 from ortserve.service.trace_writing import TraceWriter
-from ortserve.telemetry.access_log import AccessLog
-from ortserve.telemetry.logs import LogSwitches, log_event
-from ortserve.telemetry.loop import PollReading
+from ortserve.telemetry.logs import AccessLog, LogSwitches, log_event
+from ortserve.telemetry.machine import CpuReader
 from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.proc import CpuReader
+from ortserve.telemetry.readings import LoopActivity, PollReading
+from ortserve.telemetry.statistics import TritonMetrics
 from ortserve.telemetry.trace_export import start_tracing
 from ortserve.telemetry.trace_files import TraceFiles
 from ortserve.telemetry.tracing import Tracing
-from ortserve.telemetry.triton_metrics import TritonMetrics
 
 if TYPE_CHECKING:
     from ortserve.frontends.tls.server_certificate import ServerCertificate

@@ -13,8 +13,9 @@ from ortserve.config.options import ServerOptions
 from ortserve.frontends.exposure import is_loopback, open_to_everybody
 from ortserve.frontends.http.answers import refusal
 from ortserve.frontends.http.health import HealthFromThreads
+from ortserve.frontends.metrics_server import MetricsServer
 from ortserve.service.access import Group
-from ortserve.telemetry.exposition import MetricsServer
+from ortserve.telemetry.families import TextFormat
 from ortserve.telemetry.logs import LogSwitches, log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Server:
         parts.watchdog.start()
         certificate = parts.certificate
         self._metrics = MetricsServer(
-            parts.prometheus,
+            TextFormat(parts.prometheus).write,
             options.host,
             options.metrics_port,
             health=HealthFromThreads(parts.models, asyncio.get_running_loop()).answer,

@@ -10,8 +10,8 @@ import logging
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.core.activity import NOTHING, RUN, LoopActivity
 from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.readings import NOTHING, RUN, LoopActivity
 
 logger: Final = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Final
 from ortserve.batching.echo import EchoProfile
 from ortserve.batching.latency import LatencyModel, known_ns
 from ortserve.batching.riders import Rider
-from ortserve.core.shape_class import Alone
+from ortserve.core.terms import Alone
 
 MAX_CLASSES: Final = 64
 """Shape classes whose learning is kept while nobody of them waits; the least recently used is forgotten first."""

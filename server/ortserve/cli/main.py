@@ -1,9 +1,14 @@
 """``ortserve``: hands the words after the command's name to the command."""
 
+import argparse
+import platform
 import sys
 from collections.abc import Sequence
 
-from ortserve.cli import health, serve, version
+from ortserve import __version__
+from ortserve.cli import health, serve
+from ortserve.cli.serve import installed_runtimes
+from ortserve.core.compiled import IS_COMPILED
 
 _USAGE = """\
 usage: ortserve COMMAND ...
@@ -29,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "health":
                 return health.main(arguments)
             case "version" | "--version":
-                return version.main(arguments)
+                return print_versions(arguments)
             case "help" | "--help" | "-h":
                 sys.stdout.write(_USAGE)
                 return 0
@@ -38,3 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem = f"there is no command {command!r}" if command else "a command is needed"
     sys.stderr.write(f"ortserve: {problem}\n\n{_USAGE}")
     return 2
+
+
+def print_versions(arguments: Sequence[str]) -> int:
+    """Print one line per part, for bug reports. Reads the versions of installed packages without importing them."""
+    argparse.ArgumentParser(
+        prog="ortserve version", description="Print the versions of ortserve, Python and ONNX Runtime."
+    ).parse_args(arguments)
+    versions = {
+        "ortserve": __version__,
+        "request path": "compiled" if IS_COMPILED else "interpreted",
+        "Python": platform.python_version(),
+        **installed_runtimes(),
+    }
+    sys.stdout.writelines(f"{name} {version}\n" for name, version in versions.items())
+    return 0

@@ -2,17 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ortserve.cli.environment import installed_runtimes, runtime_problem
-from ortserve.config.expectation import describe_default, describe_unit, describe_values
+from ortserve.config.expectation import describe_default, describe_unit, describe_values, did_you_mean
+from ortserve.config.option_groups import tls_problems
 from ortserve.config.options import OPTION_GROUPS, OptionsError, ServerOptions, flag_name, read_options, split_list
-from ortserve.config.suggestion import did_you_mean
-from ortserve.config.tls import tls_problems
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
@@ -132,3 +131,33 @@ def _wide_formatter(prog: str) -> argparse.HelpFormatter:
 def _refuse(*problems: str) -> int:
     sys.stderr.writelines(f"ortserve serve: {problem}\n" for problem in problems)
     return 2
+
+
+RUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu")
+
+
+def installed_runtimes() -> dict[str, str]:
+    """Version by name of each distribution that is installed, by its metadata; imports nothing."""
+    found = {}
+    for name in RUNTIMES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def runtime_problem(installed: Collection[str]) -> str | None:
+    """Say what is wrong with these distributions and what to type; ``None`` where exactly one is there."""
+    if len(installed) == 1:
+        return None
+    if not installed:
+        return (
+            "ONNX Runtime is not installed. Install it with: "
+            "pip install 'ortserve[cpu]', or for NVIDIA GPUs: pip install 'ortserve[gpu]'"
+        )
+    return (
+        f"{' and '.join(installed)} are both installed and overwrite each other's files. Remove both with: "
+        f"pip uninstall {' '.join(installed)}, then install one: "
+        "pip install 'ortserve[cpu]', or for NVIDIA GPUs: pip install 'ortserve[gpu]'"
+    )

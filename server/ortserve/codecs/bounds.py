@@ -1,7 +1,10 @@
-"""How much one inference message may hold, on both protocols. The codecs count while they scan, before they build."""
+"""Limits of one inference message, on both protocols. The codecs count while they scan, before they build objects."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import Final
 
+from ortserve.core.tensor import format_shape
 from ortserve.errors import ServeError, invalid_input
 
 MAX_TENSORS: Final = 2048
@@ -38,3 +41,22 @@ TEXT_BYTES: Final = 96
 def too_many(what: str, most: int, got: int | str = "more") -> ServeError:
     """The error for a request with more parts of a kind than are allowed."""
     return invalid_input(f"request: expected at most {most} {what}, got {got}")
+
+
+MAX_DIMS: Final = 64
+"""numpy's own bound."""
+
+_MAX_ELEMENTS: Final = (2**63 - 1) // 8
+"""Of the widest datatype, so that byte counts fit 63 bits."""
+
+
+def shape_fault(shape: Sequence[int]) -> str | None:
+    """Say what is wrong with the size of ``shape``, whose dimensions are not negative, for the end of a message.
+
+    Zeros do not make a shape small: numpy cannot hold the other dimensions either.
+    """
+    if len(shape) > MAX_DIMS:  # first: the product of very many takes very long
+        return f"at most {MAX_DIMS} dimensions, got {len(shape)}"
+    if prod(filter(None, shape) if 0 in shape else shape) > _MAX_ELEMENTS:
+        return f"at most {_MAX_ELEMENTS} elements, got {format_shape(tuple(shape))}"
+    return None

@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH
-from ortserve.codecs.json_data import decode_json_data, encode_json_data
-from ortserve.codecs.json_text import parse_json, write_json
+from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from ortserve._pb.grpc_service_pb2 import InferTensorContents
-from ortserve.codecs.bytes_elements import TextArray, check_text_count, decode_element, object_array
+from ortserve.codecs.binary_tensor import TextArray, check_text_count, decode_element, object_array
 from ortserve.codecs.grpc_wire import FIXED32, FIXED64, LENGTH_DELIMITED, VARINT, malformed, read_field, read_varint
 from ortserve.core.dtypes import DataType
 from ortserve.errors import ServeError, invalid_input

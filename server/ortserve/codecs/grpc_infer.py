@@ -13,35 +13,32 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ortserve._pb.grpc_service_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
-from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
-from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_BYTES, INLINE_ELEMENTS
+from ortserve._pb.grpc_service_pb2 import InferParameter, ModelInferRequest
+from ortserve.codecs.binary_tensor import (
+    BYTE_SIZE,
+    OFFSET,
+    REGION,
+    decode_binary_tensor,
+    read_span,
+)
+from ortserve.codecs.bounds import INLINE_BYTES, MAX_DIMS, shape_fault
 from ortserve.codecs.grpc_contents import decode_contents
 from ortserve.codecs.grpc_wire import (
     USUAL_HEAD_BYTES,
     Contents,
-    answer_id,
     check_field_count,
     malformed,
-    raw_output,
     split_request,
     usual_head,
 )
-from ortserve.codecs.region_span import BYTE_SIZE, OFFSET, REGION, read_span
-from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
-from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
-from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.request import InferRequest, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ContentsError, ServeError, invalid_input
 
 M = TypeVar("M", bound=Message)
-
-MAX_MESSAGE_BYTES: Final = 2**31 - 1
-"""No gRPC or protobuf message is longer."""
-
 
 _KEPT: Final = 1024
 """Heads of requests, and as many of answers. Those that were used least lately go first."""
@@ -138,58 +135,6 @@ def read_names(data: bytes | memoryview) -> ModelInferRequest:
         return ModelInferRequest()
     message.id = request_id
     return message
-
-
-def encode_response(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
-    """Serialize a ``ModelInferResponse``: one entry of raw contents for each output, typed contents never.
-
-    The message is in ``memory`` where there is some.
-
-    Raises:
-        ServeError: invalid_input, when the answer is larger than a message may be.
-    """
-    placed = response.placed
-    announced = []
-    raw: list[bytes | memoryview] = []
-    for tensor in response.outputs:
-        array = tensor.array
-        announced.append((tensor.name, tensor.datatype, array.shape))
-        # Clients look for one entry of raw contents an output, also where it says nothing.
-        content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype)
-        raw.append(raw_output(len(content)))
-        raw.append(content)
-    names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))
-    pieces = [names, answer_id(response.id), outputs, *raw]
-    size = sum(map(len, pieces))
-    if size > MAX_MESSAGE_BYTES:
-        raise invalid_input(f"Response has byte size {size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.")
-    return b"".join(pieces) if memory is None else memory.join(pieces)
-
-
-class GrpcEncoder:
-    """An ``AnswerEncoder``."""
-
-    def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
-        for tensor in response.outputs:
-            if tensor.datatype is DataType.BYTES and tensor.array.size > INLINE_ELEMENTS:
-                return True
-        return sum([tensor.array.nbytes for tensor in response.outputs]) > INLINE_BINARY_BYTES
-
-    def encode(
-        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
-    ) -> bytes | memoryview:
-        return encode_response(response, memory)
-
-
-@lru_cache(maxsize=_KEPT)
-def _answer_head(
-    model: str, version: str, outputs: tuple[tuple[str, DataType, tuple[int, ...]], ...]
-) -> tuple[bytes, bytes]:
-    """What stands before and behind the id in an answer's head."""
-    message = ModelInferResponse()
-    for name, datatype, shape in outputs:
-        message.outputs.add(name=name, datatype=datatype.value, shape=shape)
-    return ModelInferResponse(model_name=model, model_version=version).SerializeToString(), message.SerializeToString()
 
 
 def parse_message(message_type: type[M], data: bytes | memoryview) -> M:

@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_elements
 from ortserve.codecs.bounds import INLINE_BYTES
-from ortserve.codecs.bytes_elements import decode_bytes_elements, encode_bytes_elements
-from ortserve.codecs.control_json import LoadParameter, decode_load_body
 from ortserve.codecs.generate import decode_generate_request
+from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.codecs.rest import decode_rest_request
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.large_memory import LargeMemory

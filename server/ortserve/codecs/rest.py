@@ -8,20 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
+from ortserve.codecs.binary_tensor import REGION, decode_binary_tensor, encode_binary_tensor, read_span
 from ortserve.codecs.bounds import (
     INLINE_BINARY_BYTES,
     INLINE_BYTES,
     INLINE_ELEMENTS,
     JSON_GROWTH,
+    MAX_DIMS,
     MAX_PARAMETERS,
     MAX_TENSORS,
+    shape_fault,
     too_many,
 )
-from ortserve.codecs.json_data import decode_json_data, encode_json_data
-from ortserve.codecs.json_text import parse_json, write_json
-from ortserve.codecs.region_span import REGION, read_span
-from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
+from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory

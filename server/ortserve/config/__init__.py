@@ -7,15 +7,9 @@ Nothing here knows what an option does.
 
 __all__ = [
     "expectation",
-    "grpc",
-    "http",
     "model",
+    "option_groups",
     "options",
-    "queueing",
     "session",
-    "session_entries",
-    "suggestion",
     "tensors",
-    "tls",
-    "trace_files",
 ]

@@ -1,10 +1,11 @@
-"""A declaration in words: which values a field takes, its unit, its default, and what to say of a value it refuses.
+"""A declaration in words: the values of a field, its unit, its default, and the error for a rejected value.
 
-``--help``, error messages and the reference page all speak through here, so that they cannot disagree.
+``--help``, error messages and the reference page all use these functions, so they cannot disagree.
 """
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -13,8 +14,6 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-
-from ortserve.config.suggestion import did_you_mean
 
 _TYPE_WORDS: Final = {
     bool: "true or false",
@@ -162,3 +161,9 @@ def _describe_type(annotation: Any) -> str:
     if issubclass(annotation, BaseModel):
         return "{" + ", ".join(annotation.model_fields) + "}"
     return _TYPE_WORDS[annotation]
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The end of a message: ``; did you mean 'x'?``, or nothing where no known name is close."""
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.65)
+    return f"; did you mean '{close[0]}'?" if close else ""

@@ -19,14 +19,16 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from ortserve.config.access import AccessOptions
 from ortserve.config.expectation import describe_problems
-from ortserve.config.grpc import GrpcOptions
-from ortserve.config.http import HttpOptions
 from ortserve.config.model import LoadOptions
-from ortserve.config.otlp import OtlpOptions
-from ortserve.config.tls import TlsOptions
-from ortserve.config.trace_files import TraceFileOptions
+from ortserve.config.option_groups import (
+    AccessOptions,
+    GrpcOptions,
+    HttpOptions,
+    OtlpOptions,
+    TlsOptions,
+    TraceFileOptions,
+)
 from ortserve.config.yaml_file import read_yaml
 
 ENV_PREFIX: Final = "ORTSERVE_"

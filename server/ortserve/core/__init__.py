@@ -4,23 +4,16 @@ Standard library and numpy only; every other room may import it and it imports n
 """
 
 __all__ = [
-    "absent",
-    "activity",
     "batch",
-    "bfloat16",
-    "closeness",
     "compiled",
     "conversion",
     "dtypes",
     "encoded",
     "large_memory",
-    "load",
     "padding",
     "promise",
     "region",
     "request",
-    "sequences",
-    "shape_class",
     "signature",
     "tensor",
     "terms",

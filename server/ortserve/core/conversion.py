@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
+from ortserve.core.tensor import is_absent
 
 
 class Conversion(Protocol):

@@ -1,4 +1,7 @@
-"""The datatypes of the Open Inference Protocol and what holds them in memory."""
+"""The datatypes of the Open Inference Protocol and their numpy element types.
+
+numpy has no BF16: it is held as bit patterns in ``uint16``, the upper halves of float32.
+"""
 
 from enum import Enum
 from typing import Final
@@ -41,3 +44,15 @@ class DataType(Enum):
 
 DATATYPES: Final = {datatype.value: datatype for datatype in DataType}
 """Wire name to datatype: a plain dict, because it is asked once a tensor, and ``DataType(name)`` costs far more."""
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """The float32 values of bit patterns, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """Round float32 values to bit patterns: to nearest, ties to even; NaN stays NaN, beyond the range is infinite."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(values.shape)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""The terms on which a request wants to be served."""
+"""Scheduling terms of a request: priority and deadlines, and the shape class of requests that run alone."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -34,3 +34,10 @@ class Terms:
 
 
 NO_TERMS: Final = Terms()
+
+
+class Alone:
+    """The key of one request that no other may join, whatever its shape. Equal to no other."""
+
+    def __str__(self) -> str:
+        return "alone"

@@ -6,10 +6,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnxruntime as ort
 
-from ortserve.core.absent import is_absent
 from ortserve.core.dtypes import DataType
-from ortserve.core.sequences import stack
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import is_absent, stack
 from ortserve.engine.bfloat16 import BFloat16Run
 
 _Run: TypeAlias = Callable[[Mapping[str, np.ndarray]], list[Any]]

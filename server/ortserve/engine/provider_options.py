@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
-from ortserve.config.suggestion import did_you_mean
+from ortserve.config.expectation import did_you_mean
 from ortserve.errors import ServeError, invalid_input
 
 CPU: Final = "CPUExecutionProvider"

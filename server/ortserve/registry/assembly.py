@@ -20,7 +20,6 @@ from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
-from ortserve.core.activity import LoopActivity
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import StagedElements, padding_of_requests
 from ortserve.engine.device.instance import DeviceInstance
@@ -35,9 +34,9 @@ from ortserve.registry.properties import describe_ended_sharing, describe_proper
 from ortserve.registry.row_axes import Grounds
 from ortserve.registry.served import ServedModel
 from ortserve.registry.shape_classes import ShapeClasses
-from ortserve.telemetry.devices import DeviceRuns
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
+from ortserve.telemetry.readings import BatchingNumbers, DeviceRuns, LoopActivity
+from ortserve.telemetry.series import ModelMetrics
 
 logger: Final = logging.getLogger(__name__)
 

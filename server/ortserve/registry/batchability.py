@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ortserve.core.batch import Arrays
-from ortserve.core.closeness import TOLERANCES, agree, as_float64
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import TOLERANCES, agree, as_float64
 
 
 def why_rows_depend(
@@ -18,7 +18,7 @@ def why_rows_depend(
         signature: Of a model whose axis 0 was taken for the batch axis.
         together: Outputs of one run of ``len(alone)`` rows.
         alone: Outputs of a run of each of these rows by itself.
-        is_coarse: As in ``core.closeness``.
+        is_coarse: As in ``core.tensor``.
 
     Returns:
         In words, how the outputs show that axis 0 is no batch axis; empty where they do not.

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.codecs.model_config_fields import set_fields
+from ortserve.codecs.model_config import set_fields
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 

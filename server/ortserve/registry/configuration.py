@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.codecs.model_config_text import parse_config_text
+from ortserve.codecs.model_config import parse_config_text
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.config_pbtxt import translate_config

@@ -11,10 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from ortserve.core.absent import absent, is_absent
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import format_shape
+from ortserve.core.tensor import absent, format_shape, is_absent
 from ortserve.errors import invalid_input
 
 CRASHING: Final[Mapping[str, bool]] = {

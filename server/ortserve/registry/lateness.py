@@ -6,8 +6,7 @@ the second for those who waited too long and have let the others go first.
 
 from dataclasses import replace
 
-from ortserve.config.model import ModelOptions
-from ortserve.config.queueing import QueuePolicy
+from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.core.terms import Terms
 
 

@@ -7,7 +7,7 @@ from typing import Final
 from ortserve.registry.progress import WAITING, Progress
 from ortserve.registry.served import ServedModel
 from ortserve.registry.source import VersionSource
-from ortserve.telemetry.metrics import ModelMetrics
+from ortserve.telemetry.series import ModelMetrics
 
 UNLOADED: Final = "unloaded"
 """The reason of versions that were taken out of service, by request or for another version."""

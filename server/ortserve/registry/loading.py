@@ -9,7 +9,6 @@ from typing import Final
 
 from ortserve.batching.run_watch import RunEvents
 from ortserve.clock import Clock
-from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
 from ortserve.engine.cpu_budget import cpu_budget
 from ortserve.engine.runtime import Runtime
@@ -24,6 +23,7 @@ from ortserve.registry.progress import Progress
 from ortserve.registry.source import VersionSource
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import LoopActivity
 
 logger: Final = logging.getLogger(__name__)
 

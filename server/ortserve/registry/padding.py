@@ -7,8 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ortserve.config.model import ModelOptions, PadAxis
-from ortserve.core.bfloat16 import narrow, widen
-from ortserve.core.dtypes import DataType
+from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.padding import CutAxis, PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape

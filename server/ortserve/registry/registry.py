@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
-from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import ErrorKind, ServeError
@@ -25,6 +24,7 @@ from ortserve.registry.source import ModelSource, VersionSource, read_source, re
 from ortserve.registry.swap import plan_swap
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import LoopActivity
 
 logger: Final = logging.getLogger(__name__)
 

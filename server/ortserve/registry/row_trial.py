@@ -66,7 +66,7 @@ class RowTrial:
             samples: Configured requests, which are tried first.
             most_rows: As many rows as will run together, as far as the time suffices; at least ``LEAST_ROWS``.
             row_ns: How long a run of one row takes.
-            is_coarse: As in ``core.closeness``.
+            is_coarse: As in ``core.tensor``.
             stop_ns: No further set of inputs is begun then (monotonic).
             ends_ns: A set that decides whether rows run together is not begun if it would last longer.
             clock: Monotonic nanoseconds.

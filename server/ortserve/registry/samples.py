@@ -9,9 +9,9 @@ import numpy as np
 from ortserve.codecs.binary_tensor import decode_binary_tensor
 from ortserve.config.model import ModelOptions
 from ortserve.config.tensors import WarmupInput, WarmupSample
-from ortserve.core.absent import absent
 from ortserve.core.batch import Arrays
 from ortserve.core.signature import TensorSpec
+from ortserve.core.tensor import absent
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.interface import Interface
 from ortserve.registry.model_folder import read_model_file

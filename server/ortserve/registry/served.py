@@ -12,8 +12,7 @@ from ortserve.batching.learned import Learned
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import padding_of_requests
 from ortserve.core.promise import Outputs
-from ortserve.core.shape_class import Alone
-from ortserve.core.terms import Terms
+from ortserve.core.terms import Alone, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.configuration import Configuration
@@ -21,8 +20,8 @@ from ortserve.registry.empty_inputs import check_not_empty, crashing_operators, 
 from ortserve.registry.lateness import has_queue_policies, policy_terms, terms_behind
 from ortserve.registry.loaded import LoadedModel
 from ortserve.registry.shape_classes import ShapeClasses
-from ortserve.telemetry.metrics import ModelMetrics
-from ortserve.telemetry.rejection_log import RejectionLog
+from ortserve.telemetry.logs import RejectionLog
+from ortserve.telemetry.series import ModelMetrics
 
 
 @dataclass(slots=True, init=False)

@@ -5,11 +5,11 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import Padding
-from ortserve.core.shape_class import Alone
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import is_absent
+from ortserve.core.terms import Alone
 from ortserve.rows import sum_terms
 
 _MOST_VALUE_BYTES: Final = 64 * 1024

@@ -7,13 +7,12 @@ from typing import Final
 
 import numpy as np
 
-from ortserve.core.absent import absent
 from ortserve.core.batch import Arrays
-from ortserve.core.bfloat16 import narrow
 from ortserve.core.conversion import repeated
-from ortserve.core.dtypes import DataType
+from ortserve.core.dtypes import DataType, narrow
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import absent
 from ortserve.rows import sum_terms
 
 FREE_DIM: Final = 8

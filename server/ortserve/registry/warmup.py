@@ -77,7 +77,7 @@ def warm_up(
     rows, or up to ``max_rows`` whatever it gains. A run is begun only if it is predicted to end within ``budget_s``. A
     budget of 0 runs nothing. Inputs are as long as ``padding``, which is the runner's, makes them. Optional inputs are
     left out, unless the model refuses that; free dimensions are larger where it refuses small ones. ``is_coarse`` is as
-    in ``core.closeness``. ``rows_depend`` is how rows of a batched model depend on each other, empty where they do not;
+    in ``core.tensor``. ``rows_depend`` is how rows of a batched model depend on each other, empty where they do not;
     where it is None, rows are run alone and together, those of ``samples`` first. ``is_believed`` says that batches are
     made whatever that shows.
 

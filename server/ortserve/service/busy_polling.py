@@ -10,7 +10,7 @@ from typing import Final
 
 from ortserve.clock import Clock
 from ortserve.service.poll_policy import PollPolicy
-from ortserve.telemetry.loop import PollReading
+from ortserve.telemetry.readings import PollReading
 
 _ASK_EVERY_NS: Final = 5_000_000
 """How long an answer of ``may_poll`` holds: it is not compiled, and costs some microseconds."""

@@ -11,15 +11,13 @@ import numpy as np
 
 from ortserve.clock import Clock
 from ortserve.codecs.bounds import INLINE_ELEMENTS, JSON_GROWTH, TEXT_BYTES
-from ortserve.core.activity import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.promise import Outputs
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
-from ortserve.core.sequences import why_not_stacked
-from ortserve.core.tensor import Tensor
+from ortserve.core.tensor import Tensor, why_not_stacked
 from ortserve.core.terms import Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ContentsError, ErrorKind, ModelRejectionError, ServeError, of_request, out_of_memory
@@ -37,6 +35,7 @@ from ortserve.service.region_transfer import RegionTransfer
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request
 from ortserve.telemetry.logs import log_fault
+from ortserve.telemetry.readings import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.telemetry.tracing import Trace
 
 logger: Final = logging.getLogger(__name__)

@@ -2,9 +2,8 @@
 
 from math import prod
 
-from ortserve.codecs.binary_tensor import decode_binary_tensor
+from ortserve.codecs.binary_tensor import decode_binary_tensor, decode_element, object_array
 from ortserve.codecs.bounds import INLINE_BYTES, MAX_TEXT_BYTES
-from ortserve.codecs.bytes_elements import decode_element, object_array
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import Tensor, format_shape

@@ -6,8 +6,7 @@ from itertools import count
 from ortserve.clock import Clock
 from ortserve.core.timing import Timing
 from ortserve.service.trace_settings import TraceSettings
-from ortserve.telemetry.trace_record import spell_record
-from ortserve.telemetry.trace_sampling import Sampling
+from ortserve.telemetry.trace_files import Sampling, spell_record
 
 
 class TraceWriter:

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from ortserve.core.absent import absent
 from ortserve.core.batch import Arrays
 from ortserve.core.request import InferRequest
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import Tensor, format_shape
+from ortserve.core.tensor import Tensor, absent, format_shape
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.service.classification import check_classifiable
 from ortserve.service.raw_input import read_raw_input

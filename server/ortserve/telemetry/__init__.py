@@ -4,20 +4,14 @@ The only room that knows prometheus_client. It is told what happened and decides
 """
 
 __all__ = [
-    "access_log",
-    "devices",
-    "exposition",
+    "families",
     "logs",
-    "loop",
     "machine",
     "metrics",
-    "proc",
-    "rejection_log",
+    "readings",
+    "series",
     "statistics",
     "trace_export",
     "trace_files",
-    "trace_record",
-    "trace_sampling",
     "tracing",
-    "triton_metrics",
 ]

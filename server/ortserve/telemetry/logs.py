@@ -1,17 +1,21 @@
-"""Log lines: one handler to standard error, one line an event.
+"""Log lines: one handler to standard error, one line per event.
 
-As text, fields are ``key=value`` for people and ``grep``; as JSON, each line is one object for whatever collects them.
-Nothing of a request's or an answer's tensors is ever logged.
+As text, fields are ``key=value``; as JSON, each line is one object. Tensor contents of requests and answers are never
+logged. The access log writes its lines without ``logging``, and rejections by models are logged once a minute.
 """
 
+import asyncio
 import json
 import logging
 import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Final, Literal, TextIO, TypeAlias
+
+from ortserve.errors import ModelRejectionError
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -202,3 +206,65 @@ def _spell(value: object) -> str:
     if text and is_printable and " " not in text and '"' not in text and "=" not in text:
         return text
     return json.dumps(text, ensure_ascii=not is_printable)
+
+
+class AccessLog:
+    """Writes to standard error, as all log lines go there. Loop thread only."""
+
+    def __init__(self, switches: LogSwitches, log_format: LogFormat) -> None:
+        """Lines have severity ``info``, which ``switches`` turns on and off."""
+        self._switches = switches
+        self._line = json_line if log_format == "json" else text_line
+        self._lines: list[str] = []
+        self._stream: TextIO | None = sys.stderr  # None where the process was started without one
+
+    def write(self, fields: Mapping[str, object]) -> None:
+        """Tell of one request; the line is written when this turn of the loop ends."""
+        if self._stream is None or not self._switches.info:
+            return
+        if not self._lines:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        self._lines.append(self._line(time.time(), "INFO", "ortserve.access", "request", fields))
+
+    def _end_turn(self) -> None:
+        lines, self._lines = self._lines, []
+        assert self._stream is not None
+        with suppress(OSError, ValueError):  # where nobody reads lines any more, there is nowhere else to say so
+            self._stream.write("\n".join([*lines, ""]))
+            self._stream.flush()
+
+
+logger: Final = logging.getLogger(__name__)
+
+_PERIOD_NS: Final = 60_000_000_000
+
+
+class RejectionLog:
+    """Of one model version. Loop thread only."""
+
+    def __init__(self, model: str, version: str) -> None:
+        """The first rejection is logged at once."""
+        self._model = model
+        self._version = version
+        self._due_ns: int | None = None
+        self._unlogged = 0
+
+    def note(self, error: ModelRejectionError, now_ns: int) -> None:
+        """Count a rejected request, and log it together with those before it if the last line is a minute old.
+
+        The line names the node and leaves out ONNX Runtime's text, which may quote elements of the request's tensors.
+        """
+        self._unlogged += 1
+        if self._due_ns is not None and now_ns < self._due_ns:
+            return
+        requests, self._unlogged = self._unlogged, 0
+        self._due_ns = now_ns + _PERIOD_NS
+        log_event(
+            logger,
+            logging.INFO,
+            "model rejected requests",
+            model=self._model,
+            version=self._version,
+            requests=requests,
+            by=error.node or "the check of the inputs",
+        )

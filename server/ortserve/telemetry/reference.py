@@ -5,9 +5,8 @@ from typing import Final
 
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind
-from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
-from ortserve.telemetry.families import Declaration
-from ortserve.telemetry.triton_metrics import TRITON_DECLARATIONS
+from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES, Declaration
+from ortserve.telemetry.statistics import TRITON_DECLARATIONS
 
 PAGE: Final = Path(__file__).parents[2] / "reference" / "metrics.md"
 """In the source tree; an installed package has no page."""

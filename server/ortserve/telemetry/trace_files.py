@@ -1,22 +1,81 @@
-"""Trace files: one that grows and numbered ones beside it, written by a thread of their own.
+"""Triton's trace files: which requests are traced, the record of a trace, and the files.
 
-Whoever hands traces over never waits for the disk. What cannot be written is lost, said once in the log, and counted;
-no request notices. The file that grows is whole JSON after each write, numbered ones appear when they are whole.
+A thread of its own writes the files, so the event loop never waits for the disk. Records that cannot be written are
+dropped, logged once and counted. One file grows and is valid JSON after each write; numbered files beside it appear
+when they are complete.
+
+A record holds all timestamps of a request. Triton writes one object per timestamp and its readers join those of one
+``id``, so they read both forms (docs/user_guide/trace.md and qa/common/trace_summary.py of
+triton-inference-server/server). Records never hold tensor contents.
 """
 
 import contextlib
+import json
 import logging
 import os
 import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
+from ortserve.core.timing import Timing
 from ortserve.errors import invalid_input
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
+
+_NAMED_CHARACTERS: Final = 256
+"""Callers choose how long the id of a request is; this much of it is written."""
+
+
+def spell_record(
+    number: int,
+    model: str,
+    version: str,
+    request_id: str,
+    protocol: str,
+    timing: Timing,
+    *,
+    ended_ns: int,
+    sent_ns: int | None,
+) -> bytes:
+    """Spell a trace as JSON.
+
+    Args:
+        number: Of the trace; those of a server differ.
+        model: Whose trace it is.
+        version: Digits.
+        request_id: What the caller named it, or ``""``.
+        protocol: ``http`` or ``grpc``.
+        timing: Of the request; points that were not reached are left out.
+        ended_ns: When the answer, or the error in its place, was ready to be sent.
+        sent_ns: When it had been sent; None where nobody was there any more.
+    """
+    received_ns = timing.received_ns
+    if protocol == "http":
+        side = "HTTP"
+        points = [("HTTP_RECV_START", timing.begun_ns or received_ns), ("HTTP_RECV_END", received_ns)]
+    else:
+        # How long a message took to come is grpc's knowledge.
+        side = "GRPC"
+        points = [("GRPC_WAITREAD_START", received_ns), ("GRPC_WAITREAD_END", received_ns)]
+    points.append(("REQUEST_START", received_ns))
+    if timing.queued_ns:
+        points.append(("QUEUE_START", timing.queued_ns))
+    if timing.taken_ns:
+        points.append(("COMPUTE_START", timing.taken_ns))
+        if timing.computed_ns:
+            points += (("COMPUTE_INPUT_END", timing.staged_ns), ("COMPUTE_OUTPUT_START", timing.computed_ns))
+        points.append(("COMPUTE_END", ended_ns))
+    points.append(("REQUEST_END", ended_ns))
+    if sent_ns is not None:
+        points += ((f"{side}_SEND_START", ended_ns), (f"{side}_SEND_END", sent_ns))
+    named = f',"request_id":{json.dumps(request_id[:_NAMED_CHARACTERS])}' if request_id else ""
+    timestamps = ",".join(f'{{"name":"{name}","ns":{ns}}}' for name, ns in points)
+    head = f'{{"id":{number},"model_name":{json.dumps(model)},"model_version":{int(version)}{named}'
+    return f'{head},"timestamps":[{timestamps}]}}'.encode()
+
 
 _MOST_WAITING_BYTES: Final = 16 * 1024 * 1024
 """Of traces that the thread has not written yet; a disk that is slower than that loses some."""
@@ -168,3 +227,88 @@ def _can_hold_file(path: Path) -> bool:
 
 def _size(records: Sequence[bytes], least: int) -> int:
     return max(sum(map(len, records)) + len(records) + 1, least)
+
+
+_GROWING_BYTES: Final = 64 * 1024
+_NUMBERED_BYTES: Final = 4 * 1024 * 1024
+"""Of traces that wait to be written together: beyond it they are written however many they were to be."""
+
+
+class Files(Protocol):
+    """Where traces go: ``telemetry.trace_files``."""
+
+    def append(self, records: Sequence[bytes]) -> None: ...
+    def number(self, records: Sequence[bytes]) -> None: ...
+
+
+class Sampling:
+    """Counts the requests that its settings hold for and gathers the traces of those it takes. Loop thread only.
+
+    Settings are never changed but replaced, by a sampling that counts from the beginning.
+    """
+
+    def __init__(self, files: Files | None, *, is_on: bool, rate: int, count: int, log_frequency: int) -> None:
+        """Take settings over.
+
+        Args:
+            files: Where traces go; None only if it is not on.
+            is_on: Whether anything is traced.
+            rate: One of so many requests is.
+            count: How many will be; -1 for any number.
+            log_frequency: How many traces make a numbered file; 0 for one file that grows, unless ``count`` ends them,
+                which makes a numbered file of all of them.
+        """
+        self.is_on: Final = is_on and files is not None
+        self.rate: Final = rate
+        self.count = count
+        """How many are still to be taken; -1 for any number."""
+        self.log_frequency: Final = log_frequency
+        self._files = files
+        self._seen = 0
+        self._under_way = 0
+        self._records: list[bytes] = []
+        self._size = 0
+        self._is_closed = False
+
+    def take(self) -> bool:
+        """Count a request, and say whether it is traced, the ``rate``-th first; if so, ``collect`` is to follow."""
+        if not self.is_on or not self.count:
+            return False
+        self._seen += 1
+        if self._seen % self.rate:
+            return False
+        if self.count > 0:
+            self.count -= 1
+        self._under_way += 1
+        return True
+
+    def collect(self, record: bytes) -> None:
+        """Gather the trace of a request that was taken."""
+        self._under_way -= 1
+        self._records.append(record)
+        self._size += len(record)
+        if self._is_closed:
+            self._write_rest()
+        elif self.log_frequency or self.count >= 0:
+            is_last = self.count == 0 and not self._under_way
+            if is_last or self._size >= _NUMBERED_BYTES or 0 < self.log_frequency <= len(self._records):
+                self._write(numbered=True)
+        elif self._size >= _GROWING_BYTES:
+            self._write(numbered=False)
+
+    def close(self) -> None:
+        """Write what was gathered: other settings hold from now on. Requests that were taken may still be collected."""
+        self._is_closed = True
+        self._write_rest()
+
+    def _write_rest(self) -> None:
+        if self._records:
+            self._write(numbered=self.log_frequency > 0)
+
+    def _write(self, *, numbered: bool) -> None:
+        assert self._files is not None
+        records, self._records, self._size = self._records, [], 0
+        if numbered:
+            self._files.number(records)
+        else:
+            self._files.append(records)

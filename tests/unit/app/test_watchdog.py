@@ -11,7 +11,7 @@ import uvloop
 
 from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
-from ortserve.core.activity import NOTHING, RUN, LoopActivity
+from ortserve.telemetry.readings import NOTHING, RUN, LoopActivity
 
 LONG_S = 30.0
 

@@ -22,8 +22,7 @@ from ortserve.batching.run_watch import RunEvents, RunLimits
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
 from ortserve.core.promise import Outputs, Promise
-from ortserve.core.shape_class import Alone
-from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.terms import NO_TERMS, Alone, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from interpreted import interpreted_only
 from ortserve._pb.grpc_service_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
-from ortserve.codecs import grpc_infer
-from ortserve.codecs.bytes_elements import encode_bytes_elements
-from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.codecs import grpc_answer, grpc_infer
+from ortserve.codecs.binary_tensor import encode_bytes_elements
+from ortserve.codecs.grpc_answer import encode_response
+from ortserve.codecs.grpc_infer import decode_request
 from ortserve.codecs.grpc_wire import malformed, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
@@ -639,7 +640,7 @@ def test_placed_output_has_an_empty_entry_among_the_raw_contents() -> None:
 
 @interpreted_only
 def test_answer_over_the_message_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_infer, "MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(grpc_answer, "MAX_MESSAGE_BYTES", 100)
     response = InferResponse("m", "1", "", [Tensor("y", DataType.UINT8, np.zeros(200, np.uint8))])
     with pytest.raises(ServeError, match="which exceeds gRPC's byte size limit 100"):
         encode_response(response)

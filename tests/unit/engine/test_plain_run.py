@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from models import builders, interfaces
-from ortserve.core.absent import absent
 from ortserve.core.dtypes import DataType
-from ortserve.core.sequences import why_not_stacked
+from ortserve.core.tensor import absent, why_not_stacked
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.plain_run import PlainRun, make_plain_run
 from ortserve.engine.providers import CPU, ProviderChoice

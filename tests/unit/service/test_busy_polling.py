@@ -7,7 +7,7 @@ from typing import Any, cast
 from fakes.clock import FakeClock
 from ortserve.service.busy_polling import BusyPolling
 from ortserve.service.poll_policy import PollPolicy
-from ortserve.telemetry.loop import PollReading
+from ortserve.telemetry.readings import PollReading
 
 GAP_NS = 50_000
 TURN_NS = 1_000

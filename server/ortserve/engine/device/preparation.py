@@ -11,8 +11,8 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ortserve.core.batch import Arrays, Batch
-from ortserve.core.closeness import agree
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import agree
 from ortserve.engine.device.binding import DeviceBinding
 from ortserve.engine.device.buffers import BufferSet
 from ortserve.engine.device.counts import DeviceCounts

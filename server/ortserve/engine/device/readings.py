@@ -8,7 +8,7 @@ from ortserve.engine.device.failures import DEVICE_ERRORS
 from ortserve.engine.device.instance import DeviceInstance
 from ortserve.engine.device.nvml import Nvml
 from ortserve.engine.instance import Instance
-from ortserve.telemetry.devices import DeviceReading, DeviceRuns
+from ortserve.telemetry.readings import DeviceReading, DeviceRuns
 
 
 def devices_reader(devices: Devices, nvml: Nvml | None = None) -> Callable[[], list[DeviceReading]]:

@@ -4,8 +4,8 @@ from typing import Final
 
 import grpc
 
-from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
-from ortserve.config.grpc import GrpcOptions
+from ortserve.codecs.grpc_answer import MAX_MESSAGE_BYTES
+from ortserve.config.option_groups import GrpcOptions
 
 COMPRESSIONS: Final = {
     "none": grpc.Compression.NoCompression,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from google.protobuf.message import Message
 
 from ortserve._pb import management_pb2 as pb
-from ortserve.codecs.control_json import LoadParameter
 from ortserve.codecs.grpc_infer import parse_message
+from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, awaiting
 from ortserve.service.gate import Hold

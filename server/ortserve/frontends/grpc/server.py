@@ -4,7 +4,7 @@ import socket
 
 import grpc
 
-from ortserve.config.grpc import GrpcOptions
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.aio_server import AioServer
 from ortserve.frontends.grpc.channel import COMPRESSIONS, channel_arguments

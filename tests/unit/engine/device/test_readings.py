@@ -16,8 +16,8 @@ from ortserve.engine.device.nvml import Nvml
 from ortserve.engine.device.readings import devices_reader, read_runs
 from ortserve.engine.device.use import DeviceUse
 from ortserve.engine.provider_options import CPU
-from ortserve.telemetry.devices import DeviceReading
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import DeviceReading
 
 
 class FakeNvml:

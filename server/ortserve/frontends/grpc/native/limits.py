@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from ortserve.config.grpc import GrpcOptions
+from ortserve.config.option_groups import GrpcOptions
 
 _UNARY_CALLS: Final = 1000
 """Of one connection at one time beside ``grpc_max_streams``, where no option says another number: a client that has all

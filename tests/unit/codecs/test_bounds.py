@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
+from ortserve.codecs.bounds import MAX_DIMS, shape_fault
 
 
 @pytest.mark.parametrize("shape", [[], [0], [1] * 64, [0] * 64, [2**60 - 1], [0, 2**59], [2**30, 2**29, 0]])

@@ -1,10 +1,31 @@
-"""When two answers are the same, by literals, and how far they are from each other in words."""
+"""Placeholders for missing tensors, and the comparison of two answers."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from ortserve.core.closeness import agree, describe_difference
 from ortserve.core.dtypes import DataType
+from ortserve.core.tensor import absent, agree, describe_difference, is_absent
+
+
+@pytest.mark.parametrize("datatype", DataType)
+def test_no_tensor_is_taken_for_an_absent_one(datatype: DataType) -> None:
+    assert not is_absent(np.zeros(3, datatype.numpy))
+
+
+def test_bits_of_other_libraries_are_no_absence() -> None:
+    assert not is_absent(np.zeros(3, ml_dtypes.bfloat16).view(np.uint16))
+
+
+def test_rows_can_be_cut_and_joined_without_anything_in_them() -> None:
+    nothing = absent(5)
+    assert is_absent(nothing)
+    assert is_absent(nothing[1:3])
+    joined = np.empty(4, nothing.dtype)
+    np.concatenate([nothing[:1], absent(3)], out=joined)
+    assert is_absent(joined)
+    assert len(joined) == 4
+
 
 ONE, TWO = np.array([0x3F80], np.uint16), np.array([0x4000], np.uint16)
 """In BF16."""

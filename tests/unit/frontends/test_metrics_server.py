@@ -9,14 +9,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.telemetry.exposition import MetricsServer
+from ortserve.frontends.metrics_server import MetricsServer
+from ortserve.telemetry.families import TextFormat
 from ortserve.telemetry.metrics import Metrics
 
 
 def test_metrics_are_served_until_the_port_is_closed() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
-    server = MetricsServer(registry, "127.0.0.1", 0)
+    server = MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)
     try:
         with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain")
@@ -31,7 +32,7 @@ def test_metrics_are_served_until_the_port_is_closed() -> None:
 def test_text_is_compressed_for_who_asks_for_it() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
-    server = MetricsServer(registry, "127.0.0.1", 0)
+    server = MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)
     try:
         asking = Request(f"http://127.0.0.1:{server.port}/metrics", headers={"Accept-Encoding": "gzip"})
         with urlopen(asking, timeout=10) as answer:
@@ -48,7 +49,7 @@ def test_text_is_compressed_for_who_asks_for_it() -> None:
 
 
 def test_other_paths_are_not_found_and_head_has_no_body() -> None:
-    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0)
+    server = MetricsServer(bytes, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.port}"
     try:
         for path in ("/", "/healthz", "/v2/health/ready/", "/v2/models/m/ready"):
@@ -72,7 +73,7 @@ def test_health_is_answered_at_its_paths_alone() -> None:
         asked.append(path)
         return (503, b'{"error":"no"}') if path == "/v2/health/ready" else None
 
-    server = MetricsServer(registry, "127.0.0.1", 0, health=health)
+    server = MetricsServer(TextFormat(registry).write, "127.0.0.1", 0, health=health)
     try:
         with pytest.raises(HTTPError) as refused:
             urlopen(f"http://127.0.0.1:{server.port}/v2/health/ready", timeout=10)
@@ -95,7 +96,7 @@ def is_answered(port: int) -> bool:
 
 
 def test_callers_keep_only_some_threads() -> None:
-    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, max_connections=2)
+    server = MetricsServer(bytes, "127.0.0.1", 0, max_connections=2)
     try:
         slow = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
         for connection in slow:
@@ -112,7 +113,7 @@ def test_callers_keep_only_some_threads() -> None:
 def test_caller_keeps_a_thread_for_its_time_and_leaves_no_traceback(
     sent: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, max_s=0.1)
+    server = MetricsServer(bytes, "127.0.0.1", 0, max_s=0.1)
     try:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(sent)
@@ -129,6 +130,6 @@ def test_taken_port_is_told_by_the_name_of_its_option() -> None:
         with pytest.raises(
             ServeError, match=rf"^metrics_port: cannot listen on 127\.0\.0\.1:{port}: .*in use"
         ) as raised:
-            MetricsServer(CollectorRegistry(), "127.0.0.1", port)
+            MetricsServer(bytes, "127.0.0.1", port)
 
     assert raised.value.kind is ErrorKind.CONFLICT

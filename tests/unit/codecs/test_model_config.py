@@ -1,4 +1,4 @@
-"""Configurations as JSON, both ways."""
+"""Model configurations as JSON and text, and the paths of their fields."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.codecs.model_config_json import config_json, parse_config_json
+from ortserve.codecs.model_config import config_json, parse_config_json, parse_config_text, set_fields
 from ortserve.errors import ErrorKind, ServeError
 
 # The example of the protocol's text, complete for one batching model.
@@ -106,3 +106,53 @@ def test_what_is_no_configuration_is_refused_in_one_line(text: str | bytes, prob
     assert caught.value.message.startswith("config: ")
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 300
+
+
+def test_both_spellings_of_lists_and_messages_are_read() -> None:
+    one = parse_config_text(b'input [ { name: "x", dims: [ -1, 16 ] }, { name: "y" dims: 3 } ] # and a comment\n')
+    other = parse_config_text(b'input: { name: "x" dims: -1 dims: 16 } input { name: "y" dims: [3] }')
+    assert one == other
+    assert [list(tensor.dims) for tensor in one.input] == [[-1, 16], [3]]
+
+
+def test_empty_file_says_nothing() -> None:
+    assert parse_config_text(b"") == ModelConfig()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"\nmax_batch: 3", '2:1 : Message type "ModelConfig" has no field named "max_batch".'),
+        (b'max_batch_size: "a"', "Couldn't parse integer"),
+        (b"input [ { data_type: TYPE_FOO } ]", 'Enum type "DataType" has no value named TYPE_FOO.'),
+        (b"input [ {", 'Expected "}"'),
+        (b'name: "a" name: "b"', 'should not have multiple "name" fields'),
+        (b"dynamic_batching {} sequence_batching {}", "scheduling_choice"),
+        (b"\xff", "is not a text in UTF-8"),
+    ],
+)
+def test_what_is_not_understood_is_told_with_its_place(content: bytes, problem: str) -> None:
+    with pytest.raises(ServeError) as caught:
+        parse_config_text(content)
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert problem in caught.value.message
+
+
+def test_what_is_set_is_listed_by_its_path_whatever_list_or_map_it_is_in() -> None:
+    config = text_format.Parse(
+        'max_batch_size: 1 input { name: "x" } input { optional: true } dynamic_batching {} '
+        'parameters { key: "k" value { string_value: "v" } } metric_tags { key: "k" value: "v" } '
+        "optimization { eager_batching: false }",
+        ModelConfig(),
+    )
+    assert sorted(set(set_fields(config))) == [
+        "dynamic_batching",
+        "input",
+        "input.name",
+        "input.optional",
+        "max_batch_size",
+        "metric_tags",
+        "optimization",
+        "parameters",
+        "parameters.string_value",
+    ]

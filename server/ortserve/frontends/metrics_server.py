@@ -1,4 +1,4 @@
-"""The metrics port: answers Prometheus on threads of its own, so that a busy event loop can still be looked at."""
+"""The metrics port. It answers scrapes and health probes on its own threads, so a busy event loop stays observable."""
 
 import contextlib
 import gzip
@@ -12,48 +12,47 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, TypeAlias
 
-from prometheus_client import CollectorRegistry
-
 from ortserve.listening import open_listener
-from ortserve.telemetry.text_format import CONTENT_TYPE, TextFormat
+from ortserve.telemetry.families import CONTENT_TYPE
 
 Refusal: TypeAlias = tuple[int, bytes | memoryview, Sequence[tuple[bytes, bytes]]]
 """Status, body and headers of an answer without metrics."""
 
 _MAX_S: Final = 30.0
-"""How long a caller may keep a thread, from its connection to the end of its answer."""
+"""Limit of one connection, from its start to the end of the answer. Each connection has a thread."""
 
 _MAX_CONNECTIONS: Final = 32
-"""At one time; each has a thread. Some scrapers ask, each now and then."""
+"""Open connections. A few scrapers connect from time to time."""
 
 _FAREWELL_S: Final = 1.0
-"""For a caller's end of a TLS session; it has its answer."""
+"""Limit of the TLS close handshake, after the answer was sent."""
 
 _JSON: Final = ((b"content-type", b"application/json"),)
 _TAKES_GZIP: Final = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
 
 
 class MetricsServer:
-    """Serves the metrics at ``/metrics``, and what health probes are told, from construction until ``close``.
+    """Serves ``/metrics`` and health probes from construction until ``close``.
 
     Args:
-        registry: What is exposed.
+        write: Returns all metrics in Prometheus' text format; called on the port's threads.
         host: Address to listen on.
-        port: 0 takes any free one; ``port`` says which.
-        health: Gives status and JSON for the paths of health, None for others; asked on the port's threads.
-        refuse: Asked there, too, with the values of a caller's Authorization header; None lets it pass. Health is open.
-        tls: Gives the context of the next connection; None for plain text.
-        handshake_timeout_s: For a connection's TLS handshake.
-        max_s: For which a caller may keep its connection.
-        max_connections: At one time; further ones are closed as they come.
+        port: 0 selects a free port; the attribute ``port`` holds it.
+        health: Returns status and JSON for a health path, None for other paths; called on the port's threads.
+        refuse: Receives the values of the Authorization header and returns the error answer, or None to accept the
+            caller; called on the port's threads. Health probes need no key.
+        tls: Returns the context of the next connection; None for plain text.
+        handshake_timeout_s: Limit of a TLS handshake.
+        max_s: Limit of one connection.
+        max_connections: Open connections; further ones are closed at once.
 
     Raises:
-        ServeError: ``CONFLICT``, when the address cannot be listened on, naming the option.
+        ServeError: ``CONFLICT``, if the address cannot be listened on; the message names the option.
     """
 
     def __init__(
         self,
-        registry: CollectorRegistry,
+        write: Callable[[], bytes],
         host: str,
         port: int,
         *,
@@ -64,11 +63,9 @@ class MetricsServer:
         max_s: float = _MAX_S,
         max_connections: int = _MAX_CONNECTIONS,
     ) -> None:
-        text_format = TextFormat(registry)
-
         class Handler(_Handler):
             def read(self) -> bytes:
-                return text_format.write()
+                return write()
 
             def read_health(self) -> tuple[int, bytes] | None:
                 return health(self.path)
@@ -89,14 +86,14 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and end the thread. Returns within half a second, scrapes under way are not waited for."""
+        """Stop listening and end the thread. Returns within half a second, without waiting for current scrapes."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class _Server(ThreadingHTTPServer):
-    """Bounds its threads, and how long each may be kept."""
+    """Limits the number of connections and the time of each."""
 
     daemon_threads = True
 
@@ -115,8 +112,8 @@ class _Server(ThreadingHTTPServer):
         self._max_s = max_s
         self._max_connections = max_connections
         self._ends_s: dict[Any, float] = {}
-        """When each connection that is open has had its time, by its socket."""
-        # With a socket of ours, in the place of one that would know one family, and ask a name server for our name.
+        """When each open connection reaches its time limit, by its socket."""
+        # Use our own socket: the base class supports one address family and looks up the host name.
         self.address_family = listener.family
         super().__init__(("", 0), handler, bind_and_activate=False)
         self.socket.close()
@@ -132,14 +129,14 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """On the connection's own thread, which alone waits for its handshake."""
+        """Runs on the connection's own thread, so only that thread waits for the handshake."""
         if self._tls is None:
             super().finish_request(request, client_address)
             return
         request.settimeout(self._handshake_timeout_s)
-        # Who does not finish the handshake, or leaves, is no news.
+        # Failed handshakes and closed connections are not reported.
         with contextlib.suppress(OSError), self._tls().wrap_socket(request, server_side=True) as session:
-            # In the place of the socket that it was made of, which is none any more.
+            # The session replaces the plain socket, which is detached.
             self._ends_s[session] = self._ends_s.pop(request)
             try:
                 super().finish_request(session, client_address)
@@ -153,16 +150,16 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller who left, or was cut off, is no fault that a traceback would explain."""
+        """Report errors of the server only: a closed connection needs no traceback."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
     def service_actions(self) -> None:
-        """Called some times a second; who sends or takes a byte now and then is cut off, too."""
+        """Close connections over their time limit, slow ones included. Called several times a second."""
         now_s = time.monotonic()
         for request, end_s in list(self._ends_s.items()):
             if now_s >= end_s:
-                with contextlib.suppress(OSError):  # its thread may have closed it meanwhile
+                with contextlib.suppress(OSError):  # the connection's thread may have closed it
                     request.shutdown(socket.SHUT_RDWR)
 
 
@@ -186,17 +183,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(*refusal)
             return
         if self.path.partition("?")[0] != "/metrics":
-            self._answer(404, b'{"error":"Not Found: expected /metrics or a path of health"}', _JSON)
+            self._answer(404, b'{"error":"Not Found: expected /metrics or a health path"}', _JSON)
             return
         body = self.read()
         headers = [(b"content-type", CONTENT_TYPE.encode())]
         if _TAKES_GZIP.search(self.headers.get("Accept-Encoding", "")):
-            # The fastest level is enough for names that come again and again, and no other thread waits meanwhile.
+            # The fastest level suffices for repeated names.
             body = gzip.compress(body, compresslevel=1)
             headers.append((b"content-encoding", b"gzip"))
         self._answer(200, body, headers)
 
-    do_HEAD = do_GET  # noqa: N815 - as its base looks for it
+    do_HEAD = do_GET  # noqa: N815 - the base class looks for this name
 
     def _answer(self, status: int, body: bytes | memoryview, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.send_response(status)
@@ -208,4 +205,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """One line a scrape would say nothing."""
+        """Scrapes are not logged."""

@@ -5,8 +5,8 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from interpreted import interpreted_only
-from ortserve.codecs import grpc_stream
-from ortserve.codecs.grpc_stream import encode_stream_answer, encode_stream_error
+from ortserve.codecs import grpc_answer
+from ortserve.codecs.grpc_answer import encode_stream_answer, encode_stream_error
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferResponse
 from ortserve.core.tensor import Tensor
@@ -33,9 +33,9 @@ def test_answer_is_the_unary_one_with_the_mark_of_the_last(size: int) -> None:
 def test_answer_larger_than_a_message_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     response = InferResponse("m", "1", "", [Tensor("y", DataType.FP32, np.zeros(10, np.float32))])
     size = len(encode_stream_answer(response))
-    monkeypatch.setattr(grpc_stream, "MAX_MESSAGE_BYTES", size)
+    monkeypatch.setattr(grpc_answer, "MAX_MESSAGE_BYTES", size)
     assert len(encode_stream_answer(response)) == size
-    monkeypatch.setattr(grpc_stream, "MAX_MESSAGE_BYTES", size - 1)
+    monkeypatch.setattr(grpc_answer, "MAX_MESSAGE_BYTES", size - 1)
     with pytest.raises(ServeError, match=f"Response has byte size {size} which exceeds") as caught:
         encode_stream_answer(response)
     assert caught.value.kind is ErrorKind.INVALID_INPUT

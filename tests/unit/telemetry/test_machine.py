@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from fakes.clock import FakeClock
-from ortserve.telemetry.machine import CpuReading
-from ortserve.telemetry.proc import CpuReader
+from ortserve.telemetry.machine import CpuReader, CpuReading
 
 SECOND_NS = 1_000_000_000
 

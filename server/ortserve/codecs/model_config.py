@@ -1,13 +1,9 @@
-"""A model's configuration as JSON: the form that ``GET …/config`` shows, and the form that a load request brings.
+"""Triton's model configuration in its three forms: the message, proto3 JSON, and text (``config.pbtxt``)."""
 
-protobuf's own printer will not do for the first: it writes 64-bit integers as texts, which breaks clients that count
-with ``dims``.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from google.protobuf import json_format
+from google.protobuf import json_format, text_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
@@ -61,3 +57,43 @@ def _single(field: FieldDescriptor, value: Any) -> Any:
         name = field.enum_type.values_by_number.get(value)
         return name.name if name is not None else value
     return value
+
+
+def parse_config_text(content: bytes) -> ModelConfig:
+    """Read a configuration.
+
+    Raises:
+        ServeError: invalid_input, with line and column of what is not understood.
+    """
+    try:
+        return text_format.Parse(content.decode(), ModelConfig())
+    except UnicodeDecodeError:
+        raise invalid_input("is not a text in UTF-8") from None
+    except text_format.ParseError as error:
+        # The names of our messages say nothing to whoever wrote the file.
+        raise invalid_input(" ".join(str(error).replace("inference.", "").split())) from None
+
+
+def set_fields(message: Message, prefix: str = "") -> Iterator[str]:
+    """The paths of what is set to something else than its default, those of messages before what is in them."""
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        yield path
+        of_values = _map_values(field)
+        if of_values is not None and of_values.message_type is None:
+            continue
+        if of_values is not None:
+            items = list(value.values())
+        elif field.message_type is None:
+            continue
+        else:
+            items = list(value) if field.is_repeated else [value]
+        for item in items:
+            yield from set_fields(item, f"{path}.")
+
+
+def _map_values(field: FieldDescriptor) -> FieldDescriptor | None:
+    if field.message_type is None or not field.message_type.GetOptions().map_entry:
+        return None
+    values: FieldDescriptor = field.message_type.fields_by_name["value"]
+    return values

@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 
 from apart import UnavailableError, installed_apart
-from ortserve.config.session_entries import FILE_ENTRIES, SESSION_ENTRIES, check_session_entry
+from ortserve.config.session import FILE_ENTRIES, SESSION_ENTRIES, check_session_entry
 from plugin_provider import openvino_folder
 
 OF_CUDA = {
