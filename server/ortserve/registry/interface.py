@@ -66,7 +66,7 @@ def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Inter
     Raises:
         ServeError: invalid_input, naming the input or output, what the model has and what was configured.
     """
-    if options.says_batched and not signature.is_batched:
+    if options.is_set_to_batch and not signature.is_batched:
         raise invalid_input(f"the configuration says that the model is batched, but {signature.unbatched_because}")
     inputs = _ordered("input", signature.inputs, options.inputs)
     outputs = _ordered("output", signature.outputs, options.outputs)
