@@ -1,7 +1,7 @@
 """Watches the event loop from a thread of its own, and reports a loop that stands still.
 
 All connections wait while one callback runs. The watchdog asks the loop for an answer four times a second and, where
-none comes, logs what the loop is doing: the step of ``telemetry.readings`` and the loop thread's Python stack. Both need the
+X
 interpreter lock. While a call keeps the lock, the watchdog cannot run; it then reports the stall after its end, with
 the step that the loop has reached by then, which is usually a later step of the same request.
 """

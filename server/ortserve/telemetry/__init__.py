@@ -1,6 +1,6 @@
-"""What an operator sees: metrics, the port that exposes them, and log lines.
+"""Metrics, log lines and traces: records what happens and decides nothing.
 
-The only room that knows prometheus_client. It is told what happened and decides nothing.
+The only room, besides ``app``, that imports prometheus_client, and the only one that imports OpenTelemetry.
 """
 
 __all__ = [

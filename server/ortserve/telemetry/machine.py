@@ -17,16 +17,16 @@ from ortserve.telemetry.families import Family
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One GPU at a moment; None for what it does not tell.
+    """State of one GPU; None for values that it does not report.
 
     Attributes:
         uuid: As NVIDIA's tools show it.
-        utilization: Share of the last moments in which it computed.
-        memory_total_bytes: All that it has.
-        memory_used_bytes: By whatever process.
-        power_watts: At this moment.
-        power_limit_watts: That it is kept below.
-        energy_joules: Since the server started.
+        utilization: Share of recent time in which it computed.
+        memory_total_bytes: Size of its memory.
+        memory_used_bytes: Memory in use by all processes.
+        power_watts: Current power.
+        power_limit_watts: Power limit.
+        energy_joules: Energy since the server started.
     """
 
     uuid: str
@@ -40,12 +40,12 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class CpuReading:
-    """The machine's processors and memory at a moment, with all that runs there; None for what is not known.
+    """State of the machine's processors and memory, for all processes; None for unknown values.
 
     Attributes:
         utilization: Share of the time of all processors in which they were busy.
-        memory_total_bytes: All that there is.
-        memory_used_bytes: What of it cannot be had without swapping.
+        memory_total_bytes: Size of the memory.
+        memory_used_bytes: Memory that is not available without swapping.
     """
 
     utilization: float | None = None
@@ -107,7 +107,7 @@ MACHINE_DECLARATIONS: Final = (
 
 
 def machine_families(gpus: Sequence[GpuReading], cpu: CpuReading) -> Iterator[Family]:
-    """The families of what was read."""
+    """The families of the readings."""
     for declaration, of_gpu in _GPU:
         yield Family(declaration, {(gpu.uuid,): value for gpu in gpus if (value := of_gpu(gpu)) is not None})
     for declaration, of_cpu in _CPU:
@@ -116,23 +116,23 @@ def machine_families(gpus: Sequence[GpuReading], cpu: CpuReading) -> Iterator[Fa
 
 
 _LEAST_NS: Final = 1_000_000_000
-"""Of a time over which the busy share is taken: Triton looks every second, and the kernel counts hundredths."""
+"""Minimum interval of a utilization. Triton measures every second; the kernel counts hundredths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticks:
-    """What the kernel has counted for all processors, in its own unit."""
+    """Counts of the kernel for all processors, in its own unit."""
 
     busy: int
     idle: int
 
 
 class CpuReader:
-    """Reads what holds for the whole machine, in a container, too, as Triton does. From any thread; never raises.
+    """Reads Linux's ``/proc`` for the whole machine, also in a container, as Triton does. From any thread; never
+    raises.
 
-    Where there is no ``/proc``, nothing is known. The busy share is that since the last scrape, or since this was
-    made; a scrape within a second of the last one is told the same again, so that two who scrape take nothing from
-    each other.
+    Without ``/proc`` all values are None. The utilization covers the time since the last scrape, or since construction.
+    A scrape within a second of the last one returns the same value, so that two scrapers do not disturb each other.
     """
 
     def __init__(self, clock: Clock, folder: Path = Path("/proc")) -> None:
@@ -144,7 +144,7 @@ class CpuReader:
         self._utilization: float | None = None
 
     def read(self) -> CpuReading:
-        """As it stands. The files are the kernel's own, so that nothing waits for a disk."""
+        """The current state. The kernel provides the files, so reading them does not wait for a disk."""
         total, available = _read_memory(self._folder)
         used = None if total is None or available is None else max(0, total - available)
         return CpuReading(self._read_utilization(), total, used)
@@ -157,7 +157,7 @@ class CpuReader:
             ticks, before = _read_ticks(self._folder), self._ticks
             if ticks is None or before is None:
                 return None
-            # The kernel's count of idle time may go back a little.
+            # The kernel's count of idle time may decrease slightly.
             busy, idle = max(0, ticks.busy - before.busy), max(0, ticks.idle - before.idle)
             if busy + idle:
                 self._utilization = busy / (busy + idle)
@@ -166,7 +166,7 @@ class CpuReader:
 
 
 def _read_ticks(folder: Path) -> _Ticks | None:
-    """Of ``/proc/stat``, whose first line sums up all processors (man 5 proc_stat)."""
+    """The first line of ``/proc/stat``, which holds the sums of all processors (man 5 proc_stat)."""
     try:
         with (folder / "stat").open() as file:
             name, *counts = file.readline().split()
@@ -179,7 +179,7 @@ def _read_ticks(folder: Path) -> _Ticks | None:
 
 
 def _read_memory(folder: Path) -> tuple[int | None, int | None]:
-    """Bytes of memory, and those of them that can be had, by ``/proc/meminfo``, which counts in kibibytes."""
+    """Total and available memory in bytes, from ``/proc/meminfo``, which counts kibibytes."""
     try:
         lines = (folder / "meminfo").read_text().splitlines()
         kibibytes = {name: int(rest.split()[0]) for name, colon, rest in (line.partition(":") for line in lines)}

@@ -29,15 +29,16 @@ FAILURE_REASONS: Final[Mapping[ErrorKind, str]] = {
     ErrorKind.INTERNAL: "BACKEND",
     ErrorKind.CONFLICT: "OTHER",
 }
-"""Triton's reasons of failures by our kinds. Kinds that are not here are the caller's mistakes, found before a request
-was accepted; the protocol's statistics leave those out. Unlike Triton's they count refusals for want of room."""
+"""Triton's reasons of failures, by our kinds of errors. Other kinds are errors of the caller that are found before a
+request is accepted; the protocol's statistics do not count them. Unlike in Triton, requests rejected because a queue is
+full are counted."""
 
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """How often, and nanoseconds in all."""
+    """Number of occurrences, and their total time in nanoseconds."""
 
     count: int = 0
     ns: int = 0
@@ -45,7 +46,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeStatistics:
-    """The batches of one size; the counts are executions."""
+    """Batches of one size; the counts are executions."""
 
     batch_size: int
     compute_input: Duration
@@ -55,7 +56,7 @@ class BatchSizeStatistics:
 
 @dataclass(frozen=True, slots=True)
 class InferStatistics:
-    """``success`` spans a request from its complete body to its answer; the parts are those of successful requests."""
+    """``success`` lasts from the complete body to the answer; the other parts are of successful requests."""
 
     success: Duration
     fail: Duration
@@ -67,14 +68,14 @@ class InferStatistics:
 
 @dataclass(frozen=True, slots=True)
 class VersionStatistics:
-    """A model version's numbers since it was loaded.
+    """Statistics of a model version since it was loaded.
 
     Attributes:
         last_done_ns: When a request was last answered (monotonic); 0 if none was.
         inference_count: Rows of answered requests.
         execution_count: Batches that ran.
-        failures: Requests that failed, by Triton's reasons.
-        batches: By their size, ascending.
+        failures: Failed requests, by Triton's reasons.
+        batches: In ascending order of size.
     """
 
     name: str
@@ -88,7 +89,7 @@ class VersionStatistics:
 
 
 def read_statistics(model: ModelMetrics) -> VersionStatistics:
-    """Only reads, so that a scrape may ask from its own thread; its numbers may then be a request apart."""
+    """Compute the statistics. From any thread; on another thread than the loop's, values may differ by one request."""
     success = _sum(model.answered.copy().values())
     by_reason = {reason: Duration() for reason in REASONS}
     for (_, kind), series in model.failed.copy().items():
@@ -132,12 +133,12 @@ def _sum(series: Iterable[HistogramSeries]) -> Duration:
 _VERSION: Final = ("model", "version")
 
 Samples: TypeAlias = Mapping[tuple[str, ...], float]
-"""Values by those of the labels behind model and version."""
+"""Values by the labels after model and version."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonMetric:
-    """A metric's declaration and where its values come from."""
+    """A metric's declaration and the function that reads its values."""
 
     declaration: Declaration
     read: Callable[[ModelMetrics, VersionStatistics], Samples]
@@ -156,16 +157,14 @@ def _failures(_: ModelMetrics, statistics: VersionStatistics) -> Samples:
 
 
 TRITON_METRICS: Final = (
-    _counter(
-        "nv_inference_request_success", "Requests that were answered.", lambda known: known.inference.success.count
-    ),
+    _counter("nv_inference_request_success", "Answered requests.", lambda known: known.inference.success.count),
     TritonMetric(
         Declaration(
             "nv_inference_request_failure",
             "counter",
             (*_VERSION, "reason"),
-            "Requests that failed: REJECTED (refused for want of room or time), CANCELED, BACKEND (failed in a run) or "
-            "OTHER. Malformed ones are not counted.",
+            "Failed requests: REJECTED (queue full or deadline not met), CANCELED, BACKEND (failed in a run) or OTHER. "
+            "Malformed requests are not counted.",
         ),
         _failures,
     ),
@@ -173,36 +172,36 @@ TRITON_METRICS: Final = (
     _counter("nv_inference_exec_count", "Batches that ran.", lambda known: known.execution_count),
     _counter(
         "nv_inference_request_duration_us",
-        "Microseconds of answered requests, from complete body to answer.",
+        "Time of answered requests from the complete body to the answer, in microseconds.",
         lambda known: known.inference.success.ns // 1000,
     ),
     _counter(
         "nv_inference_queue_duration_us",
-        "Of these, spent in the queue.",
+        "Time of answered requests in the queue, in microseconds.",
         lambda known: known.inference.queue.ns // 1000,
     ),
     _counter(
         "nv_inference_compute_input_duration_us",
-        "Of these, spent gathering inputs; each request of a batch is charged the batch's whole time.",
+        "Time of gathering inputs, in microseconds; each request of a batch counts the whole time of the batch.",
         lambda known: known.inference.compute_input.ns // 1000,
     ),
     _counter(
         "nv_inference_compute_infer_duration_us",
-        "Of these, spent computing; each request of a batch is charged the batch's whole time.",
+        "Time of computing, in microseconds; each request of a batch counts the whole time of the batch.",
         lambda known: known.inference.compute_infer.ns // 1000,
     ),
     _counter(
         "nv_inference_compute_output_duration_us",
-        "Of these, spent on answers after computing.",
+        "Time from the end of computing to the answer, in microseconds.",
         lambda known: known.inference.compute_output.ns // 1000,
     ),
     TritonMetric(
-        Declaration("nv_inference_pending_request_count", "gauge", _VERSION, "Requests that wait for a free instance."),
+        Declaration("nv_inference_pending_request_count", "gauge", _VERSION, "Requests in the queue."),
         lambda model, _: {(): model.batching().queue_requests},
     ),
     TritonMetric(
         Declaration(
-            "nv_model_load_duration_secs", "gauge", _VERSION, "Time that loading took, of a version that serves."
+            "nv_model_load_duration_secs", "gauge", _VERSION, "Time that loading a serving version took, in seconds."
         ),
         lambda model, _: {(): model.load_ns / 1e9} if model.load_ns else {},
     ),
@@ -212,7 +211,7 @@ TRITON_DECLARATIONS: Final = (*(metric.declaration for metric in TRITON_METRICS)
 
 
 class TritonMetrics(Collector):
-    """Exposes the numbers of ``metrics`` under Triton's names. Counting costs nothing more, a scrape does."""
+    """Exposes ``metrics`` under Triton's names. This costs time only at a scrape."""
 
     def __init__(
         self,
@@ -222,7 +221,7 @@ class TritonMetrics(Collector):
         read_gpus: Callable[[], Sequence[GpuReading]] = tuple,
         read_cpu: Callable[[], CpuReading] = CpuReading,
     ) -> None:
-        """``read_gpus`` and ``read_cpu`` are asked at each scrape, on the scraping thread."""
+        """``read_gpus`` and ``read_cpu`` are called at each scrape, on the scraping thread."""
         self._metrics = metrics
         self._read_gpus = read_gpus
         self._read_cpu = read_cpu
@@ -233,7 +232,7 @@ class TritonMetrics(Collector):
         return [Family(declaration) for declaration in TRITON_DECLARATIONS]
 
     def collect(self) -> Iterator[Metric]:
-        """The families as they stand. Called by the registry on the scraping thread."""
+        """The families with their current samples. The registry calls this on the scraping thread."""
         known = [(model, read_statistics(model)) for model in self._metrics.models()]
         for metric in TRITON_METRICS:
             values = {

@@ -15,7 +15,7 @@ import pytest
 from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
 from ortserve.telemetry import trace_files
-from ortserve.telemetry.trace_files import Sampling, TraceFiles, spell_record
+from ortserve.telemetry.trace_files import Sampling, TraceFiles, encode_record
 
 MANY = 10**9
 
@@ -77,7 +77,7 @@ def test_path_that_cannot_be_a_file_is_refused_at_once(tmp_path: Path, name: str
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ServeError, match="trace_file: expected a plain file, or none yet, in a folder"):
+    with pytest.raises(ServeError, match="trace_file: expected a regular file, or no file yet, in a writable folder"):
         TraceFiles(tmp_path / name if name else Path("/"), max_bytes=MANY)
 
 
@@ -118,7 +118,7 @@ def test_full_disk_loses_traces_once_told_and_leaves_whole_files(
     files.close()
     assert ids(path) == [*range(20), 99]
     assert names(tmp_path) == ["trace.json"]
-    assert [told for told, _ in lines(caplog)] == ["traces cannot be written", "traces were lost"]
+    assert [told for told, _ in lines(caplog)] == ["traces cannot be written", "traces were dropped"]
     assert lines(caplog)[1][1] == {"count": 400}
 
 
@@ -130,8 +130,8 @@ def test_no_more_is_written_than_the_operator_allows(tmp_path: Path, caplog: pyt
     files.close()
     assert names(tmp_path) == ["trace.json.0", "trace.json.1", "trace.json.2"]
     assert lines(caplog) == [
-        ("traces are dropped", {"reason": "trace_max_bytes: 12288 bytes are written"}),
-        ("traces were lost", {"count": 8}),
+        ("traces are dropped", {"reason": "trace_max_bytes: 12288 bytes have been written"}),
+        ("traces were dropped", {"count": 8}),
     ]
 
 
@@ -150,8 +150,8 @@ def test_disk_that_is_slower_than_traces_come_loses_some(
     assert written == list(range(len(written)))
     assert 5 < len(written) < 20
     assert lines(caplog) == [
-        ("traces are dropped", {"reason": "the disk is slower than traces come"}),
-        ("traces were lost", {"count": 50 - len(written)}),
+        ("traces are dropped", {"reason": "the disk is too slow"}),
+        ("traces were dropped", {"count": 50 - len(written)}),
     ]
 
 
@@ -174,7 +174,7 @@ WHOLE = Timing(10, 20, 30, 40, 50, 60, begun_ns=5)
 def trace(
     timing: Timing = WHOLE, *, protocol: str = "http", request_id: str = "", sent_ns: int | None = 70
 ) -> dict[str, Any]:
-    text = spell_record(7, "m", "3", request_id, protocol, timing, ended_ns=60, sent_ns=sent_ns)
+    text = encode_record(7, "m", "3", request_id, protocol, timing, ended_ns=60, sent_ns=sent_ns)
     document: dict[str, Any] = json.loads(text)
     return document
 
