@@ -1,4 +1,4 @@
-"""Wire bytes to requests and responses to wire bytes: pure functions, one file a format."""
+"""Wire bytes to requests, and responses to wire bytes: pure functions, by format."""
 
 __all__ = [
     "binary_tensor",

@@ -22,14 +22,14 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 def decode_binary_tensor(
     data: bytes | memoryview, datatype: DataType, shape: tuple[int, ...], name: str, model: str
 ) -> np.ndarray:
-    """Read a tensor of non-negative ``shape`` without copying (BYTES excepted).
+    """Decode a tensor of non-negative ``shape``, without a copy except for BYTES.
 
     Returns:
-        A read-only view on ``data``, which may be unaligned.
+        A read-only, possibly unaligned view on ``data``.
 
     Raises:
-        ServeError: invalid_input, when ``data`` is not exactly as long as the tensor, or when a BOOL is neither 0 nor
-            1: kernels may do anything with another byte.
+        ServeError: invalid_input, if ``data`` does not have the exact length of the tensor, or if a BOOL is neither 0
+            nor 1, for which the behaviour of kernels is undefined.
     """
     if datatype is DataType.BYTES:
         return decode_bytes_elements(data, shape, name)
@@ -44,7 +44,7 @@ def decode_binary_tensor(
 
 
 def encode_binary_tensor(array: np.ndarray, datatype: DataType) -> bytes | memoryview:
-    """Spell a tensor as bytes; a contiguous one is returned as a view on its memory, not copied."""
+    """Encode a tensor as bytes. A contiguous tensor is returned as a view on its memory."""
     if datatype is DataType.BYTES:
         return encode_bytes_elements(array)
     if array.size == 0:
@@ -55,14 +55,15 @@ def encode_binary_tensor(array: np.ndarray, datatype: DataType) -> bytes | memor
 _LENGTH: Final = struct.Struct("<I")
 
 _WINDOW_BYTES: Final = 256 * 1024
-"""Copied at a time, to be cut into elements: slices of a memoryview are objects of their own."""
+"""Bytes that are copied at a time and then cut into elements: slices of a memoryview cost an object each."""
 
 _STEP: Final = 1024
-"""Elements after which a thread offers the interpreter lock: some 0.1 ms. Compiled code never does so by itself."""
+"""Elements, about 0.1 ms, after which a thread releases the interpreter lock; compiled code never releases it
+itself."""
 
 
 class TextArray:
-    """An object array that is filled element by element. A thread that fills a long one gives way to others."""
+    """An object array that is filled element by element. It releases the interpreter lock at intervals."""
 
     def __init__(self, count: int) -> None:
         self._array = np.empty(count, dtype=object)
@@ -70,7 +71,7 @@ class TextArray:
         self.filled = 0
 
     def add(self, text: str) -> None:
-        """Put in the next element. There is room for ``count``."""
+        """Append an element; at most ``count`` in total."""
         self._step.append(text)
         self.filled += 1
         if len(self._step) == _STEP:
@@ -78,7 +79,7 @@ class TextArray:
             time.sleep(0)
 
     def array(self) -> np.ndarray:
-        """The elements so far, of shape ``(filled,)``."""
+        """The elements added so far, of shape ``(filled,)``."""
         self._put()
         return self._array[: self.filled]
 
@@ -88,24 +89,24 @@ class TextArray:
 
 
 def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Read exactly the elements of ``shape`` from ``data``.
+    """Decode the elements of ``shape``, which must fill ``data`` exactly.
 
     Returns:
         An object array of ``str`` with ``shape``.
 
     Raises:
-        ServeError: invalid_input, when the elements do not fill ``data`` exactly or are not UTF-8; too_large, for more
-            elements, or a longer one, than are allowed.
+        ServeError: invalid_input, if the elements do not fill ``data`` exactly or are not UTF-8; too_large, for too
+            many or too long elements.
     """
     count = prod(shape)
     end = len(data)
-    if count * 4 > end:  # checked before anything of that size is allocated
+    if count * 4 > end:  # checked before the array is allocated
         raise invalid_input(f"expected {count} string elements for inference input '{name}', got {end} bytes")
     check_text_count(count, name)
     texts = TextArray(count)
-    begin = 0  # of the window
+    begin = 0  # offset of the window in data
     window = bytes(data[:_WINDOW_BYTES])
-    offset = 0  # in the window, of the first element that was not read
+    offset = 0  # offset in the window of the next element
     try:
         while texts.filled < count:
             stop = offset + 4
@@ -115,7 +116,7 @@ def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name
                 texts.add(window[offset + 4 : stop].decode())
                 offset = stop
                 continue
-            size = stop - offset  # of the element, or 4 where its length is not in the window either
+            size = stop - offset  # of the element, or 4 if the window does not contain its length
             begin, offset = begin + offset, 0
             if begin + size > end or size > MAX_TEXT_BYTES + 4:
                 break
@@ -128,7 +129,7 @@ def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name
 
 
 def check_text_count(count: int, name: str) -> None:
-    """Raises ServeError: too_large, for more elements than are allowed."""
+    """Raises ServeError: too_large, for more than ``MAX_TEXTS`` elements."""
     if count > MAX_TEXTS:
         raise ServeError(
             ErrorKind.TOO_LARGE,
@@ -137,7 +138,7 @@ def check_text_count(count: int, name: str) -> None:
 
 
 def _fault(data: bytes | memoryview, offset: int, index: int, count: int, name: str) -> ServeError:
-    """What is wrong with element ``index`` at ``offset``, or with there being one, or none."""
+    """The error for element ``index`` at ``offset``, or for a missing or additional element."""
     left = len(data) - offset
     if left == 0:
         return invalid_input(f"expected {count} string elements for inference input '{name}', got {index}")
@@ -163,7 +164,7 @@ def _fault(data: bytes | memoryview, offset: int, index: int, count: int, name: 
 
 
 def decode_element(element: bytes | memoryview, index: int, name: str) -> str:
-    """Raises ServeError: invalid_input, when ``element`` is not UTF-8."""
+    """Decode one element. Raises ServeError: invalid_input, if it is not UTF-8."""
     try:
         return str(element, "utf-8")
     except UnicodeDecodeError as error:
@@ -174,16 +175,16 @@ def decode_element(element: bytes | memoryview, index: int, name: str) -> str:
 
 
 def object_array(elements: list[str], shape: tuple[int, ...]) -> np.ndarray:
-    """Put ``elements`` (as many as ``shape`` has) into an object array, never looking inside them."""
+    """An object array of ``shape`` with ``elements``, without conversion."""
     array = np.empty(len(elements), dtype=object)
     array[:] = elements
     return array.reshape(shape)
 
 
 def encode_bytes_elements(array: np.ndarray) -> bytes:
-    """Spell an object array of ``str`` as length-prefixed UTF-8 elements in row-major order.
+    """Encode an object array of ``str`` as length-prefixed UTF-8 elements in row-major order.
 
-    A thread that spells many gives way to others.
+    Releases the interpreter lock at intervals.
     """
     pieces: list[bytes] = []
     for element in array.ravel():
@@ -201,16 +202,18 @@ BYTE_SIZE: Final = "shared_memory_byte_size"
 
 
 def read_span(parameters: Mapping[str, Parameter], what: str) -> RegionSpan:
-    """Read them; ``what``, such as ``input 'x'``, is for the messages.
+    """Read the place of an input or output in shared memory from its parameters.
+
+    ``what``, for example ``input 'x'``, appears in errors.
 
     Raises:
-        ServeError: invalid_input, for a value of another type than the protocol's, and for a missing size.
+        ServeError: invalid_input, for a value of a wrong type, and for a missing size.
     """
     region = parameters.get(REGION)
     if type(region) is not str:
         raise _error(REGION, "a string", what, region)
     if BYTE_SIZE not in parameters:
-        raise invalid_input(f"{what}: '{REGION}' needs '{BYTE_SIZE}' beside it")
+        raise invalid_input(f"{what}: '{REGION}' also needs '{BYTE_SIZE}'")
     return RegionSpan(region, _unsigned(parameters, OFFSET, what), _unsigned(parameters, BYTE_SIZE, what))
 
 

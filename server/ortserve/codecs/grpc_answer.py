@@ -28,12 +28,12 @@ _CACHED_HEADS: Final = 1024
 
 
 def encode_response(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
-    """Serialize a ``ModelInferResponse``: one entry of raw contents for each output, typed contents never.
+    """Serialize a ``ModelInferResponse``: one entry of raw contents per output, no typed contents.
 
-    The message is in ``memory`` where there is some.
+    The message is in ``memory``, if given.
 
     Raises:
-        ServeError: invalid_input, when the answer is larger than a message may be.
+        ServeError: invalid_input, if the answer is larger than a message can be.
     """
     placed = response.placed
     announced = []
@@ -41,7 +41,7 @@ def encode_response(response: InferResponse, memory: LargeMemory | None = None) 
     for tensor in response.outputs:
         array = tensor.array
         announced.append((tensor.name, tensor.datatype, array.shape))
-        # Clients look for one entry of raw contents an output, also where it says nothing.
+        # Clients expect one entry of raw contents per output, even if it is empty.
         content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype)
         raw.append(raw_output(len(content)))
         raw.append(content)
@@ -72,7 +72,7 @@ class GrpcEncoder:
 def _answer_head(
     model: str, version: str, outputs: tuple[tuple[str, DataType, tuple[int, ...]], ...]
 ) -> tuple[bytes, bytes]:
-    """What stands before and behind the id in an answer's head."""
+    """The parts of an answer's head before and after the id."""
     message = ModelInferResponse()
     for name, datatype, shape in outputs:
         message.outputs.add(name=name, datatype=datatype.value, shape=shape)
@@ -94,13 +94,13 @@ _FINAL_PARAMETER: Final = _final_parameter()
 
 
 def encode_stream_answer(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
-    """Serialize the answer of one request.
+    """Serialize the answer of one request on a stream.
 
     Raises:
-        ServeError: invalid_input, when it is larger than a message may be.
+        ServeError: invalid_input, if it is larger than a message can be.
     """
     answer = encode_response(response, memory)
-    # Fields of a message may come in any order, so that the parameter can follow the tensors.
+    # Fields of a message may come in any order, so the parameter can follow the tensors.
     size = len(answer) + len(_FINAL_PARAMETER)
     head = _ANSWER_TAG + varint(size)
     if len(head) + size > MAX_MESSAGE_BYTES:
@@ -121,12 +121,12 @@ class StreamEncoder(GrpcEncoder):
 
 
 def encode_stream_error(request: bytes | memoryview, text: str, version: str = "") -> bytes:
-    """Serialize what is wrong with a request, under the id and model that its bytes give.
+    """Serialize the error of a request, with the id and model from its bytes.
 
-    ``version`` is of the model that was to answer; empty for the one that the request names, if any.
+    ``version`` is the model's version; empty for the version that the request names, if any.
     """
     names = read_names(request)
-    message = ModelStreamInferResponse(error_message=text or "unknown error")  # an empty one would be no error
+    message = ModelStreamInferResponse(error_message=text or "unknown error")  # an empty message means success
     answer = message.infer_response
     answer.id, answer.model_name, answer.model_version = names.id, names.model_name, version or names.model_version
     answer.parameters[_FINAL].bool_param = True

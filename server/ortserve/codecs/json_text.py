@@ -30,18 +30,18 @@ from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ServeError, invalid_input
 
 _TOKENS: Final = np.array([b"NaN", b"Infinity", b"-Infinity"], object)
-"""By the sign of what they stand for."""
+"""Indexed by the sign of the value; NaN is 0."""
 
 _PLACE: Final = b"\1"
 _STEP: Final = 4096
-"""Elements that are written at a time, in about 0.2 ms."""
+"""Elements that are encoded at a time, in about 0.2 ms."""
 
 
 def parse_json(text: bytes | memoryview) -> Any:
-    """Read a document.
+    """Parse a document.
 
     Raises:
-        ServeError: invalid_input, with the reason and the place.
+        ServeError: invalid_input, with the reason and the position.
     """
     try:
         return orjson.loads(text)
@@ -51,7 +51,7 @@ def parse_json(text: bytes | memoryview) -> Any:
     if b"NaN" in raw or b"Infinity" in raw:
         try:
             document = json.loads(raw, parse_float=_finite)
-            if b"\\u" in raw:  # it takes half a surrogate pair for a character, which nothing can be made of any more
+            if b"\\u" in raw:  # the json module accepts lone surrogates, which cannot be encoded
                 json.dumps(document, ensure_ascii=False).encode()
             return document
         except (ValueError, RecursionError):
@@ -60,7 +60,7 @@ def parse_json(text: bytes | memoryview) -> Any:
 
 
 class LongArray:
-    """An array that is written already, in pieces. No dataclass: orjson would write its fields."""
+    """An encoded array, in pieces. Not a dataclass, because orjson would encode its fields."""
 
     __slots__ = ("pieces",)
 
@@ -71,24 +71,22 @@ class LongArray:
 def write_json(
     document: dict[str, Any], outputs: Sequence[Tensor], memory: LargeMemory | None = None
 ) -> bytes | memoryview:
-    """Write a document whose numpy arrays and numbers, wherever they are in it, come from ``outputs``.
+    """Encode a document whose numpy arrays and numbers come from ``outputs``.
 
-    Long arrays are put together in ``memory``, where there is some.
+    Long arrays are joined in ``memory``, if given.
     """
     long: list[LongArray] = []
     text = orjson.dumps(document, default=partial(_stand_in, long), option=orjson.OPT_SERIALIZE_NUMPY)
-    # orjson writes NaN and the infinities as null. Looking for it in the text costs next to nothing; only a hit makes
-    # the arrays worth a look.
+    # orjson encodes NaN and infinities as null. Searching the text is cheap; the arrays are checked only after a hit.
     if b"null" in text and any(_has_non_finite(tensor) for tensor in outputs):
         long = []
-        text = orjson.dumps(
-            document, default=partial(_stand_in, long)
-        )  # not told of numpy, it asks for what is numpy's
+        # Without OPT_SERIALIZE_NUMPY, orjson calls ``default`` for numpy's values.
+        text = orjson.dumps(document, default=partial(_stand_in, long))
     return text if not long else _with_long_arrays(text, long, memory)
 
 
 def write_array(elements: np.ndarray | list[str]) -> LongArray:
-    """Write a long array of numbers, or of texts, step by step: a thread that does so gives way to others."""
+    """Encode a long array of numbers or texts in steps, and release the interpreter lock after each."""
     pieces: list[bytes] = []
     for begin in range(0, len(elements), _STEP):
         step = elements[begin : begin + _STEP]
@@ -102,7 +100,7 @@ def write_array(elements: np.ndarray | list[str]) -> LongArray:
 
 
 def _stand_in(long: list[LongArray], value: object) -> orjson.Fragment:
-    """What orjson writes for what it does not know. For a long array that is a byte which is nowhere else in JSON."""
+    """The encoding of values that orjson does not support; for a long array a byte that cannot occur in JSON."""
     if isinstance(value, LongArray):
         long.append(value)
         return orjson.Fragment(_PLACE)
@@ -112,7 +110,7 @@ def _stand_in(long: list[LongArray], value: object) -> orjson.Fragment:
 
 
 def _with_long_arrays(text: bytes, long: list[LongArray], memory: LargeMemory | None) -> bytes | memoryview:
-    """Put the arrays into their places. Joining releases the interpreter lock, which orjson keeps while it copies."""
+    """Insert the arrays. Joining releases the interpreter lock, which orjson would hold while it copies."""
     around = text.split(_PLACE)
     pieces: list[bytes | memoryview] = [around[0]]
     for array, after in zip(long, around[1:], strict=True):
@@ -124,8 +122,8 @@ def _with_long_arrays(text: bytes, long: list[LongArray], memory: LargeMemory | 
 
 def _finite(literal: str) -> float:
     number = float(literal)
-    if math.isinf(number):  # 1e400: not the token, and orjson refuses it, too
-        raise invalid_input(f"failed to parse the request JSON buffer: a number is beyond the range of FP64: {literal}")
+    if math.isinf(number):  # 1e400 is not a token; orjson rejects it, too
+        raise invalid_input(f"failed to parse the request JSON buffer: a number exceeds the range of FP64: {literal}")
     return number
 
 
@@ -140,13 +138,15 @@ def _with_tokens(numbers: np.ndarray | np.generic) -> orjson.Fragment:
 
 
 def _spell_with_tokens(numbers: np.ndarray | np.generic, text: bytes) -> bytes:
-    """``text``, as orjson spells ``numbers``, with a token for each null, of which there is one for each non-finite."""
+    """``text``, orjson's encoding of ``numbers``, with a token in place of each null, which stands for a non-finite
+    value.
+    """
     if numbers.dtype.kind != "f":
         return text
     flat = numbers.reshape(-1)
     odd = flat[~np.isfinite(flat)]
     signs = np.where(np.isnan(odd), 0, np.sign(odd)).astype(np.intp)
-    if odd.size and (signs == signs[0]).all():  # a mask, or a model that went wrong: no need to split
+    if odd.size and (signs == signs[0]).all():  # all the same, for example in a mask
         return text.replace(b"null", _TOKENS[signs[0]])
     pieces = [b""] * (2 * odd.size + 1)
     pieces[::2] = text.split(b"null")
@@ -159,13 +159,13 @@ _WANTED: Final = {"f": "numbers", "i": "integers", "u": "integers", "b": "boolea
 
 
 def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Make the tensor of ``shape`` from ``data``, whose elements are taken in row-major order whatever their nesting.
+    """Create the tensor of ``shape`` from ``data``, whose elements are read in row-major order at any nesting.
 
     Returns:
         A new, contiguous array of ``datatype.numpy``.
 
     Raises:
-        ServeError: invalid_input, naming the input, what was expected and what came.
+        ServeError: invalid_input, with the input, the expected and the actual value.
     """
     elements, types = _flatten(data, shape, name)
     if len(elements) != prod(shape):
@@ -179,17 +179,17 @@ def decode_json_data(data: list[Any], datatype: DataType, shape: tuple[int, ...]
 
 
 def encode_json_data(array: np.ndarray, datatype: DataType) -> np.ndarray | list[Any] | LongArray:
-    """Give what orjson and json can write as a flat list; long arrays are written at once, step by step."""
+    """A flat list or array that orjson and json can encode. Long arrays are encoded here, in steps."""
     flat = array.ravel()
     elements = flat.tolist() if datatype is DataType.BYTES else widen(flat) if datatype is DataType.BF16 else flat
     return write_array(elements) if array.size > INLINE_ELEMENTS else elements
 
 
 def _flatten(data: list[Any], shape: tuple[int, ...], name: str) -> tuple[list[Any], set[type]]:
-    """The elements of nested lists and their types.
+    """The elements of nested lists, and their types.
 
-    By hand, because numpy makes one type of them all: numbers of booleans beside numbers, and of numbers beside a text
-    as many texts of its length, so that a body of 100 kB could ask for gigabytes.
+    numpy is not used, because it converts all elements to one type: booleans beside numbers to numbers, and numbers
+    beside a text to texts of its length, so that a body of 100 kB could take gigabytes.
     """
     types = set(map(type, data))
     depth = 1
@@ -227,7 +227,7 @@ def _numbers(elements: list[Any], types: set[type], datatype: DataType, name: st
 
 def _floats(elements: list[Any], datatype: DataType, name: str) -> np.ndarray:
     try:
-        if datatype is DataType.FP32:  # in less than half the time that numpy takes, by way of FP64
+        if datatype is DataType.FP32:  # less than half the time of numpy, which converts through FP64
             array = np.empty(len(elements), np.float32)
             struct.pack_into(f"={len(elements)}f", array.data, 0, *elements)
             return array
@@ -250,7 +250,7 @@ def _texts(elements: list[Any], types: set[type], shape: tuple[int, ...], name: 
         raise invalid_input(f"Unable to parse 'data' of input '{name}': expected strings for BYTES, got {_spell(odd)}")
     try:
         "".join(elements).encode()
-    except UnicodeEncodeError:  # a lone surrogate escape: json.loads lets it through, orjson does not
+    except UnicodeEncodeError:  # a lone surrogate escape, which json.loads accepts and orjson rejects
         raise invalid_input(f"Unable to parse 'data' of input '{name}': a string is not valid Unicode") from None
     return object_array(elements, shape)
 
@@ -287,11 +287,11 @@ def _count_error(name: str, shape: tuple[int, ...], came: str) -> ServeError:
 
 
 LoadParameter: TypeAlias = bool | int | str | bytes
-"""Of a load: a file's bytes, or what JSON has."""
+"""A parameter of a load: the bytes of a file, or a JSON value."""
 
 
 def parse_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """Parse an object; no bytes at all count as ``{}``. Raises ServeError: invalid_input."""
+    """Parse a JSON object; an empty body counts as ``{}``. Raises ServeError: invalid_input."""
     if not body:
         return {}
     try:
@@ -304,7 +304,7 @@ def parse_object(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def parameters_of(document: dict[str, Any]) -> dict[str, Any]:
-    """The object ``parameters``, empty where there is none. Raises ServeError: invalid_input, for anything else."""
+    """The object ``parameters``, empty if it is missing. Raises ServeError: invalid_input, if it is no object."""
     parameters = document.get("parameters")
     if parameters is None:
         return {}
@@ -314,15 +314,15 @@ def parameters_of(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_load_body(body: bytes | memoryview) -> dict[str, LoadParameter]:
-    """Read the parameters of a load, with the bytes of each file. Raises ServeError: invalid_input."""
+    """Decode the parameters of a load; files are base64. Raises ServeError: invalid_input."""
     decoded: dict[str, LoadParameter] = {}
     for name, value in parameters_of(parse_object(body)).items():
         if name.startswith("file:"):
             try:
-                value = base64.b64decode("".join(value.split()), validate=True)  # some tools break it into lines
+                value = base64.b64decode("".join(value.split()), validate=True)  # some tools insert line breaks
             except (AttributeError, ValueError, binascii.Error):
-                raise invalid_input(f"parameter '{name}': expected a file's bytes in base64") from None
+                raise invalid_input(f"parameter '{name}': expected the content of a file in base64") from None
         elif not isinstance(value, str | bool | int):
-            raise invalid_input(f"parameter '{name}': expected a text, number or boolean, got {type(value).__name__}")
+            raise invalid_input(f"parameter '{name}': expected a string, number or boolean, got {type(value).__name__}")
         decoded[name] = value
     return decoded

@@ -12,13 +12,13 @@ from ortserve.errors import invalid_input
 
 
 def config_json(message: Message) -> dict[str, Any]:
-    """The message as JSON values, with the names of the proto.
+    """The message as JSON values, with the field names of the proto, for ``GET .../config``.
 
-    Scalars and lists are there with their defaults; messages that are not set and unchosen members of a ``oneof`` are
-    left out, because clients decide by the presence of a key. Enums are names, integers of any size numbers, keys of
-    maps texts.
+    protobuf's own printer writes 64-bit integers as texts, which breaks clients that compute with ``dims``. Here
+    integers of any size are numbers, enums are names, and keys of maps are texts. Scalars and lists appear with their
+    defaults. Unset messages and unset members of a ``oneof`` are omitted, because clients check whether a key exists.
     """
-    # The stubs name two classes of descriptors, of which there is one.
+    # The stubs have two descriptor classes for the same class.
     fields = cast("Sequence[FieldDescriptor]", message.DESCRIPTOR.fields)
     return {
         field.name: _value(field, getattr(message, field.name))
@@ -28,14 +28,14 @@ def config_json(message: Message) -> dict[str, Any]:
 
 
 def parse_config_json(text: str | bytes) -> ModelConfig:
-    """Read the proto3 JSON of a configuration: integers may be texts, names ``snake_case`` or ``camelCase``.
+    """Parse the proto3 JSON of a configuration. Integers may be texts; names may be ``snake_case`` or ``camelCase``.
 
     Raises:
-        ServeError: invalid_input, for what is no JSON, no such field, or no value for it.
+        ServeError: invalid_input, for malformed JSON, an unknown field, or an invalid value.
     """
     try:
         return json_format.Parse(text, ModelConfig())
-    # The last two: how protobuf tells of texts that are no UTF-8, and of nesting deeper than the interpreter's stack.
+    # protobuf raises the last two for invalid UTF-8, and for nesting beyond the interpreter's stack.
     except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         reason, _, _ = str(error).partition(" Available Fields")
         raise invalid_input(f"config: {' '.join(reason.split())}") from None
@@ -60,22 +60,26 @@ def _single(field: FieldDescriptor, value: Any) -> Any:
 
 
 def parse_config_text(content: bytes) -> ModelConfig:
-    """Read a configuration.
+    """Parse a ``config.pbtxt``.
 
     Raises:
-        ServeError: invalid_input, with line and column of what is not understood.
+        ServeError: invalid_input, with line and column of the error.
     """
     try:
         return text_format.Parse(content.decode(), ModelConfig())
     except UnicodeDecodeError:
-        raise invalid_input("is not a text in UTF-8") from None
+        raise invalid_input("is not valid UTF-8") from None
     except text_format.ParseError as error:
-        # The names of our messages say nothing to whoever wrote the file.
+        # The package name of the messages means nothing to the author of the file.
         raise invalid_input(" ".join(str(error).replace("inference.", "").split())) from None
 
 
 def set_fields(message: Message, prefix: str = "") -> Iterator[str]:
-    """The paths of what is set to something else than its default, those of messages before what is in them."""
+    """Yield the paths of all fields that differ from their defaults; a message comes before its fields.
+
+    A path is for example ``dynamic_batching.preferred_batch_size``. Indices of lists and keys of maps are not part of a
+    path.
+    """
     for field, value in message.ListFields():
         path = prefix + field.name
         yield path

@@ -1,6 +1,6 @@
-"""The vocabulary of the server: what a tensor, a request, a model signature and a batch are.
+"""The vocabulary of the server: tensors, requests, model signatures, batches and their timing.
 
-Standard library and numpy only; every other room may import it and it imports none of them.
+Imports only numpy and the standard library. Every other room may import it.
 """
 
 __all__ = [

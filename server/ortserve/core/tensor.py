@@ -16,9 +16,9 @@ from ortserve.core.signature import TensorSpec
 
 @dataclass(slots=True, init=False)
 class Tensor:
-    """``array`` has the tensor's full shape and the element type ``datatype.numpy``.
+    """A tensor. ``array`` has its full shape and the element type ``datatype.numpy``.
 
-    It may be a read-only, unaligned view on the request's body or a slice of a batch's output: never write to it.
+    ``array`` may be a read-only, unaligned view on a request's body or a slice of a batch's output: never write to it.
     """
 
     name: Final[str]
@@ -32,7 +32,7 @@ class Tensor:
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
-    """Spell a shape the way error messages do: ``[-1,16]``."""
+    """A shape as in error messages: ``[-1,16]``."""
     return "[" + ",".join(map(str, shape)) + "]"
 
 
@@ -40,25 +40,32 @@ _NOTHING: Final = np.dtype("V1")
 
 
 def absent(rows: int) -> np.ndarray:
-    """What stands for an input that is not there, shape ``(rows,)``."""
+    """The placeholder of an omitted optional input, of shape ``(rows,)``.
+
+    It has one element per row, so that code that slices, counts and gathers rows handles it like any input. Only the
+    code that chooses the shape class and the code that passes arrays to the model distinguish it.
+    """
     return np.empty(rows, _NOTHING)
 
 
 def is_absent(array: np.ndarray) -> bool:
-    """Whether the array only stands for an input that is not there."""
+    """Whether the array is the placeholder of an omitted input."""
     return array.dtype.kind == "V"
 
 
 def stack(tensors: Sequence[np.ndarray], spec: TensorSpec) -> np.ndarray:
-    """Stack the tensors of a sequence.
+    """Stack the tensors of a sequence along a new leading axis.
+
+    Tensors of different shapes cannot be stacked. The run has succeeded nevertheless, and a request may want other
+    outputs only, so a placeholder with the error is returned, which the service reports if the output is requested.
 
     Args:
-        tensors: As ONNX Runtime hands them out.
-        spec: Of the output.
+        tensors: The sequence, as ONNX Runtime returns it.
+        spec: The spec of the output.
 
     Returns:
-        An array of shape ``(len(tensors), *shape)``, or one of which ``why_not_stacked`` tells. An empty sequence has
-        the declared shape behind the leading 0, and free dimensions of 0.
+        An array of shape ``(len(tensors), *shape)``, or a placeholder (see ``why_not_stacked``). An empty sequence
+        gives a leading 0 and the declared shape, with 0 for free dimensions.
     """
     if not tensors:
         return np.empty((0, *[max(size, 0) for size in spec.shape[1:]]), spec.datatype.numpy)
@@ -73,33 +80,33 @@ def stack(tensors: Sequence[np.ndarray], spec: TensorSpec) -> np.ndarray:
 
 
 def why_not_stacked(array: np.ndarray) -> str:
-    """Why ``stack`` made no tensor; empty where it did."""
+    """The error in a placeholder of ``stack``; empty for a tensor."""
     return array.tobytes().decode() if array.dtype.kind == "V" else ""
 
 
-# Kernels choose another order of summation for another batch size, so floats differ in their last bits.
+# Kernels may sum in another order for another batch size, so floats differ in their last bits.
 TOLERANCES: Final = {
     DataType.BF16: (5e-2, 1e-2),
     DataType.FP16: (1e-2, 1e-3),
     DataType.FP32: (1e-3, 1e-5),
     DataType.FP64: (1e-6, 1e-9),
 }
-"""Relative and absolute, of the datatypes that have one."""
+"""Relative and absolute tolerance, by floating-point datatype."""
 
 
 _COARSE: Final = 1e-2
-"""Relative to a value, and to what values of the answer usually are."""
+"""Relative tolerance on GPUs: to a value, and to the root mean square of the answer."""
 
 
 def agree(
     one: np.ndarray, other: np.ndarray, datatype: DataType, *, is_coarse: bool = False, is_scaled: bool = False
 ) -> bool:
-    """Whether two arrays of one shape hold the same answer: equal, for floats within the tolerance of the datatype.
+    """Whether two arrays of the same shape hold the same answer. Floats may differ by the tolerance of the datatype.
 
-    ``is_coarse`` is for GPUs, which may compute with less than the datatype promises (TF32 has ten bits of FP32's 23),
-    and by other kernels for other batch sizes: values near zero then differ by a share of the larger ones beside them.
-    ``is_scaled`` is for comparisons without an end, which sooner or later meet the sum that nearly cancels: values near
-    zero may differ by the relative tolerance of the median magnitude beside them, which no mask value can raise.
+    ``is_coarse`` is for GPUs. They may compute with fewer bits than the datatype has (TF32 has ten bits of FP32's 23)
+    and use other kernels for other batch sizes, so values near zero may differ by a share of larger values beside them.
+    ``is_scaled`` is for unlimited numbers of comparisons, some of which meet sums that nearly cancel. Values near zero
+    may then differ by the relative tolerance of the median magnitude, which mask values cannot raise.
     """
     tolerance = TOLERANCES.get(datatype)
     if tolerance is None:
@@ -120,14 +127,14 @@ def agree(
 
 
 def describe_difference(one: np.ndarray, other: np.ndarray, datatype: DataType) -> str:
-    """How far two arrays of one shape are from each other: how many elements differ, and by how much numbers do.
+    """Describe the difference of two arrays of one shape: number of different elements, and their largest distance.
 
-    No element itself is named.
+    The text contains no element.
     """
     if datatype in (DataType.BYTES, DataType.BOOL):
         return f"{np.count_nonzero(one != other)} of {one.size} values differ"
     left, right = as_float64(one, datatype), as_float64(other, datatype)
-    with np.errstate(invalid="ignore"):  # the difference of two infinities, which is left out
+    with np.errstate(invalid="ignore"):  # the difference of two infinities is NaN and ignored
         distance = np.abs(left - right)
     is_float = datatype in TOLERANCES
     count = np.count_nonzero((left != right) & ~(np.isnan(left) & np.isnan(right)) if is_float else one != other)
@@ -136,5 +143,5 @@ def describe_difference(one: np.ndarray, other: np.ndarray, datatype: DataType) 
 
 
 def as_float64(array: np.ndarray, datatype: DataType) -> np.ndarray:
-    """The values of a tensor of floats."""
+    """The values of a tensor of floats, as FP64."""
     return (widen(array) if datatype is DataType.BF16 else array).astype(np.float64)

@@ -242,5 +242,5 @@ def test_value_of_another_type_is_refused(changed: dict[str, Parameter], text: s
 
 
 def test_region_without_a_size_is_refused() -> None:
-    with pytest.raises(ServeError, match="output 'y': 'shared_memory_region' needs 'shared_memory_byte_size'"):
+    with pytest.raises(ServeError, match="output 'y': 'shared_memory_region' also needs 'shared_memory_byte_size'"):
         read_span({"shared_memory_region": "r"}, "output 'y'")

@@ -320,16 +320,16 @@ def test_id_that_is_no_text_is_refused_and_of_two_the_last_counts() -> None:
 
 
 def test_heads_are_known_whatever_ids_and_contents_come_with_them() -> None:
-    grpc_infer._known_head.cache_clear()
+    grpc_infer._cached_head.cache_clear()
     for number in range(20):
         message = request(("x", "UINT8", [1]), raw=[bytes([number])])
         message.id = str(number)
         read = decode(message)
         assert (read.id, read.inputs[0].array.tolist()) == (str(number), [number])
-    assert grpc_infer._known_head.cache_info().misses == 1
+    assert grpc_infer._cached_head.cache_info().misses == 1
     large = request(("x" * 1100, "UINT8", [1]), raw=[b"1"])
     decode(large)
-    assert grpc_infer._known_head.cache_info().currsize == 1
+    assert grpc_infer._cached_head.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("request_id", ["", "a", "ä" * 100])

@@ -128,7 +128,7 @@ def test_empty_file_says_nothing() -> None:
         (b"input [ {", 'Expected "}"'),
         (b'name: "a" name: "b"', 'should not have multiple "name" fields'),
         (b"dynamic_batching {} sequence_batching {}", "scheduling_choice"),
-        (b"\xff", "is not a text in UTF-8"),
+        (b"\xff", "is not valid UTF-8"),
     ],
 )
 def test_what_is_not_understood_is_told_with_its_place(content: bytes, problem: str) -> None:
