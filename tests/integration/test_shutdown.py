@@ -271,7 +271,7 @@ def test_run_that_outlasts_the_drain_keeps_no_server_from_ending(tmp_path: Path)
         server.send(signal.SIGTERM)
         assert server.wait() == 1
         assert time.monotonic() - began_s < 15
-        assert "drain timed out: what still runs is given up timeout_s=1" in server.lines[-1]
+        assert "drain timed out: abandoning active runs timeout_s=1" in server.lines[-1]
         for call in calls:
             assert call.exception() is not None
 

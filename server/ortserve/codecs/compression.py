@@ -87,8 +87,8 @@ class Inflater:
         if self._given > self.max_bytes:
             raise ServeError(
                 ErrorKind.TOO_LARGE,
-                f"{self._subject} is larger than {self._option} after {self._encoding.value} decompression: expected at most "
-                f"{self.max_bytes} bytes, got more",
+                f"{self._subject} is larger than {self._option} after {self._encoding.value} decompression: expected "
+                f"at most {self.max_bytes} bytes, got more",
             )
         if stream.eof:
             left = len(self._view) - self._taken - len(fed) + len(stream.unused_data)
