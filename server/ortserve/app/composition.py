@@ -224,7 +224,7 @@ class _Frontends:
     load_reports: LoadReports | None
 
     def lane(self) -> Lane | None:
-        """None where it is off, or cannot be."""
+        """None if the option is off, or if uvicorn has another version."""
         options = self.options
         if not options.http_lane:
             return None

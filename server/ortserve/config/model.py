@@ -269,8 +269,8 @@ def make_model_options(given: Mapping[str, object], defaults: LoadOptions, sourc
         options = ModelOptions.model_validate_json(json.dumps(inherited | dict(given), default=str), strict=True)
     except ValidationError as error:
         problems = describe_problems(error, ModelOptions.model_fields, given)
-        told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        raise invalid_input(f"{source}: {told}") from None
+        text = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise invalid_input(f"{source}: {text}") from None
     if problem := "; ".join(_priority_problems(options)):
         raise invalid_input(f"{source}: {problem}")
     return ModelOptions.model_construct(set(given), **dict(options))

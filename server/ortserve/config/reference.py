@@ -75,13 +75,13 @@ def _model_key(name: str, field: FieldInfo) -> str:
 
 def _facts(name: str, field: FieldInfo, places: str) -> str:
     default = describe_default(field)
-    told = " ".join((field.description or "").replace("``", "`").split())
+    text = " ".join((field.description or "").replace("``", "`").split())
     inner = nested_fields(field)
     if inner is None:
-        return f"{places}{_values(name, field)} · default: {f'`{default}`' if default else 'unset'}\n\n{told}\n"
+        return f"{places}{_values(name, field)} · default: {f'`{default}`' if default else 'unset'}\n\n{text}\n"
     kind = describe_values(field).partition("{")[0]
     keys = "".join(_nested_key(key, one) for key, one in inner.items())
-    return f"{places}{kind}keys with values · default: none\n\n{told}\n\n{keys}"
+    return f"{places}{kind}keys with values · default: none\n\n{text}\n\n{keys}"
 
 
 def _nested_key(name: str, field: FieldInfo) -> str:
@@ -90,9 +90,9 @@ def _nested_key(name: str, field: FieldInfo) -> str:
     inner = nested_fields(field)
     if inner is not None:
         values = f"{describe_values(field).partition('{')[0]}keys with values"
-    told = " ".join((field.description or "").replace("``", "`").split())
+    text = " ".join((field.description or "").replace("``", "`").split())
     nested = "".join(f"  {_nested_key(key, one)}" for key, one in (inner or {}).items())
-    return f"- `{name}`: {values}. {told}\n{nested}"
+    return f"- `{name}`: {values}. {text}\n{nested}"
 
 
 def _values(name: str, field: FieldInfo) -> str:

@@ -39,8 +39,8 @@ def _tidy(node: object, *, names: bool = False) -> object:
         for key, value in node.items()
         if names or key not in ("expects", "title") or (key == "title" and value == "model.yaml")
     }
-    if not names and isinstance(told := tidy.get("description"), str):
-        tidy["description"] = " ".join(told.replace("``", "`").split())
+    if not names and isinstance(text := tidy.get("description"), str):
+        tidy["description"] = " ".join(text.replace("``", "`").split())
     return tidy
 
 
