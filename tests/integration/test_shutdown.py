@@ -218,7 +218,7 @@ def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path:
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_a_server_whose_loop_is_frozen(tmp_path: Path, way: str, second: signal.Signals) -> None:
     with starting(tmp_path, env=freezing(way)) as server:
-        server.wait_for_line("no models were found")
+        server.wait_for_line("found no models")
         server.send(signal.SIGUSR1)
         server.wait_for_line("freezing")
         server.send(second)

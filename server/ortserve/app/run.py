@@ -70,7 +70,7 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 def catch_stop_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
     """Handle the first of ``STOP_SIGNALS`` on ``loop``. Main thread only.
 
-    The second signal ends the process in any state of the event loop. The loop notices a signal only while it turns, and
+    The second signal ends the process in any state of the loop. The loop notices a signal only while it turns, and
     Python's own handlers run only between two bytecodes of the main thread. Neither happens while a call holds the
     thread or the interpreter lock forever. So the kernel handles the second signal: the handler of the first is
     installed for one delivery, which restores the default action before any code of the process runs.
