@@ -1,10 +1,9 @@
-"""What ``pyproject.toml`` cannot say: where ``ORTSERVE_COMPILE=1`` asks for it, modules are compiled to C.
+"""Compiles the modules of the request path to C if ``ORTSERVE_COMPILE=1`` is set.
 
-mypyc compiles them as they stand, after mypy has checked them. The extra ``compile`` brings both; a C compiler and
-Python's headers have to be there. Without it the same modules are interpreted: only the time of a request changes.
+mypyc compiles the unchanged modules after mypy has checked them. Both come with the extra ``compile``; a C compiler and
+Python's headers are required. Without compilation the same modules are interpreted: only the time of a request changes.
 
-``ORTSERVE_COMPILE_LEVEL`` is the level at which the C compiler optimizes, 3 where it is unset: 1 builds faster, for
-tests.
+``ORTSERVE_COMPILE_LEVEL`` is the optimization level of the C compiler, 3 by default. Level 1 builds faster, for tests.
 """
 
 import os
@@ -21,11 +20,10 @@ PACKAGE: Final = Path("server/ortserve")
 COMPILED: Final = (
     "batching/*.py",
     "codecs/binary_tensor.py",
-    "codecs/bytes_elements.py",
+    "codecs/bounds.py",
     "codecs/grpc_*.py",
     "codecs/json_*.py",
     "codecs/rest.py",
-    "codecs/shape_bounds.py",
     "core/*.py",
     "engine/host_binding.py",
     "engine/instance.py",
@@ -57,28 +55,29 @@ COMPILED: Final = (
     "service/recorder.py",
     "service/responses.py",
     "service/validation.py",
-    "telemetry/histogram.py",
     "telemetry/metrics.py",
+    "telemetry/readings.py",
+    "telemetry/series.py",
 )
-"""What every infer request passes, as patterns in the package."""
+"""The modules of the request path, as patterns in the package."""
 
 INTERPRETED: Final = (
     "batching/timers.py",  # ctypes
     "core/dtypes.py",  # an enum whose members have an __init__
-    "core/region.py",  # a base class of what is not compiled
+    "core/region.py",  # a base class of interpreted classes
 )
-"""What stays as it is among them, and why."""
+"""Exceptions to these patterns, with the reason."""
 
 
 def modules() -> list[str]:
-    """The paths of what is compiled."""
+    """The paths of the compiled modules."""
     found = {path for pattern in COMPILED for path in PACKAGE.glob(pattern)}
     left_out = {PACKAGE / path for path in INTERPRETED}
     return sorted(str(path) for path in found - left_out if path.name != "__init__.py")
 
 
 class ParallelBuild(build_ext):
-    """Runs a C compiler per processor: almost all files belong to one extension, which setuptools compiles serially."""
+    """Compiles files in parallel: almost all belong to one extension, whose files setuptools compiles one by one."""
 
     def build_extensions(self) -> None:
         compiler: Any = self.compiler
@@ -100,7 +99,7 @@ class ParallelBuild(build_ext):
 
 
 IS_FOR_METADATA: Final = not {"egg_info", "dist_info"}.isdisjoint(sys.argv)
-"""pip asks for the metadata first, in a run of its own, which would check and translate all modules in vain."""
+"""pip reads the metadata in a separate run first, which must not check and translate all modules."""
 
 if os.environ.get("ORTSERVE_COMPILE") == "1" and not IS_FOR_METADATA:
     from mypyc.build import mypycify

@@ -40,7 +40,7 @@ from ortserve.core.timing import Timing  # noqa: E402
 from ortserve.frontends.http import lane  # noqa: E402
 from ortserve.service.gate import Hold  # noqa: E402
 from ortserve.telemetry.logs import configure_logging  # noqa: E402
-from ortserve.telemetry.metrics import ModelMetrics  # noqa: E402
+from ortserve.telemetry.series import ModelMetrics  # noqa: E402
 
 CONNECTIONS: Final = 32
 TURNS: Final = 125

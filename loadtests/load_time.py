@@ -94,7 +94,7 @@ def made_up(model: Any, rows: int) -> Feeds:
     """A batch of made-up rows in the model's own form, by the names of inputs."""
     import numpy as np
 
-    from ortserve.core.absent import is_absent
+    from ortserve.core.tensor import is_absent
 
     signature = model.warm_up.inputs.signature
     feeds = {}

@@ -7,7 +7,7 @@ a linear search each make the library several times dearer. Both arms run interl
 the rounds and their spread. Function level, one thread, nothing else running. Before anything is written, the arms'
 buckets are compared.
 
-Scraping: prometheus_client's text writer, or ``telemetry.text_format``? A thousand models that have all been used, and
+Scraping: prometheus_client's text writer, or ``telemetry.families``? A thousand models that have all been used, and
 of which one in ten is used between scrapes. Expected: the library makes each sample anew, ours only what changed, so
 several times less. Both arms run interleaved, on the same numbers, and the processor's time is measured. Writes
 ``loadtests/results/metrics_cost.md``.
@@ -28,9 +28,10 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from harness import circumstances, spread, table
 from ortserve.core.timing import PHASES, Timing
 from ortserve.telemetry.declarations import PHASE_DURATION, REQUEST_DURATION
-from ortserve.telemetry.metrics import BatchingNumbers, Metrics
-from ortserve.telemetry.text_format import TextFormat
-from ortserve.telemetry.triton_metrics import TritonMetrics
+from ortserve.telemetry.families import TextFormat
+from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import BatchingNumbers
+from ortserve.telemetry.statistics import TritonMetrics
 
 # Durations of a small model on a CPU: 40 µs, 30 µs, 10 µs, 250 µs, 60 µs.
 TIMING = Timing(1_000_000, 1_040_000, 1_070_000, 1_080_000, 1_330_000, 1_390_000)
@@ -93,7 +94,7 @@ def compare_scrapes(rounds: int, models: int) -> tuple[str, float]:
         model.observe_success("rest", TIMING, 1)
     writers: dict[str, Callable[[], bytes]] = {
         "prometheus_client": lambda: generate_latest(registry),
-        "telemetry.text_format": TextFormat(registry).write,
+        "telemetry.families": TextFormat(registry).write,
     }
     taken_ms: dict[str, list[float]] = {name: [] for name in writers}
     for write in writers.values():

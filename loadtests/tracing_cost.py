@@ -33,8 +33,7 @@ from harness import circumstances, spread, table
 from ortserve.clock import monotonic_ns
 from ortserve.core.timing import PHASES, Timing
 from ortserve.frontends.trace_headers import HttpTraces
-from ortserve.telemetry.otlp import OtlpTracing
-from ortserve.telemetry.spans import RequestSpans
+from ortserve.telemetry.otlp import OtlpTracing, RequestSpans
 from ortserve.telemetry.tracing import EndedRequest, http_operation
 
 TIMING: Final = Timing(1_000_000, 1_040_000, 1_070_000, 1_080_000, 1_330_000, 1_390_000, batch_rows=4)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import golden_calls
 import wire
-from ortserve.codecs.grpc_infer import encode_response
+from ortserve.codecs.grpc_answer import encode_response
 from ortserve.codecs.rest import encode_rest_response
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor

@@ -94,7 +94,7 @@ class ServerProcess:
 
     def wait_until_loaded(self) -> None:
         """Wait for the end of loading, whatever became of the models."""
-        self.wait_for_line("loading is over")
+        self.wait_for_line("initial loading has ended")
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

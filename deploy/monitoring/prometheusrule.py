@@ -1,6 +1,6 @@
-"""Write ``prometheusrule.yaml``, which hands ``rules/ortserve.yaml`` to the Prometheus operator.
+"""Write ``prometheusrule.yaml``, which contains ``rules/ortserve.yaml`` for the Prometheus operator.
 
-Kustomize cannot put a file into a resource, so the rules stand twice; a test says when the copy is old.
+Kustomize cannot include a file in a resource, so the rules exist twice; a test fails if the copy is outdated.
 
     python deploy/monitoring/prometheusrule.py
 """
@@ -13,7 +13,7 @@ RULES: Final = HERE / "rules" / "ortserve.yaml"
 RESOURCE: Final = HERE / "prometheusrule.yaml"
 
 _HEAD: Final = """\
-# Made of rules/ortserve.yaml by prometheusrule.py: edit the rules instead.
+# Generated from rules/ortserve.yaml by prometheusrule.py: edit the rules instead.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
@@ -25,7 +25,7 @@ spec:
 
 
 def render(rules: str) -> str:
-    """The resource, for the text of a file of Prometheus' rules, whose only key is ``groups``."""
+    """The resource for the text of a rules file, whose only key is ``groups``."""
     return _HEAD + "".join(f"  {line}" if line.strip() else line for line in rules.splitlines(keepends=True))
 
 

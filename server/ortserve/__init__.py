@@ -3,7 +3,7 @@
 import os
 
 # The official ONNX Runtime wheels start an uploader thread when they are imported. This package is always imported
-# before its engine room imports onnxruntime, so here is the one place that silences it for server, tools and tests.
+# before onnxruntime, so setting the variable here disables it for server, tools and tests.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 __version__ = "0.1.0"

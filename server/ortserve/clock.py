@@ -1,4 +1,4 @@
-"""The clock everything inside is measured by: monotonic nanoseconds, passed in so that tests can turn it."""
+"""The clock of all measurements: monotonic nanoseconds. It is passed in, so that tests can control the time."""
 
 import time
 from collections.abc import Callable

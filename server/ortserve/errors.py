@@ -1,55 +1,55 @@
-"""Which failures exist. What each becomes on the wire is said in ``frontends/status.py`` alone."""
+"""The kinds of errors. ``frontends/status.py`` maps them to status codes."""
 
 from enum import StrEnum
 from typing import Final
 
 _MAX_MESSAGE: Final = 4096
-"""Characters. What a message quotes may be as large as the request; over gRPC it travels in a header."""
+"""Maximum number of characters. A message may quote large values of the request; gRPC sends it in a header."""
 
 
 class ErrorKind(StrEnum):
-    """What went wrong, as callers and operators see it; also the ``outcome`` and ``reason`` label of metrics."""
+    """The kind of an error, for callers and operators; also the labels ``outcome`` and ``reason`` of metrics."""
 
     INVALID_INPUT = "invalid_input"
-    """Malformed request, or a wrong name, datatype, shape or size. Sending it again gives the same answer."""
+    """The request is malformed, or has a wrong name, datatype, shape or size. A retry gives the same answer."""
     UNAUTHENTICATED = "unauthenticated"
-    """The call needs a key, and none came that is known."""
+    """The call needs a key, and the request has no valid one."""
     FORBIDDEN = "forbidden"
-    """The key is known, and opens other calls than this one."""
+    """The key is valid, but not for this call."""
     NOT_FOUND = "not_found"
-    """No such route, model or version."""
+    """The route, model or version does not exist."""
     CONFLICT = "conflict"
-    """What is asked for is somebody else's, such as a port that the server was to listen on."""
+    """A resource is in use, for example a port that the server should listen on."""
     ALREADY_EXISTS = "already_exists"
-    """The name is taken."""
+    """The name is already in use."""
     TOO_LARGE = "too_large"
-    """The body is over the configured limit."""
+    """The body exceeds the configured limit."""
     HEADERS_TOO_LARGE = "headers_too_large"
-    """The headers are more, or larger, than is configured."""
+    """The headers exceed the configured number or size."""
     TOO_SLOW = "too_slow"
-    """The request did not come in the time that it may take, or nothing of its answer was taken in that."""
+    """The request was not received in time, or the caller did not receive its answer in time."""
     OVERLOADED = "overloaded"
-    """A queue is full; nothing was started, and a later try may succeed."""
+    """A queue or limit is full. Nothing was started; a later retry may succeed."""
     CANCELLED = "cancelled"
-    """The caller left before the answer was there."""
+    """The caller cancelled the request or disconnected."""
     UNSUPPORTED = "unsupported"
-    """Known to the protocol, not to this server."""
+    """The protocol defines it, but this server does not support it."""
     NOT_READY = "not_ready"
-    """The model or the server is loading, draining or failed; or the model rejected a batch in which the request
-    that it does not accept was not found. A later try may succeed."""
+    """The model or the server is loading, draining or failed; or the model rejected a batch, and the rejected request
+    could not be identified. A later retry may succeed."""
     DEADLINE = "deadline"
-    """Time ran out; the message says in which phase."""
+    """The deadline passed or cannot be met; the message names the phase."""
     REJECTED_BY_MODEL = "rejected_by_model"
-    """The model ran and rejected the request's values or shapes. Sending it again gives the same answer."""
+    """The model rejected the request's values or shapes during a run. A retry gives the same answer."""
     INTERNAL = "internal"
     """A run or the server failed."""
 
 
 class ServeError(Exception):
-    """A failure with a kind and a message for the caller: the thing, what was expected, what came.
+    """An error with a kind and a message for the caller, which names the object, the expected and the actual value.
 
-    Raised by every room; frontends turn it into a status. What a caller can come by never holds file-system paths.
-    ``version`` is of the model that was to answer, where that was known by then.
+    Every room raises it; frontends map it to a status. Messages for callers never contain file-system paths.
+    ``version`` is the version of the requested model, if known.
     """
 
     def __init__(self, kind: ErrorKind, message: str, *, retry_after_s: float | None = None, version: str = "") -> None:
@@ -63,28 +63,28 @@ class ServeError(Exception):
 
 
 def invalid_input(message: str) -> ServeError:
-    """The most frequent failure, spelled short."""
+    """An error of the most frequent kind."""
     return ServeError(ErrorKind.INVALID_INPUT, message)
 
 
 def out_of_memory(doing: str) -> ServeError:
-    """There was too little memory for ``doing`` something; a later try may succeed."""
+    """The error for too little memory for ``doing``; a later retry may succeed."""
     return ServeError(ErrorKind.OVERLOADED, f"the server has too little memory for {doing}", retry_after_s=1)
 
 
 def of_request(error: ServeError, request_id: str, version: str) -> ServeError:
-    """A copy whose text begins with the id of the request that it is about; ``version`` is that of its model."""
+    """A copy whose message begins with the id of its request; ``version`` is the version of the model."""
     message = f"[request id: {request_id or '<id_unknown>'}] {error.message}"
     return ServeError(error.kind, message, retry_after_s=error.retry_after_s, version=version)
 
 
 class ContentsError(ServeError):
-    """A tensor's bytes are not what its request says of it. Whether there is such a model at all comes before that.
+    """A tensor's bytes do not match its declaration. An unknown model is reported in preference to this error.
 
     Attributes:
-        request_id: Of the request.
-        model: That it names.
-        model_version: That it names; empty for none.
+        request_id: Id of the request.
+        model: Model that the request names.
+        model_version: Version that the request names; may be empty.
     """
 
     def __init__(self, error: ServeError, request_id: str, model: str, model_version: str) -> None:
@@ -95,10 +95,10 @@ class ContentsError(ServeError):
 
 
 class ModelRejectionError(ServeError):
-    """The model rejected the values or shapes that it was run on.
+    """The model rejected the values or shapes of its inputs.
 
-    ``message`` may quote elements of tensors and is for the caller alone; ``node`` names the operator and the node
-    that rejected them, is empty where ONNX Runtime rejected the inputs before it ran a node, and may be logged.
+    ``message`` may quote elements of tensors and is only for the caller. ``node`` may be logged: it names the operator
+    and the node that rejected the inputs, and is empty if ONNX Runtime rejected them before it ran a node.
     """
 
     def __init__(self, message: str, node: str) -> None:
@@ -107,21 +107,21 @@ class ModelRejectionError(ServeError):
 
 
 class OutOfMemoryError(ServeError):
-    """A run found too little memory: smaller batches may do."""
+    """A run failed for lack of memory; smaller batches may succeed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.INTERNAL, message)
 
 
 class RunTimeoutError(ServeError):
-    """A run was over its time limit, and was asked to end."""
+    """A run exceeded its time limit and was terminated."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.DEADLINE, message)
 
 
 class DeviceLostError(ServeError):
-    """A device will run nothing more for this process; running again cannot help."""
+    """A device cannot run anything for this process any more; a retry cannot help."""
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorKind.NOT_READY, message, retry_after_s=1)

@@ -1,4 +1,4 @@
-"""Opening a port, the same way for all that listen."""
+"""Opening a listening socket; all servers use this function."""
 
 import socket
 
@@ -6,16 +6,16 @@ from ortserve.errors import ErrorKind, ServeError
 
 
 def open_listener(option: str, host: str, port: int) -> socket.socket:
-    """A socket that listens. Blocks where a name has to be looked up.
+    """Open a listening socket. Blocks while a host name is looked up.
 
     Args:
-        option: That the port comes from, for the message.
-        host: An address, of which ``::`` stands for all of both families; or a name, of which the first address is
-            taken, one of IPv4 before others.
-        port: 0 for any free one.
+        option: The option of the port, for the error message.
+        host: An address, where ``::`` means all addresses of both families; or a name, whose first IPv4 address is
+            used, or else its first address.
+        port: 0 for any free port.
 
     Raises:
-        ServeError: conflict, when the address cannot be listened on.
+        ServeError: conflict, if the address cannot be listened on.
     """
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -24,9 +24,9 @@ def open_listener(option: str, host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # whatever the system's default is
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # independent of the system's default
             listener.bind(address)
-            listener.listen()  # which may find the address taken, too; whoever serves may do so again
+            listener.listen()  # also fails if the address is in use; the server may call listen again
         except OSError:
             listener.close()
             raise

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import wire
-from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.codecs.grpc_answer import encode_response
+from ortserve.codecs.grpc_infer import decode_request
 from ortserve.codecs.rest import decode_rest_request, encode_rest_response
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput

@@ -102,8 +102,8 @@ def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
         ("/v2/repository/models/..%5Cm/load", b"", 400, "model name must not contain path traversal characters"),
         ("/v2/repository/models/identity/load", b'{"parameters":[]}', 400, "Unable to parse 'parameters'"),
         ("/v2/repository/models/m/load", b'{"parameters":{"x":1}}', 400, "unrecognized load parameter 'x'."),
-        ("/v2/repository/models/m/load", b'{"parameters":{"file:1/x":"?"}}', 400, "a file's bytes in base64"),
-        ("/v2/repository/models/m/load", b'{"parameters":{"file:1/x":7}}', 400, "a file's bytes in base64"),
+        ("/v2/repository/models/m/load", b'{"parameters":{"file:1/x":"?"}}', 400, "the content of a file in base64"),
+        ("/v2/repository/models/m/load", b'{"parameters":{"file:1/x":7}}', 400, "the content of a file in base64"),
         ("/v2/repository/models/m/unload", b'{"parameters":{"x":1}}', 400, "unrecognized unload parameter 'x'."),
         (
             "/v2/repository/models/m/unload",

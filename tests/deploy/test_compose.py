@@ -11,8 +11,8 @@ import yaml
 
 from manifests import DEPLOY, ROOT, is_pinned, n_bytes
 from ortserve import __version__
+from ortserve.config.option_groups import tls_problems
 from ortserve.config.options import ServerOptions, read_options
-from ortserve.config.tls import tls_problems
 from servers import SHORT_WARMUP, serving
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

@@ -196,7 +196,7 @@ def test_rendered_pod_is_ready_with_no_rights_and_drains(image: str, tmp_path: P
     try:
         engine("play", "kube", manifest)
         pod, container = "ortserve-pod-0", "ortserve-pod-0-ortserve"
-        wait_until(lambda: "loading is over" in logs_of(container))
+        wait_until(lambda: "initial loading has ended" in logs_of(container))
         assert engine("exec", container, "ortserve", "health") == "ready\n"
         status = engine("exec", container, "cat", "/proc/self/status")
         assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)

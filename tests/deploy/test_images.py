@@ -257,7 +257,7 @@ def test_server_runs_as_the_images_user_in_a_tree_that_it_cannot_write(image: Pa
     )
     try:
         assert server.stderr is not None
-        read_until(server.stderr, "loading is over")
+        read_until(server.stderr, "initial loading has ended")
         check = json.loads(stage.last("HEALTHCHECK").partition(" CMD ")[2])[1:]
         health = subprocess.run(
             [*ortserve, *check], env=environment, user=user, capture_output=True, text=True, check=False, timeout=LONG_S
@@ -291,7 +291,7 @@ def test_second_signal_ends_the_server_of_a_container_at_once() -> None:
     ) as process:
         try:
             assert process.stderr is not None
-            read_until(process.stderr, "loading is over")
+            read_until(process.stderr, "initial loading has ended")
             (first,) = psutil.Process(process.pid).children()
             first.terminate()
             read_until(process.stderr, "draining")

@@ -18,8 +18,8 @@ from manifests import (
     read_documents,
 )
 from ortserve import __version__
+from ortserve.config.option_groups import tls_problems
 from ortserve.config.options import ENV_PREFIX, ServerOptions, read_options, variable_name
-from ortserve.config.tls import tls_problems
 
 KSERVE = DEPLOY / "overlays" / "kserve"
 

@@ -31,8 +31,8 @@ from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import BatchResult
-from ortserve.core.closeness import TOLERANCES, as_float64
 from ortserve.core.dtypes import DataType
+from ortserve.core.tensor import TOLERANCES, as_float64
 from ortserve.core.timing import Timing
 from ortserve.device.devices import DeviceProvider, Devices
 from ortserve.device.protocol import BoundRun

@@ -35,7 +35,7 @@ def test_every_port_listens_where_it_was_told_to(
 ) -> None:
     add_model(tmp_path, "identity", builders.identity)
     with starting(tmp_path, *SHORT_WARMUP, "--host", host, "--grpc-transport", transport) as server:
-        server.wait_for_line("loading is over")
+        server.wait_for_line("initial loading has ended")
         http, rpc, metrics = (address.rpartition(":")[2] for address in (server.http, server.grpc, server.metrics))
         for address in reached:
             for port, path in ((http, "v2/health/ready"), (metrics, "metrics")):

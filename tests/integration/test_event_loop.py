@@ -28,7 +28,7 @@ from servers import (
 ROW = np.array([[1, 2, 3, 4]], np.float32)
 
 
-@pytest.mark.parametrize(("way", "step"), [("call", "stands still"), ("lock", "goes on after a stall")])
+@pytest.mark.parametrize(("way", "step"), [("call", "is blocked"), ("lock", "continues after a stall")])
 def test_stall_is_logged_and_counted(tmp_path: Path, way: str, step: str) -> None:
     """While a call keeps the interpreter lock nothing else can log: then it is seen afterwards."""
     with serving(tmp_path, env=freezing(way, seconds=1.5)) as server:
@@ -36,7 +36,7 @@ def test_stall_is_logged_and_counted(tmp_path: Path, way: str, step: str) -> Non
         line = server.wait_for_line("the event loop", step)
         assert way == "lock" or "stack=" in line
         assert way == "lock" or "sitecustomize._freeze:" in line
-        assert " seconds=" in server.wait_for_line("the event loop goes on after a stall")
+        assert " seconds=" in server.wait_for_line("the event loop continues after a stall")
         samples = read_metrics(server)
         assert samples.value("ortserve_event_loop_stalls_total") >= 1
         assert samples.value("ortserve_event_loop_stall_seconds_total") > 1
@@ -48,7 +48,7 @@ def test_stall_is_told_while_it_lasts(tmp_path: Path) -> None:
         # The loop answers once it is past its last line: one that is frozen in the middle of a line keeps the log.
         assert httpx.get(f"{server.url}/v2/health/live", timeout=LONG_S).status_code == 200
         server.send(signal.SIGUSR1)
-        server.wait_for_line("the event loop stands still")
+        server.wait_for_line("the event loop is blocked")
         # The metrics port has its own thread.
         seconds = wait_for_sample(server, "ortserve_event_loop_stall_seconds_total", lambda value: value > 0)
         wait_for_sample(server, "ortserve_event_loop_stall_seconds_total", lambda value: value > seconds)

@@ -30,5 +30,5 @@ def test_server_for_other_machines_says_in_one_line_what_is_open(tmp_path: Path)
         (line,) = [line for line in server.lines if "these groups need no key" in line]
         assert " WARNING " in line
         assert 'open="metadata, control (log settings, loading models), metrics"' in line
-        (line,) = [line for line in server.lines if "keys travel in plain text" in line]
+        (line,) = [line for line in server.lines if "keys are sent in plain text" in line]
         assert " WARNING " in line

@@ -16,7 +16,7 @@ import pytest
 from fakes.service import FakeInferenceService, FakeModelService
 from grpc_frontends import LONG_S, Frontend, frontend, infer_request, wait_until
 from ortserve.codecs.grpc_wire import varint
-from ortserve.config.grpc import GrpcOptions
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.calls import SERVICE_NAME
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.header_blocks import literal

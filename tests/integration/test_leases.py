@@ -26,7 +26,7 @@ from fakes.encoded import EncodedBy, Given
 from interpreted import interpreted_only
 from models import builders
 from ortserve.codecs.binary_tensor import encode_binary_tensor
-from ortserve.codecs.grpc_infer import encode_response
+from ortserve.codecs.grpc_answer import encode_response
 from ortserve.codecs.rest import encode_rest_response
 from ortserve.config.model import LoadOptions
 from ortserve.core.batch import Batch, BatchResult

@@ -18,7 +18,7 @@ import tritonclient.http as triton_http
 
 from models import builders
 from ortserve._pb.grpc_service_pb2 import ModelInferRequest, ModelInferResponse
-from ortserve.codecs.bytes_elements import decode_bytes_elements
+from ortserve.codecs.binary_tensor import decode_bytes_elements
 from ortserve.core.dtypes import DataType
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, rest_url, serving, triton_clients
 

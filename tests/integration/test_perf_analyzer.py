@@ -12,10 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from apart import UnavailableError
-from ortserve.telemetry.exposition import MetricsServer
+from ortserve.frontends.metrics_server import MetricsServer
+from ortserve.telemetry.families import TextFormat
 from ortserve.telemetry.machine import GpuReading
 from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.triton_metrics import TritonMetrics
+from ortserve.telemetry.statistics import TritonMetrics
 from perf_analyzer import VERSION, PerfAnalyzer, find_perf_analyzer
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, serving
 
@@ -98,7 +99,8 @@ def test_numbers_of_gpus_are_found_by_tritons_names(perf_analyzer: PerfAnalyzer,
     }
     registry = CollectorRegistry()
     TritonMetrics(registry, Metrics(registry), read_gpus=lambda: [*gpus])
-    with closing(MetricsServer(registry, "127.0.0.1", 0)) as metrics:  # as this machine's server may have no GPU
+    # In the test's process, because this machine may have no GPU.
+    with closing(MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)) as metrics:
         told = ("--collect-metrics", "--metrics-url", f"127.0.0.1:{metrics.port}/metrics", "--metrics-interval", "200")
         output = perf_analyzer.run("-i", "http", "-u", server.http, *SHORT, "-m", "simple", *told)
     assert "Unable to parse" not in output, output

@@ -12,8 +12,8 @@ import onnxruntime as ort
 import pytest
 import tritonclient.grpc.aio as triton
 
-from ortserve.core.closeness import agree
 from ortserve.core.dtypes import DataType
+from ortserve.core.tensor import agree
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.rows import Outcome
 from rows.brute_force import Arrays, join

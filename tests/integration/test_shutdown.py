@@ -220,7 +220,7 @@ def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path:
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_a_server_whose_loop_is_frozen(tmp_path: Path, way: str, second: signal.Signals) -> None:
     with starting(tmp_path, env=freezing(way)) as server:
-        server.wait_for_line("no models were found")
+        server.wait_for_line("found no models")
         server.send(signal.SIGUSR1)
         server.wait_for_line("freezing")
         server.send(second)
@@ -273,7 +273,7 @@ def test_run_that_outlasts_the_drain_keeps_no_server_from_ending(tmp_path: Path)
         server.send(signal.SIGTERM)
         assert server.wait() == 1
         assert time.monotonic() - began_s < 15
-        assert "drain timed out: what still runs is given up timeout_s=1" in server.lines[-1]
+        assert "drain timed out: abandoning active runs timeout_s=1" in server.lines[-1]
         for call in calls:
             assert call.exception() is not None
 

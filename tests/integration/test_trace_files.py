@@ -183,4 +183,4 @@ def test_options_begin_to_trace_at_the_start(tmp_path: Path) -> None:
 def test_file_that_cannot_be_written_stops_the_start() -> None:
     with starting("--example", "--trace-file", "/nowhere/trace.json") as server:
         assert server.wait() == 1
-        assert "trace_file: expected a plain file, or none yet, in a folder that can be written to" in server.output
+        assert "trace_file: expected a regular file, or no file yet, in a writable folder" in server.output

@@ -8,8 +8,7 @@ import pytest
 from ortserve.core.timing import PHASES
 from ortserve.errors import ErrorKind
 from ortserve.service.access import Group
-from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES
-from ortserve.telemetry.families import Declaration
+from ortserve.telemetry.declarations import DECLARATIONS, MODEL_STATES, Declaration
 
 UNITS: Final = (
     "seconds",

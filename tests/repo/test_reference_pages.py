@@ -11,9 +11,8 @@ import ortserve.config.reference
 import ortserve.config.schema
 import ortserve.registry.repository.triton_fields
 import ortserve.telemetry.reference
-from ortserve.config.model import ModelOptions
+from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.config.options import ServerOptions
-from ortserve.config.queueing import QueuePolicy
 from ortserve.config.session import SessionSettings
 from ortserve.config.tensors import InputOptions, OutputOptions, WarmupInput, WarmupSample
 from ortserve.telemetry.declarations import DECLARATIONS

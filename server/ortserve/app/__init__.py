@@ -1,3 +1,3 @@
-"""The composition root, and the server's start, drain and end."""
+"""The composition root, and the start, drain and stop of the server."""
 
 __all__ = ["run"]

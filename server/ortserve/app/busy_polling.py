@@ -1,4 +1,4 @@
-"""Whether this process may poll at all, and when: the option, the processors it has and what else needs them."""
+"""Whether and when this process may poll: the option, the CPU quotas, and other work that needs the processors."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from ortserve.service.busy_polling import BusyPolling, PollPolicy
 
 
 def make_busy_polling(options: ServerOptions, registry: Registry) -> BusyPolling | None:
-    """None where the loop always sleeps between requests."""
+    """The busy polling of the event loop; None if the loop always sleeps between requests."""
     max_ns = options.busy_poll_us * 1000
     if max_ns == 0 or options.grpc_transport == "grpcio":
         return None

@@ -1,4 +1,4 @@
-"""The composition root: options become objects here, each once, and are given to those who use them."""
+"""The composition root: creates each object once from the options, and passes it to its users."""
 
 import asyncio
 import logging
@@ -17,7 +17,6 @@ from ortserve.app.busy_polling import make_busy_polling
 from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
 from ortserve.config.options import ServerOptions
-from ortserve.core.activity import LoopActivity
 from ortserve.core.large_memory import MAX_KEPT_BYTES, LargeMemory
 from ortserve.device.devices import DeviceRuntime, DevicesReader
 from ortserve.device.nvml import GpuReader
@@ -60,15 +59,14 @@ from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEM
 from ortserve.service.statistics import StatisticsService
 from ortserve.service.trace_settings import TRACE, TraceSettings
 from ortserve.service.trace_writing import TraceWriter
-from ortserve.telemetry.access_log import AccessLog
-from ortserve.telemetry.logs import LogSwitches, log_event
-from ortserve.telemetry.loop import PollReading
+from ortserve.telemetry.logs import AccessLog, LogSwitches, log_event
+from ortserve.telemetry.machine import CpuReader
 from ortserve.telemetry.metrics import Metrics
-from ortserve.telemetry.proc import CpuReader
+from ortserve.telemetry.readings import LoopActivity, PollReading
+from ortserve.telemetry.statistics import TritonMetrics
 from ortserve.telemetry.trace_export import start_tracing
 from ortserve.telemetry.trace_files import TraceFiles
 from ortserve.telemetry.tracing import Tracing
-from ortserve.telemetry.triton_metrics import TritonMetrics
 
 if TYPE_CHECKING:
     from ortserve.frontends.tls.server_certificate import ServerCertificate
@@ -76,26 +74,26 @@ if TYPE_CHECKING:
 logger: Final = logging.getLogger(__name__)
 
 _BODIES_SHARE: Final = 4
-"""The part of memory that request bodies may take; models, their runs and answers need the rest."""
+"""One part in this many of the memory is for request bodies; models, runs and answers need the rest."""
 
 _KEPT_SHARE: Final = 4
-"""The part of that memory which stays with the process for the next large bodies."""
+"""One part in this many of that memory is kept for the next large bodies."""
 
 _MAX_CODEC_THREADS: Final = 4
-"""Each may have a process that reads JSON, which takes some 40 MB."""
+"""Each thread may have a process that parses JSON, which takes about 40 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a server starts and ends. Nothing of it listens yet.
+    """The parts that a server starts and stops. None of them listens yet.
 
     Attributes:
-        prometheus: All metrics.
-        access: Who may come in, by the keys of ``key_files``.
+        prometheus: The registry of all metrics.
+        access: Access control, with the keys of ``key_files``.
         certificate: None for plain text.
-        tracing: None where nobody collects traces.
+        tracing: None if no traces are exported.
         has_lane: Whether infer requests are answered inside the HTTP server's protocol.
-        watchdog: Of the event loop.
+        watchdog: The watchdog of the event loop.
     """
 
     prometheus: CollectorRegistry
@@ -114,10 +112,10 @@ class Parts:
 
 
 def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
-    """Make the parts of a server.
+    """Create the parts of a server.
 
     Raises:
-        ServeError: invalid_input, naming the option of a file that cannot be used.
+        ServeError: invalid_input, with the option of an unusable file.
     """
     prometheus = CollectorRegistry()
     metrics = Metrics(prometheus, onnxruntime_version=onnxruntime.__version__)
@@ -203,7 +201,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Frontends:
-    """Makes the servers of both protocols of what they share."""
+    """Creates the servers of both protocols from shared parts."""
 
     options: ServerOptions
     metrics: Metrics
@@ -219,7 +217,7 @@ class _Frontends:
     load_reports: LoadReports | None
 
     def lane(self) -> Lane | None:
-        """None where it is off, or cannot be."""
+        """None if the option is off, or if uvicorn has another version."""
         options = self.options
         if not options.http_lane:
             return None
@@ -366,7 +364,7 @@ def _tracing(options: ServerOptions, metrics: Metrics) -> Tracing | None:
 
 
 def _key_paths(options: ServerOptions) -> dict[Group, Path]:
-    """The files of the groups that are guarded."""
+    """The key files of the groups that need keys."""
     paths = {
         Group.INFER: options.infer_keys_file,
         Group.METADATA: options.metadata_keys_file,
@@ -384,7 +382,7 @@ def _load_reports(options: ServerOptions, metrics: Metrics) -> LoadReports | Non
 
 
 def _extensions(options: ServerOptions) -> tuple[str, ...]:
-    """What the server says of itself that it can."""
+    """The protocol extensions in the server's metadata."""
     chosen = {
         SYSTEM_SHARED_MEMORY: options.allow_client_shm,
         CUDA_SHARED_MEMORY: options.allow_client_shm and are_regions_possible(),
@@ -396,7 +394,7 @@ def _extensions(options: ServerOptions) -> tuple[str, ...]:
 def _certificate(options: ServerOptions, metrics: Metrics) -> "ServerCertificate | None":
     if options.tls_cert_file is None or options.tls_key_file is None:
         return None
-    # Here, because it imports a large library that nothing else needs.
+    # Imported here, because it imports a large library that nothing else needs.
     from ortserve.frontends.tls.certificate import TlsFiles
     from ortserve.frontends.tls.server_certificate import ServerCertificate
 

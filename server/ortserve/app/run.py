@@ -1,15 +1,16 @@
-"""The process: its settings, its signals, and a server from its start to its end."""
+"""The process: its settings, its stop signals, and the life of a server."""
 
 import asyncio
+import ctypes
 import logging
 import os
+import signal
 import sys
 from typing import Final, NoReturn
 
 import uvloop
 
 from ortserve.app.server import Server
-from ortserve.app.stop_signals import catch_stop_signals
 from ortserve.config.options import ServerOptions
 from ortserve.engine.process_limits import limit_malloc_arenas
 from ortserve.errors import ServeError
@@ -18,16 +19,16 @@ from ortserve.telemetry.logs import LogSwitches, configure_logging, log_event
 logger: Final = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S: Final = 0.00005
-"""How long the event loop may keep the interpreter lock while a worker waits for it. At Python's 5 ms a worker stood
-0.8 ms behind the answers of its last batch before it could begin the next, and fewer rows a second were served
-(``loadtests/batched_compute.py``). Where runs happen on the loop itself nobody waits for it."""
+"""Time for which the event loop may hold the interpreter lock while a worker waits for it. With Python's 5 ms a worker
+waited 0.8 ms for the answers of its last batch before it could start the next one, and fewer rows per second were
+served (``loadtests/batched_compute.py``)."""
 
 
 def run(options: ServerOptions) -> int:
-    """Serve until SIGTERM or SIGINT, then drain and end the process with status 0. A second signal ends it at once.
+    """Serve until SIGTERM or SIGINT, then drain and end the process with status 0. A second signal kills it at once.
 
     Returns:
-        The exit status: 1 when the server could not start.
+        The exit status 1, if the server cannot start.
     """
     limit_malloc_arenas()
     switches = configure_logging(options.log_level, options.log_format)
@@ -49,7 +50,7 @@ async def _serve(options: ServerOptions, switches: LogSwitches) -> NoReturn:
         stopping = asyncio.create_task(asked_to_stop.wait(), name="signals")
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
-            loading.result()  # a repository that cannot be read ends the server
+            loading.result()  # raises if a repository cannot be read
         watching = asyncio.create_task(server.watch(), name="watch")
         await stopping
         loading.cancel()
@@ -57,7 +58,56 @@ async def _serve(options: ServerOptions, switches: LogSwitches) -> NoReturn:
         is_whole = await server.drain()
     finally:
         await server.stop()
-    # Not by way of the interpreter's end, which would wait for a load, or a run, as long as it takes.
+    # os._exit, because the interpreter would wait for threads in a load or a run without a time limit.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0 if is_whole else 1)
+
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def catch_stop_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+    """Handle the first of ``STOP_SIGNALS`` on ``loop``. Main thread only.
+
+    The second signal ends the process in any state of the loop. The loop notices a signal only while it turns, and
+    Python's own handlers run only between two bytecodes of the main thread. Neither happens while a call holds the
+    thread or the interpreter lock forever. So the kernel handles the second signal: the handler of the first is
+    installed for one delivery, which restores the default action before any code of the process runs.
+
+    The kernel does not apply default actions to the first process of a container (pid_namespaces(7)); there the server
+    needs an init process as its parent. The images have one.
+
+    Returns:
+        An event that the first signal sets. The same signal again, or either signal after that, ends the process.
+    """
+    caught = asyncio.Event()
+
+    def on_signal() -> None:
+        caught.set()
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # the loop would restore Python's KeyboardInterrupt for SIGINT
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+        _catch_once(number)
+    return caught
+
+
+def _catch_once(number: signal.Signals) -> None:
+    """Let the kernel reset a signal to its default action at the first delivery (SA_RESETHAND).
+
+    Installs the existing handler, Python's, a second time. Without glibc's function the default action is restored only
+    when the loop has run ``on_signal``.
+    """
+    install = getattr(ctypes.CDLL(None), "sysv_signal", None)
+    if install is None:
+        return
+    install.restype = ctypes.c_void_p
+    install.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    installed = ctypes.pythonapi.PyOS_getsig
+    installed.restype = ctypes.c_void_p
+    installed.argtypes = (ctypes.c_int,)
+    install(number, installed(number))
+    signal.siginterrupt(number, False)  # as the loop sets it: do not interrupt system calls of ONNX Runtime

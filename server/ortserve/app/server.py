@@ -1,4 +1,4 @@
-"""A whole server: the order in which its parts come up and go down."""
+"""The server: the order in which its parts start, drain and stop."""
 
 import asyncio
 import gc
@@ -13,24 +13,25 @@ from ortserve.config.options import ServerOptions
 from ortserve.frontends.exposure import is_loopback, open_to_everybody
 from ortserve.frontends.http.answers import refusal
 from ortserve.frontends.http.health import HealthFromThreads
+from ortserve.frontends.metrics_server import MetricsServer
 from ortserve.service.access import Group
-from ortserve.telemetry.exposition import MetricsServer
+from ortserve.telemetry.families import TextFormat
 from ortserve.telemetry.logs import LogSwitches, log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_LEAST_CLOSING_S: Final = 1.0
-"""For what ran when the last caller was answered or cut off."""
+_MIN_CLOSING_S: Final = 1.0
+"""Minimum time for closing models, whose last runs may outlast their callers."""
 
 
 class Server:
-    """Loop thread only."""
+    """All ports, models and tasks of one server process. Loop thread only."""
 
     def __init__(self, options: ServerOptions, switches: LogSwitches) -> None:
-        """Open nothing yet.
+        """Create all parts without opening a port.
 
         Raises:
-            ServeError: invalid_input, naming the option of a file that cannot be used.
+            ServeError: invalid_input, with the option of an unusable file.
         """
         self._options = options
         self._parts = compose(options, switches)
@@ -38,16 +39,16 @@ class Server:
         self._following: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Listen on all ports. Health answers from now on, models as they are loaded.
+        """Listen on all ports. Health answers from now on; models answer when they are loaded.
 
         Raises:
-            ServeError: conflict, naming the option of an address that cannot be listened on.
+            ServeError: conflict, with the option of an address that cannot be listened on.
         """
         parts, options = self._parts, self._options
         parts.watchdog.start()
         certificate = parts.certificate
         self._metrics = MetricsServer(
-            parts.prometheus,
+            TextFormat(parts.prometheus).write,
             options.host,
             options.metrics_port,
             health=HealthFromThreads(parts.models, asyncio.get_running_loop()).answer,
@@ -64,7 +65,7 @@ class Server:
         )
 
     def _announce(self, ports: Mapping[str, int]) -> None:
-        """Say where the server listens, and what is open there."""
+        """Log the ports, and warn about calls that need no key and about keys in plain text."""
         parts, options = self._parts, self._options
         host, certificate = options.host, parts.certificate
         for protocol, port in ports.items():
@@ -79,38 +80,38 @@ class Server:
             loads_models=options.model_control_mode == "explicit",
             shares_memory=options.allow_client_shm,
         ):
-            told = "calls of these groups need no key, and everybody who reaches this address may make them"
-            log_event(logger, logging.WARNING, told, host=host, open=", ".join(is_open))
+            message = "calls of these groups need no key: any client that reaches this address can make them"
+            log_event(logger, logging.WARNING, message, host=host, open=", ".join(is_open))
         if parts.access.guards and certificate is None and not is_loopback(host):
-            told = "keys travel in plain text, unless something in front of the server encrypts"
-            log_event(logger, logging.WARNING, told, host=host)
+            message = "keys are sent in plain text unless a proxy in front of the server encrypts"
+            log_event(logger, logging.WARNING, message, host=host)
 
     async def load(self) -> None:
         """Load all models.
 
         Raises:
-            ServeError: invalid_input, when a repository cannot be read.
+            ServeError: invalid_input, if a repository cannot be read.
         """
         await self._parts.repository.start()
-        # What start-up made will live as long as the process: the garbage collector need not look at it again.
+        # Objects of the start live as long as the process; freeze them so that the garbage collector skips them.
         gc.collect()
         gc.freeze()
         models = self._parts.models
         served, failed = models.tally()
         level = logging.WARNING if failed else logging.INFO
-        log_event(logger, level, "loading is over", ready=models.is_ready(), models=served, failed=failed)
+        log_event(logger, level, "initial loading has ended", ready=models.is_ready(), models=served, failed=failed)
         if not served and not failed and self._options.model_control_mode != "explicit":
-            log_event(logger, logging.WARNING, "no models were found in the repositories")
+            log_event(logger, logging.WARNING, "found no models in the repositories")
 
     async def watch(self) -> None:
-        """Follow the repositories for as long as the server runs, where its mode is to."""
+        """Follow the repositories while the server runs, if its mode is ``poll``."""
         await self._parts.repository.watch(self._options.repository_poll_s)
 
     async def drain(self) -> bool:
-        """Turn readiness off, wait for load balancers to notice, then finish what was admitted.
+        """Turn readiness off, wait for load balancers to react, then finish the admitted requests.
 
         Returns:
-            False where runs are still under way whose callers were cut off when their time was over.
+            False if runs are still active, whose callers were disconnected at the end of the drain timeout.
         """
         parts, options = self._parts, self._options
         ends_s = time.monotonic() + options.drain_delay_s + options.drain_timeout_s
@@ -121,7 +122,7 @@ class Server:
         await asyncio.gather(parts.http.stop(options.drain_timeout_s), parts.grpc.stop(options.drain_timeout_s))
         is_whole = True
         try:
-            async with asyncio.timeout(max(_LEAST_CLOSING_S, ends_s - time.monotonic())):
+            async with asyncio.timeout(max(_MIN_CLOSING_S, ends_s - time.monotonic())):
                 await parts.registry.close()
         except TimeoutError:
             is_whole = False
@@ -130,12 +131,12 @@ class Server:
         if is_whole:
             log_event(logger, logging.INFO, "drained")
         else:
-            told = "drain timed out: what still runs is given up"
-            log_event(logger, logging.WARNING, told, timeout_s=options.drain_timeout_s)
+            message = "drain timed out: abandoning active runs"
+            log_event(logger, logging.WARNING, message, timeout_s=options.drain_timeout_s)
         return is_whole
 
     async def stop(self) -> None:
-        """Close what is still open; after ``drain`` that is the metrics port, which shows the drain to its end."""
+        """Close everything that is open. After ``drain`` that is the metrics port, which stays open until its end."""
         await asyncio.gather(self._parts.http.stop(0), self._parts.grpc.stop(0))
         self._parts.traces.close()
         self._parts.watchdog.stop()

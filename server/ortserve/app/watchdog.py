@@ -1,9 +1,9 @@
-"""Watches the event loop from a thread of its own, and reports a loop that stands still.
+"""Watches the event loop from its own thread, and reports stalls.
 
-All connections wait while one callback runs. The watchdog asks the loop for an answer four times a second and, where
-none comes, logs what the loop is doing: the step of ``core.activity`` and the loop thread's Python stack. Both need the
-interpreter lock. While a call keeps the lock, the watchdog cannot run; it then reports the stall after its end, with
-the step that the loop has reached by then, which is usually a later step of the same request.
+One blocked callback delays all connections. The watchdog posts a callback to the loop four times a second. If the loop
+does not run it in time, the watchdog logs the current step (``LoopActivity``) and the Python stack of the loop thread.
+Both need the interpreter lock. While a call holds the lock, the watchdog cannot run; it then reports the stall after
+its end, with the step that the loop has reached by then, usually a later step of the same request.
 """
 
 import asyncio
@@ -14,25 +14,24 @@ from types import FrameType
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.core.activity import LoopActivity
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.loop import StallReading
+from ortserve.telemetry.readings import LoopActivity, StallReading
 
 logger: Final = logging.getLogger(__name__)
 
-_ASK_EVERY_S: Final = 0.25
+_INTERVAL_S: Final = 0.25
 _STALL_S: Final = 0.75
-"""Without an answer for so long the loop stands still. Together with the time between two questions that is 1 s: every
-stall that lasts longer is seen."""
+"""Time without an answer that counts as a stall. With the interval between two callbacks that is 1 s: every longer
+stall is detected."""
 
 _LOG_EVERY_NS: Final = 10_000_000_000
-"""Stalls that begin sooner after the last one in the log are counted in the metrics only."""
+"""Minimum interval between two logged stalls; others are only counted in the metrics."""
 
 _FRAMES: Final = 6
 
 
 class Watchdog:
-    """Reports stalls from ``start`` to ``stop``."""
+    """Reports stalls between ``start`` and ``stop``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, activity: LoopActivity, clock: Clock) -> None:
         """``clock`` gives monotonic nanoseconds."""
@@ -43,30 +42,30 @@ class Watchdog:
         self._answered = threading.Event()
         self._answered_ns = 0
         self._stalls = 0
-        self._stalled_ns = 0  # of stalls that are over
-        self._since_ns = 0  # of the stall that lasts; 0 without any
+        self._stalled_ns = 0  # of finished stalls
+        self._since_ns = 0  # begin of the current stall; 0 if there is none
         self._logged_ns = clock() - _LOG_EVERY_NS
         self._unlogged = 0
 
     def start(self) -> None:
-        """Watch. Loop thread only: the calling thread is the one whose stack is logged."""
+        """Start watching. Loop thread only: the stack of the calling thread is logged."""
         self._loop_thread = threading.get_ident()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Report nothing any more; the thread ends within a second."""
+        """Stop reporting; the thread ends within a second."""
         self._closed.set()
 
     def reading(self) -> StallReading:
-        """The stalls so far, the one that lasts included. From any thread."""
+        """The stalls so far, a current one included. From any thread."""
         since_ns = self._since_ns
         return StallReading(self._stalls, self._stalled_ns + (self._clock() - since_ns if since_ns else 0))
 
     def _watch(self) -> None:
         while True:
-            # When the loop is to be asked. Where this thread wakes later, the lock was kept, and the loop stood still.
-            asked_ns = self._clock() + int(_ASK_EVERY_S * 1e9)
-            if self._closed.wait(_ASK_EVERY_S):
+            # When the callback is due. If this thread wakes later, a call held the lock and the loop was blocked, too.
+            asked_ns = self._clock() + int(_INTERVAL_S * 1e9)
+            if self._closed.wait(_INTERVAL_S):
                 return
             self._answered.clear()
             try:
@@ -88,10 +87,10 @@ class Watchdog:
             stalled_ns = self._answered_ns - asked_ns
             self._stalled_ns, self._since_ns = self._stalled_ns + stalled_ns, 0
             if is_logged or self._is_to_log(asked_ns):
-                self._log("the event loop goes on after a stall", stalled_ns)
+                self._log("the event loop continues after a stall", stalled_ns)
 
     def _answer(self) -> None:
-        """Called on the loop thread."""
+        """Runs on the loop thread."""
         self._answered_ns = self._clock()
         self._answered.set()
 
@@ -99,7 +98,7 @@ class Watchdog:
         if not self._is_to_log(asked_ns):
             return False
         stack = _stack(sys._current_frames().get(self._loop_thread))
-        self._log("the event loop stands still", self._clock() - asked_ns, stack=stack)
+        self._log("the event loop is blocked", self._clock() - asked_ns, stack=stack)
         return True
 
     def _is_to_log(self, now_ns: int) -> bool:
@@ -125,7 +124,7 @@ class Watchdog:
 
 
 def _stack(frame: FrameType | None) -> str:
-    """The innermost calls of a thread, the innermost first: ``module:line < module:line``."""
+    """The innermost calls of a thread, innermost first: ``module:line < module:line``."""
     calls: list[str] = []
     while frame is not None and len(calls) < _FRAMES:
         module = frame.f_globals.get("__name__", frame.f_code.co_filename)

@@ -14,9 +14,9 @@ from typing import Final
 
 from ortserve.batching.latency import known_ns
 from ortserve.clock import Clock
-from ortserve.core.activity import NOTHING, RUN, LoopActivity
 from ortserve.core.batch import Runner
 from ortserve.telemetry.logs import log_event
+from ortserve.telemetry.readings import NOTHING, RUN, LoopActivity
 
 logger: Final = logging.getLogger(__name__)
 

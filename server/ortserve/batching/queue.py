@@ -10,7 +10,7 @@ from typing import Final
 from ortserve.batching.closed_loop import ClosedLoopWait
 from ortserve.batching.latency import LatencyModel, known_ns
 from ortserve.core.inflight import QUEUED, RUNNING, InflightRequest
-from ortserve.core.shape_class import Alone
+from ortserve.core.terms import Alone
 
 MAX_CLASSES: Final = 64
 """Shape classes whose learned latencies are kept while they have no queued request; the least recently used is

@@ -11,12 +11,11 @@ from typing import Final, TypeAlias
 from ortserve.batching.failures import RequestGroup
 from ortserve.batching.queue import ShapeClass
 from ortserve.clock import Clock
-from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays, BatchResult
-from ortserve.core.closeness import agree, describe_difference
 from ortserve.core.inflight import FAILED as REQUEST_FAILED
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import agree, describe_difference, is_absent
 from ortserve.core.timing import Timing
 
 logger: Final = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class RowChecks:
     """Decides which requests run again, and judges their answers. Loop thread only, except ``counts``."""
 
     def __init__(self, signature: ModelSignature, clock: Clock, *, is_coarse: bool = False) -> None:
-        """Check a batched model of this signature; ``is_coarse`` as in ``core.closeness``."""
+        """Check a batched model of this signature; ``is_coarse`` as in ``core.tensor``."""
         self._inputs = signature.inputs
         self._outputs = signature.outputs
         self._is_coarse = is_coarse

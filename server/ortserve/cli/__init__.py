@@ -1,6 +1,6 @@
-"""The command line: one file a command, each with ``main(arguments) -> exit status``.
+"""The command line. Each command is a function from arguments to an exit status.
 
-Whatever can be refused from the words alone is refused here, before the engine is imported, which takes a second.
+Arguments and options are validated before the engine is imported, because that import takes a second.
 """
 
 __all__ = ["main"]

@@ -1,8 +1,9 @@
-"""``ortserve health``: asks a server that runs here whether it is ready, for container engines and scripts.
+"""The command ``ortserve health``: checks whether a server on this machine is ready, for container engines and scripts.
 
-It finds the server by the server's own options, so that the same environment or file serves both, and asks the metrics
-port, as Kubernetes' probes do: the others may ask for a client's certificate, or be full. Where that port speaks TLS it
-does not verify the certificate: it asks this machine, by an address that few certificates are for, and tells nothing.
+It reads the server's own options, so that both can use the same environment or file. It asks the metrics port, as
+Kubernetes' probes do, because the other ports may require a client certificate or be at their connection limit. If that
+port uses TLS, the certificate is not verified: few certificates are valid for a local address, and the request contains
+no secret.
 """
 
 import argparse
@@ -17,13 +18,13 @@ from typing import Final
 from ortserve.config.options import OptionsError, flag_name, read_options, variable_name
 
 _LOCAL: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared with, not listened on
-"""Where to ask a server that listens on every interface."""
+"""The local address of a server that listens on all interfaces."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Ask once. Returns 0 where the answer is yes, 1 where it is no or does not come, 2 where nothing can be asked.
+    """Check once. Returns 0 if the server is ready, 1 if it is not or does not answer, 2 for invalid options.
 
-    Anything but yes is explained by a line on standard error.
+    Statuses 1 and 2 come with a line on standard error.
     """
     flags = vars(build_parser().parse_args(arguments))
     asks_live, timeout_s, config_path = flags.pop("live"), flags.pop("timeout_s"), flags.pop("config", None)
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.writelines(f"ortserve health: {problem}\n" for problem in error.problems)
         return 2
     if options.metrics_port == 0:
-        sys.stderr.write("ortserve health: metrics_port: expected the port that the server listens on, got 0\n")
+        sys.stderr.write("ortserve health: metrics_port: expected the port of the server, got 0\n")
         return 2
     question = "live" if asks_live else "ready"
     host = _LOCAL.get(options.host, options.host)
@@ -45,12 +46,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags; those that are the server's stay text and are left out where they were not given."""
+    """Create the flags. Server options stay texts; options that are not given are omitted."""
     parser = argparse.ArgumentParser(
         prog="ortserve health",
-        description="Ask the server that runs on this machine whether it is ready for requests. "
-        "Exit status: 0 yes, 1 no or no answer, 2 wrong options.",
-        epilog="All but the question and the timeout comes from the server's environment variables, too: "
+        description="Check whether the server on this machine is ready for requests. "
+        "Exit status: 0 ready, 1 not ready or no answer, 2 invalid options.",
+        epilog="All flags but --live and --timeout-s can be set by the server's environment variables: "
         "ORTSERVE_HOST, ORTSERVE_METRICS_PORT, ORTSERVE_TLS_METRICS and ORTSERVE_CONFIG.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -59,14 +60,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--live",
         action="store_true",
         default=False,
-        help="ask whether it is of use, loaded or not; not once it stops",
+        help="check liveness instead: true while models load, false while the server stops",
     )
-    parser.add_argument("--host", metavar="TEXT", help="the server's option; every interface means this machine")
+    parser.add_argument(
+        "--host", metavar="TEXT", help="the server's option; for all interfaces, the local address is used"
+    )
     parser.add_argument("--metrics-port", metavar="N", help="the server's option")
     parser.add_argument("--tls-metrics", action=argparse.BooleanOptionalAction, help="the server's option")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the server's file of options")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the server's options file")
     parser.add_argument(
-        "--timeout-s", type=_seconds, default=3.0, metavar="SECONDS", help="how long to wait for the answer; default: 3"
+        "--timeout-s", type=_seconds, default=3.0, metavar="SECONDS", help="time limit of the answer; default: 3"
     )
     return parser
 
@@ -82,8 +85,8 @@ def _seconds(text: str) -> float:
 
 
 def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool) -> str | None:
-    """Say why the answer is not yes; ``None`` where it is."""
-    # By hand rather than with a client library: it runs every few seconds, and half of its time is Python's start.
+    """The reason why the server is not ready; None if it is."""
+    # Without a client library: the command runs every few seconds, and half of its time is Python's start.
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     if has_tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -96,7 +99,7 @@ def _ask(host: str, port: int, question: str, timeout_s: float, *, has_tls: bool
         body = answer.read(1000).decode(errors="replace").strip()
     except TimeoutError:
         return f"{address} did not answer within {timeout_s:g} s"
-    except (ConnectionResetError, http.client.BadStatusLine):  # what plain text meets where TLS is spoken
+    except (ConnectionResetError, http.client.BadStatusLine):  # the result of plain text on a TLS port
         if has_tls:
             return f"{address} closed the connection without an answer"
         flag, variable = flag_name("tls_metrics"), variable_name("tls_metrics")

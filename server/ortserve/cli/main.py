@@ -1,9 +1,14 @@
-"""``ortserve``: hands the words after the command's name to the command."""
+"""The command ``ortserve``: runs the subcommand that its first argument names."""
 
+import argparse
+import platform
 import sys
 from collections.abc import Sequence
 
-from ortserve.cli import health, serve, version
+from ortserve import __version__
+from ortserve.cli import health, serve
+from ortserve.cli.serve import installed_runtimes
+from ortserve.core.compiled import IS_COMPILED
 
 _USAGE = """\
 usage: ortserve COMMAND ...
@@ -12,15 +17,15 @@ Serve ONNX models with ONNX Runtime over REST and gRPC.
 
 commands:
   serve     serve the models of one or more repositories
-  health    ask the server that runs here whether it is ready
-  version   print the versions of ortserve and of what it runs on
+  health    check whether the server on this machine is ready
+  version   print the versions of ortserve, Python and ONNX Runtime
 
-ortserve COMMAND --help says more.
+Run ortserve COMMAND --help for the options of a command.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the process' exit status, 2 for words or options that cannot be used."""
+    """Run a command. Returns the exit status of the process, 2 for invalid arguments or options."""
     command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     try:
         match command:
@@ -29,12 +34,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "health":
                 return health.main(arguments)
             case "version" | "--version":
-                return version.main(arguments)
+                return print_versions(arguments)
             case "help" | "--help" | "-h":
                 sys.stdout.write(_USAGE)
                 return 0
-    except SystemExit as left:  # argparse's way out, of --help too
+    except SystemExit as left:  # argparse exits this way, also after --help
         return left.code if isinstance(left.code, int) else 2
-    problem = f"there is no command {command!r}" if command else "a command is needed"
+    problem = f"unknown command {command!r}" if command else "expected a command, got none"
     sys.stderr.write(f"ortserve: {problem}\n\n{_USAGE}")
     return 2
+
+
+def print_versions(arguments: Sequence[str]) -> int:
+    """Print one line per part, for bug reports. Reads the versions of installed packages without importing them."""
+    argparse.ArgumentParser(
+        prog="ortserve version", description="Print the versions of ortserve, Python and ONNX Runtime."
+    ).parse_args(arguments)
+    versions = {
+        "ortserve": __version__,
+        "request path": "compiled" if IS_COMPILED else "interpreted",
+        "Python": platform.python_version(),
+        **installed_runtimes(),
+    }
+    sys.stdout.writelines(f"{name} {version}\n" for name, version in versions.items())
+    return 0

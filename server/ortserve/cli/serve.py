@@ -1,28 +1,27 @@
-"""``ortserve serve``: from words to ``ServerOptions``, then the server."""
+"""The command ``ortserve serve``: reads the options, checks their combinations, and runs the server."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from ortserve.cli.environment import installed_runtimes, runtime_problem
-from ortserve.config.expectation import describe_default, describe_unit, describe_values
+from ortserve.config.expectation import describe_default, describe_unit, describe_values, did_you_mean
+from ortserve.config.option_groups import tls_problems
 from ortserve.config.options import OPTION_GROUPS, OptionsError, ServerOptions, flag_name, read_options, split_list
-from ortserve.config.suggestion import did_you_mean
-from ortserve.config.tls import tls_problems
 
 _EPILOG: Final = """\
 Each option can also be set by an environment variable (--http-port is ORTSERVE_HTTP_PORT; lists are separated by
-commas) or in the file of options (http_port: 8000). A flag goes before the variable, the variable before the file.
+commas) or in the options file (http_port: 8000). A flag overrides the variable, the variable overrides the file.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until told to stop. Returns 2, with a line on standard error for each problem, where that cannot begin."""
-    # Intermixed, so that repositories may stand before and after flags.
+    """Serve until a stop signal. Returns 2, with one line per problem on standard error, for invalid options."""
+    # Intermixed: repositories may come before and after flags.
     flags = vars(build_parser().parse_intermixed_args(arguments))
     config_path = flags.pop("config", None)
     try:
@@ -30,11 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     except OptionsError as error:
         return _refuse(*error.problems)
     if not options.repositories and not options.example:
-        return _refuse("no model repository: name at least one folder, or use --example")
+        return _refuse("repositories: expected at least one folder or --example, got none")
     if options.load_model and options.model_control_mode != "explicit":
         return _refuse(f"load_model: expected model_control_mode to be 'explicit', got '{options.model_control_mode}'")
     if options.trace_level != "OFF" and options.trace_file is None:
-        return _refuse(f"trace_level: expected trace_file to be set, too, got '{options.trace_level}' alone")
+        return _refuse(f"trace_level: expected trace_file beside '{options.trace_level}', got none")
     if shared := _shared_port(options):
         return _refuse(shared)
     if problems := list(tls_problems(options, grpc_transport=options.grpc_transport)):
@@ -43,14 +42,14 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(*(f"repositories: expected a folder, got '{path}'" for path in missing))
     if problem := runtime_problem(installed_runtimes()):
         return _refuse(problem)
-    from ortserve.app.run import run  # here, because it imports the engine
+    from ortserve.app.run import run  # imported here, because it imports the engine
 
     return run(options)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """A flag for each option. Values stay text, so that one place judges them whatever source they come from."""
-    # argparse rather than pydantic-settings' own parser, whose help shows no bounds and "tuple[str,...]" for a list.
+    """Create one flag per option. Values stay texts, so that one validator checks them from all sources."""
+    # argparse instead of pydantic-settings' parser, whose help shows no bounds and "tuple[str,...]" for a list.
     parser = _Parser(
         prog="ortserve serve",
         usage="ortserve serve [REPOSITORY ...] [--example] [--config FILE] [options]",
@@ -63,9 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     repositories = ServerOptions.model_fields["repositories"]
     parser.add_argument("repositories", nargs="*", metavar="REPOSITORY", help=_plain(repositories))
     server = parser.add_argument_group("server")
-    server.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file of options. [environment: ORTSERVE_CONFIG]"
-    )
+    server.add_argument("--config", type=Path, metavar="FILE", help="YAML options file. [environment: ORTSERVE_CONFIG]")
     inherited = {parser.add_argument_group(title): group for title, group in OPTION_GROUPS.items()}
     for name, field in ServerOptions.model_fields.items():
         if name != "repositories":
@@ -75,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Guesses what was meant by flags that nobody knows."""
+    """Suggests similar flags for unknown ones."""
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments:"):
@@ -86,24 +83,24 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _shared_port(options: ServerOptions) -> str:
-    """Which two options name one port; empty where none do."""
+    """The error if two options have the same port; otherwise empty."""
     taken: dict[int, str] = {}
     for name in ("http_port", "grpc_port", "metrics_port"):
         port: int = getattr(options, name)
         if port and port in taken:
-            return f"{name}: expected another port than {taken[port]}, got {port} for both"
+            return f"{name}: expected a different port than {taken[port]}, got {port} for both"
         taken[port] = name
     return ""
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    told = f"{_plain(field)} [{_values(name, field)}default: {describe_default(field) or 'unset'}]".replace("%", "%%")
+    text = f"{_plain(field)} [{_values(name, field)}default: {describe_default(field) or 'unset'}]".replace("%", "%%")
     if field.annotation is bool:
-        group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=told)
+        group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=text)
     elif get_origin(field.annotation) is tuple:
-        group.add_argument(flag_name(name), type=split_list, action="extend", metavar="NAME,...", help=told)
+        group.add_argument(flag_name(name), type=split_list, action="extend", metavar="NAME,...", help=text)
     else:
-        group.add_argument(flag_name(name), metavar=_metavar(name, field.annotation), help=told)
+        group.add_argument(flag_name(name), metavar=_metavar(name, field.annotation), help=text)
 
 
 def _metavar(name: str, annotation: Any) -> str:
@@ -132,3 +129,38 @@ def _wide_formatter(prog: str) -> argparse.HelpFormatter:
 def _refuse(*problems: str) -> int:
     sys.stderr.writelines(f"ortserve serve: {problem}\n" for problem in problems)
     return 2
+
+
+RUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu")
+
+
+def installed_runtimes() -> dict[str, str]:
+    """The installed distributions of ONNX Runtime with their versions, from their metadata. Imports nothing."""
+    found = {}
+    for name in RUNTIMES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def runtime_problem(installed: Collection[str]) -> str | None:
+    """The problem with these distributions, with the commands that solve it; None if exactly one is installed.
+
+    ``onnxruntime`` and ``onnxruntime-gpu`` install into the same folder. If both are installed, the files are those of
+    the later installation, without a warning of pip, and the GPU may silently be unused. The server then does not
+    start.
+    """
+    if len(installed) == 1:
+        return None
+    if not installed:
+        return (
+            "ONNX Runtime is not installed. Install it with: "
+            "pip install 'ortserve[cpu]', or for NVIDIA GPUs: pip install 'ortserve[gpu]'"
+        )
+    return (
+        f"{' and '.join(installed)} are both installed and overwrite each other's files. Remove both with: "
+        f"pip uninstall {' '.join(installed)}, then install one: "
+        "pip install 'ortserve[cpu]', or for NVIDIA GPUs: pip install 'ortserve[gpu]'"
+    )

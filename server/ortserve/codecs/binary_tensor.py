@@ -1,28 +1,35 @@
-"""Tensors as raw bytes: the REST binary extension and gRPC's raw contents share this layout.
+"""Tensors as raw bytes, in a body or in shared memory; the REST binary extension and gRPC share the layout.
 
-Little-endian, row-major, no padding; BYTES elements carry a length prefix (``bytes_elements``).
+Little-endian, row-major, no padding. A BYTES element is a 4-byte little-endian length and that many bytes. ONNX Runtime
+holds strings as UTF-8 and returns them as ``str``, so elements that are not valid UTF-8 are rejected here.
 """
 
+import struct
+import time
+from collections.abc import Mapping
 from math import prod
+from typing import Final
 
 import numpy as np
 
-from ortserve.codecs.bytes_elements import decode_bytes_elements, encode_bytes_elements
+from ortserve.codecs.bounds import MAX_TEXT_BYTES, MAX_TEXTS
 from ortserve.core.dtypes import DataType
-from ortserve.errors import invalid_input
+from ortserve.core.region import RegionSpan
+from ortserve.core.request import Parameter
+from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 
 def decode_binary_tensor(
     data: bytes | memoryview, datatype: DataType, shape: tuple[int, ...], name: str, model: str
 ) -> np.ndarray:
-    """Read a tensor of non-negative ``shape`` without copying (BYTES excepted).
+    """Decode a tensor of non-negative ``shape``, without a copy except for BYTES.
 
     Returns:
-        A read-only view on ``data``, which may be unaligned.
+        A read-only, possibly unaligned view on ``data``.
 
     Raises:
-        ServeError: invalid_input, when ``data`` is not exactly as long as the tensor, or when a BOOL is neither 0 nor
-            1: kernels may do anything with another byte.
+        ServeError: invalid_input, if ``data`` does not have the exact length of the tensor, or if a BOOL is neither 0
+            nor 1, for which the behaviour of kernels is undefined.
     """
     if datatype is DataType.BYTES:
         return decode_bytes_elements(data, shape, name)
@@ -37,9 +44,185 @@ def decode_binary_tensor(
 
 
 def encode_binary_tensor(array: np.ndarray, datatype: DataType) -> bytes | memoryview:
-    """Spell a tensor as bytes; a contiguous one is returned as a view on its memory, not copied."""
+    """Encode a tensor as bytes. A contiguous tensor is returned as a view on its memory."""
     if datatype is DataType.BYTES:
         return encode_bytes_elements(array)
     if array.size == 0:
         return b""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+_LENGTH: Final = struct.Struct("<I")
+
+_WINDOW_BYTES: Final = 256 * 1024
+"""Bytes that are copied at a time and then cut into elements: slices of a memoryview cost an object each."""
+
+_STEP: Final = 1024
+"""Elements, about 0.1 ms, after which a thread releases the interpreter lock; compiled code never releases it
+itself."""
+
+
+class TextArray:
+    """An object array that is filled element by element. It releases the interpreter lock at intervals."""
+
+    def __init__(self, count: int) -> None:
+        self._array = np.empty(count, dtype=object)
+        self._step: list[str] = []
+        self.filled = 0
+
+    def add(self, text: str) -> None:
+        """Append an element; at most ``count`` in total."""
+        self._step.append(text)
+        self.filled += 1
+        if len(self._step) == _STEP:
+            self._put()
+            time.sleep(0)
+
+    def array(self) -> np.ndarray:
+        """The elements added so far, of shape ``(filled,)``."""
+        self._put()
+        return self._array[: self.filled]
+
+    def _put(self) -> None:
+        self._array[self.filled - len(self._step) : self.filled] = self._step
+        self._step = []
+
+
+def decode_bytes_elements(data: bytes | memoryview, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """Decode the elements of ``shape``, which must fill ``data`` exactly.
+
+    Returns:
+        An object array of ``str`` with ``shape``.
+
+    Raises:
+        ServeError: invalid_input, if the elements do not fill ``data`` exactly or are not UTF-8; too_large, for too
+            many or too long elements.
+    """
+    count = prod(shape)
+    end = len(data)
+    if count * 4 > end:  # checked before the array is allocated
+        raise invalid_input(f"expected {count} string elements for inference input '{name}', got {end} bytes")
+    check_text_count(count, name)
+    texts = TextArray(count)
+    begin = 0  # offset of the window in data
+    window = bytes(data[:_WINDOW_BYTES])
+    offset = 0  # offset in the window of the next element
+    try:
+        while texts.filled < count:
+            stop = offset + 4
+            if stop <= len(window):
+                stop += _LENGTH.unpack_from(window, offset)[0]
+            if stop <= len(window):
+                texts.add(window[offset + 4 : stop].decode())
+                offset = stop
+                continue
+            size = stop - offset  # of the element, or 4 if the window does not contain its length
+            begin, offset = begin + offset, 0
+            if begin + size > end or size > MAX_TEXT_BYTES + 4:
+                break
+            window = bytes(data[begin : begin + max(size, _WINDOW_BYTES)])
+    except UnicodeDecodeError:
+        pass
+    if begin + offset < end or texts.filled < count:
+        raise _fault(data, begin + offset, texts.filled, count, name)
+    return texts.array().reshape(shape)
+
+
+def check_text_count(count: int, name: str) -> None:
+    """Raises ServeError: too_large, for more than ``MAX_TEXTS`` elements."""
+    if count > MAX_TEXTS:
+        raise ServeError(
+            ErrorKind.TOO_LARGE,
+            f"input '{name}': expected at most {MAX_TEXTS} string elements in one request, got {count}",
+        )
+
+
+def _fault(data: bytes | memoryview, offset: int, index: int, count: int, name: str) -> ServeError:
+    """The error for element ``index`` at ``offset``, or for a missing or additional element."""
+    left = len(data) - offset
+    if left == 0:
+        return invalid_input(f"expected {count} string elements for inference input '{name}', got {index}")
+    if left < 4:
+        return invalid_input(f"incomplete string length indicator for inference input '{name}' at byte {offset}")
+    (length,) = _LENGTH.unpack_from(data, offset)
+    start, left = offset + 4, left - 4
+    if length > left:
+        return invalid_input(
+            f"string element {index} of inference input '{name}' has length {length}, but only {left} bytes are left"
+        )
+    if length > MAX_TEXT_BYTES:
+        return ServeError(
+            ErrorKind.TOO_LARGE,
+            f"string element {index} of inference input '{name}': expected at most {MAX_TEXT_BYTES} bytes, "
+            f"got {length}",
+        )
+    try:
+        decode_element(data[start : start + length], index, name)
+    except ServeError as error:
+        return error
+    return invalid_input(f"expected {count} string elements for inference input '{name}', got more")
+
+
+def decode_element(element: bytes | memoryview, index: int, name: str) -> str:
+    """Decode one element. Raises ServeError: invalid_input, if it is not UTF-8."""
+    try:
+        return str(element, "utf-8")
+    except UnicodeDecodeError as error:
+        raise invalid_input(
+            f"string element {index} of inference input '{name}' is not valid UTF-8 "
+            f"({error.reason} at byte {error.start}); ONNX string tensors hold text"
+        ) from None
+
+
+def object_array(elements: list[str], shape: tuple[int, ...]) -> np.ndarray:
+    """An object array of ``shape`` with ``elements``, without conversion."""
+    array = np.empty(len(elements), dtype=object)
+    array[:] = elements
+    return array.reshape(shape)
+
+
+def encode_bytes_elements(array: np.ndarray) -> bytes:
+    """Encode an object array of ``str`` as length-prefixed UTF-8 elements in row-major order.
+
+    Releases the interpreter lock at intervals.
+    """
+    pieces: list[bytes] = []
+    for element in array.ravel():
+        encoded = element.encode()
+        pieces.append(_LENGTH.pack(len(encoded)))
+        pieces.append(encoded)
+        if len(pieces) % (2 * _STEP) == 0:
+            time.sleep(0)
+    return b"".join(pieces)
+
+
+REGION: Final = "shared_memory_region"
+OFFSET: Final = "shared_memory_offset"
+BYTE_SIZE: Final = "shared_memory_byte_size"
+
+
+def read_span(parameters: Mapping[str, Parameter], what: str) -> RegionSpan:
+    """Read the place of an input or output in shared memory from its parameters.
+
+    ``what``, for example ``input 'x'``, appears in errors.
+
+    Raises:
+        ServeError: invalid_input, for a value of a wrong type, and for a missing size.
+    """
+    region = parameters.get(REGION)
+    if type(region) is not str:
+        raise _error(REGION, "a string", what, region)
+    if BYTE_SIZE not in parameters:
+        raise invalid_input(f"{what}: '{REGION}' also needs '{BYTE_SIZE}'")
+    return RegionSpan(region, _unsigned(parameters, OFFSET, what), _unsigned(parameters, BYTE_SIZE, what))
+
+
+def _unsigned(parameters: Mapping[str, Parameter], key: str, what: str) -> int:
+    value = parameters.get(key, 0)
+    if type(value) is not int or value < 0:
+        raise _error(key, "an unsigned integer", what, value)
+    return value
+
+
+def _error(key: str, expected: str, what: str, got: object) -> Exception:
+    return invalid_input(f"Unable to parse '{key}': expected {expected} for {what}, got {got!r}")

@@ -1,4 +1,4 @@
-"""Compressed bodies and messages: gzip and zlib, the two that REST inference and gRPC know. Pure of both protocols."""
+"""Compressed bodies and messages: gzip and zlib, which REST inference and gRPC support. Independent of both."""
 
 import zlib
 from enum import Enum
@@ -8,11 +8,11 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 
 class Encoding(Enum):
-    """The value is the encoding's name in HTTP; ``window_bits`` is what zlib calls it."""
+    """A content encoding. The value is its name in HTTP; ``window_bits`` is zlib's parameter for it."""
 
     GZIP = "gzip"
     DEFLATE = "deflate"
-    """zlib's format (RFC 1950), as HTTP means it, not the bare stream of RFC 1951."""
+    """zlib's format (RFC 1950), as HTTP defines it; not the raw stream of RFC 1951."""
 
     window_bits: int
 
@@ -21,19 +21,19 @@ class Encoding(Enum):
 
 
 _FEED_BYTES: Final = 64 * 1024
-"""Compressed bytes that are handed to zlib at a time; it copies those that it has no room to inflate yet."""
+"""Compressed bytes that zlib receives at a time; it copies the bytes that it cannot inflate yet."""
 
 _LEVEL: Final = 1
-"""zlib's fastest: the levels above save a few percent of tensors more, for several times the work."""
+"""zlib's fastest level. Higher levels save a few percent more for several times the work."""
 
 _SAMPLE_BYTES: Final = 4096
 _MIN_SAVING: Final = 0.2
 
 
 class Inflater:
-    """Inflates one body in parts, never to more than a byte beyond its limit. One thread at a time, any thread.
+    """Inflates one body in parts, to at most one byte beyond its limit. One thread at a time, any thread.
 
-    A body is one gzip member or zlib stream, and nothing behind it.
+    A body is one gzip member or zlib stream without trailing data.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Inflater:
         header: str = "Content-Encoding",
         option: str = "max_body_bytes",
     ) -> None:
-        """``max_bytes`` is the limit that ``option`` sets; errors name it, ``subject`` and ``header``."""
+        """``max_bytes`` is the limit that ``option`` sets. Errors contain ``option``, ``subject`` and ``header``."""
         self._view = memoryview(body)
         self._encoding = encoding
         self.max_bytes: Final = max_bytes
@@ -59,15 +59,15 @@ class Inflater:
 
     @property
     def is_done(self) -> bool:
-        """Whether the whole body was read."""
+        """Whether the whole body has been read."""
         return self._stream.eof
 
     def read(self, size: int) -> bytes:
-        """Inflate the next bytes: ``size``, or fewer where the body ends. Needs the interpreter lock hardly ever.
+        """Inflate the next ``size`` bytes, or fewer at the end of the body. Mostly without the interpreter lock.
 
         Raises:
-            ServeError: too_large beyond the limit; invalid_input for what is not of the encoding, is cut off, or has
-                something behind it.
+            ServeError: too_large beyond the limit; invalid_input if the body is malformed, truncated or has trailing
+                data.
         """
         parts: list[bytes] = []
         while size > 0 and not self._stream.eof:
@@ -87,7 +87,7 @@ class Inflater:
         if self._given > self.max_bytes:
             raise ServeError(
                 ErrorKind.TOO_LARGE,
-                f"{self._subject} is larger than {self._option} once its {self._encoding.value} is undone: expected "
+                f"{self._subject} is larger than {self._option} after {self._encoding.value} decompression: expected "
                 f"at most {self.max_bytes} bytes, got more",
             )
         if stream.eof:
@@ -97,20 +97,20 @@ class Inflater:
         else:
             self._taken += len(fed) - len(stream.unconsumed_tail)
             if not part and not fed:
-                raise self._malformed("it is cut off")
+                raise self._malformed("it is truncated")
         return part
 
     def _malformed(self, reason: str) -> ServeError:
-        return invalid_input(f"{self._subject} is not {self._encoding.value} as its {self._header} says: {reason}")
+        return invalid_input(f"{self._subject} is not valid {self._encoding.value} (its {self._header}): {reason}")
 
 
 def compress(body: bytes | memoryview, encoding: Encoding) -> bytes:
-    """Compress a whole body, about 10 ms a megabyte. Any thread; zlib lets go of the interpreter lock."""
+    """Compress a body, about 10 ms per megabyte. Any thread; zlib releases the interpreter lock."""
     return zlib.compress(body, _LEVEL, encoding.window_bits)
 
 
 def is_worth_compressing(body: bytes | memoryview) -> bool:
-    """Try a sample from the middle: tensors of measured floats and of images hardly shrink. Takes about 50 us."""
+    """Compress a sample from the middle: tensors of measured floats and images hardly shrink. Takes about 50 us."""
     middle = max(0, (len(body) - _SAMPLE_BYTES) // 2)
     sample = body[middle : middle + _SAMPLE_BYTES]
     return len(zlib.compress(sample, _LEVEL)) <= len(sample) * (1 - _MIN_SAVING)

@@ -1,8 +1,7 @@
-"""The generate extension: a JSON object whose keys are inputs of the model, answered by one whose keys are outputs.
+"""The generate extension: a JSON object with the inputs of a model as keys, answered by one with its outputs as keys.
 
-Made for models that are used like a function. Other keys are parameters, as infer has them: what means nothing to the
-server is the model's. How to sample text, though, an ONNX model cannot be told: such a parameter is refused, because
-ignoring it would answer another question than was asked.
+Other keys are parameters, as in infer. Parameters of text sampling are rejected: an ONNX model cannot receive them, and
+ignoring them would give another answer than the caller requested.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ortserve.codecs.bounds import INLINE_BYTES, INLINE_ELEMENTS, JSON_GROWTH
-from ortserve.codecs.json_data import decode_json_data, encode_json_data
-from ortserve.codecs.json_text import parse_json, write_json
+from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.codecs.rest import A_PARAMETER, read_parameters
 from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory
@@ -28,26 +26,26 @@ _SAMPLING: Final = frozenset(
         *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty", "stream"),
     }
 )
-"""What the protocol's draft and the servers of language models know, and cannot be honoured here."""
+"""Sampling parameters of the protocol's draft and of language model servers, which are not supported."""
 
 
 def decode_generate_request(
     body: bytes | memoryview, model_name: str, model_version: str, inputs: Sequence[TensorSpec], *, is_stream: bool
 ) -> InferRequest:
-    """Read a request.
+    """Decode a request.
 
-    A number, string or boolean is a tensor of one element, an array one as it is nested; dimensions of 1 are put in
-    front until there are as many as the model's, so that a flat array is one row.
+    A number, string or boolean is a tensor of one element; an array is a tensor of its nested shape. Leading dimensions
+    of 1 are added up to the rank of the model's input, so that a flat array is one row.
 
     Args:
-        body: A JSON object. Keys that are no input are parameters, as are those of the object ``parameters``.
+        body: A JSON object. Keys other than inputs are parameters, as are the keys of its object ``parameters``.
         model_name: From the path.
         model_version: From the path, ``""`` for none.
-        inputs: Of that model.
-        is_stream: Whether the answer is to be a stream, which the parameter ``stream`` must not contradict.
+        inputs: Inputs of the model.
+        is_stream: Whether the answer is a stream; the parameter ``stream`` must agree.
 
     Raises:
-        ServeError: invalid_input for anything malformed; unsupported for a parameter of sampling.
+        ServeError: invalid_input for a malformed request; unsupported for a sampling parameter.
     """
     document = parse_json(body or b"{}")
     if type(document) is not dict:
@@ -65,7 +63,7 @@ def decode_generate_request(
 
 
 class GenerateRequest:
-    """An ``EncodedRequest``: a body, with what its path says of it."""
+    """An ``EncodedRequest``: a body, and the values from its path."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class GenerateRequest:
         *,
         is_stream: bool,
     ) -> None:
-        """The arguments are those of ``decode_generate_request``; ``inputs`` may raise what ``read`` does then."""
+        """The arguments are those of ``decode_generate_request``. ``read`` raises the errors of ``inputs``."""
         self._body = body
         self._model_name = model_name
         self._model_version = model_version
@@ -85,7 +83,7 @@ class GenerateRequest:
         self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
-        """JSON beyond a bound is read by another process."""
+        """JSON over ``INLINE_BYTES`` is decoded by another process."""
         return Reading.INLINE if self.is_short else Reading.PROCESS
 
     @property
@@ -108,7 +106,7 @@ class GenerateRequest:
 
 
 def encode_generate_response(response: InferResponse) -> bytes:
-    """Spell the answer: outputs of one element as that element, others flat."""
+    """Encode the answer: outputs of one element as that element, others as flat arrays."""
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = response.model_version
@@ -119,7 +117,7 @@ def encode_generate_response(response: InferResponse) -> bytes:
 
 
 class GenerateEncoder:
-    """An ``AnswerEncoder``; ``is_stream`` says that answers are events."""
+    """An ``AnswerEncoder``; with ``is_stream`` answers are server-sent events."""
 
     def __init__(self, *, is_stream: bool) -> None:
         self._is_stream = is_stream
@@ -132,15 +130,15 @@ class GenerateEncoder:
 
 
 def encode_generate_event(response: InferResponse) -> bytes:
-    """Spell the answer as a stream of server-sent events, of which an ONNX model has one."""
+    """Encode the answer as a stream of server-sent events; an ONNX model gives one event."""
     return b"data: " + encode_generate_response(response) + b"\n\n"
 
 
 def _bare(element: str | np.generic) -> Any:
-    if isinstance(element, str) or not np.isfinite(element):  # for which ``write_json`` has tokens
+    if isinstance(element, str) or not np.isfinite(element):  # ``write_json`` encodes non-finite values as tokens
         return element
     if isinstance(element, np.float16 | np.float32):
-        return float(str(element))  # 0.1 as 0.1, not 0.10000000149
+        return float(str(element))  # 0.1 instead of 0.10000000149
     return element.item()
 
 
@@ -151,7 +149,7 @@ def _tensor(value: object, spec: TensorSpec, model: str) -> Tensor:
     while type(level) is list:
         dims.append(len(level))
         level = level[0] if level else None
-    if len(dims) > rank and dims != [1]:  # [x] is x, where the model takes a scalar
+    if len(dims) > rank and dims != [1]:  # [x] is accepted for a scalar
         raise invalid_input(
             f"unexpected shape for input '{spec.name}' for model '{model}'. "
             f"Expected {format_shape(spec.shape)}, got {format_shape(tuple(dims))}"
@@ -171,8 +169,8 @@ def _parameters(
         if key in _SAMPLING:
             raise ServeError(
                 ErrorKind.UNSUPPORTED,
-                f"parameter '{key}' is not supported: it is no input of model '{model}', "
-                "and an ONNX model cannot honour it otherwise",
+                f"parameter '{key}' is not supported: it is not an input of model '{model}', "
+                "and ONNX models have no sampling parameters",
             )
     names = ", ".join(f"'{spec.name}'" for spec in inputs)
     expected = f"{A_PARAMETER}, or an input of model '{model}', which takes {names}"

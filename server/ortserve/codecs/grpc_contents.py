@@ -1,7 +1,7 @@
-"""Typed contents: the elements of a gRPC tensor in a field of their datatype, read from the bytes of the wire.
+"""Typed contents: the elements of a gRPC tensor in a field of their datatype, decoded from the bytes of the wire.
 
-Numbers are read by numpy, 64 KiB at a time, so that neither many elements nor a thread that reads them hold the
-interpreter lock for long. ``loadtests/codec_cost.py`` measures it.
+numpy decodes numbers in steps of 64 KiB, so that the interpreter lock is never held for long
+(``loadtests/codec_cost.py``).
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from ortserve._pb.grpc_service_pb2 import InferTensorContents
-from ortserve.codecs.bytes_elements import TextArray, check_text_count, decode_element, object_array
+from ortserve.codecs.binary_tensor import TextArray, check_text_count, decode_element, object_array
 from ortserve.codecs.grpc_wire import FIXED32, FIXED64, LENGTH_DELIMITED, VARINT, malformed, read_field, read_varint
 from ortserve.core.dtypes import DataType
 from ortserve.errors import ServeError, invalid_input
@@ -27,7 +27,7 @@ _FIELD_DATATYPES: Final = {
     InferTensorContents.FP64_CONTENTS_FIELD_NUMBER: DataType.FP64,
     InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER: DataType.BYTES,
 }
-"""The datatype as wide as a field's elements, by the number of the field."""
+"""The datatype with the width of a field's elements, by field number."""
 
 _FIELD_OF: Final = {
     **{datatype: datatype for datatype in _FIELD_DATATYPES.values()},
@@ -36,22 +36,22 @@ _FIELD_OF: Final = {
     DataType.UINT8: DataType.UINT32,
     DataType.UINT16: DataType.UINT32,
 }
-"""The datatype of the field that holds a datatype's elements; FP16 and BF16 have none."""
+"""The datatype of the field for a datatype's elements; FP16 and BF16 have no field."""
 
 _ELEMENT_WIRE: Final = {DataType.FP32: FIXED32, DataType.FP64: FIXED64, DataType.BYTES: LENGTH_DELIMITED}
-"""How an element travels that has a tag of its own; the others are varints."""
+"""The wire type of unpacked elements; other datatypes use varints."""
 
 _FLOATS: Final = (DataType.FP32, DataType.FP64)
-"""They are as wide on the wire as in memory."""
+"""Datatypes with the same width on the wire and in memory."""
 
 _MAX_PIECES: Final = 1024
-"""Of a packed field. Clients send one."""
+"""Maximum number of pieces of a packed field. Clients send one."""
 
 _SMALL_BYTES: Final = 2 * 1024
-"""Contents of at most this size are read by protobuf, in a tenth of the time that numpy takes for a few elements."""
+"""Contents up to this size are decoded by protobuf, which takes a tenth of numpy's time for a few elements."""
 
 _PARSED_BYTES: Final = 64 * 1024
-"""Contents of at most this size are read by protobuf where they are not written as clients write them."""
+"""Contents up to this size in an unusual encoding are decoded by protobuf; larger ones are rejected."""
 
 _STEP_BYTES: Final = 64 * 1024
 _MAX_VARINT_BYTES: Final = 10
@@ -59,20 +59,20 @@ _TEXT_TAG: Final = InferTensorContents.BYTES_CONTENTS_FIELD_NUMBER << 3 | LENGTH
 
 _NO_ELEMENTS: Final = np.empty(0)
 
-_NOT_SO_WRITTEN: Final = IndexError("not as clients write it")
+_UNUSUAL: Final = IndexError("an unusual encoding")
 
 
 def decode_contents(
     contents: bytes | memoryview, datatype: DataType, shape: tuple[int, ...], name: str, model: str
 ) -> np.ndarray:
-    """Read serialized ``InferTensorContents``; none at all are a tensor without elements, whatever its datatype.
+    """Decode serialized ``InferTensorContents``. Empty contents are a tensor without elements, of any datatype.
 
     Returns:
-        An array of ``shape`` and ``datatype.numpy``, which may be a read-only view on ``contents``.
+        An array of ``shape`` and ``datatype.numpy``, possibly a read-only view on ``contents``.
 
     Raises:
-        ServeError: invalid_input, for the field of another datatype, for several, and for elements that do not fill the
-            shape or are out of the datatype's range; too_large, for more texts than are allowed.
+        ServeError: invalid_input, for the field of another datatype, for several fields, and for elements that do not
+            fill the shape or exceed the datatype's range; too_large, for too many texts.
     """
     count = math.prod(shape)
     if datatype is DataType.BYTES:
@@ -106,10 +106,10 @@ def decode_contents(
 
 
 def _read(view: memoryview, count: int, name: str, model: str) -> tuple[DataType | None, np.ndarray]:
-    """Read the one field that is filled, of which ``count`` elements are expected.
+    """Decode the one field with elements, of which ``count`` are expected.
 
     Returns:
-        The datatype of its elements, None where none is filled, and all elements; of texts at most one too many.
+        The datatype of the field, None if all are empty, and all elements; for texts at most ``count`` + 1.
     """
     if len(view) > _SMALL_BYTES:
         try:
@@ -156,15 +156,15 @@ def _read_pieces(pieces: list[memoryview], wide: DataType | None, count: int, na
 
 
 def _find_field(view: memoryview, name: str, model: str) -> tuple[DataType | None, list[memoryview], bool]:
-    """Find the one field that is filled.
+    """Find the one field with elements.
 
     Returns:
-        The datatype of its elements, None where none is filled; its packed elements, piece by piece, or, where the last
-        is true, one piece of elements that have a tag each, as texts always have.
+        The datatype of the field, None if all are empty; the pieces of its packed elements; and False. Or, for elements
+        with a tag each, which texts always have: the datatype, one piece, and True.
 
     Raises:
-        IndexError: It is not written as clients write it.
-        ServeError: invalid_input, for several.
+        IndexError: The encoding is unusual.
+        ServeError: invalid_input, for several fields.
     """
     found: DataType | None = None
     pieces: list[memoryview] = []
@@ -176,7 +176,7 @@ def _find_field(view: memoryview, name: str, model: str) -> tuple[DataType | Non
         wire = tag & 7
         is_packed = wire == LENGTH_DELIMITED and datatype is not DataType.BYTES
         if datatype is None or not (is_packed or wire == _ELEMENT_WIRE.get(datatype, VARINT)):
-            raise _NOT_SO_WRITTEN
+            raise _UNUSUAL
         if is_packed and start == position:
             continue
         if found is not None and found is not datatype:
@@ -187,14 +187,14 @@ def _find_field(view: memoryview, name: str, model: str) -> tuple[DataType | Non
         elif not pieces and (datatype is DataType.BYTES or _is_run(view[begin:], tag, datatype)):
             return datatype, [view[begin:]], True
         else:
-            raise _NOT_SO_WRITTEN
+            raise _UNUSUAL
         if len(pieces) > _MAX_PIECES:
-            raise _NOT_SO_WRITTEN
+            raise _UNUSUAL
     return found, pieces, False
 
 
 def _is_run(view: memoryview, tag: int, datatype: DataType) -> bool:
-    """Whether ``view`` is nothing but elements with this tag each."""
+    """Whether ``view`` consists of elements with this tag each."""
     if datatype in _FLOATS:
         record = _record(datatype)
         return len(view) % record.itemsize == 0 and bool((np.frombuffer(view, record)["tag"] == tag).all())
@@ -213,12 +213,12 @@ def _floats(pieces: list[memoryview], datatype: DataType, *, is_run: bool) -> np
         return np.ascontiguousarray(np.frombuffer(pieces[0], _record(datatype))["value"])
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     if len(data) % datatype.itemsize:
-        raise _NOT_SO_WRITTEN
+        raise _UNUSUAL
     return np.frombuffer(data, datatype.numpy)
 
 
 def _integers(pieces: list[memoryview], datatype: DataType, *, is_run: bool) -> np.ndarray:
-    """Read varints as protobuf does: what is too wide for the datatype loses its upper bits."""
+    """Decode varints as protobuf does: values that are too wide for the datatype lose their upper bits."""
     steps: list[np.ndarray] = []
     for piece in pieces:
         for step in _varints(piece, pairs=is_run):
@@ -228,10 +228,10 @@ def _integers(pieces: list[memoryview], datatype: DataType, *, is_run: bool) -> 
 
 
 def _varints(data: memoryview, *, pairs: bool) -> Iterator[np.ndarray]:
-    """Read varints, some thousand at a time; with ``pairs`` an even number of them.
+    """Decode varints in steps; with ``pairs`` an even number per step.
 
     Raises:
-        IndexError: One is not whole, or is over 10 bytes.
+        IndexError: A varint is incomplete or longer than 10 bytes.
     """
     position, end = 0, len(data)
     while position < end:
@@ -240,16 +240,16 @@ def _varints(data: memoryview, *, pairs: bool) -> Iterator[np.ndarray]:
         if pairs and lasts.size % 2:
             lasts = lasts[:-1]
         if not lasts.size:
-            raise _NOT_SO_WRITTEN
+            raise _UNUSUAL
         read = int(lasts[-1]) + 1
         if read != step.size and position + step.size == end:
-            raise _NOT_SO_WRITTEN
+            raise _UNUSUAL
         position += read
         yield _read_step(step[:read], lasts)
 
 
 def _read_step(step: np.ndarray, lasts: np.ndarray) -> np.ndarray:
-    """The varints that fill ``step``, whose last bytes are at ``lasts``, as 64 bits each."""
+    """The varints in ``step``, whose last bytes are at ``lasts``, as 64-bit integers."""
     if lasts.size == step.size:
         return step.astype(np.uint64)
     firsts = np.empty_like(lasts)
@@ -258,7 +258,7 @@ def _read_step(step: np.ndarray, lasts: np.ndarray) -> np.ndarray:
     lengths = lasts - firsts + 1
     longest = int(lengths.max())
     if longest > _MAX_VARINT_BYTES:
-        raise _NOT_SO_WRITTEN
+        raise _UNUSUAL
     values: np.ndarray = (step[firsts] & 127).astype(np.uint64)
     for index in range(1, longest):
         longer = np.flatnonzero(lengths > index)
@@ -267,7 +267,7 @@ def _read_step(step: np.ndarray, lasts: np.ndarray) -> np.ndarray:
 
 
 def _texts(view: memoryview, count: int, name: str) -> np.ndarray:
-    """Read elements that have a tag and a length each, at most one more than ``count``."""
+    """Decode elements with a tag and a length each, at most ``count`` + 1."""
     texts = TextArray(count + 1)
     position, end = 0, len(view)
     while position < end and texts.filled <= count:
@@ -275,7 +275,7 @@ def _texts(view: memoryview, count: int, name: str) -> np.ndarray:
         if size > 127:
             size, start = read_varint(view, position + 1)
         if view[position] != _TEXT_TAG or start + size > end:
-            raise _NOT_SO_WRITTEN
+            raise _UNUSUAL
         position = start + size
         texts.add(decode_element(view[start:position], texts.filled, name))
     return texts.array()

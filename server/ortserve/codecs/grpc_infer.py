@@ -1,9 +1,9 @@
-"""gRPC inference messages: serialized ``ModelInferRequest`` to core, core to serialized ``ModelInferResponse``.
+"""gRPC inference requests: serialized ``ModelInferRequest`` to core. ``grpc_answer`` encodes the answers.
 
-Both work on the bytes of the wire and leave raw tensors out of the protobuf messages, whose every byte field is a copy
-or more: a request's raw tensors are views on its bytes, and an answer's are joined to its head once. Measured for one
-FP32 tensor of 600 kB: parsing 28 → 1.3 us, serializing 1,200 → 18 us. What is left, the head, is that of many calls, so
-that what came of reading or writing one is remembered, which spares a small call some 4 us.
+Both work on the bytes of the wire and keep raw tensors out of protobuf messages, whose byte fields are copies: a
+request's raw tensors are views on its bytes, and an answer's are joined with its head once. Measured for one FP32
+tensor of 600 kB: parsing 28 -> 1.3 us, serializing 1,200 -> 18 us. The rest of a message, its head, is the same for
+many calls, so parsed and encoded heads are cached, which saves a small call about 4 us.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,46 +13,43 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ortserve._pb.grpc_service_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
-from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
-from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_BYTES, INLINE_ELEMENTS
+from ortserve._pb.grpc_service_pb2 import InferParameter, ModelInferRequest
+from ortserve.codecs.binary_tensor import (
+    BYTE_SIZE,
+    OFFSET,
+    REGION,
+    decode_binary_tensor,
+    read_span,
+)
+from ortserve.codecs.bounds import INLINE_BYTES, MAX_DIMS, shape_fault
 from ortserve.codecs.grpc_contents import decode_contents
 from ortserve.codecs.grpc_wire import (
     USUAL_HEAD_BYTES,
     Contents,
-    answer_id,
     check_field_count,
     malformed,
-    raw_output,
     split_request,
     usual_head,
 )
-from ortserve.codecs.region_span import BYTE_SIZE, OFFSET, REGION, read_span
-from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
-from ortserve.core.large_memory import LargeMemory
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
-from ortserve.core.request import InferRequest, InferResponse, Parameter, RequestedOutput
+from ortserve.core.request import InferRequest, Parameter, RequestedOutput
 from ortserve.core.tensor import Tensor, format_shape
 from ortserve.errors import ContentsError, ServeError, invalid_input
 
 M = TypeVar("M", bound=Message)
 
-MAX_MESSAGE_BYTES: Final = 2**31 - 1
-"""No gRPC or protobuf message is longer."""
-
-
 _KEPT: Final = 1024
-"""Heads of requests, and as many of answers. Those that were used least lately go first."""
+"""Cached heads; the least recently used one is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """An input as a request's head announces it.
+    """An input as a request's head declares it.
 
-    ``position`` is its place among all inputs of the request; ``has_contents`` says that the head has its typed
-    contents, which it has in a request with raw contents alone.
+    ``position`` is its index among all inputs of the request. ``has_contents`` means that the head contains its typed
+    contents, which happens only in a request that also has raw contents.
     """
 
     name: str
@@ -64,9 +61,9 @@ class _Input:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A request without its id and its contents. Many requests share a head, so it never changes.
+    """A request without its id and contents. Many requests share a head, so it is immutable.
 
-    ``inputs`` are those whose elements are in the message; ``in_regions`` names the others by their position.
+    ``inputs`` are the inputs with elements in the message; ``in_regions`` holds the names of the others by position.
     """
 
     model: str
@@ -79,14 +76,14 @@ class _Head:
 
 
 def decode_request(data: bytes | memoryview) -> InferRequest:
-    """Read a serialized ``ModelInferRequest``; tensors that came as raw contents are read-only views on ``data``.
+    """Decode a serialized ``ModelInferRequest``. Tensors from raw contents are read-only views on ``data``.
 
     Raises:
-        ServeError: invalid_input for anything malformed and for more parts than are allowed; unsupported for
-            extensions that this server does not have.
+        ServeError: invalid_input for a malformed message and for too many parts; unsupported for extensions that this
+            server does not have.
     """
-    told, request_id, raw, contents = split_request(data)
-    head = _known_head(told) if len(told) <= USUAL_HEAD_BYTES else _parse_head(told)
+    head_bytes, request_id, raw, contents = split_request(data)
+    head = _cached_head(head_bytes) if len(head_bytes) <= USUAL_HEAD_BYTES else _parse_head(head_bytes)
     return InferRequest(
         head.model,
         head.version,
@@ -108,7 +105,7 @@ class GrpcRequest:
         self.is_short = len(data) <= INLINE_BYTES
 
     def reading(self) -> Reading:
-        """Large messages are read on a thread, unless their tensors are views on them."""
+        """Large messages are decoded on a thread, unless their tensors are views on them."""
         head = usual_head(self._data)
         return Reading.THREAD if head is None or b"BYTES" in head else Reading.INLINE
 
@@ -118,7 +115,7 @@ class GrpcRequest:
 
     @property
     def growth_bytes(self) -> int:
-        """Integers become 8 bytes each before they are as wide as their datatype, and one may be a byte long."""
+        """Decoding widens integers, which may take one byte on the wire, to 8 bytes each."""
         return 8 * len(self._data)
 
     def read(self) -> InferRequest:
@@ -127,9 +124,9 @@ class GrpcRequest:
 
 
 def read_names(data: bytes | memoryview) -> ModelInferRequest:
-    """Read what can be read of a serialized ``ModelInferRequest`` but its contents, to name it in an error.
+    """Read the id and names of a serialized ``ModelInferRequest``, for an error message.
 
-    Never fails; bytes that are no such message have no names.
+    Never fails; a malformed message has no names.
     """
     try:
         head, request_id, _, _ = split_request(data)
@@ -140,63 +137,11 @@ def read_names(data: bytes | memoryview) -> ModelInferRequest:
     return message
 
 
-def encode_response(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
-    """Serialize a ``ModelInferResponse``: one entry of raw contents for each output, typed contents never.
-
-    The message is in ``memory`` where there is some.
-
-    Raises:
-        ServeError: invalid_input, when the answer is larger than a message may be.
-    """
-    placed = response.placed
-    announced = []
-    raw: list[bytes | memoryview] = []
-    for tensor in response.outputs:
-        array = tensor.array
-        announced.append((tensor.name, tensor.datatype, array.shape))
-        # Clients look for one entry of raw contents an output, also where it says nothing.
-        content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype)
-        raw.append(raw_output(len(content)))
-        raw.append(content)
-    names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))
-    pieces = [names, answer_id(response.id), outputs, *raw]
-    size = sum(map(len, pieces))
-    if size > MAX_MESSAGE_BYTES:
-        raise invalid_input(f"Response has byte size {size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.")
-    return b"".join(pieces) if memory is None else memory.join(pieces)
-
-
-class GrpcEncoder:
-    """An ``AnswerEncoder``."""
-
-    def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
-        for tensor in response.outputs:
-            if tensor.datatype is DataType.BYTES and tensor.array.size > INLINE_ELEMENTS:
-                return True
-        return sum([tensor.array.nbytes for tensor in response.outputs]) > INLINE_BINARY_BYTES
-
-    def encode(
-        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
-    ) -> bytes | memoryview:
-        return encode_response(response, memory)
-
-
-@lru_cache(maxsize=_KEPT)
-def _answer_head(
-    model: str, version: str, outputs: tuple[tuple[str, DataType, tuple[int, ...]], ...]
-) -> tuple[bytes, bytes]:
-    """What stands before and behind the id in an answer's head."""
-    message = ModelInferResponse()
-    for name, datatype, shape in outputs:
-        message.outputs.add(name=name, datatype=datatype.value, shape=shape)
-    return ModelInferResponse(model_name=model, model_version=version).SerializeToString(), message.SerializeToString()
-
-
 def parse_message(message_type: type[M], data: bytes | memoryview) -> M:
-    """Parse a whole message of any type.
+    """Parse a message of any type.
 
     Raises:
-        ServeError: invalid_input, when ``data`` is no such message, or has more fields than any message needs.
+        ServeError: invalid_input, if ``data`` is malformed, or has more fields than any message needs.
     """
     if len(data) > USUAL_HEAD_BYTES:
         check_field_count(data, message_type.DESCRIPTOR.full_name)
@@ -207,7 +152,7 @@ def parse_message(message_type: type[M], data: bytes | memoryview) -> M:
 
 
 def require_version_number(version: str) -> None:
-    """Accept a model version as callers may name it: decimal digits, or nothing for the server's choice.
+    """Check a model version: decimal digits, or empty for the server's choice.
 
     Raises:
         ServeError: invalid_input otherwise.
@@ -223,7 +168,7 @@ def _parse_head(data: bytes) -> _Head:
     return _read_head(parse_message(ModelInferRequest, data))
 
 
-_known_head: Final = lru_cache(maxsize=_KEPT)(_parse_head)
+_cached_head: Final = lru_cache(maxsize=_KEPT)(_parse_head)
 
 
 def _read_head(message: ModelInferRequest) -> _Head:
@@ -272,17 +217,17 @@ def _inputs(
 
 
 def _tensors(head: _Head, request_id: str, raw: Sequence[memoryview], contents: Contents) -> list[Tensor]:
-    """The inputs that ``head`` announces, with their elements."""
+    """The inputs that ``head`` declares, with their elements."""
     model = head.model
     tensors: list[Tensor] = []
     taken = 0
     for position in contents:
         if position in head.in_regions:
             raise _contents_and_region(head.in_regions[position], model)
-    for told in head.inputs:
-        name, datatype, shape = told.name, told.datatype, told.shape
-        typed = contents.get(told.position) if contents else None
-        if typed is not None or told.has_contents:
+    for declared in head.inputs:
+        name, datatype, shape = declared.name, declared.datatype, declared.shape
+        typed = contents.get(declared.position) if contents else None
+        if typed is not None or declared.has_contents:
             if raw:
                 raise invalid_input(
                     "contents field must not be specified when using raw_input_contents "
@@ -317,7 +262,7 @@ def _check_shape(shape: tuple[int, ...], name: str, model: str) -> None:
             f"All input dimensions should be specified for input '{name}' for model '{model}', "
             f"got {format_shape(shape)}"
         )
-    if 0 in shape or len(shape) > MAX_DIMS:  # others are held to the size of the data that came
+    if 0 in shape or len(shape) > MAX_DIMS:  # other shapes are limited by the size of the data
         fault = shape_fault(shape)
         if fault is not None:
             raise invalid_input(f"input '{name}' for model '{model}' may have {fault}")
@@ -343,7 +288,7 @@ def _outputs(
 
 
 def _classes(entries: Mapping[str, InferParameter], output: str) -> int:
-    """How many classes an output is asked for, 0 for the tensor itself."""
+    """Number of requested classes of an output; 0 for the tensor itself."""
     if "classification" not in entries:
         return 0
     entry = entries["classification"]
@@ -372,7 +317,7 @@ _PARAMETER_CHOICES: Final = {
     OFFSET: ("int64_param", "uint64_param"),
     BYTE_SIZE: ("int64_param", "uint64_param"),
 }
-"""How parameters with a meaning in the protocol may be given; others may have any type."""
+"""Types of the parameters that the protocol defines; other parameters may have any type."""
 
 
 def _parameters(entries: Mapping[str, InferParameter]) -> dict[str, Parameter]:

@@ -1,7 +1,7 @@
-"""The parts of an inference message in the bytes of the wire: head, id, raw contents and typed contents.
+"""Splitting an inference message into its parts on the wire: head, id, raw contents and typed contents.
 
-The parts are counted while the bytes are scanned, so that a message of millions of empty fields is rejected before an
-object is made of any of them.
+The parts are counted while the bytes are scanned, so a message of millions of empty fields is rejected before any
+object is created for them.
 """
 
 from typing import Final
@@ -30,19 +30,19 @@ _RAW_OUTPUT_TAG: Final = bytes([ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUM
 _ANSWER_ID_TAG: Final = bytes([ModelInferResponse.ID_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
 
 USUAL_HEAD_BYTES: Final = 1024
-"""Heads of at most this size, in the order in which clients write them, are found by the quick scan."""
+"""Heads up to this size, with fields in the usual order, are found by the fast scan."""
 
 _MAX_FIELDS: Final = 16 * 1024
-"""Fields of a message and of its inputs together. Scanning so many takes 4 ms compiled."""
+"""Maximum number of fields of a message and its inputs. Scanning this many takes 4 ms when compiled."""
 
 _FEW_CONTENTS: Final = 64
-"""Raw contents that are found on the event loop, in 0.1 ms."""
+"""Maximum number of raw contents that are scanned on the event loop, in 0.1 ms."""
 
 _MAX_SIZE_BYTES: Final = 5
 _MAX_VARINT_BYTES: Final = 10
 
 Contents = dict[int, bytes | memoryview]
-"""Typed contents of a request, by the position of their input."""
+"""Typed contents of a request, by the index of their input."""
 
 _NO_CONTENTS: Final[Contents] = {}
 
@@ -55,7 +55,7 @@ def split_request(data: bytes | memoryview) -> tuple[bytes, str, list[memoryview
         contents; the id; views on the raw contents; the typed contents, as serialized ``InferTensorContents``.
 
     Raises:
-        ServeError: invalid_input, for bytes that are no such message and for one with more parts than are allowed.
+        ServeError: invalid_input, for a malformed message and for too many parts.
     """
     parts = _split_usual(data)
     if parts is not None:
@@ -67,24 +67,24 @@ def split_request(data: bytes | memoryview) -> tuple[bytes, str, list[memoryview
 
 
 def usual_head(data: bytes | memoryview) -> bytes | None:
-    """The head of a message whose parts are few, raw and in the usual order; None for any other."""
+    """The head of a message with few raw contents in the usual order; None for any other message."""
     try:
         parts = _split_usual(data, _FEW_CONTENTS)
-    except ServeError:  # too many for this
+    except ServeError:  # too many raw contents for this scan
         return None
     return None if parts is None else parts[0]
 
 
 def malformed(message_type: str) -> ServeError:
-    """The error for bytes that are no message of that type."""
+    """The error for bytes that are not a message of that type."""
     return invalid_input(f"the request is not a valid message of type {message_type}")
 
 
 def check_field_count(data: bytes | memoryview, message_type: str) -> None:
-    """Reject a message of very many fields, counted on its first level, before it is parsed.
+    """Reject a message with too many fields on its first level, before it is parsed.
 
     Raises:
-        ServeError: invalid_input, also for bytes that are no message.
+        ServeError: invalid_input, also for a malformed message.
     """
     view = memoryview(data)
     position, end, left = 0, len(view), _MAX_FIELDS
@@ -101,7 +101,7 @@ def check_field_count(data: bytes | memoryview, message_type: str) -> None:
 def _split_usual(
     data: bytes | memoryview, max_contents: int = MAX_TENSORS
 ) -> tuple[bytes, str, list[memoryview], Contents] | None:
-    """Split a message with a short head and raw contents whose fields are in the order of their numbers.
+    """Split a message with a short head and raw contents, and fields in the order of their numbers.
 
     Returns:
         None for any other message.
@@ -135,11 +135,11 @@ def _split_usual(
 
 
 def _raw_contents(data: bytes | memoryview, position: int, most: int) -> list[memoryview]:
-    """Views on the raw contents, at most so many, that fill ``data`` from ``position`` on.
+    """Views on the raw contents that fill ``data`` from ``position`` on, at most ``most``.
 
     Raises:
-        IndexError: There is anything else.
-        ServeError: invalid_input, for more than are allowed.
+        IndexError: There is another field.
+        ServeError: invalid_input, for more than ``most``.
     """
     view = memoryview(data)
     end = len(data)
@@ -160,7 +160,7 @@ def _raw_contents(data: bytes | memoryview, position: int, most: int) -> list[me
 
 
 def _long_size(data: bytes, position: int) -> tuple[int, int]:
-    """Return the varint at ``position`` and where it ends. Raises IndexError where it does not, or is over 5 bytes."""
+    """The varint at ``position`` and its end. Raises IndexError if it is incomplete or longer than 5 bytes."""
     value = 0
     for shift in range(0, 35, 7):
         byte = data[position]
@@ -172,7 +172,7 @@ def _long_size(data: bytes, position: int) -> tuple[int, int]:
 
 
 class _Scan:
-    """Splits any message, whatever the order of its fields. Fields that the protocol does not know are left out."""
+    """Splits a message with fields in any order. Unknown fields are skipped."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -183,7 +183,7 @@ class _Scan:
         self._counts = [0] * (_RAW_INPUTS + 1)
 
     def split(self) -> tuple[bytes, str, list[memoryview], Contents]:
-        """Raises IndexError for what is no message, UnicodeDecodeError, and ServeError as ``split_request``."""
+        """Raises IndexError for a malformed message, UnicodeDecodeError, and ServeError as ``split_request``."""
         view = self._view
         position, end = 0, len(view)
         request_id = ""
@@ -210,7 +210,7 @@ class _Scan:
         return b"".join(self._head), request_id, raw, self._contents
 
     def _take_input(self, start: int, stop: int) -> None:
-        """Keep an input without its typed contents, and these by themselves."""
+        """Store an input without its typed contents, and its typed contents separately."""
         view = self._view
         kept: list[memoryview] = []
         contents: list[memoryview] = []
@@ -260,10 +260,10 @@ def read_field(view: memoryview, position: int, end: int) -> tuple[int, int, int
     """Find the field at ``position``.
 
     Returns:
-        Its tag, where its value begins, and where that ends.
+        Its tag, and the begin and end of its value.
 
     Raises:
-        IndexError: There is no whole field before ``end``, or it is a group, which no message here has.
+        IndexError: There is no complete field before ``end``, or it is a group, which these messages never contain.
     """
     tag, position = read_varint(view, position)
     wire = tag & 7
@@ -285,7 +285,7 @@ def read_field(view: memoryview, position: int, end: int) -> tuple[int, int, int
 
 
 def read_varint(view: memoryview, position: int) -> tuple[int, int]:
-    """Return the varint at ``position`` and where it ends. Raises IndexError where it does not, or is over 10 bytes."""
+    """The varint at ``position`` and its end. Raises IndexError if it is incomplete or longer than 10 bytes."""
     value = shift = 0
     for _ in range(_MAX_VARINT_BYTES):
         byte = view[position]
@@ -298,7 +298,7 @@ def read_varint(view: memoryview, position: int) -> tuple[int, int]:
 
 
 def answer_id(request_id: str) -> bytes:
-    """The field of a ``ModelInferResponse`` that names its request; nothing for a request without an id."""
+    """The field ``id`` of a ``ModelInferResponse``; empty for a request without an id."""
     if not request_id:
         return b""
     text = request_id.encode()
@@ -306,12 +306,12 @@ def answer_id(request_id: str) -> bytes:
 
 
 def raw_output(size: int) -> bytes:
-    """What stands before an output's ``size`` bytes in a ``ModelInferResponse``."""
+    """Tag and length before the ``size`` bytes of an output in a ``ModelInferResponse``."""
     return _RAW_OUTPUT_TAG + varint(size)
 
 
 def varint(value: int) -> bytes:
-    """Spell a length, or any number that is not negative, as the wire format does."""
+    """Encode a non-negative number as a varint."""
     encoded = bytearray()
     while value > 127:
         encoded.append(value & 127 | 128)

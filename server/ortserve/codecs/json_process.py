@@ -1,8 +1,8 @@
-"""The process that reads large JSON for the server: it gets bodies on a socket, and answers with their tensors.
+"""The process that parses large JSON for the server: it receives bodies on a socket and returns their tensors.
 
-orjson keeps the interpreter lock until it has read all of a body, 20 ms for 1 MB, so that neither the event loop nor a
-thread of the server may call it for a large one. It also aborts the process where it finds too little memory, which
-ends this process and not the server. ``service/codec_threads`` starts this module and is the other end of the socket.
+orjson holds the interpreter lock for a whole body, 20 ms per 1 MB, so neither the event loop nor a thread of the server
+may parse a large one. orjson also aborts the process if memory runs out; that ends this process instead of the server.
+``service/codec_threads`` starts this module and owns the other end of the socket.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from ortserve.codecs.binary_tensor import decode_bytes_elements, encode_bytes_elements
 from ortserve.codecs.bounds import INLINE_BYTES
-from ortserve.codecs.bytes_elements import decode_bytes_elements, encode_bytes_elements
-from ortserve.codecs.control_json import LoadParameter, decode_load_body
 from ortserve.codecs.generate import decode_generate_request
+from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.codecs.rest import decode_rest_request
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.large_memory import LargeMemory
@@ -33,9 +33,9 @@ from ortserve.errors import ContentsError, ErrorKind, ServeError, out_of_memory
 
 _COUNT: Final = struct.Struct("<I")
 _NICENESS: Final = 5
-"""Small requests, which the server reads itself, come before large ones where processors are few."""
+"""Small requests, which the server parses itself, take precedence over large ones."""
 _OOM_SCORE: Final = b"500"
-"""Where memory runs out, the kernel ends this process rather than the server."""
+"""If memory runs out, the kernel kills this process instead of the server."""
 
 
 def _read_generate(
@@ -53,7 +53,7 @@ _READERS: Final[dict[str, Callable[..., list[bytes | memoryview]]]] = {
 
 
 def send_parts(connection: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
-    """Send byte strings together. Blocks."""
+    """Send byte strings with their sizes. Blocks."""
     sizes = [len(part) for part in parts]
     connection.sendall(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
     for part in parts:
@@ -61,10 +61,10 @@ def send_parts(connection: socket.socket, parts: Sequence[bytes | memoryview]) -
 
 
 def receive_parts(connection: socket.socket, memory: LargeMemory | None = None) -> list[memoryview]:
-    """Receive what ``send_parts`` sent, into ``memory`` where it is large. Blocks.
+    """Receive the parts of ``send_parts``; large ones into ``memory``. Blocks.
 
     Raises:
-        EOFError: The other end is closed.
+        EOFError: The other end closed the socket.
     """
     (count,) = _COUNT.unpack(_receive(connection, _COUNT.size))
     sizes = struct.unpack(f"<{count}Q", _receive(connection, 8 * count))
@@ -83,7 +83,7 @@ def _receive(connection: socket.socket, size: int, memory: LargeMemory | None = 
 
 
 def pack_request(request: InferRequest) -> list[bytes | memoryview]:
-    """Spell a request as parts: what is small, then the elements of each input, texts in their binary form."""
+    """Encode a request as parts: a pickled header, then the elements of each input, BYTES in their binary form."""
     regions = request.regions
     small = (
         request.model_name,
@@ -105,19 +105,19 @@ def pack_request(request: InferRequest) -> list[bytes | memoryview]:
 
 
 def _pack_load(parameters: dict[str, LoadParameter]) -> list[bytes | memoryview]:
-    """Spell the parameters of a load as parts: what is small, then the bytes of each file."""
+    """Encode the parameters of a load as parts: a pickled header, then the content of each file."""
     small = {name: None if isinstance(value, bytes) else value for name, value in parameters.items()}
     return [pickle.dumps((True, small)), *(value for value in parameters.values() if isinstance(value, bytes))]
 
 
 def pack_error(error: ServeError) -> list[bytes | memoryview]:
-    """Spell an error as one part."""
+    """Encode an error as one part."""
     request = (error.request_id, error.model, error.model_version) if isinstance(error, ContentsError) else None
     return [pickle.dumps((False, (error.kind.value, error.message, error.retry_after_s, request)))]
 
 
 def unpack_request(parts: Sequence[memoryview]) -> InferRequest:
-    """Make the request again, with arrays on ``parts``. Raises the ServeError that was packed."""
+    """Decode a request, with arrays as views on ``parts``. Raises the ServeError that was packed instead."""
     model, version, request_id, inputs, outputs, parameters, binary_output, regions = _small(parts)
     tensors = []
     for (name, datatype_name, shape), elements in zip(inputs, parts[1:], strict=True):
@@ -140,14 +140,14 @@ def unpack_request(parts: Sequence[memoryview]) -> InferRequest:
 
 
 def unpack_load(parts: Sequence[memoryview]) -> dict[str, LoadParameter]:
-    """The parameters of a load. Raises the ServeError that was packed."""
+    """Decode the parameters of a load. Raises the ServeError that was packed instead."""
     files = iter(parts[1:])
     return {name: bytes(next(files)) if value is None else value for name, value in _small(parts).items()}
 
 
 def _small(parts: Sequence[memoryview]) -> Any:
-    """What is not among the further parts. Raises the ServeError that was packed in its place."""
-    is_read, small = pickle.loads(parts[0])  # noqa: S301 - from the other end of a socket pair of ours
+    """Decode the header. Raises the ServeError that was packed instead."""
+    is_read, small = pickle.loads(parts[0])  # noqa: S301 - from our own process, over a socket pair
     if not is_read:
         raise _unpack_error(*small)
     return small
@@ -183,11 +183,11 @@ def _answer(parts: Sequence[memoryview]) -> list[bytes | memoryview]:
     except ServeError as error:
         return pack_error(error)
     except MemoryError:
-        return pack_error(out_of_memory("reading the JSON of a request"))
+        return pack_error(out_of_memory("parsing the JSON of a request"))
 
 
 def main() -> None:
-    """Answer until the server closes its end. Signals are for the server, which may get them for its whole group."""
+    """Serve until the server closes its end. Ignores stop signals, which may be sent to the whole process group."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)

@@ -1,27 +1,26 @@
-"""REST inference bodies: a JSON document, followed by the binary tensors it announces.
+"""REST inference bodies: a JSON document, followed by the binary tensors that it declares.
 
-Request and response follow the Open Inference Protocol's REST text and its binary tensor extension. Every value of the
-document is checked before it is used: it comes from anywhere.
+Request and response follow the Open Inference Protocol over REST and its binary tensor extension. Every value of a
+document is validated before it is used.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ortserve.codecs.binary_tensor import decode_binary_tensor, encode_binary_tensor
+from ortserve.codecs.binary_tensor import REGION, decode_binary_tensor, encode_binary_tensor, read_span
 from ortserve.codecs.bounds import (
     INLINE_BINARY_BYTES,
     INLINE_BYTES,
     INLINE_ELEMENTS,
     JSON_GROWTH,
+    MAX_DIMS,
     MAX_PARAMETERS,
     MAX_TENSORS,
+    shape_fault,
     too_many,
 )
-from ortserve.codecs.json_data import decode_json_data, encode_json_data
-from ortserve.codecs.json_text import parse_json, write_json
-from ortserve.codecs.region_span import REGION, read_span
-from ortserve.codecs.shape_bounds import MAX_DIMS, shape_fault
+from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_json
 from ortserve.core.dtypes import DATATYPES, DataType
 from ortserve.core.encoded import Reading
 from ortserve.core.large_memory import LargeMemory
@@ -33,7 +32,7 @@ from ortserve.errors import ContentsError, ServeError, invalid_input
 
 @dataclass(slots=True, init=False)
 class EncodedResponse:
-    """A response body. ``json_size`` is the length of its JSON part in bytes where binary tensors follow, else None."""
+    """A response body. ``json_size`` is the size of its JSON part in bytes if binary tensors follow, else None."""
 
     body: Final[bytes | memoryview]
     json_size: Final[int | None]
@@ -46,17 +45,17 @@ class EncodedResponse:
 def decode_rest_request(
     body: bytes | memoryview, json_size: int | None, model_name: str, model_version: str
 ) -> InferRequest:
-    """Read an inference request.
+    """Decode an inference request.
 
     Args:
         body: The whole (uncompressed) body; the tensors of the result may be views on it.
-        json_size: Value of ``Inference-Header-Content-Length``, None where the header is absent; 0 makes the whole body
-            the bytes of the model's only input.
+        json_size: Value of ``Inference-Header-Content-Length``, None if the header is absent. 0 makes the whole body
+            the raw tensor of the model's only input.
         model_name: From the path.
         model_version: From the path, ``""`` for none.
 
     Raises:
-        ServeError: invalid_input for anything malformed; unsupported for extensions this server does not have.
+        ServeError: invalid_input for a malformed request; unsupported for extensions that this server does not have.
     """
     if json_size is None:
         document, tail = parse_json(body), _NO_BYTES
@@ -92,7 +91,7 @@ def decode_rest_request(
 
 
 class RestRequest:
-    """An ``EncodedRequest``: a body, with what its path and headers say of it."""
+    """An ``EncodedRequest``: a body, and the values from its path and headers."""
 
     __slots__ = ("_body", "_json_size", "_model_name", "_model_version", "is_short")
 
@@ -105,7 +104,7 @@ class RestRequest:
         self.is_short = len(body) <= INLINE_BYTES
 
     def reading(self) -> Reading:
-        """JSON beyond a bound is read by another process; many bytes that may be texts are read on a thread."""
+        """Large JSON is decoded by another process; large binary tensors that may be texts are decoded on a thread."""
         json_bytes = self.json_bytes
         if json_bytes > INLINE_BYTES:
             return Reading.PROCESS
@@ -132,7 +131,7 @@ class RestRequest:
 def encode_rest_response(
     request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
 ) -> EncodedResponse:
-    """Spell the answer, each output in JSON or binary as the request asked; in ``memory`` where there is some."""
+    """Encode the answer, each output in JSON or binary as requested; a long one in ``memory``, if given."""
     if request.outputs:
         binary = [output.binary for output in request.outputs]
     else:
@@ -163,7 +162,7 @@ def encode_rest_response(
     if response.id:
         document["id"] = response.id
     head = write_json(document, response.outputs, memory)
-    if not any(map(len, tail)):  # all binary outputs empty: plain JSON, as Triton answers
+    if not any(map(len, tail)):  # all binary outputs are empty: Triton answers with plain JSON
         return EncodedResponse(head, None)
     parts = [head, *tail]
     head_size = len(head)
@@ -199,10 +198,10 @@ A_PARAMETER: Final = "a string, number or boolean parameter"
 
 
 def read_parameters(value: object, where: str, expected: str = A_PARAMETER) -> dict[str, Parameter]:
-    """Check a JSON object of parameters, each of which is ``expected``.
+    """Validate a JSON object of parameters; ``expected`` describes a valid one in errors.
 
     Raises:
-        ServeError: invalid_input, naming ``where`` it is, or the parameter.
+        ServeError: invalid_input, with ``where`` or the name of the parameter.
     """
     if value is None:
         return {}
@@ -305,7 +304,7 @@ def _outputs(value: object, places: dict[str, RegionSpan], *, binary_output: boo
             raise _parse_error("binary_data", f"a boolean for output '{name}'", binary)
         if parameters and REGION in parameters:
             if parameters.get("binary_data"):
-                raise invalid_input(f"output '{name}': 'binary_data' and '{REGION}' cannot both be asked for")
+                raise invalid_input(f"output '{name}': 'binary_data' and '{REGION}' exclude each other")
             places[name] = read_span(parameters, f"output '{name}'")
         outputs.append(RequestedOutput(name, binary, classes))
     return outputs

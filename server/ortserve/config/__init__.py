@@ -1,21 +1,13 @@
-"""What an operator may set: the server's options and the keys of ``model.yaml``, declared once and frozen after start.
+"""The server's options and the keys of ``model.yaml``: declared once, read at the start, immutable afterwards.
 
-``model.py`` declares what can be said for one model, ``options.py`` the rest and the order of sources;
-``expectation.py`` reads a declaration back in words for ``--help``, errors and the page that ``reference.py`` writes.
-Nothing here knows what an option does.
+``README.md`` lists the files. This room does not know what an option does.
 """
 
 __all__ = [
     "expectation",
-    "grpc",
-    "http",
     "model",
+    "option_groups",
     "options",
-    "queueing",
     "session",
-    "session_entries",
-    "suggestion",
     "tensors",
-    "tls",
-    "trace_files",
 ]

@@ -1,10 +1,11 @@
-"""A declaration in words: which values a field takes, its unit, its default, and what to say of a value it refuses.
+"""A declaration in words: the values of a field, its unit, its default, and the error for a rejected value.
 
-``--help``, error messages and the reference page all speak through here, so that they cannot disagree.
+``--help``, error messages and the reference page all use these functions, so they cannot disagree.
 """
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,8 +15,6 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from ortserve.config.suggestion import did_you_mean
-
 _TYPE_WORDS: Final = {
     bool: "true or false",
     int: "integer",
@@ -24,12 +23,12 @@ _TYPE_WORDS: Final = {
     Path: "path",
 }
 _LONGEST_VALUE: Final = 200
-"""Characters of a value in an error: logs and answers show them."""
+"""Maximum number of characters of a value in an error, which logs and answers contain."""
 _UNITS: Final = {"_s": "seconds", "_bytes": "bytes", "_rows": "rows"}
 
 
 def describe_values(field: FieldInfo) -> str:
-    """Say which values a field takes: ``integer, 0 to 65535``, or the ``expects`` of its declaration."""
+    """Describe the values of a field: ``integer, 0 to 65535``, or the ``expects`` of its declaration."""
     if isinstance(field.json_schema_extra, dict) and "expects" in field.json_schema_extra:
         return str(field.json_schema_extra["expects"])
     lowest = next((mark.ge for mark in field.metadata if isinstance(mark, annotated_types.Ge)), None)
@@ -42,13 +41,13 @@ def describe_values(field: FieldInfo) -> str:
 
 
 def describe_unit(name: str) -> str:
-    """The unit a field's name ends in, spelled out; empty where it has none."""
+    """The unit at the end of a field's name, spelled out; empty if there is none."""
     is_rate = name.endswith("_per_s")
     return "" if is_rate else next((unit for suffix, unit in _UNITS.items() if name.endswith(suffix)), "")
 
 
 def describe_default(field: FieldInfo) -> str:
-    """Spell a default as it would be typed; empty where the field has none to show."""
+    """The default as a user would type it; empty if there is none to show."""
     default = field.get_default(call_default_factory=True)
     if isinstance(default, bool):
         return str(default).lower()
@@ -64,22 +63,22 @@ def describe_default(field: FieldInfo) -> str:
 def describe_problems(
     error: ValidationError, fields: Mapping[str, FieldInfo], given: Mapping[str, object]
 ) -> dict[str, str]:
-    """Turn pydantic's findings into one phrase per offending key: ``expected integer, 0 to 65535, got 70000``.
+    """Convert pydantic's errors to one phrase per invalid key: ``expected integer, 0 to 65535, got 70000``.
 
     Args:
-        error: What the validation of ``given`` raised.
+        error: The error that validating ``given`` raised.
         fields: The declaration.
-        given: The values as they came, by key.
+        given: The original values, by key.
     """
     problems: dict[str, str] = {}
     for finding in error.errors(include_url=False):
         name, field, value = _locate(finding["loc"], fields, given)
-        if finding["type"] == "value_error":  # raised by a validator of ours, which says all there is to say
+        if finding["type"] == "value_error":  # raised by our own validator, whose message is complete
             problems.setdefault(name, str(finding["ctx"]["error"]))
         elif field is not None:
             problems.setdefault(name, f"expected {describe_values(field)}, got {_shown(value)}")
         else:
-            problems.setdefault(name, f"unknown key{_meant(finding['loc'], fields)}")
+            problems.setdefault(name, f"unknown key{_suggestion(finding['loc'], fields)}")
     return problems
 
 
@@ -88,8 +87,8 @@ def _shown(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
-def _meant(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
-    """What an unknown key of the declaration itself, or of a mapping in it, was probably meant to be."""
+def _suggestion(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
+    """Suggest a known key for an unknown one, on the level of the declaration or of a mapping in it."""
     *outer, key = [part for part in loc if isinstance(part, str)]
     known: Mapping[str, FieldInfo] | None = fields
     for name in outer:
@@ -99,7 +98,7 @@ def _meant(loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo]) -> str:
 
 
 def nested_fields(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
-    """The declaration of the mapping that a value is, or of each value in a list or mapping; None for plain values."""
+    """The fields of a value that is a mapping, or of the values of a list or mapping; None for plain values."""
     annotation = field.annotation
     if isinstance(field.json_schema_extra, dict) and "expects" in field.json_schema_extra:
         return None
@@ -113,9 +112,9 @@ def nested_fields(field: FieldInfo) -> Mapping[str, FieldInfo] | None:
 def _locate(
     loc: tuple[int | str, ...], fields: Mapping[str, FieldInfo], given: object
 ) -> tuple[str, FieldInfo | None, object]:
-    """The path of the key that a finding is about, its declaration (None for an unknown key) and what came.
+    """The path of the invalid key, its declaration (None for an unknown key) and the value.
 
-    A finding inside a plain value (an item of a list, one form of a union) is told as one about the whole value.
+    An error inside a plain value (an item of a list, one member of a union) is reported for the whole value.
     """
     name = str(loc[0])
     field = fields.get(name)
@@ -127,7 +126,7 @@ def _locate(
         return name, field, value
     rest, path = loc[1:], name
     if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-        # One of several: its index or key comes first.
+        # A list or mapping: the index or key comes first.
         path += f"[{rest[0]}]" if isinstance(rest[0], int) else f".{rest[0]}"
         value = _item(value, rest[0])
         rest = rest[1:]
@@ -162,3 +161,9 @@ def _describe_type(annotation: Any) -> str:
     if issubclass(annotation, BaseModel):
         return "{" + ", ".join(annotation.model_fields) + "}"
     return _TYPE_WORDS[annotation]
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The end of a message: ``; did you mean 'x'?``, or nothing if no known name is similar."""
+    close = difflib.get_close_matches(given, list(known), n=1, cutoff=0.65)
+    return f"; did you mean '{close[0]}'?" if close else ""

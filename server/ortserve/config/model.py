@@ -1,7 +1,7 @@
-"""What can be said for one model: the schema of ``model.yaml``, and the defaults that every model starts from.
+"""Options of one model: the schema of ``model.yaml``, and the options that the server sets for every model.
 
-``LoadOptions`` are declared once and inherited twice: by ``ModelOptions`` as keys of ``model.yaml``, and by
-``ServerOptions`` as the values of models that do not say otherwise. The registry reads; nothing here touches a session.
+``LoadOptions`` is declared once and inherited twice: by ``ModelOptions`` as keys of ``model.yaml``, and by
+``ServerOptions`` as the defaults of every model.
 """
 
 import json
@@ -13,20 +13,37 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ortserve.config.expectation import describe_problems
-from ortserve.config.queueing import QueuePolicy
 from ortserve.config.session import ProviderWish, SessionSettings
 from ortserve.config.tensors import FileName, InputOptions, OutputOptions, WarmupSample
 from ortserve.config.yaml_file import read_yaml
 from ortserve.errors import invalid_input
 
 MOST_INSTANCES: Final = 64
-"""Of one version of a model."""
+"""Maximum number of instances of one version."""
+
+
+class QueuePolicy(BaseModel):
+    """Queue limits of one priority level, or of all levels without a policy of their own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    timeout_s: float | None = Field(default=None, gt=0, le=86400)
+    """Time limit in the queue. Unset: the ``timeout`` of the request."""
+    timeout_override: bool = True
+    """Apply the ``timeout`` of a request if it is shorter. Off: ignore it."""
+    timeout_action: Literal["reject", "delay"] = "reject"
+    """What happens at the time limit. ``reject``: the request fails. ``delay``: it moves behind all requests of its
+    level that are within their limit."""
+    max_requests: int | None = Field(default=None, ge=1, le=2**32 - 1)
+    """Maximum number of requests in the queue; further ones are rejected as ``overloaded``. Unset: only
+    ``max_queue_rows`` and ``max_queue_bytes`` apply."""
+
 
 _REQUIRED: Final = re.compile(r"^required *: *true\b", re.MULTILINE)
 
 
 class LoadOptions(BaseModel):
-    """How a model version is loaded, warmed and queued for."""
+    """Loading, warm-up and queueing of a model version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -35,75 +52,74 @@ class LoadOptions(BaseModel):
         min_length=1,
         json_schema_extra={"expects": "list of names, at least one"},
     )
-    """Execution providers in order of preference, by short name (``cpu``, ``cuda``, ``tensorrt``) or ONNX Runtime's own
-    (``CUDAExecutionProvider``); in a file one may have options: ``[{cuda: {device_id: 1}}, cpu]``. Those that are not
-    there are passed over, with a warning; the first that is there must work, and run some of the model, and those
-    behind it get the nodes that it does not take, last of all the CPU, listed or not: a warning names what it gets,
-    and the session's entry ``session.disable_cpu_ep_fallback`` forbids it. Providers of GPUs are on the GPU of the
-    first of them. Plug-in providers are found by their packages (``onnxruntime-ep-…``, such as ``openvino``)."""
+    """Execution providers in order of preference, by short name (``cpu``, ``cuda``, ``tensorrt``) or by ONNX Runtime's
+    name (``CUDAExecutionProvider``); in a file a provider may have options: ``[{cuda: {device_id: 1}}, cpu]``.
+    Unavailable providers are skipped with a warning. The first available one must work and run a part of the model; the
+    following ones run the nodes that it does not support. The CPU comes last, listed or not: a warning names the nodes
+    that it runs, and the session entry ``session.disable_cpu_ep_fallback`` forbids it. All GPU providers use the GPU of
+    the first one. Plug-in providers are found by their packages (``onnxruntime-ep-...``, for example ``openvino``)."""
     allow_fallback: bool = False
-    """Go on to the next execution provider where the first that is there does not work for a model: it cannot open it,
-    has too little memory for a row of it, or fails at all that warm-up makes up and the CPU takes. Off: the load fails,
-    because a model that was meant for a GPU is better missed than found on the CPU."""
+    """Try the next execution provider if the first available one cannot open the model, has too little memory for one
+    row, or fails all synthetic warm-up inputs that the CPU accepts. Off: the load fails, so that a model meant for a
+    GPU never runs on the CPU unnoticed."""
     device_buffers: bool = True
-    """On CUDA and TensorRT, keep inputs and outputs of batches in buffers on the device, so that one batch is copied
-    while another is computed, where the number of rows fixes the shapes of all of them and cupy is installed. Batches
-    are then padded to sizes that double up to the largest, unless ``buckets`` says otherwise. Its metadata says what
-    became of it."""
+    """On CUDA and TensorRT, keep inputs and outputs of batches in device buffers, so that one batch is copied while
+    another one is computed. Requires cupy, and shapes that the number of rows determines. Batches are padded to powers
+    of two up to the largest size, unless ``buckets`` is set. The model's metadata reports whether buffers are used."""
     graph_replay: bool = False
-    """On CUDA and TensorRT, capture the graph of each of these sizes while the model is loaded and replay it
-    afterwards, which saves small models most of their time. What cannot be captured runs without, after a trial in a
-    process of its own; the model's metadata says why. On TensorRT each graph takes a session more, and an engine cache
-    is needed. Off, as it has not been tried on enough GPUs."""
+    """On CUDA and TensorRT, capture a graph for each of these batch sizes during loading and replay it afterwards,
+    which saves small models most of their time. Captures are first tried in a separate process; sizes that cannot be
+    captured run without replay, and the model's metadata gives the reason. On TensorRT each graph needs its own session
+    and an engine cache. Off by default, because it was tested on few GPUs."""
     intra_op_threads: int | None = Field(default=None, ge=1, le=1024)
-    """Threads that one run may use inside an operator. Unset: from the CPU quota and affinity of the process, and one
-    for a model whose run of one row takes less than 1 ms."""
+    """Threads of one run inside an operator. Unset: the CPU quota and affinity of the process, or 1 for a model whose
+    run of one row takes less than 1 ms."""
     warmup_s: float = Field(default=5.0, ge=0, le=3600)
-    """Longest time of warm-up, in which batch sizes are measured, before a version serves; only the first run, and
-    configured samples, may exceed it. Without ``max_rows``, sizes over one row are measured on the CPU for no longer
-    than the model took to open, or 30 ms, and what others would gain is computed. With 0 nothing is run: the execution
-    provider has not been seen to run the model, and requests run one at a time unless the model's graph proves that
-    rows are independent, or ``batched`` is ``true``."""
+    """Time limit of warm-up, which measures batch sizes before a version serves; only the first run and configured
+    samples may exceed it. Without ``max_rows``, sizes over one row are measured on the CPU for at most the time that
+    the model took to open, or 30 ms; the gain of other sizes is computed. 0: nothing is run. The execution provider is
+    then untested, and requests run one at a time unless the model's graph proves that rows are independent or
+    ``batched`` is ``true``."""
     max_rows: int | None = Field(default=None, ge=1, le=65536)
-    """Most rows that run together in one batch. Unset: learned in warm-up, which also keeps batches, with a warning, to
-    the sizes that find memory on a GPU."""
+    """Maximum number of rows of a batch. Unset: learned in warm-up. On a GPU, warm-up also limits batches to the sizes
+    that fit in memory, with a warning."""
     queue_delay_s: float = Field(default=0.0, ge=0, le=60)
-    """How long the oldest row may wait for others to ride with, although an instance is free. 0 adds no delay."""
+    """Time for which the oldest row may wait for a larger batch although an instance is free. 0: no delay."""
     closed_loop_wait: bool = True
     """Let a batch wait for callers that usually send their next request right after an answer, for at most half the
-    time of a single row, if more requests a second are answered that way. Requests that gain nothing do not wait."""
+    time of a single row, if more requests per second are answered that way. Requests that gain nothing do not wait."""
     slo_s: float | None = Field(default=None, gt=0, le=3600)
-    """Deadline of requests that bring none of their own: what cannot be answered within it is refused at once. Unset:
-    such requests wait as long as it takes."""
+    """Deadline of requests without one of their own; a request that cannot meet it is rejected at once. Unset: no
+    deadline."""
     run_timeout_s: float | None = Field(default=None, gt=0, le=86400)
-    """Longest time of one run on a worker: its requests are then answered with an error, and the run is asked to end.
-    Unset: 60 seconds or 20 times the learned time, whichever is longer, and 600 seconds where nothing was learned yet.
-    However long that is, a run over 1 second is asked to end once the deadlines of all its requests have passed."""
+    """Time limit of one run on a worker: its requests then fail, and the run is terminated. Unset: 20 times the learned
+    time, at least 60 seconds; 600 seconds before a time is learned. In any case, a run over 1 second is terminated once
+    the deadlines of all its requests have passed."""
     run_grace_s: float = Field(default=5.0, gt=0, le=3600)
-    """How long a run that was asked to end may go on, which it does while it is inside one operator. Then its instance
-    is given up, and the version is loaded anew; while no instance is left, it is not ready."""
+    """Time for a terminated run to end; it cannot end inside an operator. Then its instance is abandoned and the
+    version is reloaded. The version is not ready while it has no instance."""
     warmup_run_timeout_s: float = Field(default=600.0, gt=0, le=86400)
-    """Longest time of one run in warm-up, after which the load fails. A run may build TensorRT's engines, too."""
+    """Time limit of one run in warm-up; then the load fails. Such a run may include the build of TensorRT engines."""
     max_queue_rows: int = Field(default=4096, ge=1, le=1_048_576)
-    """Most rows that may wait for one model; requests beyond are refused as ``overloaded``."""
+    """Maximum number of rows in the queue of one model; further requests are rejected as ``overloaded``."""
     max_queue_bytes: int = Field(default=1024**3, ge=1, le=2**40)
-    """Most bytes of tensors that may wait for one model; requests beyond are refused as ``overloaded``."""
+    """Maximum size of the tensors in the queue of one model; further requests are rejected as ``overloaded``."""
 
 
-def _equal_to_itself(value: bool | int | float | str) -> bool | int | float | str:
-    if value != value:  # then the options would differ from what was loaded, and each poll load anew
+def _not_nan(value: bool | int | float | str) -> bool | int | float | str:
+    if value != value:  # NaN differs from itself, so that each poll would see changed options and reload
         raise ValueError("value: expected a number other than NaN, true, false or a text, got nan")
     return value
 
 
 class PadAxis(BaseModel):
-    """How one axis of an input is padded."""
+    """Padding of one axis of an input."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     axis: int
     multiple: int = Field(ge=1, le=1_048_576)
-    value: Annotated[bool | int | float | str, AfterValidator(_equal_to_itself)]
+    value: Annotated[bool | int | float | str, AfterValidator(_not_nan)]
 
 
 class LatestVersions(BaseModel):
@@ -123,7 +139,7 @@ class AllVersions(BaseModel):
 
 
 class SpecificVersions(BaseModel):
-    """Serve these versions and no others."""
+    """Serve these versions only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -134,89 +150,88 @@ VersionPolicy: TypeAlias = LatestVersions | AllVersions | SpecificVersions
 
 
 class ModelOptions(LoadOptions):
-    """What holds for one model; the keys of ``model.yaml``."""
+    """Options of one model: the keys of ``model.yaml``."""
 
     instances: int = Field(default=1, ge=1, le=MOST_INSTANCES)
-    """Sessions of the model that may run at the same time, each with a worker thread of its own."""
+    """Number of sessions that run in parallel, each with its own worker thread."""
     gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, 0 to 1023"}
     )
-    """Numbers of the GPUs that instances are placed on, in turns: ``[0, 1]`` with ``instances: 4`` has two on each.
-    Unset: all on the one that the execution provider's ``device_id`` names. Without effect on the CPU."""
+    """Numbers of the GPUs for the instances, in rotation: ``[0, 1]`` with ``instances: 4`` places two on each. Unset:
+    all on the execution provider's ``device_id``. No effect on the CPU."""
     preferred_rows: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, at least 1"}
     )
-    """Batch sizes that leave without waiting for the rest of ``queue_delay_s``. Unset: only a full batch does."""
+    """Batch sizes that run without waiting for the rest of ``queue_delay_s``. Unset: only a full batch."""
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(), json_schema_extra={"expects": "list of integers, at least 1"}
     )
-    """Sizes that batches are padded to, the largest of them the most rows of a batch. Unset: batches are not padded.
-    Those that warm-up finds too little memory for on a GPU are not used; the load fails where that is so of all."""
+    """Sizes to which batches are padded; the largest one is the maximum number of rows. Sizes that do not fit in the
+    memory of a GPU are not used; the load fails if none fits. Unset: no padding."""
     pad: Mapping[str, PadAxis] = Field(
         default_factory=dict, json_schema_extra={"expects": "{input: {axis: n, multiple: n, value: v}, ...}"}
     )
-    """One axis of each of these inputs (0 is the batch axis, which is not padded) grows to the next multiple with
-    elements that hold the value, so that requests of different lengths run together. Outputs are cut back where they
-    have a dimension of the same name. The value must mean nothing to the model, by itself or by a mask."""
+    """Inputs with an axis that is padded to the next ``multiple`` with ``value``, so that requests of different lengths
+    run in one batch. Axis 0 is the batch axis and cannot be padded. Outputs with a dimension of the same name are cut
+    back. The model must ignore the value, by itself or by a mask."""
     priority_levels: int = Field(default=0, ge=0, le=64)
-    """Levels that requests may ask for by the parameter ``priority``, 1 the most urgent. 0: all requests are alike."""
+    """Number of levels for the request parameter ``priority``; 1 is the most urgent. 0: no priorities."""
     default_priority_level: int = Field(default=1, ge=1, le=64)
-    """Level of requests that ask for none, or for one that is not there."""
+    """Level of requests without a level or with an unknown one."""
     queue_policy: QueuePolicy = Field(default_factory=QueuePolicy)
-    """How long requests may wait, and how many."""
+    """Limits of the queue."""
     priority_queue_policies: Mapping[int, QueuePolicy] = Field(default_factory=dict)
-    """The same for one priority level, instead of ``queue_policy``."""
+    """Limits of the queue for one priority level, instead of ``queue_policy``."""
     model_file: FileName = Field(
         default="model.onnx", json_schema_extra={"expects": "name of a file, without a folder"}
     )
-    """Name of the file in each version's folder."""
+    """Name of the model file in each version's folder."""
     batched: bool | None = None
-    """Whether rows of several requests may run together. Unset: where the model's graph proves that rows are
-    independent, along whatever axes, and, where it does not tell, where a trial has seen that they are. ``true`` takes
-    axis 0 for the batch axis of all inputs and outputs, whatever their dimensions are called, and is believed, with a
-    warning, where graph or trial speak against it; it fails the load where axis 0 is fixed and the graph proves no
-    other. With ``false`` each request runs alone."""
+    """Whether rows of several requests may run in one batch. Unset: if the model's graph proves that rows are
+    independent, along any axes, or, if the graph is inconclusive, if a trial finds no dependence. ``true``: axis 0 is
+    the batch axis of all inputs and outputs; if graph or trial contradict, a warning is logged. The load fails if axis
+    0 is fixed and the graph proves no other axis. ``false``: each request runs alone."""
     row_checks: bool | None = None
-    """Whether requests that shared a batch are run again alone at times, to compare both answers: at most one in 100
-    batches, in at most about 1 % of the time of the model's runs, and only while no request waits. Where two runs alone
-    agree with each other and not with the batch, each request runs alone until the version is loaded anew. Unset: where
-    the model's graph does not prove that rows are independent."""
+    """Whether some requests of shared batches run again alone to compare both answers: at most one in 100 batches,
+    about 1 % of the model's run time, and only while the queue is empty. If two runs alone agree with each other but
+    not with the batch, each request runs alone until the version is reloaded. Unset: only if the model's graph does not
+    prove that rows are independent."""
     inputs: Mapping[str, InputOptions] = Field(default_factory=dict)
-    """How clients see an input, by its name. Those that are named are listed first in the metadata, in this order."""
+    """How clients see an input, by its name. The metadata lists these inputs first, in this order."""
     outputs: Mapping[str, OutputOptions] = Field(default_factory=dict)
-    """How clients see an output, by its name; names of its elements."""
+    """How clients see an output, by its name, and the labels of its elements."""
     served_outputs: tuple[str, ...] = Field(default=(), json_schema_extra={"expects": "list of names"})
-    """Outputs that clients can have, in this order. Unset: all that the model has."""
+    """Outputs that clients can request, in this order. Unset: all outputs of the model."""
     session: SessionSettings = Field(default_factory=SessionSettings)
     """Settings of ONNX Runtime's sessions."""
     warmup_samples: tuple[WarmupSample, ...] = ()
-    """Requests that are run before the version is ready, after batch sizes were measured."""
+    """Requests that run after batch sizes were measured and before the version is ready."""
     required: bool = False
-    """Whether the server is not ready while this model has no ready version. With ``strict_readiness`` every model is
-    required."""
+    """Whether the server reports not ready while this model has no ready version. ``strict_readiness`` requires every
+    model."""
     version_policy: VersionPolicy = Field(
         default=LatestVersions(latest=1),
         json_schema_extra={"expects": "{latest: n}, {all: true} or {specific: [n, ...]}"},
     )
-    """Which of the versions in the repository are served: the ``n`` highest, all, or those listed."""
+    """Served versions: the ``n`` highest, all, or the listed ones."""
 
     @property
-    def says_batched(self) -> bool:
-        """Whether it says that rows of several requests may run together."""
+    def is_set_to_batch(self) -> bool:
+        """Whether the options explicitly let rows of several requests run in one batch."""
         tensors = (*self.inputs.values(), *self.outputs.values())
         return self.batched is not False and (self.batched or any(each.batch_axis is not None for each in tensors))
 
 
 def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions:
-    """Read a ``model.yaml``; keys that it does not have are taken from ``defaults``. Blocks on the file.
+    """Read a ``model.yaml``; missing keys are taken from ``defaults``. Blocks on the file.
 
     Args:
-        path: The file, or ``None`` for a model without one.
+        path: The file; None for a model without one.
         defaults: The server's options, or any other ``LoadOptions``.
 
     Raises:
-        ServeError: ``INVALID_INPUT``, with the file's name (never its folder), every bad key, what was expected there
-            and what came.
+        ServeError: ``INVALID_INPUT``, with the file's name (never its folder) and, for every invalid key, the expected
+            and the actual value.
     """
     if path is None:
         return make_model_options({}, defaults, "the server's options")
@@ -228,7 +243,7 @@ def load_model_options(path: Path | None, defaults: LoadOptions) -> ModelOptions
 
 
 def says_required(path: Path) -> bool:
-    """Whether a ``model.yaml`` says that its model is required, however wrong it may be in all else. Blocks on it."""
+    """Whether a ``model.yaml`` contains ``required: true``, even if it is invalid otherwise. Blocks on the file."""
     try:
         return read_yaml(path).get("required") is True
     except ValueError:
@@ -240,29 +255,29 @@ def says_required(path: Path) -> bool:
 
 
 def make_model_options(given: Mapping[str, object], defaults: LoadOptions, source: str) -> ModelOptions:
-    """Check values as they stand in a file; keys that are not given are taken from ``defaults``.
+    """Validate the values of a file; missing keys are taken from ``defaults``.
 
     Returns:
-        The options; ``model_fields_set`` is what was given.
+        The options; their ``model_fields_set`` holds the keys of ``given``.
 
     Raises:
-        ServeError: ``INVALID_INPUT``, beginning with ``source``, with every bad key.
+        ServeError: ``INVALID_INPUT``, with ``source`` and every invalid key.
     """
     inherited = {name: getattr(defaults, name) for name in LoadOptions.model_fields}
     try:
-        # Through JSON, because strict validation takes a list for a tuple there, but no text or boolean for a number.
+        # Through JSON: strict validation then accepts a list for a tuple, but no text or boolean for a number.
         options = ModelOptions.model_validate_json(json.dumps(inherited | dict(given), default=str), strict=True)
     except ValidationError as error:
         problems = describe_problems(error, ModelOptions.model_fields, given)
-        told = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        raise invalid_input(f"{source}: {told}") from None
+        text = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise invalid_input(f"{source}: {text}") from None
     if problem := "; ".join(_priority_problems(options)):
         raise invalid_input(f"{source}: {problem}")
     return ModelOptions.model_construct(set(given), **dict(options))
 
 
 def _priority_problems(options: ModelOptions) -> Iterator[str]:
-    """Say which options name levels that the model has not."""
+    """Yield one line per option that names a level beyond ``priority_levels``."""
     levels = max(1, options.priority_levels)
     if options.default_priority_level > levels:
         yield (

@@ -1,7 +1,7 @@
 """Reading a YAML file of options: ``model.yaml``, and the file that ``--config`` names.
 
-YAML can say what no option means: dates, tags, values that hold themselves, a key twice. All of that is refused here
-with its line, so that what is read is JSON's kinds of values, and small enough to be worked through.
+YAML allows values that no option has: dates, tags, recursive values, duplicate keys. They are rejected with their line,
+so that the result holds only JSON's types and has a bounded size.
 """
 
 from pathlib import Path
@@ -10,11 +10,12 @@ from typing import Final
 import yaml
 
 _DEEPEST: Final = 64
-"""Mappings and lists within each other; no option goes deeper than seven."""
+"""Maximum nesting of mappings and lists; options need at most seven levels."""
 _MOST_VALUES: Final = 100_000
-"""Of a file, an anchored one counted wherever it is used: a few hundred bytes of anchors would make any number."""
+"""Maximum number of values, counting an anchored value at each use: a few hundred bytes of anchors can expand to any
+number."""
 _LONGEST_NUMBER: Final = 64
-"""Characters. Python refuses to write integers of 4,301 digits, wherever the text would be needed."""
+"""Maximum number of characters. Python cannot convert integers of more than 4,300 digits to text."""
 
 _MERGE: Final = "tag:yaml.org,2002:merge"
 _TEXT: Final = "tag:yaml.org,2002:str"
@@ -24,10 +25,10 @@ _NUMBERS: Final = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def read_yaml(path: Path) -> dict[str, object]:
-    """Read a file of ``key: value`` lines; an empty one has none. Keys are texts as they stand there, dates, too.
+    """Read a mapping from a file; an empty file is an empty mapping. Keys and dates are texts, as written.
 
     Raises:
-        ValueError: It cannot be read or is no such file; the text says what and in which line, and names no path.
+        ValueError: The file is unreadable or invalid. The message names the problem and the line, never the path.
     """
     try:
         loader = yaml.SafeLoader(path.read_bytes())
@@ -36,7 +37,7 @@ def read_yaml(path: Path) -> dict[str, object]:
             if root is None or root.tag == _NOTHING:
                 return {}
             if not isinstance(root, yaml.MappingNode):
-                raise ValueError(f"expected keys with values, got a {_kind(root)}")
+                raise ValueError(f"expected a mapping of keys to values, got a {_kind(root)}")
             _Check(loader).check(root, 0)
             content = loader.construct_document(root)
         finally:
@@ -47,14 +48,16 @@ def read_yaml(path: Path) -> dict[str, object]:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         raise ValueError(f"is not YAML: {getattr(error, 'problem', None) or 'unreadable character'}{where}") from None
-    except RecursionError:  # of the parser, which is not asked first
+    except RecursionError:  # raised by the parser, before the check below
         raise ValueError(f"nested too deep: expected at most {_DEEPEST} levels, got hundreds") from None
     assert isinstance(content, dict)
     return content
 
 
 class _Check:
-    """Refuses what options cannot be, and makes keys and dates texts. Nodes are changed in place, once or often."""
+    """Rejects values that options cannot have, and turns keys and dates into texts. Changes nodes in place;
+    repeatable.
+    """
 
     def __init__(self, loader: yaml.SafeLoader) -> None:
         self._loader = loader
@@ -64,7 +67,7 @@ class _Check:
         self._values += 1
         if self._values > _MOST_VALUES:
             raise _bad(node, f"expected at most {_MOST_VALUES} values, got more")
-        if depth > _DEEPEST:  # a value that holds itself is without end
+        if depth > _DEEPEST:  # a recursive value has no end
             raise _bad(node, f"nested too deep: expected at most {_DEEPEST} levels, got more")
         if isinstance(node, yaml.MappingNode):
             self._check_mapping(node, depth)
@@ -86,7 +89,7 @@ class _Check:
                 continue
             if not isinstance(key, yaml.ScalarNode):
                 raise _bad(key, f"expected a text as a key, got a {_kind(key)}")
-            # A node of its own, since the key may be an anchored value, too.
+            # A new node, because the key may be an anchor that is also used as a value.
             name = yaml.ScalarNode(_TEXT, key.value, key.start_mark, key.end_mark)
             self._check_scalar(name)
             if name.value in seen:
@@ -100,10 +103,10 @@ class _Check:
             node.tag = _TEXT
         if node.tag == _TEXT:
             try:
-                # Two halves of a character, as JSON's escapes have them, are put together.
+                # Join surrogate pairs, which JSON's escapes produce.
                 node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16")
             except UnicodeDecodeError:
-                raise _bad(node, "expected a text, got half of a character (a surrogate by itself)") from None
+                raise _bad(node, "expected a text, got a lone surrogate (half of a character)") from None
             return
         plain: str = self._loader.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
         self._check_tag(node, plain)

@@ -16,7 +16,7 @@ class Batch:
     ``parts[k]`` holds input ``k`` (in the signature's order) of each request, arrays of shape ``(rows_i, *item)`` with
     equal ``item``, or, for a model with padded axes, such that it is equal once padded; ``rows`` is the sum of
     ``rows_i``, and ``bucket``, at least as many, the rows to run: the rest is padding. For a model without a batch axis
-    there is one request, its arrays have any shape, and both are 1. An optional input is absent (``core.absent``) in
+    there is one request, its arrays have any shape, and both are 1. An optional input is absent (``core.tensor``) in
     all parts or in none.
     """
 

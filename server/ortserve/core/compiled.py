@@ -1,4 +1,4 @@
-"""Whether the modules that every infer request passes were compiled when the package was built (``setup.py``)."""
+"""Whether the modules of the request path were compiled when the package was built (``setup.py``)."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""Between tensors as clients see them and as batches hold them: rows on axis 0, the rest in the model's own form."""
+"""Conversion between the tensors that clients see and those of batches: rows on axis 0, the model's own dimensions."""
 
 import math
 from collections.abc import Sequence
@@ -7,28 +7,28 @@ from typing import Protocol
 
 import numpy as np
 
-from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
+from ortserve.core.tensor import is_absent
 
 
 class Conversion(Protocol):
-    """Of one tensor, in one direction: a view where that is possible."""
+    """Converts one tensor in one direction; returns a view if possible."""
 
     def apply(self, array: np.ndarray, rows: int) -> np.ndarray:
         """Convert the tensor of a request of ``rows`` rows.
 
         Raises:
-            ValueError: The array is not of the form that is converted.
+            ValueError: The array has an unexpected number of dimensions.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
-    """From one form of a tensor's dimensions to another with as many elements.
+    """Changes the dimensions of a tensor, with the same number of elements.
 
-    ``source`` and ``target`` leave out the first ``kept`` dimensions, which stay: 1 for the batch, or none. Free
-    dimensions (-1) of the one are those of the other, in order. A view where the elements are contiguous.
+    ``source`` and ``target`` omit the first ``kept`` dimensions, which do not change: 1 for the batch, or none. Free
+    dimensions (-1) of both correspond in order. Returns a view if the elements are contiguous.
     """
 
     source: tuple[int, ...]
@@ -46,7 +46,7 @@ class Reshape:
 
 @dataclass(frozen=True, slots=True)
 class MoveAxis:
-    """Moves one axis: the batch axis of an input to the front, or that of an output to where clients see it."""
+    """Moves one axis: the batch axis of an input to the front, or that of an output to its place for clients."""
 
     source: int
     target: int
@@ -57,7 +57,7 @@ class MoveAxis:
 
 @dataclass(frozen=True, slots=True)
 class RepeatForRows:
-    """An input without rows: the same for each row, without a copy."""
+    """Repeats an input without rows for each row, without a copy."""
 
     reshape: Reshape | None = None
 
@@ -67,42 +67,42 @@ class RepeatForRows:
 
 @dataclass(frozen=True, slots=True)
 class FirstRow:
-    """An output without rows, of which each row of a batch has the whole."""
+    """Takes an output without rows from the first row; each row of a batch holds all of it."""
 
     reshape: Reshape | None = None
 
     def apply(self, array: np.ndarray, rows: int) -> np.ndarray:
-        first = array[0, ...]  # an array, also where the whole is a single number
+        first = array[0, ...]  # an array even if it holds a single number
         return first if self.reshape is None else self.reshape.apply(first, rows)
 
 
 def repeated(array: np.ndarray, rows: int) -> np.ndarray:
-    """A view of shape ``(rows, *array.shape)``, each of whose rows is ``array``."""
+    """A view of shape ``(rows, *array.shape)``; each row is ``array``."""
     return np.broadcast_to(array, (rows, *array.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Conversions:
-    """Of the inputs and outputs of a model, in the signature's order; None for those that stay as they are."""
+    """Conversions of the inputs and outputs of a model, in the signature's order; None for no conversion."""
 
     inputs: tuple[Conversion | None, ...]
     outputs: tuple[Conversion | None, ...]
 
     def to_model(self, inputs: Arrays, rows: int = 1) -> Arrays:
-        """Inputs of ``rows`` rows as clients sent them, as batches hold them; those that are absent stay so."""
+        """Convert a request's inputs of ``rows`` rows to their form in batches. Placeholders of omitted inputs stay."""
         return _apply(self.inputs, inputs, rows)
 
     def to_client(self, outputs: Arrays) -> Arrays:
-        """Outputs of a batch, as clients see them.
+        """Convert outputs of a batch to their form for clients.
 
         Raises:
-            ValueError: An output is not of the form that the configuration says.
+            ValueError: An output does not have the configured number of dimensions.
         """
         return _apply(self.outputs, outputs)
 
 
 def same_elements(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the two forms have as many elements whatever the free dimensions are, each in the place of another's."""
+    """Whether both forms always have the same number of elements, with free dimensions that correspond in order."""
     return _between_free(one) == _between_free(other)
 
 

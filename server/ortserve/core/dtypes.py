@@ -1,4 +1,7 @@
-"""The datatypes of the Open Inference Protocol and what holds them in memory."""
+"""The datatypes of the Open Inference Protocol and their numpy element types.
+
+numpy has no BF16: it is held as bit patterns in ``uint16``, the upper halves of float32.
+"""
 
 from enum import Enum
 from typing import Final
@@ -9,11 +12,11 @@ _NUMPY_NAMES: Final = {"FP16": "float16", "BF16": "uint16", "FP32": "float32", "
 
 
 class DataType(Enum):
-    """A wire datatype; the value is its name in requests and metadata.
+    """A datatype of the protocol; the value is its name in requests and metadata.
 
-    ``numpy`` is the element type of the array that holds such a tensor inside the server, always native byte order:
-    BYTES are object arrays of ``str`` (as ONNX Runtime takes them), BF16 the bit patterns in ``uint16``.
-    ``itemsize`` is bytes per element on the wire, 0 for BYTES, whose elements carry their own length.
+    ``numpy`` is the element type of arrays inside the server, in native byte order. BYTES are object arrays of ``str``,
+    as ONNX Runtime takes them; BF16 are bit patterns in ``uint16``. ``itemsize`` is the number of bytes per element on
+    the wire, 0 for BYTES, whose elements carry their own length.
     """
 
     BOOL = "BOOL"
@@ -40,4 +43,16 @@ class DataType(Enum):
 
 
 DATATYPES: Final = {datatype.value: datatype for datatype in DataType}
-"""Wire name to datatype: a plain dict, because it is asked once a tensor, and ``DataType(name)`` costs far more."""
+"""Datatype by name. A dict, because it is read for each tensor and ``DataType(name)`` costs far more."""
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """Convert BF16 bit patterns to float32, exactly."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """Round float32 values to BF16 bit patterns: to nearest, ties to even. NaN stays NaN; overflow gives infinity."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(values.shape)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

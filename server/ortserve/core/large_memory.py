@@ -1,8 +1,8 @@
-"""Memory for large bodies, used again once nothing refers to it.
+"""Reusable memory for large bodies. A block is free again when nothing refers to it.
 
-The kernel clears fresh memory page by page where it is first written, and takes pages back one by one. For 64 MB both
-together take 10 ms on a good machine and over 100 ms on a small virtual one, all of it on the event loop that receives
-a body and drops it again (``loadtests/noisy_neighbour.py``). Blocks that stay with the process cost neither.
+The kernel clears fresh memory page by page on the first write, and reclaims it page by page. For 64 MB both together
+take 10 ms on a fast machine and over 100 ms on a small virtual one, on the event loop, which receives and frees the
+body (``loadtests/noisy_neighbour.py``). Blocks that stay with the process avoid both.
 """
 
 import mmap
@@ -13,64 +13,64 @@ from typing import Final
 import numpy as np
 
 MAX_KEPT_BYTES: Final = 128 * 2**20
-"""Two bodies of the largest size that is allowed by default."""
+"""Two bodies of the default maximum size."""
 _MAX_BLOCKS: Final = 64
 _STEPS: Final = 4
-"""Sizes of blocks for each power of two, so that a body wastes a fifth of its block at most."""
-_MOST_TIMES: Final = 8
-"""A block is not lent for less than this part of its size: the next large body would find none."""
+"""Block sizes per power of two, so that a body wastes at most a fifth of its block."""
+_MAX_OVERSIZE: Final = 8
+"""Maximum ratio of a block to the requested size; larger blocks stay free for large bodies."""
 
 
 class Block:
-    """Memory of one body at a time.
+    """Memory for one body at a time.
 
     Attributes:
-        content: All of it.
-        touched_bytes: From its begin, that were written to before: the kernel has cleared these pages already.
+        content: The whole block.
+        touched_bytes: Number of leading bytes that were written before; the kernel has already cleared their pages.
     """
 
     __slots__ = ("content", "touched_bytes")
 
     def __init__(self, size: int) -> None:
-        """Raises MemoryError: There are no such addresses."""
+        """Raises MemoryError: The address space is exhausted."""
         try:
-            # Not numpy's own memory, for which it asks the kernel for pages of 2 MiB: one write would clear so much.
+            # Not numpy's own memory, which uses pages of 2 MiB: a single write would clear a whole page.
             memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise MemoryError(f"no {size} bytes of addresses") from error
+            raise MemoryError(f"the address space has no room for {size} bytes") from error
         self.content = np.frombuffer(memory, np.uint8)
         self.touched_bytes = 0
 
 
 class LargeMemory:
-    """Blocks of memory. Any thread.
+    """A pool of blocks. Any thread.
 
-    A block is free when no reference to its array is left but its own, as in ``engine/output_buffers``; borrowers give
-    nothing back.
+    Borrowers do not return blocks: a block is free when its own reference to its array is the only one, as in
+    ``engine/output_buffers``.
     """
 
     def __init__(self, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
-        """``max_kept_bytes`` is what all blocks may have together; what is asked for beyond that is not kept."""
+        """``max_kept_bytes`` limits the total size of all blocks; blocks beyond it are not kept."""
         self._max_kept_bytes = max_kept_bytes
         self._lock = Lock()
-        self._blocks: list[Block] = []  # used last last
+        self._blocks: list[Block] = []  # most recently used last
         self._own_references = _references(Block(1))
 
     @property
     def kept_bytes(self) -> int:
-        """Of all blocks, lent and free. Of these, pages that nothing was ever written to take no memory."""
+        """Total size of all blocks, used and free. Pages that were never written take no memory."""
         return sum([block.content.nbytes for block in self._blocks])
 
     def take(self, size: int) -> memoryview:
-        """Room for ``size`` bytes of any content, lent for as long as anything refers to it.
+        """Memory of ``size`` bytes with arbitrary content, in use for as long as anything refers to it.
 
         Raises:
-            MemoryError: There are no such addresses.
+            MemoryError: The address space is exhausted.
         """
         return self.lend(size)[1]
 
     def lend(self, size: int) -> tuple[Block, memoryview]:
-        """As ``take``, with the block, which may be kept: references to it do not count."""
+        """As ``take``, with its block. References to the block do not keep it in use."""
         with self._lock:
             index = self._find(size)
             if index >= 0:
@@ -83,10 +83,10 @@ class LargeMemory:
             return block, block.content.data[:size]
 
     def join(self, parts: list[bytes | memoryview]) -> memoryview:
-        """All parts one after the other, read-only. Copies without the interpreter lock, unlike ``bytes.join``.
+        """Concatenate ``parts``, read-only. Copies without the interpreter lock, unlike ``bytes.join``.
 
-        ``parts`` is emptied from its end: each part is freed by itself, the last to be made first, so that the kernel
-        takes little memory back at a time, and the interpreter lock is free in between.
+        ``parts`` is emptied from its end, part by part and the newest first, so that the kernel reclaims little memory
+        at a time and the interpreter lock is free in between.
         """
         end = sum([len(part) for part in parts])
         room = self.take(end)
@@ -99,8 +99,8 @@ class LargeMemory:
         return room.toreadonly()
 
     def _find(self, size: int) -> int:
-        """The smallest free block that fits; -1 where there is none."""
-        found, least = -1, _MOST_TIMES * _block_size(size) + 1
+        """Index of the smallest free block that fits; -1 if there is none."""
+        found, least = -1, _MAX_OVERSIZE * _block_size(size) + 1
         for index in range(len(self._blocks)):
             nbytes = self._blocks[index].content.nbytes
             if size <= nbytes < least and self._is_free(index):
@@ -108,7 +108,7 @@ class LargeMemory:
         return found
 
     def _make_room(self, nbytes: int) -> bool:
-        """Forget free blocks, the least recently used first, until one of ``nbytes`` may be kept; False if none may."""
+        """Drop the least recently used free blocks until one of ``nbytes`` fits; False if that is impossible."""
         if nbytes > self._max_kept_bytes:
             return False
         kept_bytes, index = self.kept_bytes, 0
@@ -127,11 +127,11 @@ class LargeMemory:
 
 
 def _block_size(size: int) -> int:
-    """``size`` rounded up to a multiple of a quarter of the power of two below it."""
+    """``size`` rounded up to a multiple of a quarter of the next lower power of two."""
     step = max(4096, (1 << (max(size, 1).bit_length() - 1)) // _STEPS)
     return -(-size // step) * step
 
 
 def _references(block: Block) -> int:
-    """References to a block's content. In one place, since compiled code holds others than the interpreter."""
+    """Number of references to a block's content. One function, because compiled code holds other references."""
     return sys.getrefcount(block.content)

@@ -1,7 +1,6 @@
-"""The rules of padding: how long requests of a model become, so that they may run together, and how answers are cut.
+"""Padding of requests to common lengths, so that they can share a batch, and cutting of their answers.
 
-Which axes are padded is declared in ``model.yaml`` and checked by the registry; the rows are padded where they are
-staged, by the engine.
+``model.yaml`` declares the padded axes and the registry checks them; the engine pads rows when it stages them.
 """
 
 from collections.abc import Hashable, Iterator
@@ -14,9 +13,9 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 @dataclass(frozen=True, slots=True)
 class PaddedAxis:
-    """The one axis of an input, never the batch axis, whose length grows to the next multiple of ``multiple``.
+    """The padded axis of an input, never the batch axis: its length grows to the next multiple of ``multiple``.
 
-    ``value`` is what the added elements hold, and ``dim_name`` what the model calls the dimension.
+    ``value`` fills the added elements; ``dim_name`` is the model's name of the dimension.
     """
 
     input: str
@@ -26,17 +25,19 @@ class PaddedAxis:
     dim_name: str
 
     def padded_length(self, length: int) -> int:
-        """At least ``length``; 0 stays 0."""
+        """``length`` rounded up to a multiple; 0 stays 0."""
         return -(-length // self.multiple) * self.multiple
 
     def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The whole shape, batch axis included."""
+        """The padded shape, batch axis included."""
         return (*shape[: self.axis], self.padded_length(shape[self.axis]), *shape[self.axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class CutAxis:
-    """An axis of an output that is as long as a padded axis: that of input ``source``, by their indices."""
+    """An axis of an output with the length of the padded axis of input ``source``. ``output`` and ``source`` are
+    indices.
+    """
 
     output: int
     name: str
@@ -46,11 +47,11 @@ class CutAxis:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """What is padded in the batches of a batched model.
+    """The padding of a batched model.
 
     Attributes:
-        axes: For each input its padded axis, None where it has none. Axes of one ``dim_name`` have one ``multiple``.
-        cuts: Where answers are cut back to the length of the request.
+        axes: The padded axis of each input, or None. Axes of one ``dim_name`` have the same ``multiple``.
+        cuts: Axes of outputs that are cut back to the length of the request.
     """
 
     axes: tuple[PaddedAxis | None, ...]
@@ -58,14 +59,14 @@ class Padding:
 
     @property
     def pads_requests(self) -> bool:
-        """Whether any axis is padded; else it is rows alone, which complete a bucket."""
+        """Whether any axis is padded. Otherwise only rows are padded, to complete a bucket."""
         return any(self.axes)
 
     def shape_class(self, inputs: Arrays) -> Hashable:
-        """What requests that may share a batch have in common: their shapes but for the rows, padded.
+        """The shape class of a request: its padded shapes without the rows. Requests of one class may share a batch.
 
         Raises:
-            ServeError: invalid_input, when inputs disagree on the length of a dimension that they share.
+            ServeError: invalid_input, if inputs disagree on the length of a shared dimension.
         """
         lengths: dict[str, tuple[PaddedAxis, int]] = {}
         shapes = []
@@ -84,14 +85,14 @@ class Padding:
         return tuple(shapes)
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
-        """Cut what belongs to padding off the outputs of one request, whose inputs were ``inputs``.
+        """Remove the padding from the outputs of one request with the inputs ``inputs``.
 
         Returns:
             Views on ``outputs``.
 
         Raises:
-            ServeError: internal, when an output has another length than the dimension it shares with an input: which
-                of its elements are padding cannot be told.
+            ServeError: internal, if the length of an output differs from the dimension that it shares with an input, so
+                that its padding cannot be identified.
         """
         cut = list(outputs)
         for output, length in self._shortened(outputs, inputs):
@@ -99,7 +100,7 @@ class Padding:
         return tuple(cut)
 
     def _shortened(self, outputs: Arrays, inputs: Arrays) -> Iterator[tuple[CutAxis, int]]:
-        """Axes of outputs that hold padding, and their length without it."""
+        """Yield the axes of outputs that contain padding, with their length without it."""
         for output in self.cuts:
             padded = self.axes[output.source]
             assert padded is not None
@@ -118,13 +119,13 @@ class Padding:
 
 
 def padding_of_requests(padding: Padding | None) -> Padding | None:
-    """The padding, if any axis of a request is padded; None where it is rows alone."""
+    """The padding if it pads any axis of requests, else None."""
     return padding if padding is not None and padding.pads_requests else None
 
 
 @dataclass(frozen=True, slots=True)
 class StagedElements:
-    """Elements of batches' inputs: all, and of these the ones that no request brought."""
+    """Counts of elements in the inputs of batches: all of them, and those that are padding."""
 
     staged: int = 0
     padded: int = 0

@@ -1,4 +1,4 @@
-"""Tensors that a caller leaves in, or wants written to, memory that it shares with the server."""
+"""Tensors in memory that a caller shares with the server: inputs to read and outputs to write."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ortserve.core.dtypes import DataType
 
 @dataclass(frozen=True, slots=True)
 class RegionSpan:
-    """A part of a registered region; ``offset``, from the region's own beginning, and ``byte_size`` are at least 0."""
+    """A part of a registered region. ``offset`` is relative to the region; both numbers are at least 0."""
 
     region: str
     offset: int
@@ -18,7 +18,7 @@ class RegionSpan:
 
 @dataclass(frozen=True, slots=True)
 class RegionInput:
-    """An input whose bytes lie in a region, in the layout of a binary tensor."""
+    """An input in a region, in the layout of a binary tensor."""
 
     name: str
     datatype: DataType
@@ -28,31 +28,31 @@ class RegionInput:
 
 @dataclass(frozen=True, slots=True)
 class RegionUse:
-    """What of one request lies in regions: inputs to be read, and by its name each output that is to be written."""
+    """The tensors of one request in regions: inputs to read, and outputs to write by name."""
 
     inputs: Sequence[RegionInput]
     outputs: Mapping[str, RegionSpan]
 
 
 class RegionMemory(Protocol):
-    """The bytes of a region, wherever they lie. Any thread; its owner sees to it that it is open meanwhile.
+    """The memory of a region. Any thread; the owner keeps it open during calls.
 
-    The caller on the other side may write, shrink or remove it at any moment, so nothing here hands out its memory.
+    The caller may write, shrink or remove the region at any time, so the methods copy and never return its memory.
 
     Attributes:
-        may_wait: Whether a copy may wait for something first, so that none is made on the event loop.
+        may_wait: Whether a copy may block; then it must not run on the event loop.
     """
 
     may_wait: bool
 
     def read(self, offset: int, byte_size: int) -> memoryview:
-        """Return a copy. Raises ServeError: invalid_input, when it is no longer that large."""
+        """Return a copy. Raises ServeError: invalid_input, if the region has become too small."""
         ...
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Raises ServeError: invalid_input, when it is no longer that large; internal, when it cannot be written."""
+        """Copy ``data``. Raises ServeError: invalid_input if the region is too small, internal if writing fails."""
         ...
 
     def close(self) -> None:
-        """Let go of it; nothing else is called afterwards."""
+        """Release the memory. No other method is called afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""What a model takes and gives: names, datatypes, shapes, and whether its leading axis is a batch."""
+"""The inputs and outputs of a model: names, datatypes, shapes and batch axes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,14 +8,17 @@ from ortserve.core.dtypes import DataType
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """An input or output of a model. ``shape`` is the full shape, -1 for a dimension that is free.
+    """An input or output of a model.
 
-    ``dim_names`` are what the model calls its free dimensions, ``""`` where it does not or the dimension is fixed; the
-    tuple is empty where nobody asked. A request may leave an input out that ``is_optional``.
-    ``batch_axis`` is the axis with one entry for each row. It is None for a tensor without rows, which is the same for
-    a whole batch, and for all tensors of a model that is not batched. ``has_any_shape`` says that the model declares no
-    shape, not even how many axes; ``shape`` is empty then. ``is_sequence`` marks an output that is a sequence of
-    tensors in the model; axis 0 is then the place in the sequence, and never the batch axis.
+    Attributes:
+        shape: The full shape, -1 for a free dimension.
+        dim_names: The model's names of its dimensions, ``""`` for unnamed or fixed ones; empty if they were not read.
+        is_optional: Requests may omit the input.
+        batch_axis: The axis with one entry per row. None for a tensor without rows, which is the same for a whole
+            batch, and for all tensors of a model that is not batched.
+        has_any_shape: The model declares no shape, not even a number of axes; ``shape`` is then empty.
+        is_sequence: The output is a sequence of tensors in the model. Axis 0 is then the position in the sequence and
+            never the batch axis.
     """
 
     name: str
@@ -29,12 +32,12 @@ class TensorSpec:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row, without the batch axis; the whole shape where there is none."""
+        """The shape of one row, without the batch axis; the whole shape if there is none."""
         axis = self.batch_axis
         return self.shape if axis is None else self.shape[:axis] + self.shape[axis + 1 :]
 
     def why_no_rows(self, role: str) -> str:
-        """Why its batch axis cannot be one, in words; empty where it can, or there is none."""
+        """Why ``batch_axis`` cannot be a batch axis; empty if it can, or if there is none."""
         axis = self.batch_axis
         if axis is None:
             return ""
@@ -51,19 +54,21 @@ class TensorSpec:
 
     @property
     def leading(self) -> int:
-        """How many leading dimensions a configuration's ``dims`` leave out: 1 where axis 0 is the batch axis."""
+        """Number of leading dimensions that a configuration's ``dims`` omit: 1 if axis 0 is the batch axis."""
         return 1 if self.batch_axis == 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
-    """Inputs and outputs in the model's own order.
+    """Inputs and outputs of a model, in its own order.
 
-    ``unbatched_because`` is empty where rows of several requests may run together, along the tensors' ``batch_axis``;
-    otherwise it says in words why each request must run alone. ``equal_sizes`` are names of dimensions that must have
-    one size throughout a request, sums such as ``past + current`` among them, or it must run alone.
-    ``unserved_inputs`` and ``unserved_outputs`` are what the model has besides, and can do without: their names, and
-    why they are not served.
+    Attributes:
+        unbatched_because: Why each request must run alone; empty if rows of several requests may share a batch, along
+            the tensors' ``batch_axis``.
+        equal_sizes: Names of dimensions, sums such as ``past + current`` included, that must have one size throughout a
+            request; otherwise the request runs alone.
+        unserved_inputs: Optional inputs that are not served, with the reason by name.
+        unserved_outputs: Outputs that are not served, with the reason by name.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -93,15 +98,15 @@ class ModelSignature:
 
     @property
     def rows_lead(self) -> bool:
-        """Whether rows are on axis 0 of all outputs, and of all inputs that a request must bring."""
+        """Whether axis 0 is the batch axis of all outputs and of all required inputs."""
         needed = [spec for spec in self.inputs if not spec.is_optional]
         return self.is_batched and all(spec.batch_axis == 0 for spec in (*needed, *self.outputs))
 
     @property
     def has_one_shape_class(self) -> bool:
-        """Whether all requests may share a batch: they have the same inputs, all with rows, of one shape but for them.
+        """Whether all requests have the same inputs, all with rows, of equal shapes per row, and so may share a batch.
 
-        Of a model that is not batched: whether all requests have the same inputs of one shape.
+        For a model that is not batched: whether all requests have the same inputs of equal shapes.
         """
         return not any(
             spec.is_optional
@@ -112,7 +117,7 @@ class ModelSignature:
         )
 
     def without_optional_whole(self, why: str) -> "ModelSignature":
-        """This signature with the optional inputs that have no rows among the unserved ones."""
+        """This signature with its optional inputs without rows moved to ``unserved_inputs``."""
         whole = {spec.name: why for spec in self.inputs if spec.is_optional and spec.batch_axis is None}
         inputs = tuple(spec for spec in self.inputs if spec.name not in whole)
         return replace(self, inputs=inputs, unserved_inputs={**self.unserved_inputs, **whole})

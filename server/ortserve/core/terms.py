@@ -1,4 +1,4 @@
-"""The terms on which a request wants to be served."""
+"""Scheduling terms of a request: priority and deadlines, and the shape class of requests that run alone."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,13 +6,13 @@ from typing import Final
 
 @dataclass(slots=True, init=False)
 class Terms:
-    """Times are monotonic nanoseconds, None for no bound.
+    """Priority and deadlines of one request. Times are monotonic nanoseconds, None for no limit.
 
     Attributes:
-        level: Priority, 1 first; 0 for the model's default.
-        finish_by_ns: The caller has no use for an answer after this.
-        start_by_ns: It must not wait in the queue beyond this; once it runs it may take as long as it takes.
-        yields_when_late: One that does wait beyond it is not refused, but goes behind everybody of its level.
+        level: Priority level, 1 is the most urgent; 0 for the model's default.
+        finish_by_ns: Deadline of the answer.
+        start_by_ns: Deadline of the start of the run, which may then take any time.
+        yields_when_late: At ``start_by_ns`` the request moves behind all others of its level instead of being rejected.
     """
 
     level: Final[int]
@@ -34,3 +34,10 @@ class Terms:
 
 
 NO_TERMS: Final = Terms()
+
+
+class Alone:
+    """The shape class of a request that must run alone. It is not equal to any other."""
+
+    def __str__(self) -> str:
+        return "alone"

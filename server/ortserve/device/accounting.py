@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ortserve.device.protocol import MemoryInfo
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.telemetry.devices import DeviceRuns
+from ortserve.telemetry.readings import DeviceRuns
 
 
 class Ledger:

@@ -15,7 +15,7 @@ from ortserve.engine.output_buffers import OutputBuffers
 from ortserve.engine.provider_options import CUDA, TENSORRT
 from ortserve.engine.runtime import Runtime
 from ortserve.errors import DeviceLostError, ServeError
-from ortserve.telemetry.devices import DeviceReading
+from ortserve.telemetry.readings import DeviceReading
 
 UNLOADED: Final = "unloaded"
 """The ledger's owner of answers of unloaded models: they are still read, or not freed yet."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch
-from ortserve.core.closeness import agree
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import agree
 from ortserve.device.accounting import DeviceCounts
 from ortserve.device.binding import DeviceBinding
 from ortserve.device.buffers import BufferSet

@@ -12,13 +12,12 @@ import onnxruntime as ort
 
 from ortserve.clock import Clock
 from ortserve.config.session import SessionSettings
-from ortserve.core.absent import is_absent
 from ortserve.core.batch import Batch, BatchResult
 from ortserve.core.conversion import repeated
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import Padding
-from ortserve.core.sequences import stack
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import is_absent, stack
 from ortserve.engine.staging import HostStaging
 
 NO_GRAPH: Final = -1

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import PaddedAxis, Padding, StagedElements
+from ortserve.core.tensor import is_absent
 
 
 def stage_rows(arrays: Arrays, out: np.ndarray, rows: int) -> None:

@@ -7,8 +7,7 @@ Names and formats are ORCA's as Envoy and Triton have them over HTTP, and as gRP
 import base64
 from typing import Final
 
-from ortserve.codecs.load_report import LoadFormat, encode_json, encode_message, encode_text
-from ortserve.core.load import LoadReport
+from ortserve.codecs.load_report import LoadFormat, LoadReport, encode_json, encode_message, encode_text
 from ortserve.service.load import LoadMeter
 
 LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"

@@ -8,7 +8,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.load.coordination import WAITING, Progress
 from ortserve.registry.repository.source import VersionSource
 from ortserve.registry.served import ServedModel
-from ortserve.telemetry.metrics import ModelMetrics
+from ortserve.telemetry.series import ModelMetrics
 
 UNLOADED: Final = "unloaded"
 """The reason of versions that were taken out of service, by request or for another version."""

@@ -4,8 +4,7 @@ from collections import Counter
 from typing import Final
 
 from ortserve._pb import model_config_pb2 as pb
-from ortserve.config.model import AllVersions, LatestVersions, ModelOptions
-from ortserve.config.queueing import QueuePolicy
+from ortserve.config.model import AllVersions, LatestVersions, ModelOptions, QueuePolicy
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
 from ortserve.registry.repository.configuration import BACKEND, PLATFORM

@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 from ortserve.clock import Clock
 from ortserve.config.model import LoadOptions
-from ortserve.core.activity import LoopActivity
 from ortserve.device.devices import DeviceRuntime
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.catalog import UNLOADED, Catalog, State, VersionRecord
@@ -20,6 +19,7 @@ from ortserve.registry.repository.source import ModelSource, plan_changes, read_
 from ortserve.registry.versions import Versions
 from ortserve.telemetry.logs import log_event
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import LoopActivity
 
 logger: Final = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ortserve.core.absent import absent, is_absent
 from ortserve.core.batch import Arrays
 from ortserve.core.padding import Padding
-from ortserve.core.shape_class import Alone
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import format_shape
+from ortserve.core.tensor import absent, format_shape, is_absent
+from ortserve.core.terms import Alone
 from ortserve.errors import invalid_input
 from ortserve.rows import sum_terms
 

@@ -8,13 +8,11 @@ from typing import Final
 
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.statistics import Learned
-from ortserve.config.model import ModelOptions
-from ortserve.config.queueing import QueuePolicy
+from ortserve.config.model import ModelOptions, QueuePolicy
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.padding import padding_of_requests
-from ortserve.core.shape_class import Alone
-from ortserve.core.terms import Terms
+from ortserve.core.terms import Alone, Terms
 from ortserve.errors import ErrorKind, ModelRejectionError, ServeError, invalid_input
 from ortserve.registry.load.loaded_model import LoadedModel
 from ortserve.registry.repository.configuration import Configuration
@@ -25,8 +23,8 @@ from ortserve.registry.request_shapes import (
     drop_rows,
     placeholder_row,
 )
-from ortserve.telemetry.metrics import ModelMetrics
-from ortserve.telemetry.rejection_log import RejectionLog
+from ortserve.telemetry.logs import RejectionLog
+from ortserve.telemetry.series import ModelMetrics
 
 
 class ServedModel:

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from ortserve.batching.run_limits import RunEvents
 from ortserve.clock import Clock
-from ortserve.core.activity import LoopActivity
 from ortserve.core.batch import Runner
 from ortserve.device.devices import DeviceRuntime
 from ortserve.engine.process_limits import cpu_budget
@@ -23,6 +22,7 @@ from ortserve.registry.load.pipeline import load_model
 from ortserve.registry.repository.source import ModelSource, VersionSource
 from ortserve.telemetry.logs import fit_fields, log_event
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import LoopActivity
 
 logger: Final = logging.getLogger(__name__)
 

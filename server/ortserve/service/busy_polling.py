@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.telemetry.loop import PollReading
+from ortserve.telemetry.readings import PollReading
 
 _ASK_INTERVAL_NS: Final = 5_000_000
 """How long a result of ``may_poll`` holds: the call is not compiled and takes some microseconds."""

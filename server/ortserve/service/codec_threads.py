@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from ortserve.codecs.bounds import INLINE_BYTES
-from ortserve.codecs.control_json import LoadParameter, decode_load_body
 from ortserve.codecs.json_process import receive_parts, send_parts, unpack_load, unpack_request
+from ortserve.codecs.json_text import LoadParameter, decode_load_body
 from ortserve.core.encoded import EncodedRequest, JsonRequest
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest

@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar, cast
 
 from ortserve.clock import Clock
 from ortserve.codecs.bounds import INLINE_ELEMENTS, JSON_GROWTH, TEXT_BYTES
-from ortserve.core.activity import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest, JsonRequest, Reading
@@ -32,6 +31,7 @@ from ortserve.service.responses import build_response, classifies_long
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.service.validation import check_request, is_long_text, read_raw_input, read_scheduling
 from ortserve.telemetry.logs import log_fault
+from ortserve.telemetry.readings import DECODE, ENCODE, NOTHING, LoopActivity
 from ortserve.telemetry.tracing import Trace
 
 logger: Final = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.core.load import LoadReport
+from ortserve.codecs.load_report import LoadReport
 from ortserve.telemetry.metrics import Metrics
 
 _FRESH_NS: Final = 500_000_000

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from ortserve.codecs.control_json import LoadParameter
+from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.catalog import State, VersionRecord
 from ortserve.registry.registry import Registry

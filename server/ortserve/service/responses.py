@@ -13,9 +13,8 @@ import numpy as np
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
-from ortserve.core.sequences import why_not_stacked
 from ortserve.core.signature import TensorSpec
-from ortserve.core.tensor import Tensor
+from ortserve.core.tensor import Tensor, why_not_stacked
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.served import ServedModel
 

@@ -8,11 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from ortserve.config.trace_files import TraceFileOptions
+from ortserve.config.option_groups import TraceFileOptions
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
-from ortserve.telemetry.trace_files import TraceFiles
-from ortserve.telemetry.trace_sampling import Sampling
+from ortserve.telemetry.trace_files import Sampling, TraceFiles
 
 TraceSetting: TypeAlias = str | list[str]
 

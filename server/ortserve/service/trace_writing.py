@@ -6,8 +6,7 @@ from itertools import count
 from ortserve.clock import Clock
 from ortserve.core.timing import Timing
 from ortserve.service.trace_settings import TraceSettings
-from ortserve.telemetry.trace_record import spell_record
-from ortserve.telemetry.trace_sampling import Sampling
+from ortserve.telemetry.trace_files import Sampling, encode_record
 
 
 class TraceWriter:
@@ -55,4 +54,4 @@ class TraceWriter:
         is_answered: bool,
     ) -> None:
         sent_ns = self._clock() if is_answered else None
-        sampling.collect(spell_record(*named, timing, ended_ns=ended_ns, sent_ns=sent_ns))
+        sampling.collect(encode_record(*named, timing, ended_ns=ended_ns, sent_ns=sent_ns))

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from ortserve.codecs.binary_tensor import decode_binary_tensor
+from ortserve.codecs.binary_tensor import decode_binary_tensor, decode_element, object_array
 from ortserve.codecs.bounds import INLINE_BYTES, MAX_TEXT_BYTES
-from ortserve.codecs.bytes_elements import decode_element, object_array
-from ortserve.core.absent import absent
 from ortserve.core.batch import Arrays
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, Parameter
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import Tensor, format_shape
+from ortserve.core.tensor import Tensor, absent, format_shape
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.service.responses import check_classifiable
 

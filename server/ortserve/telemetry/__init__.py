@@ -1,23 +1,17 @@
-"""What an operator sees: metrics, the port that exposes them, and log lines.
+"""Metrics, log lines and traces: records what happens and decides nothing.
 
-The only room that knows prometheus_client. It is told what happened and decides nothing.
+The only room, besides ``app``, that imports prometheus_client, and the only one that imports OpenTelemetry.
 """
 
 __all__ = [
-    "access_log",
-    "devices",
-    "exposition",
+    "families",
     "logs",
-    "loop",
     "machine",
     "metrics",
-    "proc",
-    "rejection_log",
+    "readings",
+    "series",
     "statistics",
     "trace_export",
     "trace_files",
-    "trace_record",
-    "trace_sampling",
     "tracing",
-    "triton_metrics",
 ]

@@ -1,40 +1,38 @@
-"""What is exposed: declarations, and families of what was counted, as prometheus_client's registry takes them."""
+"""Metric families at a scrape, and their text in Prometheus' format.
+
+The writer must be fast enough for a thousand models, because a scrape competes with the event loop. It keeps the parts
+on which prometheus_client's own writer spends most of its time: the part of a line before its value, and the whole text
+of a histogram that has counted nothing since the last scrape.
+https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
+"""
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-from ortserve.telemetry.histogram import HistogramSeries
+from ortserve.telemetry.declarations import Declaration, Labels
+from ortserve.telemetry.series import HistogramSeries
 
-Labels: TypeAlias = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """A metric as Prometheus and the reference page know it. ``buckets`` are upper bounds in the metric's unit."""
-
-    name: str
-    type: Literal["histogram", "gauge", "counter"]
-    labels: Labels
-    help: str
-    buckets: tuple[float, ...] = ()
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """A histogram's series at one moment. ``counts`` are those of each bucket alone, ``total`` is in its own unit."""
+    """A series at one moment. ``counts`` are per bucket, not cumulative; ``total`` is in the series' unit."""
 
     labels: Labels
     counts: tuple[int, ...]
     total: int
 
     def cumulative(self) -> Iterator[int]:
-        """Prometheus wants how many were at most each bound; the last is how many there were."""
+        """The number of values up to each bound, as Prometheus expects; the last one is the number of all values."""
         below = 0
         for count in self.counts:
             below += count
@@ -42,13 +40,13 @@ class HistogramCounts:
 
 
 class Family(Metric):
-    """A family at one moment, which ``telemetry.text_format`` writes without making the library's samples of it.
+    """A family at one moment. ``TextFormat`` writes it without creating the library's samples.
 
     Attributes:
-        declaration: Its name, type, labels and text.
-        values: By the values of its labels; of gauges and counters.
-        histograms: Of histograms.
-        scale: How many of a histogram's units make one of its declaration's.
+        declaration: Its name, type, labels and description.
+        values: Values of a gauge or counter, by label values.
+        histograms: Series of a histogram.
+        scale: Number of the series' units in one unit of the declaration.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class Family(Metric):
         scale: int = 1,
     ) -> None:
         super().__init__(declaration.name.removesuffix("_total"), declaration.help, prometheus_type(declaration))
-        del self.__dict__["samples"]  # which the library's class has made, and which ``samples`` makes when asked for
+        del self.__dict__["samples"]  # set by the library's class; ``samples`` creates them on demand
         self.declaration: Final = declaration
         self.values: Final[Mapping[Labels, float]] = values or {}
         self.histograms: Final = [
@@ -71,7 +69,7 @@ class Family(Metric):
 
     @cached_property
     def samples(self) -> list[Sample]:  # type: ignore[override]
-        """As the library's own writers and ``get_sample_value`` want them."""
+        """The samples for the library's own writers and ``get_sample_value``."""
         declaration = self.declaration
         name, names = declaration.name, declaration.labels
         samples = [Sample(name, dict(zip(names, labels, strict=True)), value) for labels, value in self.values.items()]
@@ -91,19 +89,101 @@ class Family(Metric):
 
 
 def prometheus_type(declaration: Declaration) -> str:
-    """The library's word for it. Counters under Triton's names have no ``_total``, so that no format takes them so."""
+    """The library's type. Counters under Triton's names lack ``_total``, so no format accepts them as counters."""
     if declaration.type == "counter" and not declaration.name.endswith("_total"):
         return "unknown"
     return declaration.type
 
 
 def bucket_bounds(declaration: Declaration) -> list[str]:
-    """Values of the label ``le``."""
+    """The values of the label ``le``."""
     return [*map(spell_number, declaration.buckets), "+Inf"]
 
 
 def spell_number(value: float) -> str:
-    """As the text format wants it, which is as Go reads it."""
+    """A number as the text format requires it: as Go parses it."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return repr(value)
+
+
+class TextFormat:
+    """Writes the metrics of a registry. From any thread; concurrent scrapes wait for each other."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._heads: dict[tuple[str, Labels], str] = {}
+        self._histograms: dict[tuple[str, Labels], tuple[HistogramCounts, str]] = {}
+
+    def write(self) -> bytes:
+        """All families with their current values."""
+        with self._lock:
+            # Keep only the entries of this scrape, so that removed series free their memory.
+            old_heads, self._heads = self._heads, {}
+            old_histograms, self._histograms = self._histograms, {}
+            parts: list[str] = []
+            for metric in self._registry.collect():
+                parts.extend(_head_of_family(metric))
+                if isinstance(metric, Family):
+                    parts.extend(self._values(metric, old_heads))
+                    parts.extend(self._texts(metric, old_histograms))
+                else:
+                    parts.extend(_foreign(metric))
+            return "".join(parts).encode()
+
+    def _values(self, family: Family, old: dict[tuple[str, Labels], str]) -> Iterator[str]:
+        name, names = family.declaration.name, family.declaration.labels
+        for labels, value in family.values.items():
+            key = name, labels
+            head = old.get(key) or _head(name, zip(names, labels, strict=True))
+            self._heads[key] = head
+            yield f"{head}{spell_number(value)}\n"
+
+    def _texts(self, family: Family, old: dict[tuple[str, Labels], tuple[HistogramCounts, str]]) -> Iterator[str]:
+        for counts in family.histograms:
+            key = family.declaration.name, counts.labels
+            known = old.get(key)
+            if known is None or known[0] != counts:
+                known = counts, _histogram(family, counts)
+            self._histograms[key] = known
+            yield known[1]
+
+
+def _head_of_family(metric: Metric) -> tuple[str, str]:
+    name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+    text = metric.documentation.replace("\\", "\\\\").replace("\n", "\\n")
+    return f"# HELP {name} {text}\n", f"# TYPE {name} {'untyped' if metric.type == 'unknown' else metric.type}\n"
+
+
+def _histogram(family: Family, known: HistogramCounts) -> str:
+    declaration = family.declaration
+    labels = [*zip(declaration.labels, known.labels, strict=True)]
+    bucket = _head(f"{declaration.name}_bucket", [*labels, ("le", "\0")])
+    before, after = bucket.split("\0")
+    cumulative = list(known.cumulative())
+    return "".join(
+        [
+            *(
+                f"{before}{bound}{after}{count}\n"
+                for bound, count in zip(bucket_bounds(declaration), cumulative, strict=True)
+            ),
+            f"{_head(f'{declaration.name}_count', labels)}{cumulative[-1]}\n",
+            f"{_head(f'{declaration.name}_sum', labels)}{spell_number(known.total / family.scale)}\n",
+        ]
+    )
+
+
+def _foreign(metric: Metric) -> Iterator[str]:
+    """The lines of the library's own collectors: gauges and counters of the process."""
+    for sample in metric.samples:
+        yield f"{_head(sample.name, sample.labels.items())}{spell_number(sample.value)}\n"
+
+
+def _head(name: str, labels: Iterable[tuple[str, str]]) -> str:
+    inside = ",".join(f'{label}="{_escape(value)}"' for label, value in labels)
+    return f"{name}{{{inside}}} " if inside else f"{name} "
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -1,27 +1,32 @@
-"""Numbers of the machine under Triton's names: of its GPUs, as the engine hands them over, and of its processors.
+"""Processors, memory and GPUs of the machine, under Triton's metric names.
 
-Names, units and texts are those of Triton's ``metrics.cc``; what a machine does not tell has no series instead of a 0.
+Names, units and descriptions are those of Triton's ``metrics.cc``. A value that the machine does not report has no
+series; it is not shown as 0.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from ortserve.telemetry.families import Declaration, Family
+from ortserve.clock import Clock
+from ortserve.telemetry.declarations import Declaration
+from ortserve.telemetry.families import Family
 
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One GPU at a moment; None for what it does not tell.
+    """State of one GPU; None for values that it does not report.
 
     Attributes:
         uuid: As NVIDIA's tools show it.
-        utilization: Share of the last moments in which it computed.
-        memory_total_bytes: All that it has.
-        memory_used_bytes: By whatever process.
-        power_watts: At this moment.
-        power_limit_watts: That it is kept below.
-        energy_joules: Since the server started.
+        utilization: Share of recent time in which it computed.
+        memory_total_bytes: Size of its memory.
+        memory_used_bytes: Memory in use by all processes.
+        power_watts: Current power.
+        power_limit_watts: Power limit.
+        energy_joules: Energy since the server started.
     """
 
     uuid: str
@@ -35,12 +40,12 @@ class GpuReading:
 
 @dataclass(frozen=True, slots=True)
 class CpuReading:
-    """The machine's processors and memory at a moment, with all that runs there; None for what is not known.
+    """State of the machine's processors and memory, for all processes; None for unknown values.
 
     Attributes:
         utilization: Share of the time of all processors in which they were busy.
-        memory_total_bytes: All that there is.
-        memory_used_bytes: What of it cannot be had without swapping.
+        memory_total_bytes: Size of the memory.
+        memory_used_bytes: Memory that is not available without swapping.
     """
 
     utilization: float | None = None
@@ -102,9 +107,83 @@ MACHINE_DECLARATIONS: Final = (
 
 
 def machine_families(gpus: Sequence[GpuReading], cpu: CpuReading) -> Iterator[Family]:
-    """The families of what was read."""
+    """The families of the readings."""
     for declaration, of_gpu in _GPU:
         yield Family(declaration, {(gpu.uuid,): value for gpu in gpus if (value := of_gpu(gpu)) is not None})
     for declaration, of_cpu in _CPU:
         value = of_cpu(cpu)
         yield Family(declaration, {} if value is None else {(): value})
+
+
+_LEAST_NS: Final = 1_000_000_000
+"""Minimum interval of a utilization. Triton measures every second; the kernel counts hundredths of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticks:
+    """Counts of the kernel for all processors, in its own unit."""
+
+    busy: int
+    idle: int
+
+
+class CpuReader:
+    """Reads Linux's ``/proc`` for the whole machine, also in a container, as Triton does. From any thread; never
+    raises.
+
+    Without ``/proc`` all values are None. The utilization covers the time since the last scrape, or since construction.
+    A scrape within a second of the last one returns the same value, so that two scrapers do not disturb each other.
+    """
+
+    def __init__(self, clock: Clock, folder: Path = Path("/proc")) -> None:
+        self._clock = clock
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._since_ns = clock()
+        self._ticks = _read_ticks(folder)
+        self._utilization: float | None = None
+
+    def read(self) -> CpuReading:
+        """The current state. The kernel provides the files, so reading them does not wait for a disk."""
+        total, available = _read_memory(self._folder)
+        used = None if total is None or available is None else max(0, total - available)
+        return CpuReading(self._read_utilization(), total, used)
+
+    def _read_utilization(self) -> float | None:
+        with self._lock:
+            now_ns = self._clock()
+            if self._utilization is not None and now_ns - self._since_ns < _LEAST_NS:
+                return self._utilization
+            ticks, before = _read_ticks(self._folder), self._ticks
+            if ticks is None or before is None:
+                return None
+            # The kernel's count of idle time may decrease slightly.
+            busy, idle = max(0, ticks.busy - before.busy), max(0, ticks.idle - before.idle)
+            if busy + idle:
+                self._utilization = busy / (busy + idle)
+                self._ticks, self._since_ns = ticks, now_ns
+            return self._utilization
+
+
+def _read_ticks(folder: Path) -> _Ticks | None:
+    """The first line of ``/proc/stat``, which holds the sums of all processors (man 5 proc_stat)."""
+    try:
+        with (folder / "stat").open() as file:
+            name, *counts = file.readline().split()
+        user, nice, system, idle, waiting, interrupts, soft_interrupts, stolen = map(int, counts[:8])
+    except (OSError, ValueError):
+        return None
+    if name != "cpu":
+        return None
+    return _Ticks(user + nice + system + interrupts + soft_interrupts + stolen, idle + waiting)
+
+
+def _read_memory(folder: Path) -> tuple[int | None, int | None]:
+    """Total and available memory in bytes, from ``/proc/meminfo``, which counts kibibytes."""
+    try:
+        lines = (folder / "meminfo").read_text().splitlines()
+        kibibytes = {name: int(rest.split()[0]) for name, colon, rest in (line.partition(":") for line in lines)}
+    except (OSError, ValueError, IndexError):
+        return None, None
+    total, available = kibibytes.get("MemTotal"), kibibytes.get("MemAvailable")
+    return None if total is None else total * 1024, None if available is None else available * 1024

@@ -1,14 +1,14 @@
-"""Traces by the OpenTelemetry protocol: which requests are sampled, and the way to a collector.
+"""Traces by the OpenTelemetry protocol: sampling, spans, and their export to a collector.
 
-The only door to OpenTelemetry, with ``spans``. Nothing of it is global: no tracer provider is set, and no other library
-of the process ends up in these traces.
+The only module that imports OpenTelemetry. It keeps no global state: no tracer provider is set, so other libraries of
+the process do not appear in these traces.
 """
 
 import logging
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
 from uuid import uuid4
 
@@ -21,15 +21,128 @@ from opentelemetry.sdk.resources import (
 )
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
-from opentelemetry.trace import SpanContext, TraceFlags, get_current_span
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ortserve import __version__
 from ortserve.clock import Clock
+from ortserve.core.timing import PHASES
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.spans import IDS, RequestSpans
 from ortserve.telemetry.tracing import EndedRequest, Operation
+
+IDS: Final = RandomIdGenerator()
+"""Generates ids of traces and spans; never 0, which is invalid."""
+
+_SCOPE: Final = InstrumentationScope("ortserve", __version__)
+
+_MAX_TEXT: Final = 256
+"""Maximum number of characters of a caller's text."""
+
+
+class RequestSpans:
+    """A finished sampled request, which ``make`` converts to spans: one for the request, and one per phase.
+
+    ``context`` is the context of the request's own span, the only attribute that a span processor reads before export.
+    The spans are created with the library's constructor, because its tracer would have to run when the request begins
+    and costs several times as much.
+    """
+
+    __slots__ = ("_operation", "_parent", "_path", "_request", "context")
+
+    def __init__(
+        self,
+        operation: Operation,
+        path: bytes,
+        context: SpanContext,
+        parent: SpanContext | None,
+        request: EndedRequest,
+    ) -> None:
+        self.context = context
+        self._operation = operation
+        self._path = path
+        self._parent = parent
+        self._request = request
+
+    @property
+    def count(self) -> int:
+        """Number of spans that ``make`` creates."""
+        return 1 + sum(1 for _ in _phases(self._request))
+
+    def make(self, resource: Resource, wall_minus_monotonic_ns: int) -> Iterator[ReadableSpan]:
+        """Yield the span of the request, then the spans of its phases."""
+        request, context = self._request, self.context
+        failed = request.kind is not None
+        yield ReadableSpan(
+            self._operation.name,
+            context,
+            self._parent,
+            resource,
+            self._attributes(),
+            kind=SpanKind.SERVER,
+            # No description: the error text may contain data of the request.
+            status=Status(StatusCode.ERROR) if failed else Status(StatusCode.UNSET),
+            start_time=request.timing.received_ns + wall_minus_monotonic_ns,
+            end_time=request.ended_ns + wall_minus_monotonic_ns,
+            instrumentation_scope=_SCOPE,
+        )
+        for name, begin_ns, end_ns in _phases(request):
+            yield ReadableSpan(
+                name,
+                SpanContext(context.trace_id, IDS.generate_span_id(), False, context.trace_flags, context.trace_state),
+                context,
+                resource,
+                start_time=begin_ns + wall_minus_monotonic_ns,
+                end_time=end_ns + wall_minus_monotonic_ns,
+                instrumentation_scope=_SCOPE,
+            )
+
+    def _attributes(self) -> dict[str, str | int]:
+        request, operation = self._request, self._operation
+        outcome = request.kind.value if request.kind is not None else "ok"
+        attributes: dict[str, str | int] = {
+            **operation.attributes,
+            operation.status_attribute: operation.statuses[request.kind],
+            "ortserve.outcome": outcome,
+        }
+        if request.kind is not None:
+            attributes["error.type"] = outcome
+        for key, text in (
+            ("url.path", self._path.decode("latin-1")),
+            ("ortserve.model.name", request.model),
+            ("ortserve.model.version", request.version),
+            ("ortserve.request.id", request.request_id),
+        ):
+            if text:
+                attributes[key] = text[:_MAX_TEXT].encode(errors="replace").decode()  # removes lone surrogates
+        if request.rows:
+            attributes["ortserve.rows"] = request.rows
+        timing = request.timing
+        if timing.batch_rows:
+            attributes["ortserve.batch.rows"] = timing.batch_rows
+            # Unique per model, because its batches are scheduled one after another.
+            attributes["ortserve.batch.id"] = f"{timing.taken_ns:x}"
+        return attributes
+
+
+def _phases(request: EndedRequest) -> Iterator[tuple[str, int, int]]:
+    """Yield name, begin and end of the finished phases, and of decoding or the queue if the request failed there.
+
+    For a failed run, the times of its phases are unknown.
+    """
+    timing = request.timing
+    begin_ns = timing.received_ns
+    ends_ns = (timing.queued_ns, timing.taken_ns, timing.staged_ns, timing.computed_ns, timing.done_ns)
+    for phase, end_ns in zip(PHASES, ends_ns, strict=True):
+        if not end_ns:
+            if not timing.taken_ns:
+                yield phase, begin_ns, request.ended_ns
+            return
+        yield phase, begin_ns, end_ns
+        begin_ns = end_ns
+
 
 logger: Final = logging.getLogger(__name__)
 
@@ -37,17 +150,17 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 _IS_UNSAMPLED: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]").fullmatch
-"""A ``traceparent`` by which the caller wants no spans: most need not be read by the library, which costs more."""
+"""A ``traceparent`` without the sampled flag. Matching it here is cheaper than parsing it with the library."""
 
 _QUEUED_REQUESTS: Final = 2048
-"""That wait to be exported; at most six spans each."""
+"""Maximum number of requests that wait for export, with at most six spans each."""
 
 _EXPORTED_REQUESTS: Final = 256
-"""At one time: making and encoding the spans of so many takes some ten milliseconds of the interpreter."""
+"""Requests per export. Creating and encoding their spans takes about ten milliseconds of the interpreter lock."""
 
 
 class OtlpTrace:
-    """A request that is sampled; see ``Trace``."""
+    """The trace of a sampled request; see ``Trace``."""
 
     __slots__ = ("_context", "_operation", "_parent", "_path", "_tracing")
 
@@ -78,7 +191,7 @@ class OtlpTrace:
 
 
 class OtlpTracing:
-    """Exports from construction until ``close``; see ``Tracing``."""
+    """Exports traces from construction until ``close``; see ``Tracing``."""
 
     def __init__(
         self,
@@ -90,10 +203,10 @@ class OtlpTracing:
         default_service_name: str,
         clock: Clock,
     ) -> None:
-        """Connect to nothing yet; ``endpoint`` and what is not said here as the library's variables say.
+        """Do not connect yet. If ``endpoint`` is None, the library's variables name it.
 
         Raises:
-            Exception: The library's, of many kinds, for variables that cannot be meant.
+            Exception: The library raises various types for invalid variables.
         """
         self._root_bound: Final = TraceIdRatioBased(sample_ratio).bound
         exporter = _exporter(endpoint, protocol)
@@ -102,7 +215,7 @@ class OtlpTracing:
             self._exporter, max_queue_size=_QUEUED_REQUESTS, max_export_batch_size=_EXPORTED_REQUESTS
         )
         self._handed_over = 0
-        self._turned_away_spans = 0
+        self._rejected_spans = 0
 
     @property
     def exported_spans(self) -> int:
@@ -110,7 +223,7 @@ class OtlpTracing:
 
     @property
     def dropped_spans(self) -> int:
-        return self._exporter.dropped_spans + self._turned_away_spans
+        return self._exporter.dropped_spans + self._rejected_spans
 
     def begin(
         self, operation: Operation, traceparent: str | None, tracestate: Sequence[str], path: bytes = b""
@@ -136,16 +249,16 @@ class OtlpTracing:
         return OtlpTrace(self, operation, path, SpanContext(trace_id, IDS.generate_span_id(), False, _SAMPLED), None)
 
     def hand_over(self, spans: RequestSpans) -> None:
-        """Have the spans of a request exported, or dropped where too many wait already."""
+        """Queue the spans of a request for export, or drop them if the queue is full."""
         if self._handed_over - self._exporter.taken_requests >= _QUEUED_REQUESTS:
-            self._turned_away_spans += spans.count
+            self._rejected_spans += spans.count
             return
         self._handed_over += 1
-        # All that the processor asks of a span before it gives it to the exporter, which is ours, is its context.
+        # The processor reads only the context of a span before it passes it to our exporter.
         self._processor.on_end(cast("ReadableSpan", spans))
 
     def close(self, timeout_s: float) -> None:
-        # The processor waits for half a minute by itself, and tells the exporter to give up only then.
+        # The processor itself would wait for half a minute before it stops the exporter.
         closing = threading.Thread(target=self._processor.shutdown, name="trace flush", daemon=True)
         closing.start()
         closing.join(timeout_s)
@@ -153,7 +266,7 @@ class OtlpTracing:
 
 
 class _RequestExporter(SpanExporter):
-    """Makes spans of requests and gives them to the library's exporter, on the processor's thread."""
+    """Creates the spans of requests and passes them to the library's exporter, on the processor's thread."""
 
     def __init__(self, exporter: SpanExporter, resource: Resource, clock: Clock) -> None:
         self._exporter = exporter
@@ -171,7 +284,7 @@ class _RequestExporter(SpanExporter):
         if self._is_closed:
             self.dropped_spans += sum(request.count for request in requests)
             return SpanExportResult.FAILURE
-        # Once for all of them: the wall clock may be set at any time, and within a trace all shall fit.
+        # One offset for all spans: the wall clock may be changed at any time, and a trace must be consistent.
         wall_minus_monotonic_ns = time.time_ns() - self._clock()
         made = [span for request in requests for span in request.make(self._resource, wall_minus_monotonic_ns)]
         result = self._exporter.export(made)
@@ -181,14 +294,14 @@ class _RequestExporter(SpanExporter):
         else:
             self.exported_spans += len(made)
         if is_failure and not self._is_failing:
-            log_event(logger, logging.WARNING, "the collector takes no traces: they are dropped until it does")
+            log_event(logger, logging.WARNING, "the collector does not accept traces; dropping traces until it does")
         elif self._is_failing and not is_failure:
-            log_event(logger, logging.INFO, "the collector takes traces again", dropped_spans=self.dropped_spans)
+            log_event(logger, logging.INFO, "the collector accepts traces again", dropped_spans=self.dropped_spans)
         self._is_failing = is_failure
         return result
 
     def shutdown(self) -> None:
-        """Send nothing any more, and end what is being sent again and again; a second time does nothing."""
+        """Stop sending, and stop retries of a current export. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._exporter.shutdown()
@@ -201,17 +314,17 @@ def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
         return GrpcExporter(endpoint)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-    # As for the variable of that name: the option is what comes before the path.
+    # As for the library's variable of the same meaning, the option does not contain the path.
     return HttpExporter(None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces")
 
 
 def _resource(service_name: str | None, default_service_name: str) -> Resource:
-    """Who exports: what the options say, else the variables, else what is known here."""
+    """The resource of the spans: from the options, else from the variables, else the defaults."""
     known = Resource(
         {SERVICE_NAME: default_service_name, SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: str(uuid4())}
     )
-    told = Resource.create().merge(known).merge(OTELResourceDetector().detect())
-    return told.merge(Resource({SERVICE_NAME: service_name})) if service_name else told
+    detected = Resource.create().merge(known).merge(OTELResourceDetector().detect())
+    return detected.merge(Resource({SERVICE_NAME: service_name})) if service_name else detected
 
 
 def _read_parent(traceparent: str, tracestate: Sequence[str]) -> SpanContext | None:

@@ -1,16 +1,24 @@
-"""The protocol's statistics of a model version, made from the numbers that the metrics count anyway.
+"""Triton's statistics of a model version, for the statistics call and as ``nv_inference_...`` metrics.
 
-Made when somebody asks, on the event loop for the statistics call and on the scraping thread for Triton's metric names;
-nothing is counted here.
+Both are computed from the counts of ``series`` on demand: on the event loop for the statistics call, on the scraping
+thread for the metrics. Triton's counters lack the suffix ``_total``, which prometheus_client requires of counters, so
+they are exposed as untyped. Prometheus uses types for documentation only, so ``rate()`` works on them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from ortserve.errors import ErrorKind
-from ortserve.telemetry.histogram import HistogramSeries
-from ortserve.telemetry.metrics import ModelMetrics
+from ortserve.telemetry.declarations import Declaration
+from ortserve.telemetry.families import Family
+from ortserve.telemetry.machine import MACHINE_DECLARATIONS, CpuReading, GpuReading, machine_families
+from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.series import HistogramSeries, ModelMetrics
 
 FAILURE_REASONS: Final[Mapping[ErrorKind, str]] = {
     ErrorKind.OVERLOADED: "REJECTED",
@@ -21,15 +29,16 @@ FAILURE_REASONS: Final[Mapping[ErrorKind, str]] = {
     ErrorKind.INTERNAL: "BACKEND",
     ErrorKind.CONFLICT: "OTHER",
 }
-"""Triton's reasons of failures by our kinds. Kinds that are not here are the caller's mistakes, found before a request
-was accepted; the protocol's statistics leave those out. Unlike Triton's they count refusals for want of room."""
+"""Triton's reasons of failures, by our kinds of errors. Other kinds are errors of the caller that are found before a
+request is accepted; the protocol's statistics do not count them. Unlike in Triton, requests rejected because a queue is
+full are counted."""
 
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """How often, and nanoseconds in all."""
+    """Number of occurrences, and their total time in nanoseconds."""
 
     count: int = 0
     ns: int = 0
@@ -37,7 +46,7 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeStatistics:
-    """The batches of one size; the counts are executions."""
+    """Batches of one size; the counts are executions."""
 
     batch_size: int
     compute_input: Duration
@@ -47,7 +56,7 @@ class BatchSizeStatistics:
 
 @dataclass(frozen=True, slots=True)
 class InferStatistics:
-    """``success`` spans a request from its complete body to its answer; the parts are those of successful requests."""
+    """``success`` lasts from the complete body to the answer; the other parts are of successful requests."""
 
     success: Duration
     fail: Duration
@@ -59,14 +68,14 @@ class InferStatistics:
 
 @dataclass(frozen=True, slots=True)
 class VersionStatistics:
-    """A model version's numbers since it was loaded.
+    """Statistics of a model version since it was loaded.
 
     Attributes:
         last_done_ns: When a request was last answered (monotonic); 0 if none was.
         inference_count: Rows of answered requests.
         execution_count: Batches that ran.
-        failures: Requests that failed, by Triton's reasons.
-        batches: By their size, ascending.
+        failures: Failed requests, by Triton's reasons.
+        batches: In ascending order of size.
     """
 
     name: str
@@ -80,7 +89,7 @@ class VersionStatistics:
 
 
 def read_statistics(model: ModelMetrics) -> VersionStatistics:
-    """Only reads, so that a scrape may ask from its own thread; its numbers may then be a request apart."""
+    """Compute the statistics. From any thread; on another thread than the loop's, values may differ by one request."""
     success = _sum(model.answered.copy().values())
     by_reason = {reason: Duration() for reason in REASONS}
     for (_, kind), series in model.failed.copy().items():
@@ -119,3 +128,117 @@ def read_statistics(model: ModelMetrics) -> VersionStatistics:
 def _sum(series: Iterable[HistogramSeries]) -> Duration:
     known = list(series)
     return Duration(sum(sum(one.counts) for one in known), sum(one.total for one in known))
+
+
+_VERSION: Final = ("model", "version")
+
+Samples: TypeAlias = Mapping[tuple[str, ...], float]
+"""Values by the labels after model and version."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMetric:
+    """A metric's declaration and the function that reads its values."""
+
+    declaration: Declaration
+    read: Callable[[ModelMetrics, VersionStatistics], Samples]
+
+
+def _counter(
+    name: str,
+    help_text: str,
+    read: Callable[[VersionStatistics], float],
+) -> TritonMetric:
+    return TritonMetric(Declaration(name, "counter", _VERSION, help_text), lambda _, statistics: {(): read(statistics)})
+
+
+def _failures(_: ModelMetrics, statistics: VersionStatistics) -> Samples:
+    return {(reason,): count for reason, count in statistics.failures.items()}
+
+
+TRITON_METRICS: Final = (
+    _counter("nv_inference_request_success", "Answered requests.", lambda known: known.inference.success.count),
+    TritonMetric(
+        Declaration(
+            "nv_inference_request_failure",
+            "counter",
+            (*_VERSION, "reason"),
+            "Failed requests: REJECTED (queue full or deadline not met), CANCELED, BACKEND (failed in a run) or OTHER. "
+            "Malformed requests are not counted.",
+        ),
+        _failures,
+    ),
+    _counter("nv_inference_count", "Rows of answered requests.", lambda known: known.inference_count),
+    _counter("nv_inference_exec_count", "Batches that ran.", lambda known: known.execution_count),
+    _counter(
+        "nv_inference_request_duration_us",
+        "Time of answered requests from the complete body to the answer, in microseconds.",
+        lambda known: known.inference.success.ns // 1000,
+    ),
+    _counter(
+        "nv_inference_queue_duration_us",
+        "Time of answered requests in the queue, in microseconds.",
+        lambda known: known.inference.queue.ns // 1000,
+    ),
+    _counter(
+        "nv_inference_compute_input_duration_us",
+        "Time of gathering inputs, in microseconds; each request of a batch counts the whole time of the batch.",
+        lambda known: known.inference.compute_input.ns // 1000,
+    ),
+    _counter(
+        "nv_inference_compute_infer_duration_us",
+        "Time of computing, in microseconds; each request of a batch counts the whole time of the batch.",
+        lambda known: known.inference.compute_infer.ns // 1000,
+    ),
+    _counter(
+        "nv_inference_compute_output_duration_us",
+        "Time from the end of computing to the answer, in microseconds.",
+        lambda known: known.inference.compute_output.ns // 1000,
+    ),
+    TritonMetric(
+        Declaration("nv_inference_pending_request_count", "gauge", _VERSION, "Requests in the queue."),
+        lambda model, _: {(): model.batching().queue_requests},
+    ),
+    TritonMetric(
+        Declaration(
+            "nv_model_load_duration_secs", "gauge", _VERSION, "Time that loading a serving version took, in seconds."
+        ),
+        lambda model, _: {(): model.load_ns / 1e9} if model.load_ns else {},
+    ),
+)
+
+TRITON_DECLARATIONS: Final = (*(metric.declaration for metric in TRITON_METRICS), *MACHINE_DECLARATIONS)
+
+
+class TritonMetrics(Collector):
+    """Exposes ``metrics`` under Triton's names. This costs time only at a scrape."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        metrics: Metrics,
+        *,
+        read_gpus: Callable[[], Sequence[GpuReading]] = tuple,
+        read_cpu: Callable[[], CpuReading] = CpuReading,
+    ) -> None:
+        """``read_gpus`` and ``read_cpu`` are called at each scrape, on the scraping thread."""
+        self._metrics = metrics
+        self._read_gpus = read_gpus
+        self._read_cpu = read_cpu
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """The families without samples."""
+        return [Family(declaration) for declaration in TRITON_DECLARATIONS]
+
+    def collect(self) -> Iterator[Metric]:
+        """The families with their current samples. The registry calls this on the scraping thread."""
+        known = [(model, read_statistics(model)) for model in self._metrics.models()]
+        for metric in TRITON_METRICS:
+            values = {
+                (model.name, model.version, *more): value
+                for model, statistics in known
+                for more, value in metric.read(model, statistics).items()
+            }
+            yield Family(metric.declaration, values)
+        yield from machine_families(self._read_gpus(), self._read_cpu())

@@ -1,6 +1,6 @@
-"""Start the export of traces if an option or an environment variable asks for it.
+"""Start the export of traces if an option or an environment variable enables it.
 
-OpenTelemetry is an optional dependency, so its importer ``otlp`` is imported only on demand.
+OpenTelemetry is an optional dependency, so ``otlp``, which imports it, is imported only on demand.
 """
 
 import logging
@@ -32,26 +32,26 @@ def start_tracing(
     default_service_name: str,
     clock: Clock,
 ) -> Tracing | None:
-    """Begin to export traces, where that is asked for.
+    """Start to export traces if that is enabled.
 
     Args:
-        environment: The process' own: what is None below is as its ``OTEL_`` variables say, of which OpenTelemetry's
-            library reads some by itself.
+        environment: The environment of the process. Its ``OTEL_`` variables replace arguments that are None;
+            OpenTelemetry's library reads some of them itself.
         endpoint: The option ``otlp_endpoint``.
         protocol: The option ``otlp_protocol``.
         sample_ratio: The option ``otlp_sample_ratio``.
         service_name: The option ``otlp_service_name``.
-        default_service_name: Where the variables name none either.
-        clock: That requests are stamped with.
+        default_service_name: Used if neither option nor variables name the service.
+        clock: The clock of the requests' timing.
 
     Returns:
-        None where nobody asked for traces, or only the environment did and the library is not installed.
+        None if traces are not enabled, or if only a variable enables them and the library is not installed.
 
     Raises:
-        ServeError: invalid_input, for an option without the library, and for variables that cannot be meant.
+        ServeError: invalid_input, for an option without the library, and for invalid variables.
     """
     variable = next((name for name in ENDPOINT_VARIABLES if environment.get(name)), "")
-    if (endpoint is None and not variable) or _is_turned_off(environment):
+    if (endpoint is None and not variable) or _is_disabled(environment):
         return None
     try:
         from ortserve.telemetry.otlp import OtlpTracing
@@ -60,7 +60,7 @@ def start_tracing(
             raise invalid_input(
                 f"otlp_endpoint: expected OpenTelemetry to be installed, got {error}; try: {_INSTALL}"
             ) from error
-        log_event(logger, logging.WARNING, "no traces are exported", reason=f"{variable} is set; try: {_INSTALL}")
+        log_event(logger, logging.WARNING, "traces are not exported", reason=f"{variable} is set; try: {_INSTALL}")
         return None
     protocol = protocol or _protocol(environment)
     sample_ratio = _ratio(environment) if sample_ratio is None else sample_ratio
@@ -73,15 +73,15 @@ def start_tracing(
             default_service_name=default_service_name,
             clock=clock,
         )
-    except Exception as error:  # the library raises all kinds of them for variables of its own
+    except Exception as error:  # the library raises various types for its own variables
         raise invalid_input(f"traces cannot be exported: {error}") from error
-    where = re.sub("//[^/@]*@", "//", endpoint or environment[variable])  # it may hold a password
-    told = {"endpoint": where, "protocol": protocol, "sample_ratio": sample_ratio}
-    log_event(logger, logging.INFO, "exporting traces", **told)
+    where = re.sub("//[^/@]*@", "//", endpoint or environment[variable])  # removes a password
+    fields = {"endpoint": where, "protocol": protocol, "sample_ratio": sample_ratio}
+    log_event(logger, logging.INFO, "exporting traces", **fields)
     return tracing
 
 
-def _is_turned_off(environment: Mapping[str, str]) -> bool:
+def _is_disabled(environment: Mapping[str, str]) -> bool:
     return (
         environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
         or environment.get("OTEL_TRACES_EXPORTER", "").lower() == "none"
@@ -99,7 +99,7 @@ def _protocol(environment: Mapping[str, str]) -> str:
 
 
 def _ratio(environment: Mapping[str, str]) -> float:
-    """As the variables of OpenTelemetry's samplers say, of which those that follow the caller are understood."""
+    """The ratio from OpenTelemetry's sampler variables. Only parent-based samplers are supported."""
     sampler = environment.get("OTEL_TRACES_SAMPLER") or "parentbased_always_on"
     if sampler == "parentbased_always_on":
         return 1.0

@@ -14,13 +14,13 @@ from ortserve.errors import ErrorKind
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a caller asked for, in the words of the semantic conventions of its protocol.
+    """The called operation, in the terms of the semantic conventions of its protocol.
 
     Attributes:
-        name: Of the span; one of few.
-        attributes: That every such request has.
-        status_attribute: Where its status goes.
-        statuses: By kind of error; None for a request that was answered.
+        name: Name of the span; one of few.
+        attributes: Attributes of every request of this operation.
+        status_attribute: Name of the attribute for the status.
+        statuses: Status by kind of error; the key None is for answered requests.
     """
 
     name: str
@@ -42,16 +42,16 @@ def grpc_operation(method: str, statuses: Mapping[ErrorKind | None, str]) -> Ope
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """All that is told of a request in a trace: nothing of its tensors.
+    """The data of a request in its trace. It never includes tensors.
 
     Attributes:
-        timing: Whatever points it reached, and written no more.
+        timing: The points that the request reached; not changed any more.
         ended_ns: Monotonic.
-        kind: None for one that was answered.
-        model: As the caller spelled it; empty where it was not read.
-        version: That answered; empty where none was found.
-        request_id: The caller's.
-        rows: 0 where they are not known.
+        kind: Kind of error; None for an answered request.
+        model: Name as the caller sent it; empty if it was not read.
+        version: Version that answered; empty if none was found.
+        request_id: The caller's id.
+        rows: 0 if unknown.
     """
 
     timing: Timing
@@ -64,7 +64,7 @@ class EndedRequest:
 
 
 class Trace(Protocol):
-    """One request's part in a trace; there is none for a request that is not sampled."""
+    """One sampled request's part of a trace. Requests that are not sampled have none."""
 
     @property
     def trace_id(self) -> str:
@@ -73,37 +73,37 @@ class Trace(Protocol):
 
     @property
     def span_id(self) -> str:
-        """Of the request's own span, 16 hexadecimal digits."""
+        """Id of the request's own span, 16 hexadecimal digits."""
         ...
 
     def end(self, request: EndedRequest) -> None:
-        """Hand the record over; once."""
+        """Hand over the record. Called once."""
         ...
 
 
 class Tracing(Protocol):
-    """Where traces begin. Loop thread only, but for the numbers."""
+    """Starts traces. Loop thread only, except for the counts."""
 
     @property
     def exported_spans(self) -> int:
-        """That a collector has taken."""
+        """Spans that a collector accepted."""
         ...
 
     @property
     def dropped_spans(self) -> int:
-        """For want of room, or because no collector took them."""
+        """Spans that were dropped: the queue was full, or the collector did not accept them."""
         ...
 
     def begin(
         self, operation: Operation, traceparent: str | None, tracestate: Sequence[str], path: bytes = b""
     ) -> Trace | None:
-        """Take part in the caller's trace, or begin one for some of those that bring none.
+        """Join the caller's trace, or start one for a share of the requests without a trace.
 
         Args:
-            operation: Asked for.
-            traceparent: The header, None where there was none, or more than one; one that is malformed counts as none.
+            operation: The called operation.
+            traceparent: The header; None if it is missing or repeated. A malformed header counts as missing.
             tracestate: All headers of that name.
-            path: Of the URL, as it came; empty for a protocol whose spans name none.
+            path: Path of the URL, unchanged; empty for gRPC.
 
         Returns:
             None for a request that is not sampled.
@@ -111,5 +111,5 @@ class Tracing(Protocol):
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Export what was handed over, within a time; to be called on a thread that may wait."""
+        """Export the remaining records within ``timeout_s``. Blocks."""
         ...

@@ -11,7 +11,7 @@ import uvloop
 
 from ortserve.app.watchdog import Watchdog
 from ortserve.clock import monotonic_ns
-from ortserve.core.activity import NOTHING, RUN, LoopActivity
+from ortserve.telemetry.readings import NOTHING, RUN, LoopActivity
 
 LONG_S = 30.0
 
@@ -78,11 +78,11 @@ def test_stall_is_logged_with_what_the_loop_is_doing_and_again_when_it_ends(line
         loop.call_soon(stand_still, loop)
 
     thread = on_a_loop(main)
-    begin = lines.wait_for("stands still")
+    begin = lines.wait_for("is blocked")
     first = made[0].reading()
     second = made[0].reading()
     go_on.set()
-    end = lines.wait_for("goes on after a stall")
+    end = lines.wait_for("continues after a stall")
     thread.join(LONG_S)
     made[0].stop()
 
@@ -118,4 +118,4 @@ def test_stalls_that_follow_soon_are_counted_and_not_logged(lines: Lines) -> Non
     on_a_loop(main).join(LONG_S)
     made[0].stop()
     assert made[0].reading().stalls == 2
-    assert [message for message, _ in lines.records if "stands still" in message] == ["the event loop stands still"]
+    assert [message for message, _ in lines.records if "is blocked" in message] == ["the event loop is blocked"]

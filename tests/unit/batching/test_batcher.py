@@ -23,8 +23,7 @@ from ortserve.batching.shared_threads import SharedThreads
 from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays
 from ortserve.core.inflight import CANCELLED
-from ortserve.core.shape_class import Alone
-from ortserve.core.terms import NO_TERMS, Terms
+from ortserve.core.terms import NO_TERMS, Alone, Terms
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 

@@ -153,7 +153,7 @@ def test_host_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "complaint"),
     [
         (["--metrics-port", "x"], "--metrics-port: expected integer, 0 to 65535, got 'x'"),
-        (["--metrics-port", "0"], "metrics_port: expected the port that the server listens on, got 0"),
+        (["--metrics-port", "0"], "metrics_port: expected the port of the server, got 0"),
         (["--timeout-s", "0"], "--timeout-s: expected number, above 0 and up to 3600, in seconds, got '0'"),
         (["--timeout-s", "abc"], "--timeout-s: expected number, above 0 and up to 3600, in seconds, got 'abc'"),
         (["--timeout-s", "nan"], "--timeout-s: expected number, above 0 and up to 3600, in seconds, got 'nan'"),

@@ -69,7 +69,7 @@ def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["serve"], "ortserve serve: no model repository: name at least one folder, or use --example\n"),
+        (["serve"], "ortserve serve: repositories: expected at least one folder or --example, got none\n"),
         (["serve", "/absent/folder"], "ortserve serve: repositories: expected a folder, got '/absent/folder'\n"),
         (
             ["serve", "--example", "--http-port", "x"],
@@ -77,7 +77,7 @@ def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_pa
         ),
         (
             ["serve", "--example", "--trace-level", "TIMESTAMPS"],
-            "ortserve serve: trace_level: expected trace_file to be set, too, got 'TIMESTAMPS' alone\n",
+            "ortserve serve: trace_level: expected trace_file beside 'TIMESTAMPS', got none\n",
         ),
         (
             ["serve", "--example", "--tls-key-file", "k.pem"],
@@ -104,7 +104,7 @@ def test_repositories_may_come_from_the_file(served: list[ServerOptions], tmp_pa
         ),
         (
             ["serve", "--example", "--http-port", "9000", "--grpc-port", "9000"],
-            "ortserve serve: grpc_port: expected another port than http_port, got 9000 for both\n",
+            "ortserve serve: grpc_port: expected a different port than http_port, got 9000 for both\n",
         ),
     ],
 )

@@ -81,7 +81,8 @@ def test_parameter_of_sampling_is_unsupported(where: Any, key: str, value: objec
     error = refusal({"text": "hi"} | where(key, value))
     assert error.kind is ErrorKind.UNSUPPORTED
     assert error.message == (
-        f"parameter '{key}' is not supported: it is no input of model 'm', and an ONNX model cannot honour it otherwise"
+        f"parameter '{key}' is not supported: it is not an input of model 'm', "
+        "and ONNX models have no sampling parameters"
     )
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from interpreted import interpreted_only
 from ortserve._pb.grpc_service_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
-from ortserve.codecs import grpc_infer
-from ortserve.codecs.bytes_elements import encode_bytes_elements
-from ortserve.codecs.grpc_infer import decode_request, encode_response
+from ortserve.codecs import grpc_answer, grpc_infer
+from ortserve.codecs.binary_tensor import encode_bytes_elements
+from ortserve.codecs.grpc_answer import encode_response
+from ortserve.codecs.grpc_infer import decode_request
 from ortserve.codecs.grpc_wire import malformed, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.region import RegionInput, RegionSpan, RegionUse
@@ -319,16 +320,16 @@ def test_id_that_is_no_text_is_refused_and_of_two_the_last_counts() -> None:
 
 
 def test_heads_are_known_whatever_ids_and_contents_come_with_them() -> None:
-    grpc_infer._known_head.cache_clear()
+    grpc_infer._cached_head.cache_clear()
     for number in range(20):
         message = request(("x", "UINT8", [1]), raw=[bytes([number])])
         message.id = str(number)
         read = decode(message)
         assert (read.id, read.inputs[0].array.tolist()) == (str(number), [number])
-    assert grpc_infer._known_head.cache_info().misses == 1
+    assert grpc_infer._cached_head.cache_info().misses == 1
     large = request(("x" * 1100, "UINT8", [1]), raw=[b"1"])
     decode(large)
-    assert grpc_infer._known_head.cache_info().currsize == 1
+    assert grpc_infer._cached_head.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("request_id", ["", "a", "ä" * 100])
@@ -639,7 +640,7 @@ def test_placed_output_has_an_empty_entry_among_the_raw_contents() -> None:
 
 @interpreted_only
 def test_answer_over_the_message_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_infer, "MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(grpc_answer, "MAX_MESSAGE_BYTES", 100)
     response = InferResponse("m", "1", "", [Tensor("y", DataType.UINT8, np.zeros(200, np.uint8))])
     with pytest.raises(ServeError, match="which exceeds gRPC's byte size limit 100"):
         encode_response(response)

@@ -1,12 +1,17 @@
-"""JSON with the tokens that JSON has not."""
+"""JSON documents with bare tokens, and the ``data`` arrays of tensors, in both directions."""
 
 import json
 import math
+import tracemalloc
+from typing import Any
 
 import numpy as np
+import orjson
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from ortserve.codecs.json_text import parse_json, write_array, write_json
+from ortserve.codecs.json_text import decode_json_data, encode_json_data, parse_json, write_array, write_json
 from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.tensor import Tensor
@@ -90,3 +95,279 @@ def test_long_arrays_are_put_together_in_lent_memory() -> None:
     assert isinstance(text, memoryview)
     assert memory.kept_bytes >= len(text)
     assert bytes(text) == write_json({"data": write_array(array), "more": write_array(array[:5000])}, [tensor])
+
+
+INTEGERS = [datatype for datatype in DataType if datatype.numpy.kind in "iu" and datatype is not DataType.BF16]
+FLOATS = [DataType.FP16, DataType.BF16, DataType.FP32, DataType.FP64]
+
+
+def decode(data: list[Any], datatype: DataType, *shape: int) -> np.ndarray:
+    array = decode_json_data(data, datatype, shape, "x")
+    assert array.shape == shape
+    assert array.dtype == datatype.numpy
+    assert array.flags.c_contiguous
+    return array
+
+
+def refusal(data: list[Any], datatype: DataType, *shape: int) -> str:
+    with pytest.raises(ServeError) as caught:
+        decode_json_data(data, datatype, shape or (len(data),), "x")
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    return caught.value.message
+
+
+def expect_wrong_type(data: list[Any], datatype: DataType, wanted: str, came: str) -> None:
+    assert refusal(data, datatype) == (
+        f"Unable to parse 'data' of input 'x': expected {wanted} for {datatype.value}, got {came}"
+    )
+
+
+@pytest.mark.parametrize("datatype", INTEGERS)
+def test_integers_arrive_to_the_ends_of_their_range_and_not_beyond(datatype: DataType) -> None:
+    limits = np.iinfo(datatype.numpy)
+    low, high = int(limits.min), int(limits.max)
+    assert decode([low, 0, high], datatype, 3).tolist() == [low, 0, high]
+    expect_wrong_type([0, low - 1], datatype, "integers", str(low - 1))
+    expect_wrong_type([0, high + 1], datatype, "integers", str(high + 1))
+
+
+@pytest.mark.parametrize("datatype", INTEGERS)
+@pytest.mark.parametrize(
+    ("odd", "came"),
+    [
+        (1.5, "1.5"),
+        (1.0, "1.0"),
+        (float("nan"), "nan"),
+        (1e300, "1e+300"),
+        ("1", "a string"),
+        (True, "a boolean"),
+        (None, "null"),
+        ({}, "an object"),
+    ],
+)
+def test_nothing_but_an_integer_becomes_one(datatype: DataType, odd: object, came: str) -> None:
+    expect_wrong_type([odd], datatype, "integers", came)
+    expect_wrong_type([1, odd, 1], datatype, "integers", came)
+
+
+@pytest.mark.parametrize("datatype", FLOATS)
+@pytest.mark.parametrize(
+    ("odd", "came"), [("1", "a string"), (True, "a boolean"), (None, "null"), ({}, "an object"), ("NaN", "a string")]
+)
+def test_nothing_but_a_number_becomes_one(datatype: DataType, odd: object, came: str) -> None:
+    expect_wrong_type([odd], datatype, "numbers", came)
+    expect_wrong_type([1, odd, 0.5], datatype, "numbers", came)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "largest", "beyond"),
+    [
+        (DataType.FP16, 65504, 65520),
+        (DataType.BF16, 3.3895313892515355e38, 3.4e38),
+        (DataType.FP32, 3.4028234663852886e38, 1e39),
+        (DataType.FP64, 1.7976931348623157e308, 10**309),
+    ],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_number_beyond_the_range_is_refused_rather_than_made_infinite(
+    datatype: DataType, largest: float, beyond: float, sign: int
+) -> None:
+    kept = decode([sign * largest], datatype, 1)
+    assert float(values(kept, datatype)[0]) == sign * largest
+    expect_wrong_type([0, sign * beyond], datatype, "numbers", "a number beyond its range")
+
+
+@pytest.mark.parametrize("datatype", FLOATS)
+def test_numbers_of_either_form_and_those_that_are_none_arrive(datatype: DataType) -> None:
+    decoded = values(decode([1, 0.5, -2, float("inf"), float("-inf"), float("nan")], datatype, 6), datatype)
+    np.testing.assert_array_equal(decoded, [1, 0.5, -2, np.inf, -np.inf, np.nan])
+
+
+def test_integers_alone_are_numbers_too() -> None:
+    assert decode([1, -2], DataType.FP32, 2).tolist() == [1, -2]
+    assert decode([2**64, -(2**70)], DataType.FP64, 2).tolist() == [float(2**64), float(-(2**70))]
+
+
+LARGEST_ODD = 2.0**128 - 2.0**103
+"""Half way from the largest FP32 to the next one, which there is not."""
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(allow_nan=False),
+            st.floats(width=32, allow_nan=False),
+            st.integers(),
+            st.sampled_from([LARGEST_ODD, 2**1024]),
+        ),
+        min_size=1,
+    )
+)
+@example([LARGEST_ODD])
+@example([np.nextafter(LARGEST_ODD, 0).item()])
+@example([2**128 - 2**103 - 1, 1e-46, -0.0])
+def test_single_precision_is_rounded_or_refused_as_numpy_does_it(numbers: list[float]) -> None:
+    try:
+        with np.errstate(over="raise"):
+            expected = np.array(numbers, np.float64).astype(np.float32)
+    except (FloatingPointError, OverflowError):
+        with pytest.raises(ServeError, match="FP32"):
+            decode_json_data(numbers, DataType.FP32, (len(numbers),), "x")
+    else:
+        array = decode_json_data(numbers, DataType.FP32, (len(numbers),), "x")
+        np.testing.assert_array_equal(array, expected)
+        np.testing.assert_array_equal(np.signbit(array), np.signbit(expected))
+
+
+def test_bfloat16_is_rounded_to_nearest_and_ties_to_even() -> None:
+    numbers = [1.0, -2.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 1e-45, 0.0, -0.0]
+    bits = decode(numbers, DataType.BF16, len(numbers))
+    assert [hex(b) for b in bits] == ["0x3f80", "0xc000", "0x3f80", "0x3f82", "0x3f81", "0x0", "0x0", "0x8000"]
+
+
+def test_truth_values_come_as_such_or_as_0_and_1() -> None:
+    assert decode([True, False, 1, 0], DataType.BOOL, 4).tolist() == [True, False, True, False]
+    assert decode([1, 0], DataType.BOOL, 2).tolist() == [True, False]
+    wanted = "booleans (true, false, 0 or 1)"
+    for odd, came in ((2, "2"), (-1, "-1"), (1.0, "1.0"), ("true", "a string"), (None, "null")):
+        expect_wrong_type([odd], DataType.BOOL, wanted, came)
+        expect_wrong_type([True, 1, odd], DataType.BOOL, wanted, came)
+
+
+def test_texts_arrive_whatever_is_in_them() -> None:
+    texts = ["", "a", "größer", "nul\0inside", "\U0001f600", "x" * 1000]
+    assert decode(texts, DataType.BYTES, 6).tolist() == texts
+
+
+@pytest.mark.parametrize(
+    ("odd", "came"), [(1, "1"), (1.5, "1.5"), (True, "a boolean"), (None, "null"), ({}, "an object")]
+)
+def test_nothing_but_a_string_becomes_one(odd: object, came: str) -> None:
+    expect_wrong_type([odd], DataType.BYTES, "strings", came)
+    expect_wrong_type(["a", odd], DataType.BYTES, "strings", came)
+
+
+def test_lone_surrogate_is_refused() -> None:
+    assert refusal(["a", "\ud800"], DataType.BYTES) == (
+        "Unable to parse 'data' of input 'x': a string is not valid Unicode"
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [1, 2, 3, 4, 5, 6],
+        [[1, 2, 3], [4, 5, 6]],
+        [[[1, 2, 3]], [[4, 5, 6]]],
+        [[1, 2], [3, 4], [5, 6]],
+        [[[[[1], [2], [3], [4], [5], [6]]]]],
+    ],
+)
+@pytest.mark.parametrize("datatype", [DataType.INT32, DataType.FP32, DataType.BYTES])
+def test_elements_are_taken_in_row_major_order_whatever_their_nesting(datatype: DataType, data: list[Any]) -> None:
+    if datatype is DataType.BYTES:
+        data = orjson.loads("".join(f'"{c}"' if c.isdigit() else c for c in orjson.dumps(data).decode()))
+    wanted = np.array([[1, 2, 3], [4, 5, 6]])
+    np.testing.assert_array_equal(decode(data, datatype, 2, 3).astype(int), wanted)
+
+
+@pytest.mark.parametrize("datatype", DataType)
+@pytest.mark.parametrize(("data", "shape"), [([], (0,)), ([], (2, 0)), ([[], []], (2, 0)), ([[[]]], (0, 7))])
+def test_no_elements_are_legal(datatype: DataType, data: list[Any], shape: tuple[int, ...]) -> None:
+    decode(data, datatype, *shape)
+
+
+def test_scalar_is_a_list_of_one() -> None:
+    assert decode([7], DataType.INT32).item() == 7
+    assert decode(["a"], DataType.BYTES).item() == "a"
+
+
+@pytest.mark.parametrize("datatype", [DataType.INT32, DataType.FP32, DataType.BOOL, DataType.BYTES])
+@pytest.mark.parametrize(
+    ("data", "shape", "spelled", "came"),
+    [
+        ([1, 0], (3,), "[3] takes 3 elements", "2 elements"),
+        ([1, 0, 1, 0], (3,), "[3] takes 3 elements", "4 elements"),
+        ([], (1,), "[1] takes 1 elements", "0 elements"),
+        ([1], (0,), "[0] takes 0 elements", "1 elements"),
+        ([], (), "[] takes 1 elements", "0 elements"),
+        ([1], (2**40, 2**15), f"[{2**40},{2**15}] takes {2**55} elements", "1 elements"),
+        ([[1, 0], [1]], (3,), "[3] takes 3 elements", "ragged lists"),
+        ([[1, 0], 1], (3,), "[3] takes 3 elements", "ragged lists"),
+        ([1, [0, 1]], (3,), "[3] takes 3 elements", "ragged lists"),
+        ([[], [1]], (1,), "[1] takes 1 elements", "ragged lists"),
+        ([[[1], [0, 1]], [[1]]], (4,), "[4] takes 4 elements", "ragged lists"),
+    ],
+)
+def test_wrong_number_of_elements_is_refused(
+    datatype: DataType, data: list[Any], shape: tuple[int, ...], spelled: str, came: str
+) -> None:
+    with pytest.raises(ServeError) as caught:
+        decode_json_data(data, datatype, shape, "x")
+    assert caught.value.kind is ErrorKind.INVALID_INPUT
+    assert caught.value.message == (
+        "Unable to parse 'data': Shape does not match true shape of 'data' field: "
+        f"input 'x' of shape {spelled}, got {came}"
+    )
+
+
+def test_lists_may_be_nested_to_64_levels() -> None:
+    def nested(depth: int) -> list[Any]:
+        data: Any = 1
+        for _ in range(depth):
+            data = [data]
+        result: list[Any] = data
+        return result
+
+    assert decode(nested(64), DataType.INT32, 1).tolist() == [1]
+    for depth in (65, 500):
+        assert refusal(nested(depth), DataType.INT32, 1).endswith("got lists nested deeper than 64")
+
+
+def test_long_text_beside_many_numbers_costs_no_memory() -> None:
+    data = ["x" * 20_000, *[1] * 20_000]  # as an array of one type of text: 1.6 GB
+    tracemalloc.start()
+    try:
+        expect_wrong_type(data, DataType.INT32, "integers", "a string")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+def values(array: np.ndarray, datatype: DataType) -> np.ndarray:
+    """An array of floats; BF16 is widened by its definition."""
+    if datatype is DataType.BF16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array
+
+
+@pytest.mark.parametrize("datatype", [*INTEGERS, *FLOATS, DataType.BOOL, DataType.BYTES])
+def test_every_datatype_goes_out_flat_and_comes_back(datatype: DataType) -> None:
+    if datatype is DataType.BYTES:
+        array = np.array([["a", "ü"], ["", "\0"]], object)
+    elif datatype is DataType.BF16:
+        array = np.array([[0x3F80, 0xC000], [0x7F7F, 0x0001]], np.uint16)
+    else:
+        array = np.array([[0, 1], [1, 0]]).astype(datatype.numpy)
+    encoded: Any = encode_json_data(array, datatype)
+    assert np.ndim(encoded) == 1
+    data = orjson.loads(orjson.dumps(encoded, option=orjson.OPT_SERIALIZE_NUMPY))
+    np.testing.assert_array_equal(decode(data, datatype, 2, 2), array)
+
+
+@pytest.mark.parametrize("datatype", DataType)
+def test_array_that_is_not_contiguous_goes_out_in_row_major_order(datatype: DataType) -> None:
+    array = np.arange(2, 8).reshape(2, 3).T.astype(str if datatype is DataType.BYTES else int).astype(datatype.numpy)
+    encoded: Any = encode_json_data(array, datatype)
+    again: Any = encode_json_data(np.ascontiguousarray(array), datatype)
+    assert list(encoded) == list(again)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
+def test_single_precision_survives_its_decimal_form(numbers: list[float]) -> None:
+    finite = [number for number in numbers if np.isfinite(number)]
+    text = orjson.dumps(
+        encode_json_data(np.array(finite, np.float32), DataType.FP32), option=orjson.OPT_SERIALIZE_NUMPY
+    )
+    np.testing.assert_array_equal(decode(orjson.loads(text), DataType.FP32, len(finite)), np.array(finite, np.float32))

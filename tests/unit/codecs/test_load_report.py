@@ -6,8 +6,14 @@ import orjson
 import pytest
 
 from ortserve._pb.orca_load_report_v3_pb2 import OrcaLoadReport
-from ortserve.codecs.load_report import LoadFormat, encode_json, encode_message, encode_text, read_load_format
-from ortserve.core.load import LoadReport
+from ortserve.codecs.load_report import (
+    LoadFormat,
+    LoadReport,
+    encode_json,
+    encode_message,
+    encode_text,
+    read_load_format,
+)
 
 REPORT = LoadReport(0.8, 1 / 3, 1234.5, 0.0, {"saturation": 0.8, "event_loop_utilization": 1e-9})
 

@@ -346,7 +346,7 @@ def test_output_is_either_binary_or_in_a_region() -> None:
     region = {"shared_memory_region": "r", "shared_memory_byte_size": 8, "binary_data": True}
     expect_invalid(
         {"inputs": [], "outputs": [{"name": "y", "parameters": region}]},
-        text="output 'y': 'binary_data' and 'shared_memory_region' cannot both be asked for",
+        text="output 'y': 'binary_data' and 'shared_memory_region' exclude each other",
     )
 
 

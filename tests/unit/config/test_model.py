@@ -176,7 +176,7 @@ def test_bad_padding_is_told_with_the_form_it_should_have(file: Path, entry: str
         ),
         (
             "session: {entries: {session.disable_prepack: 1}}",
-            "session.entries: no such entry: 'session.disable_prepack'; did you mean 'session.disable_prepacking'?",
+            "session.entries: unknown entry: 'session.disable_prepack'; did you mean 'session.disable_prepacking'?",
         ),
         (
             "priority_levels: 2\ndefault_priority_level: 7",

@@ -118,7 +118,7 @@ def test_text_that_is_not_just_any_text_is_told_what_it_should_be(name: str, val
         ("queue_delay_s: .nan", "queue_delay_s: expected number, 0 to 60, got nan"),
         ("repositories: models", "repositories: expected list of paths, got 'models'"),
         ("http_port: 1\nhttp_port: 2", "expected each key once, got 'http_port' again in line 2"),
-        ("- http_port", "expected keys with values, got a list"),
+        ("- http_port", "expected a mapping of keys to values, got a list"),
         ("host: [", "is not YAML: expected the node content, but found '<stream end>' in line 1"),
     ],
 )

@@ -15,8 +15,8 @@ from ortserve.device.accounting import read_runs
 from ortserve.device.devices import DeviceProvider, Devices, DevicesReader, OpenDevice
 from ortserve.device.nvml import Nvml
 from ortserve.engine.provider_options import CPU
-from ortserve.telemetry.devices import DeviceReading
 from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import DeviceReading
 
 
 class FakeNvml:

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from ortserve.codecs.binary_tensor import encode_binary_tensor
-from ortserve.codecs.json_data import encode_json_data
+from ortserve.codecs.json_text import encode_json_data
 from ortserve.core.dtypes import DataType
 from ortserve.engine.output_buffers import MAX_SETS, OutputBuffers, OutputPool, RowLayout, can_tell_leases, set_nbytes
 

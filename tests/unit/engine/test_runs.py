@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from models import builders, interfaces
-from ortserve.core.absent import absent
 from ortserve.core.dtypes import DataType
-from ortserve.core.sequences import why_not_stacked
+from ortserve.core.tensor import absent, why_not_stacked
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.ort_errors import ORT_ERRORS
 from ortserve.engine.provider_options import CPU

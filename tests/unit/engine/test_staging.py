@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ortserve.core.absent import absent
+from ortserve.core.tensor import absent
 from ortserve.engine.staging import HostStaging, stage_rows
 
 

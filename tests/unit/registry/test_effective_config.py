@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from models import builders
-from ortserve.codecs.model_config_json import config_json
+from ortserve.codecs.model_config import config_json
 from ortserve.config.model import LoadOptions
 from ortserve.core.dtypes import DataType
 from ortserve.registry.effective_config import describe_config

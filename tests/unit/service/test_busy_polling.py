@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from fakes.clock import FakeClock
 from ortserve.service.busy_polling import BusyPolling, PollPolicy
-from ortserve.telemetry.loop import PollReading
+from ortserve.telemetry.readings import PollReading
 
 GAP_NS = 50_000
 TURN_NS = 1_000

@@ -9,7 +9,7 @@ import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from models import builders
-from ortserve.codecs.control_json import LoadParameter
+from ortserve.codecs.json_text import LoadParameter
 from ortserve.config.model import LoadOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from models import builders
 from ortserve.config.model import LoadOptions
-from ortserve.config.trace_files import TraceFileOptions
+from ortserve.config.option_groups import TraceFileOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
 from ortserve.service.trace_settings import TraceSettings

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from fakes.encoded import AS_IS, Given
 from models import builders
 from ortserve.config.model import LoadOptions
-from ortserve.config.trace_files import TraceFileOptions
+from ortserve.config.option_groups import TraceFileOptions
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest
 from ortserve.core.tensor import Tensor

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from ortserve.core.absent import is_absent
 from ortserve.core.dtypes import DataType
 from ortserve.core.request import InferRequest, RequestedOutput
 from ortserve.core.signature import ModelSignature, TensorSpec
-from ortserve.core.tensor import Tensor
+from ortserve.core.tensor import Tensor, is_absent
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.validation import check_request
 

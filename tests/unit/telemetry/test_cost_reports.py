@@ -26,7 +26,7 @@ def level_of_the_library() -> Iterator[None]:
     [
         (
             metrics_cost.main,
-            ["prometheus_client.Histogram", "telemetry.metrics", "prometheus_client", "telemetry.text_format"],
+            ["prometheus_client.Histogram", "telemetry.metrics", "prometheus_client", "telemetry.families"],
         ),
         (
             tracing_cost.main,

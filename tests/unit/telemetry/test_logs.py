@@ -1,9 +1,12 @@
-"""Log lines as an operator sees them."""
+"""Log lines, the access log, and the log of rejections by models."""
 
+import asyncio
+import io
 import json
 import logging
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -11,8 +14,11 @@ from typing import Literal
 import hpack
 import pytest
 
+from ortserve.errors import ModelRejectionError
 from ortserve.telemetry.logs import (
+    AccessLog,
     LogSwitches,
+    RejectionLog,
     StderrHandler,
     configure_logging,
     fit_fields,
@@ -180,3 +186,121 @@ def test_switches_begin_as_the_level_says(
 ) -> None:
     known = LogSwitches(level)
     assert (known.info, known.warning, known.error, known.verbose_level) == switches
+
+
+FIELDS = {"protocol": "http", "model": "m", "request_id": "two words", "ms": 1.25}
+
+
+class Writes(io.StringIO):
+    """Standard error, each write apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.all.append(text)
+        return len(text)
+
+
+@pytest.fixture(autouse=True)
+def level_as_before() -> Iterator[None]:
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
+
+
+async def test_line_is_as_all_lines_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", writes := Writes())
+    AccessLog(LogSwitches("info"), "text").write(FIELDS)
+    AccessLog(LogSwitches("info"), "json").write(FIELDS)
+    await asyncio.sleep(0)
+
+    text, document = writes.all
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO ortserve\.access "
+        r'request protocol=http model=m request_id="two words" ms=1\.25\n',
+        text,
+    )
+    found = json.loads(document)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", found.pop("time"))
+    assert found == {"level": "info", "logger": "ortserve.access", "message": "request", **FIELDS}
+
+
+async def test_lines_of_one_turn_of_the_loop_are_written_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", writes := Writes())
+    log = AccessLog(LogSwitches("info"), "text")
+
+    for number in (1, 2, 3):
+        log.write({"request_id": number})
+    assert writes.all == []
+    await asyncio.sleep(0)
+    log.write({"request_id": 4})
+    await asyncio.sleep(0)
+
+    assert [re.findall(r"request_id=(\d)\n", text) for text in writes.all] == [["1", "2", "3"], ["4"]]
+
+
+async def test_lines_are_turned_off_and_on_with_their_severity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", writes := Writes())
+    switches = LogSwitches("warning")
+    log = AccessLog(switches, "text")
+
+    log.write({"request_id": "quiet"})
+    switches.set(info=True, warning=True, error=True, verbose_level=0)
+    log.write({"request_id": "told"})
+    await asyncio.sleep(0)
+
+    assert len(writes.all) == 1
+    assert "told" in writes.all[0]
+    assert "quiet" not in writes.all[0]
+
+
+async def test_process_without_standard_error_writes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: faults.append(context))
+
+    AccessLog(LogSwitches("info"), "text").write(FIELDS)
+    await asyncio.sleep(0)
+    assert faults == []
+
+
+async def test_lines_that_nobody_reads_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise BrokenPipeError
+
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: faults.append(context))
+    monkeypatch.setattr(sys, "stderr", Broken())
+
+    AccessLog(LogSwitches("info"), "text").write(FIELDS)
+    await asyncio.sleep(0)
+    assert faults == []
+
+
+S = 1_000_000_000
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
+    return [vars(record)["fields"] for record in caplog.records if record.message == "model rejected requests"]
+
+
+def test_one_line_a_minute_counts_the_requests_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = RejectionLog("m", "1")
+    for at_s in (5, 6, 64, 65, 66, 124.9, 125):
+        log.note(ModelRejectionError("idx=99", "Gather 'lookup'"), round(at_s * S))
+    told = {"model": "m", "version": "1", "by": "Gather 'lookup'"}
+    assert lines(caplog) == [{**told, "requests": 1}, {**told, "requests": 3}, {**told, "requests": 3}]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+def test_each_version_has_its_own_line_and_no_line_quotes_a_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for version in ("1", "2"):
+        RejectionLog("m", version).note(ModelRejectionError("idx=99", ""), 5 * S)
+    assert [line["version"] for line in lines(caplog)] == ["1", "2"]
+    assert {line["by"] for line in lines(caplog)} == {"the check of the inputs"}
+    assert "99" not in str(lines(caplog))

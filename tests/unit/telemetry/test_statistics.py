@@ -1,18 +1,23 @@
-"""The protocol's statistics, from what the metrics counted."""
+"""Triton's statistics and metric names, from the counts of the metrics."""
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from ortserve.core.batch import BatchResult
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind
-from ortserve.telemetry.metrics import Metrics, ModelMetrics
+from ortserve.telemetry.machine import MACHINE_DECLARATIONS, CpuReading, GpuReading
+from ortserve.telemetry.metrics import Metrics
+from ortserve.telemetry.readings import BatchingNumbers
+from ortserve.telemetry.series import ModelMetrics
 from ortserve.telemetry.statistics import (
     FAILURE_REASONS,
     REASONS,
+    TRITON_DECLARATIONS,
     BatchSizeStatistics,
     Duration,
     InferStatistics,
+    TritonMetrics,
     read_statistics,
 )
 
@@ -78,3 +83,83 @@ def test_every_failure_counts_but_the_callers_own_mistakes(model: ModelMetrics) 
     }
     assert numbers.failures == {"REJECTED": 6, "CANCELED": 2, "BACKEND": 4, "OTHER": 2}
     assert numbers.inference.fail == Duration(14, 140)
+
+
+LABELS = {"model": "m", "version": "1"}
+# Phases of 1, 2, 3, 4 and 5 µs.
+UNEVEN_TIMING = Timing(1_000, 2_000, 4_000, 7_000, 11_000, 16_000)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    TritonMetrics(registry, metrics)
+    model = metrics.model("m", "1")
+    model.load_ns = 1_500_000_000
+    model.observe_success("http", UNEVEN_TIMING, 2)
+    model.observe_success("http", UNEVEN_TIMING, 5)
+    model.observe_batch(7, 0, BatchResult((), 1, 2, 1), 3)
+    model.observe_failure("grpc", ErrorKind.DEADLINE, 1)
+    model.observe_failure("grpc", ErrorKind.INVALID_INPUT, 1)
+    model.set_batching_source(lambda: BatchingNumbers(queue_rows=9, queue_requests=4))
+    return registry
+
+
+def test_numbers_stand_under_the_names_of_the_protocol(registry: CollectorRegistry) -> None:
+    expected = {
+        "nv_inference_request_success": 2,
+        "nv_inference_count": 7,
+        "nv_inference_exec_count": 1,
+        "nv_inference_request_duration_us": 30,
+        "nv_inference_queue_duration_us": 4,
+        "nv_inference_compute_input_duration_us": 6,
+        "nv_inference_compute_infer_duration_us": 8,
+        "nv_inference_compute_output_duration_us": 10,
+        "nv_inference_pending_request_count": 4,
+        "nv_model_load_duration_secs": 1.5,
+    }
+    assert {name: registry.get_sample_value(name, LABELS) for name in expected} == expected
+    reasons = {"REJECTED": 1, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+    for reason, count in reasons.items():
+        assert registry.get_sample_value("nv_inference_request_failure", {**LABELS, "reason": reason}) == count
+    others = {"nv_inference_request_failure", *(known.name for known in MACHINE_DECLARATIONS)}
+    assert expected.keys() | others == {known.name for known in TRITON_DECLARATIONS}
+
+
+def test_gpus_and_processors_stand_under_tritons_names_and_what_is_not_told_nowhere() -> None:
+    registry = CollectorRegistry()
+    gpus = [GpuReading("GPU-a", 0.25, 400, 300, 51.5, 700.0, 2.5), GpuReading("GPU-b", power_watts=20.0)]
+    cpu = [CpuReading(0.5, 2000, 1500)]
+    TritonMetrics(registry, Metrics(CollectorRegistry()), read_gpus=lambda: gpus, read_cpu=lambda: cpu[-1])
+
+    def samples(text: str) -> set[str]:
+        return {line for line in text.splitlines() if line.startswith(("nv_gpu", "nv_cpu", "nv_energy"))}
+
+    assert samples(generate_latest(registry).decode()) == {
+        'nv_gpu_utilization{gpu_uuid="GPU-a"} 0.25',
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-a"} 400.0',
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-a"} 300.0',
+        'nv_gpu_power_usage{gpu_uuid="GPU-a"} 51.5',
+        'nv_gpu_power_usage{gpu_uuid="GPU-b"} 20.0',
+        'nv_gpu_power_limit{gpu_uuid="GPU-a"} 700.0',
+        'nv_energy_consumption{gpu_uuid="GPU-a"} 2.5',
+        "nv_cpu_utilization 0.5",
+        "nv_cpu_memory_total_bytes 2000.0",
+        "nv_cpu_memory_used_bytes 1500.0",
+    }
+    gpus.clear()
+    cpu.append(CpuReading())
+    assert samples(generate_latest(registry).decode()) == set()
+
+
+def test_counters_have_no_suffix_in_the_text(registry: CollectorRegistry) -> None:
+    text = generate_latest(registry).decode()
+    assert '\nnv_inference_count{model="m",version="1"} 7.0\n' in text
+    names = [line.split("{")[0] for line in text.splitlines() if line.startswith("nv_")]
+    assert not [name for name in names if name.endswith(("_total", "_created"))]
+
+
+def test_two_servers_metrics_are_refused(registry: CollectorRegistry) -> None:
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        TritonMetrics(registry, Metrics(CollectorRegistry()))

@@ -1,19 +1,21 @@
-"""Trace files on a real disk, which may be full, slow or gone."""
+"""Trace files on a real disk, the record of a trace, and when traces are written."""
 
 import json
 import logging
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ortserve.core.timing import Timing
 from ortserve.errors import ServeError
 from ortserve.telemetry import trace_files
-from ortserve.telemetry.trace_files import TraceFiles
+from ortserve.telemetry.trace_files import Sampling, TraceFiles, encode_record
 
 MANY = 10**9
 
@@ -75,7 +77,7 @@ def test_path_that_cannot_be_a_file_is_refused_at_once(tmp_path: Path, name: str
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ServeError, match="trace_file: expected a plain file, or none yet, in a folder"):
+    with pytest.raises(ServeError, match="trace_file: expected a regular file, or no file yet, in a writable folder"):
         TraceFiles(tmp_path / name if name else Path("/"), max_bytes=MANY)
 
 
@@ -116,7 +118,7 @@ def test_full_disk_loses_traces_once_told_and_leaves_whole_files(
     files.close()
     assert ids(path) == [*range(20), 99]
     assert names(tmp_path) == ["trace.json"]
-    assert [told for told, _ in lines(caplog)] == ["traces cannot be written", "traces were lost"]
+    assert [told for told, _ in lines(caplog)] == ["traces cannot be written", "traces were dropped"]
     assert lines(caplog)[1][1] == {"count": 400}
 
 
@@ -128,8 +130,8 @@ def test_no_more_is_written_than_the_operator_allows(tmp_path: Path, caplog: pyt
     files.close()
     assert names(tmp_path) == ["trace.json.0", "trace.json.1", "trace.json.2"]
     assert lines(caplog) == [
-        ("traces are dropped", {"reason": "trace_max_bytes: 12288 bytes are written"}),
-        ("traces were lost", {"count": 8}),
+        ("traces are dropped", {"reason": "trace_max_bytes: 12288 bytes have been written"}),
+        ("traces were dropped", {"count": 8}),
     ]
 
 
@@ -148,8 +150,8 @@ def test_disk_that_is_slower_than_traces_come_loses_some(
     assert written == list(range(len(written)))
     assert 5 < len(written) < 20
     assert lines(caplog) == [
-        ("traces are dropped", {"reason": "the disk is slower than traces come"}),
-        ("traces were lost", {"count": 50 - len(written)}),
+        ("traces are dropped", {"reason": "the disk is too slow"}),
+        ("traces were dropped", {"count": 50 - len(written)}),
     ]
 
 
@@ -164,3 +166,162 @@ def test_what_comes_after_the_end_is_lost_in_silence(tmp_path: Path, caplog: pyt
 @pytest.fixture(autouse=True)
 def told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+
+
+WHOLE = Timing(10, 20, 30, 40, 50, 60, begun_ns=5)
+
+
+def trace(
+    timing: Timing = WHOLE, *, protocol: str = "http", request_id: str = "", sent_ns: int | None = 70
+) -> dict[str, Any]:
+    text = encode_record(7, "m", "3", request_id, protocol, timing, ended_ns=60, sent_ns=sent_ns)
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+def timestamps(document: dict[str, Any]) -> dict[str, int]:
+    return {one["name"]: one["ns"] for one in document["timestamps"]}
+
+
+def test_answered_request_has_every_timestamp_in_order() -> None:
+    document = trace()
+    assert {key: value for key, value in document.items() if key != "timestamps"} == {
+        "id": 7,
+        "model_name": "m",
+        "model_version": 3,
+    }
+    assert list(timestamps(document).items()) == [
+        ("HTTP_RECV_START", 5),
+        ("HTTP_RECV_END", 10),
+        ("REQUEST_START", 10),
+        ("QUEUE_START", 20),
+        ("COMPUTE_START", 30),
+        ("COMPUTE_INPUT_END", 40),
+        ("COMPUTE_OUTPUT_START", 50),
+        ("COMPUTE_END", 60),
+        ("REQUEST_END", 60),
+        ("HTTP_SEND_START", 60),
+        ("HTTP_SEND_END", 70),
+    ]
+
+
+def test_grpc_has_its_own_names_and_knows_no_time_of_reading() -> None:
+    found = timestamps(trace(Timing(10, 20, 30, 40, 50, 60), protocol="grpc"))
+    assert (found["GRPC_WAITREAD_START"], found["GRPC_WAITREAD_END"]) == (10, 10)
+    assert (found["GRPC_SEND_START"], found["GRPC_SEND_END"]) == (60, 70)
+    assert not any(name.startswith("HTTP") for name in found)
+
+
+@pytest.mark.parametrize(
+    ("timing", "missing"),
+    [
+        (Timing(10), {"QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"}),
+        (Timing(10, 20), {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"}),
+        (Timing(10, 20, 30), {"COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START"}),
+        (Timing(10, 20, 30, 40), {"COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START"}),
+        (Timing(10, 20, 30, 40, 50), set()),
+    ],
+)
+def test_failed_request_has_the_timestamps_it_reached(timing: Timing, missing: set[str]) -> None:
+    found = timestamps(trace(timing))
+    assert set(timestamps(trace())) - set(found) == missing
+    assert list(found.values()) == sorted(found.values())
+
+
+def test_nothing_was_sent_to_a_caller_who_left() -> None:
+    assert set(timestamps(trace())) - set(timestamps(trace(sent_ns=None))) == {"HTTP_SEND_START", "HTTP_SEND_END"}
+
+
+@pytest.mark.parametrize("request_id", ['"]', "a\nb", "é\0\ud800", "\\"])
+def test_request_id_is_whatever_its_caller_chose(request_id: str) -> None:
+    assert trace(request_id=request_id)["request_id"] == request_id
+
+
+def test_long_request_id_is_cut() -> None:
+    assert trace(request_id="a" * 10_000_000)["request_id"] == "a" * 256
+
+
+@dataclass
+class FakeFiles:
+    """Keeps what is written: ``grown`` the file that grows, ``numbered`` the others."""
+
+    grown: list[bytes] = field(default_factory=list)
+    numbered: list[list[bytes]] = field(default_factory=list)
+
+    def append(self, records: Sequence[bytes]) -> None:
+        self.grown += records
+
+    def number(self, records: Sequence[bytes]) -> None:
+        self.numbered.append([*records])
+
+
+@pytest.fixture
+def files() -> FakeFiles:
+    return FakeFiles()
+
+
+def sampling(files: FakeFiles, **settings: Any) -> Sampling:
+    return Sampling(files, **{"is_on": True, "rate": 1, "count": -1, "log_frequency": 0} | settings)
+
+
+def trace_all(into: Sampling, *records: bytes) -> None:
+    for record in records:
+        assert into.take()
+        into.collect(record)
+
+
+def test_log_frequency_makes_a_file_of_so_many_traces_each(files: FakeFiles) -> None:
+    one = sampling(files, log_frequency=2)
+    trace_all(one, b"a", b"b", b"c", b"d", b"e")
+    assert files.numbered == [[b"a", b"b"], [b"c", b"d"]]
+    one.close()
+    assert files.numbered[2:] == [[b"e"]]
+    assert files.grown == []
+
+
+def test_without_log_frequency_traces_are_written_together_at_the_end(files: FakeFiles) -> None:
+    one = sampling(files)
+    trace_all(one, b"a", b"b")
+    assert files == FakeFiles()
+    one.close()
+    assert files == FakeFiles(grown=[b"a", b"b"])
+
+
+def test_file_grows_before_much_is_kept(files: FakeFiles) -> None:
+    trace_all(sampling(files), *[bytes(1000)] * 100)
+    assert 60 <= len(files.grown) < 100
+
+
+def test_count_makes_a_numbered_file_when_its_last_trace_is_there(files: FakeFiles) -> None:
+    one = sampling(files, count=3)
+    trace_all(one, b"a")
+    assert one.take()
+    assert one.take()
+    one.collect(b"c")  # while b is on its way
+    assert files.numbered == []
+    one.collect(b"b")
+    assert files == FakeFiles(numbered=[[b"a", b"c", b"b"]])
+    assert not one.take()
+    one.close()
+    assert files.grown == []
+
+
+def test_count_that_is_cut_short_leaves_its_traces_in_the_file_that_grows(files: FakeFiles) -> None:
+    one = sampling(files, count=3)
+    trace_all(one, b"a")
+    one.close()
+    assert files == FakeFiles(grown=[b"a"])
+
+
+@pytest.mark.parametrize("settings", [{"log_frequency": 10**9}, {"count": 10**9}])
+def test_memory_ends_a_numbered_file_early(files: FakeFiles, settings: dict[str, int]) -> None:
+    trace_all(sampling(files, **settings), *[bytes(2**20)] * 5)
+    assert [len(records) for records in files.numbered] == [4]
+
+
+def test_request_under_way_when_settings_change_is_still_written(files: FakeFiles) -> None:
+    one = sampling(files, log_frequency=5)
+    assert one.take()
+    one.close()
+    one.collect(b"a")
+    assert files.numbered == [[b"a"]]

@@ -107,7 +107,7 @@ def test_the_start_says_where_traces_go_without_a_password(caplog: pytest.LogCap
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the extra were not installed."""
-    for name in ("ortserve.telemetry.otlp", "ortserve.telemetry.spans"):
+    for name in ("ortserve.telemetry.otlp", "ortserve.telemetry.otlp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
 

@@ -20,8 +20,8 @@ import grpc
 from grpc import _compression
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # it is compiled
 
-from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
-from ortserve.config.grpc import GrpcOptions
+from ortserve.codecs.grpc_answer import MAX_MESSAGE_BYTES
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.streams import Streams

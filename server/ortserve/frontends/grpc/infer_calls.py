@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
-from ortserve.codecs.grpc_infer import GrpcEncoder, GrpcRequest
+from ortserve.codecs.grpc_answer import GrpcEncoder
+from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.load_report import read_load_format
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest
 from ortserve.errors import ErrorKind, ServeError

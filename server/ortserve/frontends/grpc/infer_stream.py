@@ -9,8 +9,8 @@ import asyncio
 from collections import deque
 from typing import Final
 
+from ortserve.codecs.grpc_answer import StreamEncoder, encode_stream_error
 from ortserve.codecs.grpc_infer import GrpcRequest
-from ortserve.codecs.grpc_stream import StreamEncoder, encode_stream_error
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,

@@ -6,8 +6,8 @@ from google.protobuf.message import Message
 
 from ortserve._pb import management_pb2 as pb
 from ortserve._pb import shared_memory_pb2 as memory_pb
-from ortserve.codecs.control_json import LoadParameter
 from ortserve.codecs.grpc_infer import parse_message, require_version_number
+from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
 from ortserve.service.gate import Hold

@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from ortserve.codecs.model_config_json import config_json
+from ortserve.codecs.model_config import config_json
 from ortserve.frontends.http.path_parameters import ModelName, ModelVersion
 from ortserve.service.models import ModelService
 

@@ -15,7 +15,7 @@ from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
-from ortserve.codecs.control_json import LoadParameter
+from ortserve.codecs.json_text import LoadParameter
 from ortserve.core.signature import TensorSpec
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.access import http_group

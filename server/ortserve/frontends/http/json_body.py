@@ -5,7 +5,7 @@ from typing import Any, Final
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from ortserve.codecs.control_json import parameters_of, parse_object
+from ortserve.codecs.json_text import parameters_of, parse_object
 from ortserve.errors import ErrorKind, ServeError
 
 SMALL_BYTES: Final = 64 * 1024

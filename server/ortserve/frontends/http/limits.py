@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ortserve.config.http import HttpOptions
+from ortserve.config.option_groups import HttpOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from ortserve.codecs.control_json import LoadParameter
+from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.http.answers import body_too_large
 from ortserve.frontends.http.body import read_body

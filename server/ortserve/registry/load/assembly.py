@@ -20,7 +20,6 @@ from ortserve.batching.statistics import Learned
 from ortserve.batching.timers import best_timer
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
-from ortserve.core.activity import LoopActivity
 from ortserve.core.dtypes import DataType
 from ortserve.core.padding import StagedElements, padding_of_requests
 from ortserve.device.accounting import read_runs
@@ -33,9 +32,9 @@ from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.repository.configuration import Configuration
 from ortserve.registry.request_shapes import ShapeClasses
 from ortserve.registry.served import ServedModel, requests_limits
-from ortserve.telemetry.devices import DeviceRuns
 from ortserve.telemetry.logs import log_event
-from ortserve.telemetry.metrics import BatchingNumbers, ModelMetrics
+from ortserve.telemetry.readings import BatchingNumbers, DeviceRuns, LoopActivity
+from ortserve.telemetry.series import ModelMetrics
 
 logger: Final = logging.getLogger(__name__)
 

@@ -15,13 +15,12 @@ import numpy as np
 from ortserve.codecs.binary_tensor import decode_binary_tensor
 from ortserve.config.model import ModelOptions
 from ortserve.config.tensors import WarmupInput, WarmupSample
-from ortserve.core.absent import absent
 from ortserve.core.batch import Arrays
-from ortserve.core.bfloat16 import narrow
 from ortserve.core.conversion import repeated
-from ortserve.core.dtypes import DataType
+from ortserve.core.dtypes import DataType, narrow
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import absent
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.load.interface import Interface
 from ortserve.registry.repository.model_files import read_model_file

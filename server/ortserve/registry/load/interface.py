@@ -9,9 +9,8 @@ import numpy as np
 
 from ortserve.config.model import ModelOptions, PadAxis
 from ortserve.config.tensors import TensorOptions
-from ortserve.core.bfloat16 import narrow, widen
 from ortserve.core.conversion import Conversion, Conversions, FirstRow, MoveAxis, RepeatForRows, Reshape, same_elements
-from ortserve.core.dtypes import DataType
+from ortserve.core.dtypes import DataType, narrow, widen
 from ortserve.core.padding import CutAxis, PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import format_shape
@@ -53,7 +52,7 @@ def resolve_interface(options: ModelOptions, signature: ModelSignature) -> Inter
     Raises:
         ServeError: invalid_input, with the name, the model's and the configured value.
     """
-    if options.says_batched and not signature.is_batched:
+    if options.is_set_to_batch and not signature.is_batched:
         raise invalid_input(f"the configuration says that the model is batched, but {signature.unbatched_because}")
     inputs = _ordered("input", signature.inputs, options.inputs)
     outputs = _ordered("output", signature.outputs, options.outputs)

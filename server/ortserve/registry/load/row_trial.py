@@ -8,8 +8,8 @@ import numpy as np
 
 from ortserve.clock import Clock
 from ortserve.core.batch import Arrays
-from ortserve.core.closeness import TOLERANCES, agree, as_float64
 from ortserve.core.signature import ModelSignature
+from ortserve.core.tensor import TOLERANCES, agree, as_float64
 from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError
 from ortserve.registry.load.batch_sizes import WorkerRuns, as_batch
 from ortserve.registry.load.inputs import USUAL, ZEROS, InputGenerator, Sample, Spread

@@ -14,10 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.codecs.model_config_json import parse_config_json
+from ortserve.codecs.model_config import parse_config_json
 from ortserve.config.model import LoadOptions, ModelOptions
-from ortserve.config.session import provider_parts
-from ortserve.config.session_entries import FILE_ENTRIES
+from ortserve.config.session import FILE_ENTRIES, provider_parts
 from ortserve.errors import ServeError, invalid_input
 from ortserve.registry.repository.configuration import Configuration, configure
 from ortserve.registry.repository.model_files import VERSION, ModelFiles, read_repositories

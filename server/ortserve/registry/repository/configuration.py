@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ortserve._pb import model_config_pb2 as pb
-from ortserve.codecs.model_config_text import parse_config_text
+from ortserve.codecs.model_config import parse_config_text
 from ortserve.config.model import LoadOptions, ModelOptions, load_model_options, make_model_options
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.repository.model_files import TRITON_OPTIONS_FILE

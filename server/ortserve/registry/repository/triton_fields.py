@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from ortserve._pb.model_config_pb2 import ModelConfig
-from ortserve.codecs.model_config_fields import set_fields
+from ortserve.codecs.model_config import set_fields
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ortserve.codecs.grpc_infer import MAX_MESSAGE_BYTES
-from ortserve.config.grpc import GrpcOptions
+from ortserve.codecs.grpc_answer import MAX_MESSAGE_BYTES
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.grpcio_server import channel_arguments
 
 DEFAULTS = {

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 from fakes.service import FakeInferenceService
 from fakes.socket import FakeSocket
 from interpreted import interpreted_only
-from ortserve.config.http import HttpOptions
+from ortserve.config.option_groups import HttpOptions
 from ortserve.frontends.http.exchange import Lane
 from ortserve.frontends.http.heads import MAX_KEPT, MAX_KEPT_BYTES, Head, Heads
 from ortserve.frontends.http.lane import LaneConnection

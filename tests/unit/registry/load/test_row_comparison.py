@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from ortserve.core.batch import Arrays
-from ortserve.core.bfloat16 import narrow
-from ortserve.core.dtypes import DataType
+from ortserve.core.dtypes import DataType, narrow
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.registry.load.row_trial import row_drift, why_no_rows, why_rows_depend
 

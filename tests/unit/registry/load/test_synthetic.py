@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from ortserve.core.absent import is_absent
-from ortserve.core.bfloat16 import widen
-from ortserve.core.dtypes import DataType
+from ortserve.core.dtypes import DataType, widen
 from ortserve.core.padding import PaddedAxis, Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import is_absent
 from ortserve.registry.load.inputs import FREE_DIM, ZEROS, InputGenerator, synthetic_inputs
 
 

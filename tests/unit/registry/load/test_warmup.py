@@ -12,10 +12,10 @@ import pytest
 from fakes.clock import FakeClock
 from fakes.runner import NeverOverdue
 from models import builders, interfaces
-from ortserve.core.absent import is_absent
 from ortserve.core.batch import Arrays, Batch, BatchDone, BatchResult
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
+from ortserve.core.tensor import is_absent
 from ortserve.engine.instance import Instance
 from ortserve.engine.model_signature import read_signature
 from ortserve.engine.provider_options import CPU

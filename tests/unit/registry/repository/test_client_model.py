@@ -8,7 +8,7 @@ import pytest
 
 from models import builders
 from ortserve.config.options import ServerOptions
-from ortserve.config.session_entries import FILE_ENTRIES
+from ortserve.config.session import FILE_ENTRIES
 from ortserve.engine.providers import choose_provider
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ErrorKind, ServeError

@@ -214,7 +214,7 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
         (
             'parameters { key: "session.intra_op.allow_spining" value { string_value: "1" } }',
             ErrorKind.INVALID_INPUT,
-            "no such entry: 'session.intra_op.allow_spining'; did you mean 'session.intra_op.allow_spinning'?",
+            "unknown entry: 'session.intra_op.allow_spining'; did you mean 'session.intra_op.allow_spinning'?",
         ),
         (
             'model_warmup { name: "w" inputs { key: "x" value { dims: 1 } } }',

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from ortserve.config.grpc import GrpcOptions
+from ortserve.config.option_groups import GrpcOptions
 
 _UNARY_CALLS: Final = 1000
 """Concurrent calls per connection beside ``grpc_max_streams``, if no option sets the number. A client that has opened

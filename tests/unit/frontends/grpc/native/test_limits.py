@@ -2,7 +2,7 @@
 
 import pytest
 
-from ortserve.config.grpc import GrpcOptions
+from ortserve.config.option_groups import GrpcOptions
 from ortserve.frontends.grpc.native.limits import Due, Lifetime, Limits, connection_limits
 
 S = 10**9

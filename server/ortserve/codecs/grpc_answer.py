@@ -1,0 +1,133 @@
+"""gRPC answers: core to serialized ``ModelInferResponse`` and, on streams, ``ModelStreamInferResponse``.
+
+The tensors are joined with the head once; protobuf, whose byte fields are copies, never holds them. The head is the
+same for many answers, so the latest ones are cached.
+
+Every model answers a request once, so each message of a stream is the final one of its request and says so. A request
+for an empty final response needs none: its one answer is final already.
+"""
+
+from functools import lru_cache
+from typing import Final
+
+from ortserve._pb.grpc_service_pb2 import ModelInferResponse, ModelStreamInferResponse
+from ortserve.codecs.binary_tensor import encode_binary_tensor
+from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_ELEMENTS
+from ortserve.codecs.grpc_infer import read_names
+from ortserve.codecs.grpc_wire import answer_id, raw_output, varint
+from ortserve.core.dtypes import DataType
+from ortserve.core.large_memory import LargeMemory
+from ortserve.core.request import InferRequest, InferResponse
+from ortserve.errors import invalid_input
+
+MAX_MESSAGE_BYTES: Final = 2**31 - 1
+"""No gRPC or protobuf message is longer."""
+
+_CACHED_HEADS: Final = 1024
+"""Heads of answers; the least recently used one is dropped first."""
+
+
+def encode_response(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
+    """Serialize a ``ModelInferResponse``: one entry of raw contents per output, no typed contents.
+
+    The message is in ``memory``, if given.
+
+    Raises:
+        ServeError: invalid_input, if the answer is larger than a message can be.
+    """
+    placed = response.placed
+    announced = []
+    raw: list[bytes | memoryview] = []
+    for tensor in response.outputs:
+        array = tensor.array
+        announced.append((tensor.name, tensor.datatype, array.shape))
+        # Clients expect one entry of raw contents per output, even if it is empty.
+        content = b"" if tensor.name in placed else encode_binary_tensor(array, tensor.datatype)
+        raw.append(raw_output(len(content)))
+        raw.append(content)
+    names, outputs = _answer_head(response.model_name, response.model_version, tuple(announced))
+    pieces = [names, answer_id(response.id), outputs, *raw]
+    size = sum(map(len, pieces))
+    if size > MAX_MESSAGE_BYTES:
+        raise invalid_input(f"Response has byte size {size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}.")
+    return b"".join(pieces) if memory is None else memory.join(pieces)
+
+
+class GrpcEncoder:
+    """An ``AnswerEncoder``."""
+
+    def is_long(self, _request: InferRequest, response: InferResponse) -> bool:
+        for tensor in response.outputs:
+            if tensor.datatype is DataType.BYTES and tensor.array.size > INLINE_ELEMENTS:
+                return True
+        return sum([tensor.array.nbytes for tensor in response.outputs]) > INLINE_BINARY_BYTES
+
+    def encode(
+        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+    ) -> bytes | memoryview:
+        return encode_response(response, memory)
+
+
+@lru_cache(maxsize=_CACHED_HEADS)
+def _answer_head(
+    model: str, version: str, outputs: tuple[tuple[str, DataType, tuple[int, ...]], ...]
+) -> tuple[bytes, bytes]:
+    """The parts of an answer's head before and after the id."""
+    message = ModelInferResponse()
+    for name, datatype, shape in outputs:
+        message.outputs.add(name=name, datatype=datatype.value, shape=shape)
+    return ModelInferResponse(model_name=model, model_version=version).SerializeToString(), message.SerializeToString()
+
+
+_FINAL: Final = "triton_final_response"
+
+
+def _final_parameter() -> bytes:
+    message = ModelInferResponse()
+    message.parameters[_FINAL].bool_param = True
+    return message.SerializeToString()
+
+
+_LENGTH_DELIMITED: Final = 2
+_ANSWER_TAG: Final = bytes([ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_FINAL_PARAMETER: Final = _final_parameter()
+
+
+def encode_stream_answer(response: InferResponse, memory: LargeMemory | None = None) -> bytes | memoryview:
+    """Serialize the answer of one request on a stream.
+
+    Raises:
+        ServeError: invalid_input, if it is larger than a message can be.
+    """
+    answer = encode_response(response, memory)
+    # Fields of a message may come in any order, so the parameter can follow the tensors.
+    size = len(answer) + len(_FINAL_PARAMETER)
+    head = _ANSWER_TAG + varint(size)
+    if len(head) + size > MAX_MESSAGE_BYTES:
+        raise invalid_input(
+            f"Response has byte size {len(head) + size} which exceeds gRPC's byte size limit {MAX_MESSAGE_BYTES}."
+        )
+    parts = [head, answer, _FINAL_PARAMETER]
+    return b"".join(parts) if memory is None else memory.join(parts)
+
+
+class StreamEncoder(GrpcEncoder):
+    """An ``AnswerEncoder`` for streams."""
+
+    def encode(
+        self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
+    ) -> bytes | memoryview:
+        return encode_stream_answer(response, memory)
+
+
+def encode_stream_error(request: bytes | memoryview, text: str, version: str = "") -> bytes:
+    """Serialize the error of a request, with the id and model from its bytes.
+
+    ``version`` is the model's version; empty for the version that the request names, if any.
+    """
+    names = read_names(request)
+    message = ModelStreamInferResponse(error_message=text or "unknown error")  # an empty message means success
+    answer = message.infer_response
+    answer.id, answer.model_name, answer.model_version = names.id, names.model_name, version or names.model_version
+    answer.parameters[_FINAL].bool_param = True
+    return message.SerializeToString()

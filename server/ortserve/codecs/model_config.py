@@ -1,0 +1,103 @@
+"""Triton's model configuration in its three forms: the message, proto3 JSON, and text (``config.pbtxt``)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from google.protobuf import json_format, text_format
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from ortserve._pb.model_config_pb2 import ModelConfig
+from ortserve.errors import invalid_input
+
+
+def config_json(message: Message) -> dict[str, Any]:
+    """The message as JSON values, with the field names of the proto, for ``GET .../config``.
+
+    protobuf's own printer writes 64-bit integers as texts, which breaks clients that compute with ``dims``. Here
+    integers of any size are numbers, enums are names, and keys of maps are texts. Scalars and lists appear with their
+    defaults. Unset messages and unset members of a ``oneof`` are omitted, because clients check whether a key exists.
+    """
+    # The stubs have two descriptor classes for the same class.
+    fields = cast("Sequence[FieldDescriptor]", message.DESCRIPTOR.fields)
+    return {
+        field.name: _value(field, getattr(message, field.name))
+        for field in fields
+        if not field.has_presence or message.HasField(field.name)
+    }
+
+
+def parse_config_json(text: str | bytes) -> ModelConfig:
+    """Parse the proto3 JSON of a configuration. Integers may be texts; names may be ``snake_case`` or ``camelCase``.
+
+    Raises:
+        ServeError: invalid_input, for malformed JSON, an unknown field, or an invalid value.
+    """
+    try:
+        return json_format.Parse(text, ModelConfig())
+    # protobuf raises the last two for invalid UTF-8, and for nesting beyond the interpreter's stack.
+    except (json_format.ParseError, UnicodeDecodeError, RecursionError) as error:
+        reason, _, _ = str(error).partition(" Available Fields")
+        raise invalid_input(f"config: {' '.join(reason.split())}") from None
+
+
+def _value(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        of_values = field.message_type.fields_by_name["value"]
+        return {str(key): _single(of_values, value[key]) for key in sorted(value)}
+    if field.is_repeated:
+        return [_single(field, item) for item in value]
+    return _single(field, value)
+
+
+def _single(field: FieldDescriptor, value: Any) -> Any:
+    if field.message_type is not None:
+        return config_json(value)
+    if field.enum_type is not None:
+        name = field.enum_type.values_by_number.get(value)
+        return name.name if name is not None else value
+    return value
+
+
+def parse_config_text(content: bytes) -> ModelConfig:
+    """Parse a ``config.pbtxt``.
+
+    Raises:
+        ServeError: invalid_input, with line and column of the error.
+    """
+    try:
+        return text_format.Parse(content.decode(), ModelConfig())
+    except UnicodeDecodeError:
+        raise invalid_input("is not valid UTF-8") from None
+    except text_format.ParseError as error:
+        # The package name of the messages means nothing to the author of the file.
+        raise invalid_input(" ".join(str(error).replace("inference.", "").split())) from None
+
+
+def set_fields(message: Message, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all fields that differ from their defaults; a message comes before its fields.
+
+    A path is for example ``dynamic_batching.preferred_batch_size``. Indices of lists and keys of maps are not part of a
+    path.
+    """
+    for field, value in message.ListFields():
+        path = prefix + field.name
+        yield path
+        of_values = _map_values(field)
+        if of_values is not None and of_values.message_type is None:
+            continue
+        if of_values is not None:
+            items = list(value.values())
+        elif field.message_type is None:
+            continue
+        else:
+            items = list(value) if field.is_repeated else [value]
+        for item in items:
+            yield from set_fields(item, f"{path}.")
+
+
+def _map_values(field: FieldDescriptor) -> FieldDescriptor | None:
+    if field.message_type is None or not field.message_type.GetOptions().map_entry:
+        return None
+    values: FieldDescriptor = field.message_type.fields_by_name["value"]
+    return values

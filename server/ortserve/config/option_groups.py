@@ -1,0 +1,212 @@
+"""Groups of the server's options: keys, TLS, HTTP, gRPC, trace files and OpenTelemetry.
+
+Each class declares one group; ``options`` joins them. The TLS options are named like those of Kubernetes' and etcd's
+servers. The gRPC connection options are gRPC's channel arguments (github.com/grpc/grpc, doc/keepalive.md) with their
+defaults. Unset OpenTelemetry options follow the variables ``OTEL_...``, which its libraries read.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_CONFIG: Final = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+_DAY_S: Final = 86_400
+
+
+class AccessOptions(BaseModel):
+    """Keys for groups of calls. A group without a file needs no key. No option holds a key itself, only file names."""
+
+    model_config = _CONFIG
+
+    infer_keys_file: Path | None = None
+    """File of the keys for inference, one per line, or a folder of such files, for example a mounted Kubernetes Secret.
+    Empty lines and lines that begin with ``#`` are ignored. Callers send ``Authorization: Bearer KEY``, over gRPC as
+    the metadata ``authorization``. Health needs no key. Unset: inference needs no key."""
+    metadata_keys_file: Path | None = None
+    """File or folder of the keys for metadata, configurations, statistics, learned batch times, the repository index,
+    the documentation and gRPC reflection. Unset: these calls need no key."""
+    control_keys_file: Path | None = None
+    """File or folder of the keys for loading and unloading models, shared memory, trace settings and log settings.
+    Unset: these calls need no key."""
+    metrics_keys_file: Path | None = None
+    """File or folder of the keys for the metrics port. Unset: metrics need no key."""
+    keys_poll_s: float = Field(default=5.0, ge=0.01, le=3600)
+    """Interval at which key files are read again. New content takes effect when a second read, at most one second
+    later, finds the same content. Replace files by renaming: a file that is written slowly could take effect half
+    written. If a file is missing, empty or malformed, its previous keys stay valid."""
+
+
+class TlsOptions(BaseModel):
+    """Encryption of connections, and client certificates. One server certificate holds for all ports."""
+
+    model_config = _CONFIG
+
+    tls_cert_file: Path | None = None
+    """The server's certificate in PEM, followed by its intermediate certificates. The HTTP and gRPC ports then accept
+    only TLS. The TLS files are checked every second; new ones are used for new connections after two checks found the
+    same content. New files that are unusable, not yet valid or expired while the old ones are valid are logged and
+    ignored. Unset: no TLS."""
+    tls_key_file: Path | None = None
+    """The private key of ``tls_cert_file`` in PEM, without a passphrase."""
+    tls_client_ca_file: Path | None = None
+    """Certificates of authorities in PEM. Clients of the HTTP and gRPC ports must present a certificate that one of
+    them signed (mutual TLS). Unset: clients need no certificate."""
+    tls_min_version: Literal["1.2", "1.3"] = "1.2"
+    """Lowest TLS version that is accepted. ``1.3`` requires ``grpc_transport: native``, because grpcio has no such
+    setting."""
+    tls_handshake_timeout_s: float = Field(default=10.0, ge=0.1, le=600)
+    """Time limit of a TLS handshake; the connection is closed afterwards."""
+    tls_metrics: bool = False
+    """Use TLS on the metrics port, too. That port never requests a client certificate, because Kubernetes' probes have
+    none. Off by default, so that enabling TLS breaks no scrape."""
+
+
+def tls_problems(options: TlsOptions, *, grpc_transport: str) -> Iterator[str]:
+    """Yield one line per combination of TLS options that is not allowed."""
+    if options.tls_cert_file is not None and options.tls_key_file is None:
+        yield f"tls_key_file: expected the private key of tls_cert_file '{options.tls_cert_file}', got none"
+    if options.tls_cert_file is None:
+        for name in ("tls_key_file", "tls_client_ca_file", "tls_metrics"):
+            if getattr(options, name):
+                yield f"{name}: expected tls_cert_file beside it, got none"
+    elif options.tls_min_version == "1.3" and grpc_transport == "grpcio":
+        yield "tls_min_version: expected grpc_transport 'native' with '1.3', got 'grpcio'"
+
+
+class HttpOptions(BaseModel):
+    """Limits of the HTTP port for connections and requests that are not complete yet."""
+
+    model_config = _CONFIG
+
+    http_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
+    """Maximum number of open HTTP connections; further ones are answered with 429 and closed. The process needs a limit
+    of at least as many open files."""
+    http_max_headers: int = Field(default=100, ge=1, le=10_000)
+    """Maximum number of headers of an HTTP request; a request with more is rejected as ``headers_too_large`` (431)."""
+    http_max_header_bytes: int = Field(default=32 * 1024, ge=256, le=1024 * 1024)
+    """Maximum size of the request line and headers of an HTTP request; a larger request is rejected as
+    ``headers_too_large`` (431)."""
+    http_header_timeout_s: float = Field(default=20.0, ge=0.01, le=3600)
+    """Time limit for receiving the headers of an HTTP request, from the first byte on; then 408."""
+    http_body_timeout_s: float = Field(default=30.0, ge=0.01, le=3600)
+    """Time limit for receiving a body. The limit is renewed while the body averages at least
+    ``http_min_body_bytes_per_s``; otherwise 408. Time in which the server does not read does not count."""
+    http_min_body_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
+    """Minimum average rate of a body that takes longer than ``http_body_timeout_s``, in bytes per second."""
+    http_answer_half_closed: bool = True
+    """Answer complete requests of a connection after the client sent a FIN. Clients that close only their sending side
+    then receive their answers. ``close()`` sends the same FIN, so requests of clients that gave up stay in the queue.
+    Off: a FIN cancels the requests of its connection."""
+    http_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
+    """Time limit for a client that receives nothing of its answer; the connection is closed afterwards."""
+
+
+class GrpcOptions(BaseModel):
+    """Connections, streams and compression of the gRPC port."""
+
+    model_config = _CONFIG
+
+    grpc_transport: Literal["native", "grpcio"] = "native"
+    """HTTP/2 implementation of the gRPC port. ``native`` is the server's own, on its event loop. ``grpcio`` is the
+    grpcio library, which costs several times as much per call and enforces fewer limits. Both serve the same calls."""
+    grpc_response_compression: Literal["none", "deflate", "gzip"] = "none"
+    """Compression of gRPC answers. It costs the event loop about 20 ms per megabyte of answer and helps only over slow
+    networks. Compressed requests are always accepted."""
+    grpc_max_streams: int = Field(default=1024, ge=1, le=1_048_576)
+    """Maximum number of open gRPC streams; further ones are rejected as ``overloaded``."""
+    grpc_stream_requests: int = Field(default=256, ge=1, le=65536)
+    """Maximum number of unanswered requests of one gRPC stream; the next one is read after an answer."""
+    grpc_stream_bytes: int = Field(default=64 * 1024 * 1024, ge=1, le=2**40)
+    """Unanswered requests and unsent answers of one gRPC stream, in bytes, at which the server stops reading requests
+    from it."""
+    grpc_max_connections: int = Field(default=4096, ge=1, le=1_048_576)
+    """Maximum number of open gRPC connections; further ones are closed at once, and their calls fail with UNAVAILABLE.
+    The process needs a limit of at least as many open files."""
+    grpc_message_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
+    """Time limit for receiving a request message that has begun. The limit is renewed while the message averages at
+    least ``grpc_min_message_bytes_per_s``; otherwise the call ends with CANCELLED. ``native`` transport only."""
+    grpc_min_message_bytes_per_s: int = Field(default=4096, ge=1, le=2**31 - 1)
+    """Minimum average rate of a request message that takes longer than ``grpc_message_timeout_s``, in bytes per
+    second."""
+    grpc_send_timeout_s: float = Field(default=60.0, ge=0.01, le=3600)
+    """Time limit for a caller that receives nothing of an answer: the call then ends with CANCELLED. A connection that
+    receives nothing at all for this time is closed. ``native`` transport only; grpcio has no such limit."""
+    grpc_unsent_bytes: int = Field(default=1024**3, ge=1, le=2**44)
+    """Limit of unsent answers of all gRPC connections, in bytes. Beyond it, the oldest calls of the connection with the
+    most unsent bytes fail as ``overloaded``. A connection that holds a quarter of the limit starts no further calls
+    while half of the limit is in use. ``native`` transport only; grpcio has no such limit."""
+    grpc_max_connection_calls: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    """Maximum number of concurrent calls of one gRPC connection, streams included; further calls wait at the client.
+    Unset: 1000 more than ``grpc_max_streams`` on the ``native`` transport, unlimited on ``grpcio``."""
+    grpc_max_connection_age_s: float | None = Field(default=None, ge=0.001, le=365 * _DAY_S)
+    """Age at which a gRPC connection accepts no new calls, so that clients spread over new servers. Unset: no limit."""
+    grpc_max_connection_age_grace_s: float | None = Field(default=None, ge=0, le=365 * _DAY_S)
+    """Time for the calls of a gRPC connection to finish after it reached ``grpc_max_connection_age_s``. Unset: no
+    limit."""
+    grpc_max_connection_idle_s: float | None = Field(default=None, ge=0.001, le=365 * _DAY_S)
+    """Time after which a gRPC connection without calls is closed. Unset: no limit."""
+    grpc_keepalive_time_s: float = Field(default=7200.0, ge=0.001, le=365 * _DAY_S)
+    """Time without data after which the server sends a ping on a gRPC connection."""
+    grpc_keepalive_timeout_s: float = Field(default=20.0, ge=0.001, le=_DAY_S)
+    """Time limit for the answer to a ping; the gRPC connection is closed afterwards."""
+    grpc_keepalive_permit_without_calls: bool = False
+    """Send pings on gRPC connections without calls, and allow clients to do so."""
+    grpc_http2_max_pings_without_data: int = Field(default=2, ge=0, le=2**31 - 1)
+    """Maximum number of consecutive pings that the server sends without other data. 0: unlimited."""
+    grpc_http2_min_recv_ping_interval_without_data_s: float = Field(default=300.0, ge=0, le=_DAY_S)
+    """Minimum interval between a client's pings while the server sends no data. A ping that comes earlier is a
+    strike."""
+    grpc_http2_max_ping_strikes: int = Field(default=2, ge=0, le=2**31 - 1)
+    """Number of strikes after which the client's gRPC connection is closed. 0: unlimited."""
+
+
+class TraceFileOptions(BaseModel):
+    """Trace files, and the trace settings at the start; clients change them through the trace extension."""
+
+    model_config = _CONFIG
+
+    trace_file: Path | None = None
+    """File for traces of requests; numbered files beside it append ``.0``, ``.1``, and so on to its name. Existing
+    files of these names are replaced. Clients choose which requests are traced, but not the file. Unset: requests to
+    trace are rejected as ``unsupported``."""
+    trace_level: Literal["OFF", "TIMESTAMPS"] = "OFF"
+    """Trace level at the start. ``TIMESTAMPS`` records when a traced request reached each step."""
+    trace_rate: int = Field(default=1000, ge=1, le=2**31 - 1)
+    """Trace rate at the start: one of this many requests is traced."""
+    trace_count: int = Field(default=-1, ge=-1, le=2**31 - 1)
+    """Trace count at the start: number of requests to trace. -1: unlimited."""
+    trace_log_frequency: int = Field(default=0, ge=0, le=2**31 - 1)
+    """Log frequency at the start: number of traces per numbered file. 0: all traces in one file."""
+    trace_max_bytes: int = Field(default=256 * 1024 * 1024, ge=4096, le=2**44)
+    """Maximum size of all traces that the server writes until its restart; later traces are dropped. Clients choose the
+    number of traces, so this is the limit of disk use. A numbered file counts as at least 4096 bytes."""
+
+
+class OtlpOptions(BaseModel):
+    """Traces of requests, exported by the OpenTelemetry protocol. Needs the extra ``otel``."""
+
+    model_config = _CONFIG
+
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/\s]+(/\S*)?$",
+        json_schema_extra={"expects": "URL such as http://collector:4318"},
+    )
+    """URL of the OpenTelemetry collector: ``http://collector:4318``, or ``http://collector:4317`` for gRPC;
+    ``https://`` for TLS. Unset: the value of ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` or ``OTEL_EXPORTER_OTLP_ENDPOINT``;
+    without these, no traces are exported. Needs the extra ``otel``: if it is missing, the option stops the start, while
+    the variables only cause a warning."""
+    otlp_protocol: Literal["http/protobuf", "grpc"] | None = None
+    """Protocol of the export. HTTP uses the path ``/v1/traces`` of the endpoint. Unset: the value of
+    ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` or ``OTEL_EXPORTER_OTLP_PROTOCOL``, else ``http/protobuf``."""
+    otlp_sample_ratio: float | None = Field(default=None, ge=0, le=1)
+    """Share of the requests without ``traceparent`` that are traced. A ``traceparent`` of the caller decides for its
+    request. Unset: the values of ``OTEL_TRACES_SAMPLER`` and ``OTEL_TRACES_SAMPLER_ARG``, else all requests."""
+    otlp_service_name: str | None = Field(default=None, min_length=1, json_schema_extra={"expects": "text, not empty"})
+    """Service name in traces. Unset: the value of ``OTEL_SERVICE_NAME`` or ``OTEL_RESOURCE_ATTRIBUTES``, else
+    ``server_name``."""
+    otlp_flush_timeout_s: float = Field(default=5.0, ge=0, le=3600)
+    """Time limit for sending the last traces when the server stops."""

@@ -1,0 +1,208 @@
+"""The metrics port. It answers scrapes and health probes on its own threads, so a busy event loop stays observable."""
+
+import contextlib
+import gzip
+import re
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final, TypeAlias
+
+from ortserve.listening import open_listener
+from ortserve.telemetry.families import CONTENT_TYPE
+
+Refusal: TypeAlias = tuple[int, bytes | memoryview, Sequence[tuple[bytes, bytes]]]
+"""Status, body and headers of an answer without metrics."""
+
+_MAX_S: Final = 30.0
+"""Limit of one connection, from its start to the end of the answer. Each connection has a thread."""
+
+_MAX_CONNECTIONS: Final = 32
+"""Open connections. A few scrapers connect from time to time."""
+
+_FAREWELL_S: Final = 1.0
+"""Limit of the TLS close handshake, after the answer was sent."""
+
+_JSON: Final = ((b"content-type", b"application/json"),)
+_TAKES_GZIP: Final = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", re.IGNORECASE)
+
+
+class MetricsServer:
+    """Serves ``/metrics`` and health probes from construction until ``close``.
+
+    Args:
+        write: Returns all metrics in Prometheus' text format; called on the port's threads.
+        host: Address to listen on.
+        port: 0 selects a free port; the attribute ``port`` holds it.
+        health: Returns status and JSON for a health path, None for other paths; called on the port's threads.
+        refuse: Receives the values of the Authorization header and returns the error answer, or None to accept the
+            caller; called on the port's threads. Health probes need no key.
+        tls: Returns the context of the next connection; None for plain text.
+        handshake_timeout_s: Limit of a TLS handshake.
+        max_s: Limit of one connection.
+        max_connections: Open connections; further ones are closed at once.
+
+    Raises:
+        ServeError: ``CONFLICT``, if the address cannot be listened on; the message names the option.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[], bytes],
+        host: str,
+        port: int,
+        *,
+        health: Callable[[str], tuple[int, bytes] | None] = lambda _: None,
+        refuse: Callable[[Sequence[str]], Refusal | None] = lambda _: None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+        handshake_timeout_s: float = _MAX_S,
+        max_s: float = _MAX_S,
+        max_connections: int = _MAX_CONNECTIONS,
+    ) -> None:
+        class Handler(_Handler):
+            def read(self) -> bytes:
+                return write()
+
+            def read_health(self) -> tuple[int, bytes] | None:
+                return health(self.path)
+
+            def refusal(self) -> Refusal | None:
+                return refuse(self.headers.get_all("Authorization", ()))
+
+        self._server = _Server(
+            open_listener("metrics_port", host, port),
+            Handler,
+            tls=tls,
+            handshake_timeout_s=handshake_timeout_s,
+            max_s=max_s,
+            max_connections=max_connections,
+        )
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and end the thread. Returns within half a second, without waiting for current scrapes."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Limits the number of connections and the time of each."""
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        handler: type[BaseHTTPRequestHandler],
+        *,
+        tls: Callable[[], ssl.SSLContext] | None,
+        handshake_timeout_s: float,
+        max_s: float,
+        max_connections: int,
+    ) -> None:
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
+        self._max_s = max_s
+        self._max_connections = max_connections
+        self._ends_s: dict[Any, float] = {}
+        """When each open connection reaches its time limit, by its socket."""
+        # Use our own socket: the base class supports one address family and looks up the host name.
+        self.address_family = listener.family
+        super().__init__(("", 0), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_port = listener.getsockname()[1]
+        self.server_activate()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return len(self._ends_s) < self._max_connections
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._ends_s[request] = time.monotonic() + self._max_s
+        super().process_request(request, client_address)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Runs on the connection's own thread, so only that thread waits for the handshake."""
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(self._handshake_timeout_s)
+        # Failed handshakes and closed connections are not reported.
+        with contextlib.suppress(OSError), self._tls().wrap_socket(request, server_side=True) as session:
+            # The session replaces the plain socket, which is detached.
+            self._ends_s[session] = self._ends_s.pop(request)
+            try:
+                super().finish_request(session, client_address)
+                session.settimeout(_FAREWELL_S)
+                session.unwrap()
+            finally:
+                del self._ends_s[session]
+
+    def shutdown_request(self, request: Any) -> None:
+        self._ends_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report errors of the server only: a closed connection needs no traceback."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+    def service_actions(self) -> None:
+        """Close connections over their time limit, slow ones included. Called several times a second."""
+        now_s = time.monotonic()
+        for request, end_s in list(self._ends_s.items()):
+            if now_s >= end_s:
+                with contextlib.suppress(OSError):  # the connection's thread may have closed it
+                    request.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def read(self) -> bytes:
+        raise NotImplementedError
+
+    def read_health(self) -> tuple[int, bytes] | None:
+        raise NotImplementedError
+
+    def refusal(self) -> Refusal | None:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        health = self.read_health()
+        if health is not None:
+            self._answer(*health, _JSON)
+            return
+        refusal = self.refusal()
+        if refusal is not None:
+            self._answer(*refusal)
+            return
+        if self.path.partition("?")[0] != "/metrics":
+            self._answer(404, b'{"error":"Not Found: expected /metrics or a health path"}', _JSON)
+            return
+        body = self.read()
+        headers = [(b"content-type", CONTENT_TYPE.encode())]
+        if _TAKES_GZIP.search(self.headers.get("Accept-Encoding", "")):
+            # The fastest level suffices for repeated names.
+            body = gzip.compress(body, compresslevel=1)
+            headers.append((b"content-encoding", b"gzip"))
+        self._answer(200, body, headers)
+
+    do_HEAD = do_GET  # noqa: N815 - the base class looks for this name
+
+    def _answer(self, status: int, body: bytes | memoryview, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name.decode(), value.decode())
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Scrapes are not logged."""

@@ -1,0 +1,113 @@
+"""Values that other rooms hand to the metrics: devices, runs on devices, batchers, and the event loop.
+
+A scrape takes the readings, on its own thread. The loop writes ``LoopActivity``, and its watchdog reads it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingNumbers:
+    """State and counts of one batcher. Times are seconds.
+
+    Attributes:
+        queue_rows: Rows in the queue.
+        decisions: Counts by decision.
+        latency_s: Predicted time of a batch, by its rows.
+        latency_error_s: 95th percentile of how much longer batches take than predicted.
+        queue_requests: Requests in the queue.
+        row_checks: Checked requests, by outcome.
+    """
+
+    queue_rows: int = 0
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    latency_s: Mapping[int, float] = field(default_factory=dict)
+    latency_error_s: float = 0.0
+    queue_requests: int = 0
+    row_checks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """State of one device.
+
+    Attributes:
+        name: For example ``cuda:0``.
+        memory: Bytes by kind, ``free`` and ``total``; empty if the device does not report them.
+        ledger: Bytes of device memory by owner and purpose.
+        utilization: Share of recent time in which the device computed; None if unknown.
+        pinned: Bytes of host memory that is pinned for copies to and from the device, by owner and purpose.
+    """
+
+    name: str
+    memory: Mapping[str, int] = field(default_factory=dict)
+    ledger: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    utilization: float | None = None
+    pinned: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRuns:
+    """Runs of one model version on devices since it was loaded.
+
+    Attributes:
+        batches: Batches by how they ran.
+        captures: Graph captures by result.
+        copied_bytes: Copied bytes by direction.
+        timed_copy_s: Seconds of the timed copies, by direction.
+        timed_copy_bytes: Bytes of the timed copies, by direction.
+    """
+
+    batches: Mapping[str, int] = field(default_factory=dict)
+    captures: Mapping[str, int] = field(default_factory=dict)
+    copied_bytes: Mapping[str, int] = field(default_factory=dict)
+    timed_copy_s: Mapping[str, float] = field(default_factory=dict)
+    timed_copy_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StallReading:
+    """Stalls of the event loop that the watchdog saw, and their total time; a stall that lasts is included."""
+
+    stalls: int = 0
+    stalled_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PollReading:
+    """Time of busy polling, and how often a request arrived while the loop polled (hit) or did not (miss)."""
+
+    polled_ns: int = 0
+    hits: int = 0
+    misses: int = 0
+
+
+DECODE: Final = "decode"
+RUN: Final = "run"
+ENCODE: Final = "encode"
+NOTHING: Final = ""
+
+
+class LoopActivity:
+    """The current step of the event loop, and the request that it began to answer last.
+
+    Only steps that a request can make long are recorded: decoding, a run on the loop, encoding. Compiled modules have
+    no frames that another thread could inspect, so this is all that the watchdog can learn about them. The loop thread
+    stores each attribute without a call; any thread may read it. The attributes may belong to consecutive requests.
+
+    Attributes:
+        step: ``NOTHING`` between two steps.
+        protocol: ``http`` or ``grpc``; of the last request that was decoded or encoded.
+        model: Of the last run on the loop, or of the last answer.
+        request_id: Of the last answer, as the caller sent it.
+    """
+
+    __slots__ = ("model", "protocol", "request_id", "step")
+
+    def __init__(self) -> None:
+        self.step = NOTHING
+        self.protocol = ""
+        self.model = ""
+        self.request_id = ""

@@ -1,0 +1,164 @@
+"""The series of one model version: requests, phases and batches are counted here, on the event loop.
+
+The histograms are plain lists of counts, because a request makes up to seven observations. ``metrics`` turns them into
+Prometheus' families at a scrape.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ortserve.core.batch import BatchResult
+from ortserve.core.padding import StagedElements
+from ortserve.core.timing import PHASES, Timing
+from ortserve.errors import ErrorKind
+from ortserve.telemetry.declarations import BATCH_ROWS, MODEL_STATES, PHASE_DURATION, REQUEST_DURATION
+from ortserve.telemetry.readings import BatchingNumbers, DeviceRuns
+
+_NS_PER_S: Final = 1_000_000_000
+_DURATION_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in REQUEST_DURATION.buckets)
+_PHASE_BOUNDS_NS: Final = tuple(round(bound * _NS_PER_S) for bound in PHASE_DURATION.buckets)
+_ROW_BOUNDS: Final = tuple(round(bound) for bound in BATCH_ROWS.buckets)
+
+
+class HistogramSeries:
+    """Counts of one label set. ``bounds`` and observed values are integers of the same unit: nanoseconds or rows."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0
+
+    def observe(self, value: int) -> None:
+        # The first bound that is not less: Prometheus' buckets include their upper bound.
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+def observe_each(series: Sequence[HistogramSeries], values: Sequence[int]) -> None:
+    """Observe one value in each series. One call, because each request observes every phase."""
+    for one, value in zip(series, values, strict=True):
+        one.counts[bisect_left(one.bounds, value)] += 1
+        one.total += value
+
+
+@dataclass(slots=True)
+class BatchSeries:
+    """Batches of one size: their number, and the time spent in each part of running them."""
+
+    count: int = 0
+    stage_ns: int = 0
+    compute_ns: int = 0
+    return_ns: int = 0
+
+
+class ModelMetrics:
+    """The series of one model version, with its labels bound. All methods run on the event loop.
+
+    Attributes:
+        load_ns: Time that loading took; 0 before loading has ended.
+        rows: Rows of answered requests.
+        last_done_ns: When a request was last answered (monotonic); 0 if none was.
+        answered: Durations of answered requests, by protocol.
+        failed: Durations of failed requests, by protocol and kind of error.
+        batches: Series by number of rows.
+    """
+
+    def __init__(self, name: str, version: str) -> None:
+        self.name = name
+        self.version = version
+        self.state = ""
+        self.load_ns = 0
+        self.rows = 0
+        self.last_done_ns = 0
+        self.answered: dict[str, HistogramSeries] = {}
+        self.failed: dict[tuple[str, ErrorKind], HistogramSeries] = {}
+        self.phases = tuple(HistogramSeries(_PHASE_BOUNDS_NS) for _ in PHASES)
+        self.batch_rows = HistogramSeries(_ROW_BOUNDS)
+        self.batches: dict[int, BatchSeries] = {}
+        self.batching: Callable[[], BatchingNumbers] = BatchingNumbers
+        self.staging: Callable[[], StagedElements] = StagedElements
+        self.saturation: Callable[[], float | None] = lambda: None
+        self.device_runs: Callable[[], DeviceRuns] | None = None
+
+    @property
+    def batch_count(self) -> int:
+        """Number of batches that ran. From any thread."""
+        return sum(series.count for series in list(self.batches.values()))
+
+    def observe_success(self, protocol: str, timing: Timing, rows: int) -> None:
+        """Count an answered request. All points of ``timing`` are set; ``protocol`` is a name of the server's own."""
+        self.rows += rows
+        self.last_done_ns = timing.done_ns
+        series = self.answered.get(protocol)
+        if series is None:
+            series = self.answered[protocol] = HistogramSeries(_DURATION_BOUNDS_NS)
+        series.observe(timing.done_ns - timing.received_ns)
+        observe_each(self.phases, timing.phases_ns())
+
+    def observe_failure(self, protocol: str, kind: ErrorKind, duration_ns: int) -> None:
+        """Count a request that failed or was cancelled ``duration_ns`` after it was received."""
+        observe_failure(self.failed, protocol, kind, duration_ns)
+
+    def observe_batch(self, rows: int, taken_ns: int, result: BatchResult, returned_ns: int) -> None:
+        """Count a batch that ran: scheduled at ``taken_ns``, its result received by the loop at ``returned_ns``."""
+        self.batch_rows.observe(rows)
+        series = self.batches.get(rows)
+        if series is None:
+            series = self.batches[rows] = BatchSeries()
+        series.count += 1
+        series.stage_ns += result.staged_ns - taken_ns
+        series.compute_ns += result.computed_ns - result.staged_ns
+        series.return_ns += returned_ns - result.computed_ns
+
+    def set_batching_source(self, source: Callable[[], BatchingNumbers]) -> None:
+        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
+        self.batching = source
+
+    def set_saturation_source(self, source: Callable[[], float | None]) -> None:
+        """Read the ratio of offered rows to the capacity from ``source``, which returns None while it is unknown.
+
+        ``source`` is called at each scrape, on the scraping thread, and by ``Metrics.total_saturation``: it must only
+        read.
+        """
+        self.saturation = source
+
+    def set_staging_source(self, source: Callable[[], StagedElements]) -> None:
+        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
+        self.staging = source
+
+    def set_device_source(self, source: Callable[[], DeviceRuns]) -> None:
+        """Call ``source`` at each scrape, on the scraping thread: it must only read."""
+        self.device_runs = source
+
+    def release_sources(self) -> None:
+        """Drop the sources, whose instances are freed now. Their last counts stay; the saturation becomes unknown."""
+        numbers, staged = self.batching(), self.staging()
+        self.batching, self.staging = lambda: numbers, lambda: staged
+        self.saturation = lambda: None
+        if self.device_runs is not None:
+            runs = self.device_runs()
+            self.device_runs = lambda: runs
+
+    def set_state(self, state: str) -> None:
+        """Set the state of the version.
+
+        Raises:
+            ValueError: ``state`` is not one of ``MODEL_STATES``.
+        """
+        if state not in MODEL_STATES:
+            raise ValueError(f"state: expected one of {', '.join(MODEL_STATES)}, got {state!r}")
+        self.state = state
+
+
+def observe_failure(
+    failed: dict[tuple[str, ErrorKind], HistogramSeries], protocol: str, kind: ErrorKind, duration_ns: int
+) -> None:
+    """Observe a duration in the series of a protocol and a kind of error."""
+    series = failed.get((protocol, kind))
+    if series is None:
+        series = failed[protocol, kind] = HistogramSeries(_DURATION_BOUNDS_NS)
+    series.observe(duration_ns)

@@ -1,0 +1,42 @@
+"""Which ONNX Runtime is installed, and whether that can serve."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ortserve.cli.serve import installed_runtimes, runtime_problem
+
+
+def test_installed_distributions_are_found_by_their_metadata(
+    install: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site-packages")])
+    assert installed_runtimes() == {}
+
+    install("onnxruntime-gpu")
+    assert installed_runtimes() == {"onnxruntime-gpu": "9.9.9"}
+
+    install("onnxruntime")
+    assert installed_runtimes() == {"onnxruntime": "9.9.9", "onnxruntime-gpu": "9.9.9"}
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-gpu"])
+def test_one_distribution_can_serve(name: str) -> None:
+    assert runtime_problem([name]) is None
+
+
+def test_both_distributions_are_refused_with_what_to_type() -> None:
+    problem = runtime_problem(["onnxruntime", "onnxruntime-gpu"])
+
+    assert problem is not None
+    assert "pip uninstall onnxruntime onnxruntime-gpu" in problem
+    assert "pip install 'ortserve[gpu]'" in problem
+
+
+def test_no_distribution_is_refused_with_what_to_type() -> None:
+    problem = runtime_problem([])
+
+    assert problem is not None
+    assert "pip install 'ortserve[cpu]'" in problem

@@ -1,0 +1,135 @@
+"""The metrics port, for real."""
+
+import gzip
+import socket
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.metrics_server import MetricsServer
+from ortserve.telemetry.families import TextFormat
+from ortserve.telemetry.metrics import Metrics
+
+
+def test_metrics_are_served_until_the_port_is_closed() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    server = MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)
+    try:
+        with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            assert b"ortserve_build_info{" in answer.read()
+    finally:
+        server.close()
+
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def test_text_is_compressed_for_who_asks_for_it() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    server = MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)
+    try:
+        asking = Request(f"http://127.0.0.1:{server.port}/metrics", headers={"Accept-Encoding": "gzip"})
+        with urlopen(asking, timeout=10) as answer:
+            assert answer.headers["Content-Encoding"] == "gzip"
+            body = answer.read()
+        assert len(body) == int(answer.headers["Content-Length"])
+        assert b"ortserve_build_info{" in gzip.decompress(body)
+        asking.add_header("Accept-Encoding", "br, gzip;q=0, *;q=0.1")
+        with urlopen(asking, timeout=10) as answer:
+            assert answer.headers["Content-Encoding"] is None
+            assert b"ortserve_build_info{" in answer.read()
+    finally:
+        server.close()
+
+
+def test_other_paths_are_not_found_and_head_has_no_body() -> None:
+    server = MetricsServer(bytes, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.port}"
+    try:
+        for path in ("/", "/healthz", "/v2/health/ready/", "/v2/models/m/ready"):
+            with pytest.raises(HTTPError) as refused:
+                urlopen(url + path, timeout=10)
+            with refused.value as answer:
+                assert (answer.code, answer.headers["Content-Type"]) == (404, "application/json")
+        with urlopen(Request(f"{url}/metrics?name[]=up", method="HEAD"), timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            assert answer.read() == b""
+    finally:
+        server.close()
+
+
+def test_health_is_answered_at_its_paths_alone() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    asked: list[str] = []
+
+    def health(path: str) -> tuple[int, bytes] | None:
+        asked.append(path)
+        return (503, b'{"error":"no"}') if path == "/v2/health/ready" else None
+
+    server = MetricsServer(TextFormat(registry).write, "127.0.0.1", 0, health=health)
+    try:
+        with pytest.raises(HTTPError) as refused:
+            urlopen(f"http://127.0.0.1:{server.port}/v2/health/ready", timeout=10)
+        with refused.value as answer:
+            assert (answer.code, answer.read()) == (503, b'{"error":"no"}')
+            assert answer.headers["Content-Type"] == "application/json"
+        with urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert b"ortserve_build_info{" in answer.read()
+    finally:
+        server.close()
+    assert asked == ["/v2/health/ready", "/metrics"]
+
+
+def is_answered(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            return int(answer.status) == 200
+    except OSError:
+        return False
+
+
+def test_callers_keep_only_some_threads() -> None:
+    server = MetricsServer(bytes, "127.0.0.1", 0, max_connections=2)
+    try:
+        slow = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(2)]
+        for connection in slow:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\na: ")
+        assert not is_answered(server.port)
+        for connection in slow:
+            connection.close()
+        assert any(is_answered(server.port) for _ in range(1000))  # until the server has seen that they left
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HTTP/1.1\r\na: "])
+def test_caller_keeps_a_thread_for_its_time_and_leaves_no_traceback(
+    sent: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = MetricsServer(bytes, "127.0.0.1", 0, max_s=0.1)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(sent)
+            assert connection.recv(1) == b""
+        assert any(is_answered(server.port) for _ in range(100))  # on a busy machine that may take too long, too
+    finally:
+        server.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_taken_port_is_told_by_the_name_of_its_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ServeError, match=rf"^metrics_port: cannot listen on 127\.0\.0\.1:{port}: .*in use"
+        ) as raised:
+            MetricsServer(bytes, "127.0.0.1", port)
+
+    assert raised.value.kind is ErrorKind.CONFLICT
