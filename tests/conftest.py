@@ -27,13 +27,6 @@ def grpc_aio_kept() -> None:
     grpc.aio.init_grpc_aio()
 
 
-@pytest.fixture(scope="session", params=["--http-lane", "--no-http-lane"])
-def http_way(request: pytest.FixtureRequest) -> str:
-    """The flag of each way that infer requests take through the HTTP frontend: what holds for one holds for both."""
-    way: str = request.param
-    return way
-
-
 @pytest.fixture(scope="session", params=["grpcio", "native"])
 def grpc_transport(request: pytest.FixtureRequest) -> str:
     """What speaks HTTP/2 on the gRPC port, as ``--grpc-transport`` has it: what holds for one holds for both."""
@@ -42,6 +35,6 @@ def grpc_transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def ways(http_way: str) -> tuple[str, ...]:
-    """Flags for tests of both protocols: each way through one of them goes with a way through the other."""
-    return (http_way, f"--grpc-transport={'native' if http_way == '--http-lane' else 'grpcio'}")
+def ways(grpc_transport: str) -> tuple[str, ...]:
+    """Flags for tests of both protocols: one for each gRPC transport."""
+    return (f"--grpc-transport={grpc_transport}",)

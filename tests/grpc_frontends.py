@@ -28,7 +28,7 @@ from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.server import GrpcServer
 from ortserve.frontends.grpc.shared_memory_calls import SharedMemoryCalls
 from ortserve.frontends.grpc.streams import Streams
-from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.frontends.tls.transport import TlsPort
 from ortserve.service.shared_memory import SharedMemory
 
 OVER_TLS: Final = " over TLS"
@@ -87,7 +87,7 @@ class Frontend:
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,
                 encoding=ENCODINGS[chosen.grpc_response_compression],
-                tls=TlsEntrance(
+                tls=TlsPort(
                     lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
                 )
                 if self.has_tls

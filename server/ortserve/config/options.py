@@ -104,9 +104,6 @@ class ServerOptions(AccessOptions, TlsOptions, HttpOptions, GrpcOptions, TraceFi
     """Largest JSON of a request to infer or generate, also after decompression; more is rejected as ``too_large``.
     Reading JSON takes up to 32 times its size in memory, so binary tensors, which take none, may be larger. Unset: 32
     MiB, or less where ``max_inflight_bytes`` has no room for reading that."""
-    http_lane: bool = True
-    """Answer REST inference inside the HTTP server's protocol class, which costs less than passing it through ASGI.
-    Off, or with another version of uvicorn than it was made for, all goes through ASGI."""
     compression_min_bytes: int = Field(default=16 * 1024, ge=0, le=2**44)
     """Smallest answer of REST inference that is compressed for callers whose ``Accept-Encoding`` asks for it, and then
     only if it shrinks by a fifth at least. Many clients always ask, and compressing 64 KiB takes about as long as ten

@@ -11,7 +11,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.message_limits import too_large
 from ortserve.frontends.grpc.native.messages import RefusedMessageError
 from ortserve.frontends.grpc.native.stream import STREAM_WINDOW
-from ortserve.frontends.inflating import inflate_all
+from ortserve.frontends.large_body import inflate_all
 from ortserve.service.gate import Hold
 
 _KNOWN: Final = {b"gzip": Encoding.GZIP, b"deflate": Encoding.DEFLATE}

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.frontends.connection_age import draw_age_s
 from ortserve.frontends.grpc.calls import Handler, QuickCall
 from ortserve.frontends.grpc.message_limits import max_message_bytes
 from ortserve.frontends.grpc.native.calls_work import CallsWork
@@ -15,8 +14,8 @@ from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.native.losses import Losses
 from ortserve.frontends.grpc.native.unsent_room import UnsentRoom
 from ortserve.frontends.grpc.streams import Streams
-from ortserve.frontends.tls.transport import TlsEntrance
-from ortserve.listening import open_listener
+from ortserve.frontends.tls.transport import TlsPort
+from ortserve.listening import draw_age_s, open_listener
 from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
 
@@ -42,7 +41,7 @@ class NativeGrpcServer:
         on_connection_error: Callable[[str], None],
         encoding: bytes = b"",
         guards: Mapping[str, Guard] | None = None,
-        tls: TlsEntrance | None = None,
+        tls: TlsPort | None = None,
     ) -> None:
         """Open nothing yet; calls, ``encoding`` and ``guards`` as in ``CallsWork``, ``port`` 0 for any free one.
 
@@ -90,7 +89,7 @@ class NativeGrpcServer:
             own_s = None if age_s is None else draw_age_s(age_s)
             return Connection(work, self._limits, self._connections, room, self._losses, self._clock, own_s)
 
-        factory = self._tls.before(connect) if self._tls else connect
+        factory = self._tls.wrap(connect) if self._tls else connect
         listener = open_listener("grpc_port", self._host, self._port)
         self._server = await loop.create_server(factory, sock=listener, backlog=_BACKLOG)
         return int(listener.getsockname()[1])
