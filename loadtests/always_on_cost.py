@@ -1,11 +1,11 @@
 """What does each feature that cannot be turned off cost a REST JSON request?
 
-Level: HTTP lane in process, beneath it everything as it is served. Expected: metrics and ``Server-Timing`` about 1 µs
+Level: HTTP protocol in process, everything beneath it as served. Expected: metrics and ``Server-Timing`` about 1 µs
 each of some 35, limits less, and known heads save about 10.
 
     python loadtests/always_on_cost.py [--rounds 15]
 
-Requests of 32 connections are handed to the lane's protocol class as a socket's bytes would be, and answers are taken
+Requests of 32 connections are handed to the HTTP protocol as a socket's bytes would be, and answers are taken
 where they would go to the socket, so that neither the kernel nor a load generator is in the figures. A feature is taken
 out by putting something in its place that does nothing; whole and without take turns. Every answer is checked for its
 status, some for their outputs. Writes ``loadtests/results/always_on_cost.md``.
@@ -37,7 +37,7 @@ from models.builders import mlp  # noqa: E402
 from ortserve.app.server import Server  # noqa: E402
 from ortserve.config.options import ServerOptions  # noqa: E402
 from ortserve.core.timing import Timing  # noqa: E402
-from ortserve.frontends.http import lane  # noqa: E402
+from ortserve.frontends.http import protocol  # noqa: E402
 from ortserve.service.gate import Hold  # noqa: E402
 from ortserve.telemetry.logs import configure_logging  # noqa: E402
 from ortserve.telemetry.series import ModelMetrics  # noqa: E402
@@ -61,7 +61,7 @@ ARMS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
     "metrics": lambda: patch.object(ModelMetrics, "observe_success", _nothing),
     "Server-Timing": lambda: patch.object(Timing, "server_timing", lambda _: b""),
     "limit on bytes held": _without_limits,
-    "known heads": lambda: patch.object(lane, "_MAX_STRANGE", -1),
+    "known heads": lambda: patch.object(protocol, "_MAX_UNKNOWN_HEADS", -1),
 }
 """What is taken out, by name."""
 

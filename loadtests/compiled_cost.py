@@ -6,7 +6,7 @@ less than its median time at one; so does a gRPC call.
     make test-compiled PYTEST_ARGS=tests/unit/core    # which leaves the compiled package in .venv/compiled
     python loadtests/compiled_cost.py [--package .venv/compiled] [--rounds 7] [--seconds 3]
 
-Both servers run all the time, one is asked at a time, in turns, by wrk and by one grpcio client, as ``lanes`` does it.
+Both servers run all the time, one is asked at a time by wrk and one grpcio client, as in ``grpc_latency``.
 Answers are compared with ONNX Runtime's own. Writes ``loadtests/results/compiled_cost.md``.
 """
 
@@ -27,8 +27,8 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
+from grpc_latency import Way, calls_us  # noqa: E402
 from harness import checking, circumstances, serving, spread, table, wrk  # noqa: E402
-from lanes import Way, calls_us  # noqa: E402
 from models.builders import mlp  # noqa: E402
 
 PORTS: Final = {"interpreted": 18300, "compiled": 18310}

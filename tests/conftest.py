@@ -27,13 +27,6 @@ def grpc_aio_kept() -> None:
     grpc.aio.init_grpc_aio()
 
 
-@pytest.fixture(scope="session", params=["--http-lane", "--no-http-lane"])
-def http_way(request: pytest.FixtureRequest) -> str:
-    """The flag of each way that infer requests take through the HTTP frontend: what holds for one holds for both."""
-    way: str = request.param
-    return way
-
-
 @pytest.fixture(scope="session")
 def grpc_transport(request: pytest.FixtureRequest) -> str:
     """The value of ``--grpc-transport``: ``native``, or each value for tests that are ``ON_BOTH_TRANSPORTS``."""
@@ -42,6 +35,6 @@ def grpc_transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def ways(http_way: str, grpc_transport: str) -> tuple[str, ...]:
-    """Flags for tests of both protocols."""
-    return (http_way, f"--grpc-transport={grpc_transport}")
+def ways(grpc_transport: str) -> tuple[str, ...]:
+    """Flags for tests of both protocols: the gRPC transport."""
+    return (f"--grpc-transport={grpc_transport}",)

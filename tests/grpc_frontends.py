@@ -27,7 +27,7 @@ from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
-from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.frontends.tls.transport import TlsPort
 from ortserve.service.shared_memory import SharedMemory
 
 OVER_TLS: Final = " over TLS"
@@ -88,7 +88,7 @@ class Frontend:
                 on_cut_answer=_count_nothing,
                 on_connection_error=_count_nothing,
                 encoding=RESPONSE_ENCODINGS[chosen.grpc_response_compression],
-                tls=TlsEntrance(
+                tls=TlsPort(
                     lambda: _tls().context, port="grpc", handshake_timeout_s=LONG_S, max_handshakes=8, alpn="h2"
                 )
                 if self.has_tls

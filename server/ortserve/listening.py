@@ -1,8 +1,18 @@
-"""Opening a listening socket; all servers use this function."""
+"""What all servers of the process share: opening a port, and the age at which connections are closed."""
 
+import random
 import socket
+from typing import Final
 
 from ortserve.errors import ErrorKind, ServeError
+
+_AGE_SPREAD: Final = 0.1
+"""Largest deviation of the age of one connection, as a part of it."""
+
+
+def draw_age_s(max_age_s: float) -> float:
+    """The maximum age of one connection. It is random, so that connections of one moment are not closed together."""
+    return max_age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)  # noqa: S311 - not a secret
 
 
 def open_listener(option: str, host: str, port: int) -> socket.socket:

@@ -395,7 +395,7 @@ def server(repository: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def plain_server(repository: Path) -> Iterator[ServerProcess]:
-    with starting(repository, "--example", *SHORT_WARMUP, "--no-http-lane", "--grpc-transport", "grpcio") as server:
+    with starting(repository, "--example", *SHORT_WARMUP, "--grpc-transport", "grpcio") as server:
         server.wait_until_loaded()
         yield server
 

@@ -23,8 +23,8 @@ BODY_LIMIT = 100_000
 
 
 @pytest.fixture(scope="module")
-def narrow_server(http_way: str) -> Iterator[ServerProcess]:
-    with serving("--example", *SHORT_WARMUP, http_way, "--max-body-bytes", str(BODY_LIMIT)) as server:
+def narrow_server() -> Iterator[ServerProcess]:
+    with serving("--example", *SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT)) as server:
         yield server
 
 

@@ -76,7 +76,7 @@ HTTP_CALLS: Final[dict[str, list[tuple[str, str, bytes]]]] = {
     "infer": [
         ("POST", "/v2/models/identity/infer", infer_body()),
         ("POST", "/v2/models/identity/versions/1/infer", infer_body()),
-        ("POST", "/v2/models/identity/infer?" + "x" * 600, infer_body()),  # too long for the lane
+        ("POST", "/v2/models/identity/infer?" + "x" * 600, infer_body()),  # longer than URLs that are cached
         ("POST", "/v2/models/identity/generate", b'{"x": [0, 0, 0, 0]}'),
     ],
     "metadata": [

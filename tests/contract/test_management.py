@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from encodings_of_requests import grpc_raw, rest_json
 from models import builders
-from ortserve.frontends.http.json_body import SMALL_BYTES
+from ortserve.frontends.http.request_body import SMALL_BYTES
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, read_metrics, serving, triton_clients
 
 FORM = {"content-type": "application/x-www-form-urlencoded"}

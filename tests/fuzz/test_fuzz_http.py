@@ -20,11 +20,11 @@ pytestmark = LONG_ENOUGH
 
 
 @pytest.fixture(scope="module")
-def server(http_way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """With traces, whose files must be JSON whatever callers call their requests and set."""
     file = tmp_path_factory.mktemp("traces") / "trace"
     tracing = ("--trace-file", file, "--trace-level", "TIMESTAMPS", "--trace-rate", "1", "--trace-log-frequency", "100")
-    flags = ("--max-body-bytes", "4000000", "--allow-client-shm", http_way)
+    flags = ("--max-body-bytes", "4000000", "--allow-client-shm")
     with serving("--example", *SHORT_WARMUP, *tracing, *flags) as server:
         _check_health(server)  # at least this is traced
         yield server
@@ -148,8 +148,8 @@ def test_what_is_no_http_is_refused_or_closed_and_harms_nobody(server: ServerPro
 
 
 def test_every_route_is_fuzzed(server: ServerProcess) -> None:
-    # The document has the infer routes, too, which the application leaves to the lane; the other way has those that
-    # are no part of the document.
+    # The document has the infer routes, which the application does not answer. The application has routes that are not
+    # in the document.
     document = httpx.get(f"{server.url}/openapi.json", timeout=LONG_S).raise_for_status().json()
     routes = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
     routes |= {(method, route.path) for route in SERVED for method in route.methods or () if method != "HEAD"}

@@ -1,6 +1,6 @@
 """A FIN over HTTP/1.1 means "no more requests": those that came whole are answered in order, then the server closes.
 
-On the lane, on plain ASGI and over TLS.
+In plain text and over TLS.
 """
 
 import gzip
@@ -35,7 +35,7 @@ COUNT: Final = 200_000
 DECISIONS: Final = "ortserve_batching_decisions_total"
 
 
-@pytest.fixture(scope="module", params=["--http-lane", "--no-http-lane", "TLS"])
+@pytest.fixture(scope="module", params=["plain", "TLS"])
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """``slow`` takes some 50 ms; ``wide`` takes and gives large bodies."""
     secret = Secret(tmp_path_factory.mktemp("tls")) if request.param == "TLS" else None
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     add_model(repository, "identity", builders.identity)
     add_model(repository, "wide", builders.identity, shape=("batch", COUNT))
     (add_model(repository, "slow", builders.slow, steps=15_000) / "model.yaml").write_text("max_rows: 1\n")
-    flags = (*SHORT_WARMUP, *(secret.flags if secret else (request.param,)))
+    flags = (*SHORT_WARMUP, *(secret.flags if secret else ()))
     with serving(repository, *flags, client=secret.client_context() if secret else None) as server:
         yield server
         server.stop()
@@ -127,12 +127,12 @@ def test_request_of_a_caller_that_is_gone_is_run_and_forgotten(server: ServerPro
     wait_for_sample(server, fds, lambda now: now <= before)
 
 
-@pytest.fixture(scope="module", params=["--http-lane", "--no-http-lane"])
-def long_server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """``long`` runs for longer than a test lasts, so that what waits behind it leaves or stays for ever."""
     repository = tmp_path_factory.mktemp("long")
     (add_model(repository, "long", builders.slow, steps=30_000_000) / "model.yaml").write_text("warmup_s: 0\n")
-    with starting(repository, request.param, "--drain-timeout-s", "0.2") as server:
+    with starting(repository, "--drain-timeout-s", "0.2") as server:
         server.wait_until_loaded()
         with connect(server) as first:
             first.sendall(post("long", body()))
@@ -151,11 +151,13 @@ def test_reset_after_a_fin_frees_the_place_in_the_queue(long_server: ServerProce
         wait_for_sample(long_server, DECISIONS, lambda n: n == 1, model="long", version="1", decision="left")
 
 
-@pytest.mark.parametrize("way", ["--http-lane", "--no-http-lane"])
-def test_fin_cancels_where_the_server_is_told_so(tmp_path: Path, way: str) -> None:
+def test_fin_cancels_where_the_server_is_told_so(tmp_path: Path) -> None:
     (add_model(tmp_path, "slow", builders.slow, steps=100_000) / "model.yaml").write_text("warmup_s: 0\n")
-    flags = (way, "--no-http-answer-half-closed")
-    with serving(tmp_path, *flags) as server, connect(server) as first, connect(server) as second:
+    with (
+        serving(tmp_path, "--no-http-answer-half-closed") as server,
+        connect(server) as first,
+        connect(server) as second,
+    ):
         first.sendall(post("slow", body()))
         wait_for_sample(server, DECISIONS, lambda n: n == 1, model="slow", version="1", decision="batches")
         second.sendall(post("slow", body()))

@@ -1,11 +1,10 @@
 """What HTTP/1.1 asks of a connection: order, bodies, keep-alive, back-pressure.
 
-On the lane, on plain ASGI and over TLS.
+In plain text and over TLS.
 """
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -44,21 +43,18 @@ IDLE_S: Final = 0.5
 AGE_S: Final = 0.25
 
 
-@pytest.fixture(scope="module", params=["--http-lane", "--no-http-lane", "TLS"])
+@pytest.fixture(scope="module", params=["plain", "TLS"])
 def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     """``wide`` answers with what it was sent; ``slow`` takes longer than a connection may idle."""
     secret = Secret(tmp_path_factory.mktemp("tls")) if request.param == "TLS" else None
-    http_way = "--http-lane" if secret else request.param
     repository = tmp_path_factory.mktemp("connection")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "wide", builders.identity, shape=("batch", 100_000))
     add_model(repository, "slow", builders.slow, steps=300_000)
     (repository / "slow" / "model.yaml").write_text("warmup_s: 0\n")
-    flags = (*SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT), "--idle-timeout-s", str(IDLE_S), http_way)
+    flags = (*SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT), "--idle-timeout-s", str(IDLE_S))
     tls = secret.flags if secret else ()
     with serving(repository, *flags, *tls, client=secret.client_context() if secret else None) as server:
-        is_lane = server.wait_for_line("listening", "protocol=http ").endswith("lane=True")
-        assert is_lane == (http_way == "--http-lane")
         yield server
 
 
@@ -233,9 +229,9 @@ def test_caller_who_leaves_while_waiting_leaves_the_queue(server: ServerProcess,
         wait_until(lambda: taken("left") == left + 1)
 
 
-def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_path: Path, http_way: str) -> None:
+def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_path: Path) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for much longer
-    flags = ("--warmup-s", "0", "--drain-timeout-s", "0.2", http_way)
+    flags = ("--warmup-s", "0", "--drain-timeout-s", "0.2")
     with starting(tmp_path, *flags) as server:
         server.wait_until_loaded()
         host, port = server.http.split(":")
@@ -252,21 +248,11 @@ def test_requests_that_outlast_the_drain_are_cut_off_and_the_server_ends(tmp_pat
         assert server.wait() == 1
 
 
-def test_lane_is_off_with_another_version_of_uvicorn_and_says_so(tmp_path: Path) -> None:
-    """A version that was never seen may use the attributes that the lane stands in for otherwise."""
-    (tmp_path / "sitecustomize.py").write_text('import uvicorn\n\nuvicorn.__version__ = "99.0"\n')
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with serving("--example", *SHORT_WARMUP, env={"PYTHONPATH": path}) as server:
-        server.wait_for_line("the HTTP lane is off", "uvicorn")
-        assert server.wait_for_line("listening", "protocol=http ").endswith("lane=False")
-        assert httpx.get(f"http://{server.http}/v2/health/ready", timeout=LONG_S).status_code == 200
-
-
 @pytest.fixture(scope="module")
-def ageing_server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+def ageing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("ageing")
     add_model(repository, "identity", builders.identity)
-    with serving(repository, *SHORT_WARMUP, "--http-max-connection-age-s", str(AGE_S), http_way) as server:
+    with serving(repository, *SHORT_WARMUP, "--http-max-connection-age-s", str(AGE_S)) as server:
         yield server
 
 

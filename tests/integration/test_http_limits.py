@@ -37,25 +37,23 @@ GOOD: Final = INFER + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("http-limits")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "wide", builders.identity, shape=("batch", 1_000_000))
     limits = ("--http-max-headers", str(MAX_HEADERS), "--http-max-header-bytes", str(MAX_HEADER_BYTES))
     times = ("--http-header-timeout-s", "0.8", "--http-body-timeout-s", "0.8", "--http-min-body-bytes-per-s", "1000000")
     more = ("--idle-timeout-s", "1.5", "--http-send-timeout-s", "0.8")
-    with serving(repository, *SHORT_WARMUP, http_way, *limits, *times, *more) as server:
+    with serving(repository, *SHORT_WARMUP, *limits, *times, *more) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def narrow_server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Holds few bytes and takes few connections."""
     repository = tmp_path_factory.mktemp("narrow")
     add_model(repository, "identity", builders.identity)
-    with serving(
-        repository, *SHORT_WARMUP, http_way, "--max-inflight-bytes", "100000", "--http-max-connections", "3"
-    ) as server:
+    with serving(repository, *SHORT_WARMUP, "--max-inflight-bytes", "100000", "--http-max-connections", "3") as server:
         yield server
 
 

@@ -1,7 +1,4 @@
-"""What no request to this server begins with is refused in words, and the refusal arrives whatever else is sent.
-
-On the lane and on plain ASGI.
-"""
+"""What no request to this server begins with is refused in words, and the refusal arrives whatever else is sent."""
 
 import json
 import socket
@@ -23,13 +20,13 @@ MORE = b"a: " + b"b" * 2**20
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, http_way: str) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """``control`` calls need a key."""
     repository = tmp_path_factory.mktemp("refusals")
     add_model(repository, "identity", builders.identity)
     (keys := tmp_path_factory.mktemp("keys") / "control.keys").write_text(f"{KEY}\n")
     limits = ("--max-body-bytes", str(MOST), "--max-inflight-bytes", "50000", "--control-keys-file", str(keys))
-    with serving(repository, *SHORT_WARMUP, http_way, *limits) as server:
+    with serving(repository, *SHORT_WARMUP, *limits) as server:
         yield server
         server.stop()
         assert not [line for line in server.lines if " ERROR " in line]

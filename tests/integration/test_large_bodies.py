@@ -1,4 +1,4 @@
-"""Bodies that are received where they stay: on the lane, on plain ASGI, over TLS, and gRPC's messages."""
+"""Bodies that are received where they stay: over HTTP, over TLS, and gRPC's messages."""
 
 import contextlib
 import gzip
@@ -29,7 +29,7 @@ SIZES: Final = (65_000, 66_000, 300_000, 5_000_000)
 """Of a tensor, in bytes: below and above what is worth it, and what is first waited for."""
 
 
-@pytest.fixture(scope="module", params=["--http-lane", "--no-http-lane", "TLS"])
+@pytest.fixture(scope="module", params=["plain", "TLS"])
 def way(request: pytest.FixtureRequest) -> str:
     value: str = request.param
     return value
@@ -49,16 +49,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def large_serving(folder: Path, way: str, secret: Secret | None, *more: str) -> Iterator[ServerProcess]:
+def large_serving(folder: Path, secret: Secret | None, *more: str) -> Iterator[ServerProcess]:
     flags = [*SHORT_WARMUP, "--max-body-bytes", str(LIMIT), "--max-inflight-bytes", str(LIMIT), *more]
-    flags += (*secret.flags, "--http-lane") if secret else (way,)
+    flags += secret.flags if secret else ()
     with serving(folder, *flags, client=secret.client_context() if secret else None) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, way: str, secret: Secret | None) -> Iterator[ServerProcess]:
-    with large_serving(folder, way, secret) as server:
+def server(folder: Path, secret: Secret | None) -> Iterator[ServerProcess]:
+    with large_serving(folder, secret) as server:
         yield server
 
 
@@ -146,9 +146,9 @@ def test_caller_who_waits_to_be_told_to_go_on_sends_a_large_body_then(connection
     assert np.array_equal(values(answers.next()), array)
 
 
-def test_large_body_that_comes_too_slowly_is_refused(folder: Path, way: str, secret: Secret | None) -> None:
+def test_large_body_that_comes_too_slowly_is_refused(folder: Path, secret: Secret | None) -> None:
     with (
-        large_serving(folder, way, secret, "--http-body-timeout-s", "0.5") as server,
+        large_serving(folder, secret, "--http-body-timeout-s", "0.5") as server,
         connect(server) as connection,
     ):
         connection.sendall(binary(tensor(8_000_000))[:2_000_000])

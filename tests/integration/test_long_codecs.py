@@ -25,15 +25,13 @@ from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, json_input, 
 WIDE: Final = ("batch", "n")
 
 
-@pytest.fixture(
-    scope="module", params=[(), ("--no-http-lane", "--grpc-transport", "grpcio")], ids=["own", "asgi and grpcio"]
-)
+@pytest.fixture(scope="module", params=["native", "grpcio"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Identities of several datatypes, each with a free second axis."""
     repository = tmp_path_factory.mktemp("models")
     for datatype in (DataType.FP32, DataType.INT64, DataType.BYTES):
         add_model(repository, datatype.value, builders.identity, datatype=datatype, shape=WIDE)
-    with serving(repository, *SHORT_WARMUP, *request.param) as process:
+    with serving(repository, *SHORT_WARMUP, "--grpc-transport", request.param) as process:
         yield process
 
 

@@ -54,8 +54,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def traced(repository: Path, ways: tuple[str, ...]) -> Iterator[Traced]:
-    """A server whose spans come soon; each way through the frontends goes with a protocol of the exporter."""
-    protocol = "grpc" if "--http-lane" in ways else "http/protobuf"
+    """A server whose spans come soon; each gRPC transport goes with a protocol of the exporter."""
+    protocol = "grpc" if "--grpc-transport=native" in ways else "http/protobuf"
     with collecting(protocol) as collector:
         flags = (f"--otlp-endpoint={collector.endpoint}", f"--otlp-protocol={protocol}", "--max-body-bytes=100000")
         logs = ("--access-log", "--log-format=json")

@@ -34,15 +34,15 @@ from ortserve.frontends.grpc.native.server import NativeGrpcServer
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.grpc.standard_calls import REFLECTION_SERVICES, HealthCalls, ReflectionCalls
 from ortserve.frontends.grpc.streams import Streams
-from ortserve.frontends.http.control import make_control_app
-from ortserve.frontends.http.exchange import Lane
-from ortserve.frontends.http.generate_route import make_generate_router
-from ortserve.frontends.http.infer_route import InferRoute
-from ortserve.frontends.http.lane import UVICORN, lane_fits
+from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
+from ortserve.frontends.http.connection import ConnectionContext
+from ortserve.frontends.http.control_app import make_control_app
+from ortserve.frontends.http.generate_routes import generate_routes
+from ortserve.frontends.http.infer_exchange import InferEndpoint
 from ortserve.frontends.http.limits import http_limits
-from ortserve.frontends.http.server import HttpServer, RestApp
+from ortserve.frontends.http.server import HttpServer
 from ortserve.frontends.load_reports import LoadReports
-from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.frontends.tls.transport import TlsPort
 from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
@@ -59,7 +59,7 @@ from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEM
 from ortserve.service.statistics import StatisticsService
 from ortserve.service.trace_settings import TRACE, TraceSettings
 from ortserve.service.trace_writing import TraceWriter
-from ortserve.telemetry.logs import AccessLog, LogSwitches, log_event
+from ortserve.telemetry.logs import AccessLog, LogSwitches
 from ortserve.telemetry.machine import CpuReader
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.readings import LoopActivity, PollReading
@@ -69,7 +69,7 @@ from ortserve.telemetry.trace_files import TraceFiles
 from ortserve.telemetry.tracing import Tracing
 
 if TYPE_CHECKING:
-    from ortserve.frontends.tls.server_certificate import ServerCertificate
+    from ortserve.frontends.tls.certificate import ServerCertificate
 
 logger: Final = logging.getLogger(__name__)
 
@@ -92,7 +92,6 @@ class Parts:
         access: Access control, with the keys of ``key_files``.
         certificate: None for plain text.
         tracing: None if no traces are exported.
-        has_lane: Whether infer requests are answered inside the HTTP server's protocol.
         watchdog: The watchdog of the event loop.
     """
 
@@ -106,7 +105,6 @@ class Parts:
     repository: RepositoryService
     traces: TraceSettings
     http: HttpServer
-    has_lane: bool
     grpc: GrpcioServer | NativeGrpcServer
     watchdog: Watchdog
 
@@ -181,7 +179,6 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         HttpTraces(tracing, "https" if certificate else "http") if tracing else None,
         _load_reports(options, metrics),
     )
-    lane = frontends.lane()
     return Parts(
         prometheus,
         access,
@@ -192,8 +189,7 @@ def compose(options: ServerOptions, switches: LogSwitches) -> Parts:
         models,
         repository,
         traces,
-        frontends.http(lane),
-        lane is not None,
+        frontends.http(),
         frontends.grpc(),
         watchdog,
     )
@@ -216,27 +212,7 @@ class _Frontends:
     http_traces: HttpTraces | None
     load_reports: LoadReports | None
 
-    def lane(self) -> Lane | None:
-        """None if the option is off, or if uvicorn has another version."""
-        options = self.options
-        if not options.http_lane:
-            return None
-        if not lane_fits():
-            log_event(
-                logger, logging.WARNING, "the HTTP lane is off", reason="uvicorn is another version", expected=UVICORN
-            )
-            return None
-        return Lane(
-            self.inference,
-            max_body_bytes=options.max_body_bytes,
-            compression_min_bytes=options.compression_min_bytes,
-            clock=monotonic_ns,
-            guard=self.guards.get(Group.INFER),
-            traces=self.http_traces,
-            load_reports=self.load_reports,
-        )
-
-    def http(self, lane: Lane | None) -> HttpServer:
+    def http(self) -> HttpServer:
         options = self.options
         control = make_control_app(
             self.models,
@@ -250,7 +226,7 @@ class _Frontends:
             guarded=self.guards,
         )
         control.include_router(
-            make_generate_router(
+            generate_routes(
                 self.inference,
                 self.models,
                 max_body_bytes=options.max_body_bytes,
@@ -259,23 +235,27 @@ class _Frontends:
                 load_reports=self.load_reports,
             )
         )
-        infer = InferRoute(
+        infer = InferEndpoint(
             self.inference,
             max_body_bytes=options.max_body_bytes,
             compression_min_bytes=options.compression_min_bytes,
             clock=monotonic_ns,
+            guard=self.guards.get(Group.INFER),
             traces=self.http_traces,
             load_reports=self.load_reports,
         )
+        context = ConnectionContext(
+            http_limits(options, idle_timeout_s=options.idle_timeout_s, max_body_bytes=options.max_body_bytes),
+            max_age_s=options.http_max_connection_age_s,
+            on_rejected=partial(self.metrics.rejected, ""),
+        )
         return HttpServer(
-            RestApp(infer, control, self.guards),
-            lane,
+            infer,
+            AsgiEndpoint(control, self.guards),
+            context,
             host=options.host,
             port=options.http_port,
-            limits=http_limits(options, idle_timeout_s=options.idle_timeout_s, max_body_bytes=options.max_body_bytes),
-            max_connection_age_s=options.http_max_connection_age_s,
-            on_refusal=partial(self.metrics.rejected, ""),
-            tls=self._entrance("http", options.http_max_connections),
+            tls=self._tls_port("http", options.http_max_connections),
         )
 
     def grpc(self) -> GrpcioServer | NativeGrpcServer:
@@ -308,15 +288,15 @@ class _Frontends:
             on_connection_error=self.metrics.connection_error,
             encoding=RESPONSE_ENCODINGS[options.grpc_response_compression],
             guards=router.guards,
-            tls=self._entrance("grpc", options.grpc_max_connections, alpn="h2"),
+            tls=self._tls_port("grpc", options.grpc_max_connections, alpn="h2"),
         )
 
-    def _entrance(
+    def _tls_port(
         self, port: Literal["http", "grpc"], max_handshakes: int, *, alpn: str | None = None
-    ) -> TlsEntrance | None:
+    ) -> TlsPort | None:
         if self.certificate is None:
             return None
-        return TlsEntrance(
+        return TlsPort(
             self.certificate.context_of(port),
             port=port,
             handshake_timeout_s=self.options.tls_handshake_timeout_s,
@@ -395,8 +375,7 @@ def _certificate(options: ServerOptions, metrics: Metrics) -> "ServerCertificate
     if options.tls_cert_file is None or options.tls_key_file is None:
         return None
     # Imported here, because it imports a large library that nothing else needs.
-    from ortserve.frontends.tls.certificate import TlsFiles
-    from ortserve.frontends.tls.server_certificate import ServerCertificate
+    from ortserve.frontends.tls.certificate import ServerCertificate, TlsFiles
 
     files = TlsFiles(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
     return ServerCertificate(files, options.tls_min_version, metrics)

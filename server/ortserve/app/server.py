@@ -10,9 +10,9 @@ from typing import Final
 
 from ortserve.app.composition import compose
 from ortserve.config.options import ServerOptions
-from ortserve.frontends.exposure import is_loopback, open_to_everybody
-from ortserve.frontends.http.answers import refusal
-from ortserve.frontends.http.health import HealthFromThreads
+from ortserve.frontends.access import is_loopback, unguarded_groups
+from ortserve.frontends.http.model_routes import HealthFromThreads
+from ortserve.frontends.http.responses import key_rejection
 from ortserve.frontends.metrics_server import MetricsServer
 from ortserve.service.access import Group
 from ortserve.telemetry.families import TextFormat
@@ -52,7 +52,7 @@ class Server:
             options.host,
             options.metrics_port,
             health=HealthFromThreads(parts.models, asyncio.get_running_loop()).answer,
-            refuse=partial(refusal, parts.access.guards.get(Group.METRICS)),
+            refuse=partial(key_rejection, parts.access.guards.get(Group.METRICS)),
             tls=certificate.context_of("metrics") if certificate and options.tls_metrics else None,
             handshake_timeout_s=options.tls_handshake_timeout_s,
         )
@@ -69,12 +69,12 @@ class Server:
         parts, options = self._parts, self._options
         host, certificate = options.host, parts.certificate
         for protocol, port in ports.items():
-            way: dict[str, object] = {"lane": parts.has_lane} if protocol == "http" else {}
+            security: dict[str, object] = {}
             if certificate is not None and (protocol != "metrics" or options.tls_metrics):
                 is_mutual = certificate.asks_clients and protocol != "metrics"
-                way = {"tls": "mutual" if is_mutual else "server"} | way
-            log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **way)
-        if is_open := open_to_everybody(
+                security["tls"] = "mutual" if is_mutual else "server"
+            log_event(logger, logging.INFO, "listening", protocol=protocol, host=host, port=port, **security)
+        if is_open := unguarded_groups(
             host,
             parts.access.guards,
             loads_models=options.model_control_mode == "explicit",

@@ -1,3 +1,3 @@
-"""Sockets: how REST and gRPC callers reach the service."""
+"""The servers of both protocols: HTTP and gRPC over plain text or TLS."""
 
-__all__ = ["exposure", "grpc", "http", "load_reports", "metrics_server", "tls", "trace_headers"]
+__all__ = ["access", "grpc", "http", "load_reports", "metrics_server", "tls", "trace_headers"]

@@ -1,6 +1,10 @@
-"""To which group each call belongs, on both protocols. None is open to everybody: probes bring no keys."""
+"""The group of each call on both protocols, and the groups that a server leaves open. Pure.
 
-from collections.abc import Mapping
+Calls without a group, the probes, need no key.
+"""
+
+import ipaddress
+from collections.abc import Container, Mapping
 from typing import Final
 
 from ortserve.service.access import Group
@@ -36,21 +40,22 @@ GRPC_GROUPS: Final[Mapping[str, Group | None]] = {
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Group.METADATA,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Group.METADATA,
 }
-"""Every call that there is; the router refuses to begin with another."""
+"""All calls. The router does not start with a call that is missing here."""
 
 
-def is_plain(path: str) -> bool:
-    """Whether a decoded path is what it seems; to others ``http_group`` has no answer.
+def is_unambiguous(path: str) -> bool:
+    """Whether ``http_group`` knows the route of a decoded path.
 
-    A route's pattern ends with ``$``, which takes a line feed at the end for none, so that another route might answer.
+    The pattern of a route ends with ``$``, which ignores a line feed at the end, so another route might match.
     """
     return not path.endswith("\n")
 
 
 def http_group(method: str, path: str) -> Group | None:
-    """The group of a request by its path as the routes see it: decoded, and without a slash at its end.
+    """The group of a request, by the path that routes it: decoded, and without a slash at its end.
 
-    What no route answers is told so to holders of a key: of ``metadata`` for who only reads, else of ``control``.
+    Paths without a route belong to ``metadata`` for reading methods, else to ``control``, so that only callers with a
+    key learn that they do not exist.
     """
     match path.split("/")[1:]:
         case (
@@ -79,3 +84,33 @@ def http_group(method: str, path: str) -> Group | None:
         ]:
             return Group.CONTROL
     return Group.METADATA if method in ("GET", "HEAD") else Group.CONTROL
+
+
+def unguarded_groups(
+    host: str, guarded: Container[Group], *, loads_models: bool, shares_memory: bool
+) -> tuple[str, ...]:
+    """The groups that need no key on an address that other machines can reach, for the log; none on loopback.
+
+    Args:
+        host: The option. Names other than ``localhost`` count as reachable.
+        guarded: Groups with keys.
+        loads_models: Whether callers may load and unload models.
+        shares_memory: Whether callers may register shared memory.
+    """
+    if is_loopback(host):
+        return ()
+    control = ["log settings"]
+    if loads_models:
+        control.append("loading models")
+    if shares_memory:
+        control.append("shared memory")
+    names = {Group.CONTROL: f"{Group.CONTROL} ({', '.join(control)})"}
+    return tuple(names.get(group, str(group)) for group in Group if group not in guarded)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

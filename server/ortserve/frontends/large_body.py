@@ -1,47 +1,59 @@
-"""A large body or message, received where it stays: in the memory that tensors are views on until they are staged.
+"""Large bodies and messages of both protocols: received into their final memory, or inflated into it.
 
-What comes as parts has been an object each, and is joined in the end, which costs several times what receiving it does
-(``loadtests/large_requests.py``).
+Tensors are views of this memory until they are staged. A body that is received in parts is an object for each part and
+a copy at the end, which costs several times as much (``loadtests/large_requests.py``).
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from ortserve.codecs.compression import Inflater
 from ortserve.core.large_memory import LargeMemory
+from ortserve.errors import out_of_memory
 
 LARGE_BYTES: Final = 64 * 1024
-"""Less than this is kept as parts."""
+"""Shorter bodies are kept in parts."""
 
 _HUGE_BYTES: Final = 4 * 1024 * 1024
-"""From this size on numpy asks the kernel for pages of 2 MiB, and the first byte of a page takes all of it."""
+"""From this size on numpy asks the kernel for pages of 2 MiB, and the first byte of a page allocates all of it."""
 
 EARNEST_BYTES: Final = 1024 * 1024
-"""What has to be there of a body of that size: who announces one and sends a byte is not to take a page by it."""
+"""Received bytes of a body of that size before its memory is allocated: an announcement and one byte must not cost a
+page."""
 
 _DROPPED_BYTES: Final = 16 * 1024
 
 _READ_BYTES: Final = 32 * 1024
-"""Received at a time. libuv reads up to 32 times in a turn of the loop while the room is filled, and a socket may hold
-32 MB: with all of the body as room, one turn took 40 ms."""
+"""Received at a time. libuv reads up to 32 times in a loop turn while the buffer is filled, and a socket may hold
+32 MB: with the whole body as buffer, one turn took 40 ms."""
 
 _FRESH_READ_BYTES: Final = 8 * 1024
-"""The same for memory that was never written to, of which the kernel clears each page first: 4 µs, and up to 20 where
+"""The same for memory that was never written: the kernel clears each page first, which takes 4 µs, and up to 20 µs if
 the host of a virtual machine has to find the memory."""
+
+_INLINE_INFLATE_BYTES: Final = 64 * 1024
+"""Compressed and inflated bytes that the event loop inflates itself, in about 0.2 ms."""
+
+_INFLATE_STEP_BYTES: Final = 4 * 1024 * 1024
+"""Inflated in a thread before the memory limit is checked again."""
+
+_INFLATE_PIECE_BYTES: Final = 128 * 1024
+"""Inflated in one call. zlib joins its output under the interpreter lock, in 0.1 ms for this size."""
 
 
 class LargeBody:
-    """Room for a body, filled from its begin. Memory that nothing was written to is not taken yet.
+    """Memory for a body, filled from its begin. Pages that were never written are not allocated yet.
 
     Attributes:
-        size: Of the whole, in bytes, or the most that it may be.
-        came: What is there of it.
+        size: Bytes of the whole body, or their limit.
+        came: Received bytes.
     """
 
     __slots__ = ("_block", "_content", "_is_dropped", "came", "size")
 
     def __init__(self, size: int, memory: LargeMemory) -> None:
-        """Raises MemoryError: There are no such addresses."""
+        """Raises MemoryError: The address space has no room."""
         self._block, self._content = memory.lend(size)
         self._is_dropped = False
         self.size: Final = size
@@ -52,45 +64,45 @@ class LargeBody:
         return self.came == self.size
 
     def room(self) -> memoryview:
-        """Where the next bytes belong; whoever writes some there says so by ``add``."""
+        """The buffer for the next bytes. The caller reports the written bytes with ``add``."""
         if self._is_dropped:
             return self._content[: self.size - self.came]
         step = _READ_BYTES if self.came < self._block.touched_bytes else _FRESH_READ_BYTES
         return self._content[self.came : self.came + step]
 
     def add(self, count: int) -> None:
-        """The next ``count`` bytes are there."""
+        """Account for ``count`` bytes that were written into ``room``."""
         self.came += count
         if self.came > self._block.touched_bytes and not self._is_dropped:
             self._block.touched_bytes = self.came
 
     def put(self, part: bytes | memoryview) -> None:
-        """Copy the next bytes, of which there are no more than are missing."""
+        """Copy the next bytes. They are at most the missing ones."""
         if not self._is_dropped:
             self._content[self.came : self.came + len(part)] = part
         self.add(len(part))
 
     def drop(self) -> None:
-        """Give the memory back, and receive what is still to come into next to none: nobody will read it."""
+        """Return the memory, and receive the rest into a small buffer that is never read."""
         self._content = memoryview(bytearray(_DROPPED_BYTES))
         self._is_dropped = True
 
     def content(self) -> memoryview:
-        """All that came, to be read."""
+        """The received bytes, read-only."""
         return self._content[: self.came].toreadonly()
 
 
 def begin_large(size: int, came: Sequence[bytes], came_bytes: int, memory: LargeMemory) -> LargeBody | None:
-    """Room for ``size`` bytes, with the parts in it that came; None where the rest is better kept as parts, too.
+    """Memory for ``size`` bytes that holds the received parts; None if the rest should arrive in parts, too.
 
-    ``came_bytes`` is the length of the parts together.
+    ``came_bytes`` is the total length of the parts.
     """
     is_earnest = size < _HUGE_BYTES or came_bytes >= EARNEST_BYTES
     if size - came_bytes < LARGE_BYTES or not is_earnest:
         return None
     try:
         large = LargeBody(size, memory)
-    except MemoryError:  # there may be some by the time that it has come
+    except MemoryError:  # memory may be free when the body is complete
         return None
     for part in came:
         large.put(part)
@@ -98,9 +110,10 @@ def begin_large(size: int, came: Sequence[bytes], came_bytes: int, memory: Large
 
 
 class Receiver(asyncio.BufferedProtocol):
-    """Stands in for a protocol at its transport, which then writes what comes into a place that it is given.
+    """Replaces a protocol at its transport, which then writes received bytes into a given buffer.
 
-    Subclasses say where (``get_buffer``) and hear how much (``buffer_updated``). All else is for the protocol itself.
+    Subclasses provide the buffer (``get_buffer``) and the count (``buffer_updated``). All other events go to the
+    replaced protocol.
     """
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
@@ -117,3 +130,43 @@ class Receiver(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._protocol.resume_writing()
+
+
+async def inflate_all(
+    inflater: Inflater, *, came_bytes: int, hold: Callable[[int], None], memory: LargeMemory
+) -> bytes | memoryview:
+    """Inflate ``came_bytes`` compressed bytes: short data on the event loop, long data in a thread.
+
+    ``hold`` reserves the bytes of each inflated part.
+
+    Raises:
+        ServeError: As ``Inflater.read`` and ``hold``; overloaded if there is not enough memory.
+    """
+    try:
+        begin = b""
+        if came_bytes <= _INLINE_INFLATE_BYTES:
+            begin = inflater.read(_INLINE_INFLATE_BYTES)
+            hold(len(begin))
+            if inflater.is_done:
+                return begin
+        loop = asyncio.get_running_loop()
+        room = memory.take(inflater.max_bytes)
+        room[: len(begin)] = begin
+        size = len(begin)
+        while not inflater.is_done:
+            part_bytes = await loop.run_in_executor(None, _inflate_step, inflater, room[size:])
+            hold(part_bytes)
+            size += part_bytes
+        return room[:size].toreadonly()
+    except MemoryError:
+        raise out_of_memory("inflating a request") from None
+
+
+def _inflate_step(inflater: Inflater, room: memoryview) -> int:
+    """Inflate up to ``_INFLATE_STEP_BYTES`` into ``room``; returns their number."""
+    size = 0
+    while size < _INFLATE_STEP_BYTES and not inflater.is_done:
+        piece = inflater.read(_INFLATE_PIECE_BYTES)
+        room[size : size + len(piece)] = piece
+        size += len(piece)
+    return size

@@ -1,7 +1,7 @@
-"""Load reports beside answers: a header of HTTP, trailing metadata of gRPC.
+"""Load reports with responses: a header in HTTP, trailing metadata in gRPC.
 
-Names and formats are ORCA's as Envoy and Triton have them over HTTP, and as gRPC has them in its trailing metadata
-(github.com/grpc/proposal, A51): there binary alone, which is why that is what everybody gets who does not ask.
+Names and formats are those of ORCA, as Envoy and Triton use them over HTTP, and gRPC in its trailing metadata
+(github.com/grpc/proposal, A51). gRPC has the binary format only, so this is the default without a request.
 """
 
 import base64
@@ -11,41 +11,39 @@ from ortserve.codecs.load_report import LoadFormat, LoadReport, encode_json, enc
 from ortserve.service.load import LoadMeter
 
 LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
-"""By which a caller asks for a report, and how."""
+"""With this header a caller requests a report, in the format that is its value."""
 
 _TEXT_NAME: Final = "endpoint-load-metrics"
 _BINARY_NAME: Final = "endpoint-load-metrics-bin"
 
 
 class LoadReports:
-    """Reports, encoded once for as long as they hold. Loop thread only.
-
-    ``is_always`` says whether callers get one who do not ask: in binary.
-    """
+    """Encodes each report once for all responses while it is valid. Loop thread only."""
 
     def __init__(self, meter: LoadMeter, *, is_always: bool) -> None:
+        """``is_always`` says whether responses carry a report, in binary, without a request for it."""
         self._meter = meter
-        self._unasked: Final = LoadFormat.BIN if is_always else None
-        self._known: LoadReport | None = None
+        self._default: Final = LoadFormat.BIN if is_always else None
+        self._encoded_report: LoadReport | None = None
         self._headers: dict[LoadFormat, tuple[bytes, bytes]] = {}
         self._metadata: dict[LoadFormat, tuple[str, str | bytes]] = {}
 
-    def header(self, asked: LoadFormat | None) -> tuple[bytes, bytes] | None:
-        """For an answer over HTTP, in the format that was asked for, if any; None where its caller gets none."""
-        chosen = asked or self._unasked
+    def header(self, requested: LoadFormat | None) -> tuple[bytes, bytes] | None:
+        """The header of an HTTP response, in the requested format, if any; None if it carries no report."""
+        chosen = requested or self._default
         if chosen is None:
             return None
         report = self._renew()
         header = self._headers.get(chosen)
         if header is None:
             name, value = self._entry(report, chosen)
-            spelled = base64.b64encode(value) if isinstance(value, bytes) else value.encode()
-            header = self._headers[chosen] = (name.encode(), spelled)
+            text = base64.b64encode(value) if isinstance(value, bytes) else value.encode()
+            header = self._headers[chosen] = (name.encode(), text)
         return header
 
-    def metadata(self, asked: LoadFormat | None) -> tuple[str, str | bytes] | None:
-        """The same for the trailing metadata of a call."""
-        chosen = asked or self._unasked
+    def metadata(self, requested: LoadFormat | None) -> tuple[str, str | bytes] | None:
+        """The same for the trailing metadata of a gRPC call."""
+        chosen = requested or self._default
         return None if chosen is None else self._entry(self._renew(), chosen)
 
     def _entry(self, report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:
@@ -56,8 +54,8 @@ class LoadReports:
 
     def _renew(self) -> LoadReport:
         report = self._meter.report()
-        if report is not self._known:
-            self._known = report
+        if report is not self._encoded_report:
+            self._encoded_report = report
             self._headers.clear()
             self._metadata.clear()
         return report

@@ -1,4 +1,4 @@
-"""Error kind to status, for both protocols: the one table."""
+"""The table of status codes: error kinds on both protocols."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +32,7 @@ STATUSES: Final = {
     ErrorKind.REJECTED_BY_MODEL: Status(400, grpc.StatusCode.INVALID_ARGUMENT),
     ErrorKind.INTERNAL: Status(500, grpc.StatusCode.INTERNAL),
 }
-"""499 is for logs and metrics only: there is nobody left to send it to."""
+"""499 is for logs and metrics only, because the caller has left."""
 
 HTTP_VERSION_STATUS: Final = 505
-"""Of ``unsupported`` where that is the HTTP version."""
+"""Of ``unsupported`` for the HTTP version."""

@@ -1,4 +1,4 @@
-"""Where a request's trace is said: W3C Trace Context, in headers of HTTP as in metadata of gRPC."""
+"""The trace context of requests (W3C Trace Context), in HTTP headers and gRPC metadata."""
 
 from collections.abc import Iterable
 from typing import AnyStr, Final, Literal
@@ -19,15 +19,15 @@ _HTTP_CALLS: Final = ("infer", "generate", "generate_stream")
 
 
 def grpc_method(method: str) -> Operation:
-    """A call of ``service/Method``."""
+    """The operation of a call ``service/Method``."""
     return grpc_operation(method, _GRPC_STATUSES)
 
 
 class HttpTraces:
-    """Begins the traces of what comes in at the HTTP port, all of one scheme. Loop thread only."""
+    """Begins the traces of HTTP requests, all of one scheme. Loop thread only."""
 
     def __init__(self, tracing: Tracing, scheme: Literal["http", "https"]) -> None:
-        """``scheme`` is that of whoever connects to us; what a proxy before us was asked for is not looked at."""
+        """``scheme`` is that of the connections to this server; a proxy may serve another one to its clients."""
         self._tracing = tracing
         self._operations = {
             (call, has_version): http_operation(
@@ -42,9 +42,9 @@ class HttpTraces:
 
         Args:
             call: ``infer``, ``generate`` or ``generate_stream``.
-            version: In the path, ``""`` for none.
-            path: As it came, without a query.
-            headers: Their names in lower case.
+            version: From the path, ``""`` for none.
+            path: As it was sent, without its query.
+            headers: Names are in lower case.
 
         Returns:
             None for a request that is not sampled.
@@ -68,7 +68,7 @@ def _begin(
     state_name: AnyStr,
     path: bytes = b"",
 ) -> Trace | None:
-    """Both names are spelled as those of ``headers`` are; of several parents none counts."""
+    """Both names have the type of the names in ``headers``. Several parents are ambiguous and are ignored."""
     parents = []
     states = []
     for name, value in headers:

@@ -1,13 +1,97 @@
-"""How many bytes of request bodies the server holds at one time, and the memory for large ones."""
+"""Admission of request bodies: the key, the size, and the memory that all bodies of the server may take together."""
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Final, Protocol
 
 from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
+from ortserve.service.access import Guard, RefusedKeyError
+from ortserve.telemetry.tracing import Trace
+
+
+class BodyHead(Protocol):
+    """What admission reads from the head of a request."""
+
+    def credentials(self) -> Sequence[str | bytes]:
+        """All values of ``authorization``."""
+        ...
+
+    def body_bytes(self) -> int:
+        """The announced length of the body, 0 if there is none. Raises ServeError for headers that are invalid."""
+        ...
+
+
+class BodyAdmission:
+    """Admits the bodies of one kind of request, before any of their bytes is kept. Loop thread only."""
+
+    def __init__(
+        self,
+        protocol: str,
+        hold: Callable[[int], "Hold"],
+        count_rejected: Callable[[str, ErrorKind, int, Trace | None], None] | None,
+        *,
+        max_body_bytes: int,
+        guard: Guard | None = None,
+    ) -> None:
+        """Admit nothing yet.
+
+        Args:
+            protocol: For ``count_rejected``.
+            hold: Reserves memory for a body, as ``BodyGate.hold``.
+            count_rejected: Counts a rejected request by protocol and kind, with the time when its head was complete and
+                its trace. None if such requests are not counted.
+            max_body_bytes: Of one body.
+            guard: Checks the key of the caller; None if the requests need none.
+        """
+        self.max_body_bytes: Final = max_body_bytes
+        self._protocol: Final = protocol
+        self._hold: Final = hold
+        self._count_rejected: Final = count_rejected
+        self._guard: Final = guard
+
+    def admit(self, head: BodyHead, received_ns: int, trace: Trace | None, body_bytes: int | None = None) -> "Hold":
+        """Check the key, the headers, the size and the memory, in this order.
+
+        Args:
+            head: Of the request.
+            received_ns: When the head was complete.
+            trace: Of the request, ends if it is rejected.
+            body_bytes: The real size of a body that has arrived already, which ``head`` may not know.
+
+        Returns:
+            The memory that is reserved for the body.
+
+        Raises:
+            ServeError: The request is rejected and counted.
+        """
+        try:
+            if self._guard is not None:
+                self._guard.check(head.credentials())
+            announced = head.body_bytes()
+            size = announced if body_bytes is None else body_bytes
+            if size > self.max_body_bytes:
+                raise body_too_large(size, self.max_body_bytes)
+            return self._hold(size)
+        except ServeError as error:
+            self.count(error, received_ns, trace)
+            raise
+
+    def count(self, error: ServeError, received_ns: int, trace: Trace | None) -> None:
+        """Count a request that is rejected before its body is complete. The guard has counted a missing key."""
+        if self._count_rejected is not None and not isinstance(error, RefusedKeyError):
+            self._count_rejected(self._protocol, error.kind, received_ns, trace)
+
+
+def body_too_large(size: int, max_body_bytes: int) -> ServeError:
+    return ServeError(
+        ErrorKind.TOO_LARGE,
+        f"request body is larger than max_body_bytes: expected at most {max_body_bytes} bytes, got {size} or more",
+    )
 
 
 class BodyGate:
-    """Counts bodies in and out, and refuses what would be too much before it is read. Loop thread only.
+    """Limits the bytes of request bodies that the server holds at one time. Loop thread only.
 
     Attributes:
         memory: For large bodies.
@@ -19,10 +103,10 @@ class BodyGate:
         self.memory = memory or LargeMemory()
 
     def hold(self, size: int) -> "Hold":
-        """Let a body of ``size`` bytes in, for as long as a ``with`` block lasts, or until its release.
+        """Reserve ``size`` bytes for a body, until the end of a ``with`` block or until the release.
 
         Raises:
-            ServeError: overloaded. A server that holds nothing lets anything in.
+            ServeError: overloaded. A server that holds nothing admits any body.
         """
         hold = Hold(self)
         hold.grow(size)
@@ -30,7 +114,7 @@ class BodyGate:
 
 
 class Hold:
-    """One body's bytes."""
+    """The bytes that are reserved for one body."""
 
     __slots__ = ("_gate", "_size")
 
@@ -40,7 +124,7 @@ class Hold:
 
     @property
     def size(self) -> int:
-        """Bytes that are held."""
+        """Reserved bytes."""
         return self._size
 
     @property
@@ -49,10 +133,10 @@ class Hold:
         return self._gate.memory
 
     def grow(self, size: int) -> None:
-        """Let ``size`` bytes more in, of a body whose length was not announced.
+        """Reserve ``size`` bytes more, for a body of unknown length.
 
         Raises:
-            ServeError: overloaded; what was held before still is.
+            ServeError: overloaded; the bytes that were reserved before still are.
         """
         gate = self._gate
         others = gate.held_bytes - self._size
@@ -67,15 +151,15 @@ class Hold:
         self._size += size
 
     def count(self, size: int) -> None:
-        """Hold ``size`` bytes from now on, for they are there already, whatever others hold."""
+        """Set the reservation to ``size`` bytes without a check, for bytes that are in memory already."""
         self._gate.held_bytes += size - self._size
         self._size = size
 
     def resize(self, size: int) -> None:
-        """Hold ``size`` bytes from now on.
+        """Set the reservation to ``size`` bytes.
 
         Raises:
-            ServeError: overloaded; what was held before still is.
+            ServeError: overloaded; the bytes that were reserved before still are.
         """
         if size > self._size:
             self.grow(size - self._size)
@@ -83,13 +167,13 @@ class Hold:
             self.shrink(self._size - size)
 
     def shrink(self, size: int) -> None:
-        """Let go of ``size`` bytes, at most all."""
+        """Release ``size`` bytes, at most all."""
         size = min(size, self._size)
         self._gate.held_bytes -= size
         self._size -= size
 
     def release(self) -> None:
-        """Let go of the body; a second time does nothing."""
+        """Release all bytes; a second time does nothing."""
         self._gate.held_bytes -= self._size
         self._size = 0
 

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from ortserve.frontends.access import GRPC_GROUPS, http_group, is_plain
+from ortserve.frontends.access import GRPC_GROUPS, http_group, is_unambiguous
 from ortserve.frontends.grpc.calls import answering
 from ortserve.frontends.grpc.router import Router
-from ortserve.frontends.http.control import make_control_app
-from ortserve.frontends.http.generate_route import make_generate_router
+from ortserve.frontends.http.control_app import make_control_app
+from ortserve.frontends.http.generate_routes import generate_routes
 from ortserve.service.access import Group
 
 HEALTH: Final = ("/v2/health/live", "/v2/health/ready", "/v2/models/{model}/ready")
@@ -56,8 +56,9 @@ def all_routes() -> list[Route]:
         def __getattr__(self, _: str) -> Any:
             return None
 
-    app = make_control_app(nothing, Nothing(), nothing, nothing, nothing, title="t", version="1", max_body_bytes=1)  # type: ignore[arg-type]
-    app.include_router(make_generate_router(nothing, nothing, max_body_bytes=1, clock=lambda: 0))
+    services: Any = Nothing()
+    app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1", max_body_bytes=1)
+    app.include_router(generate_routes(services, nothing, max_body_bytes=1, clock=lambda: 0))
     known = iter_route_contexts(app.routes)
     return [Route(route.path or "", answer_nothing, methods=list(route.methods or ())) for route in known]
 
@@ -90,17 +91,17 @@ def test_group_of_a_path_is_that_of_the_route_that_takes_it(segments: list[str],
     path = "/" + "/".join(segments)
     scope = {"type": "http", "path": path, "method": method, "root_path": "", "headers": []}
     taken = next((route for route in ROUTES if route.matches(scope)[0] is Match.FULL), None)
-    if taken is not None and is_plain(path):  # to others nobody is let
+    if taken is not None and is_unambiguous(path):  # to others nobody is let
         assert http_group(method, path) is expected_group(taken.path)
 
 
 def test_only_line_feeds_lead_to_another_route_than_it_seems() -> None:
-    """And so no character that ``is_plain`` lets pass."""
+    """And so no character that ``is_unambiguous`` lets pass."""
     scope = {"type": "http", "method": "POST", "root_path": "", "headers": []}
     for code in range(sys.maxunicode + 1):
         character = chr(code)
         path = f"/v2/models/m/generate{character}"
-        if is_plain(path) and not character.isalnum():
+        if is_unambiguous(path) and not character.isalnum():
             assert not any(route.matches(scope | {"path": path})[0] is Match.FULL for route in GENERATE_ROUTES), code
 
 

@@ -1,3 +1,13 @@
-"""REST: inference past FastAPI's routing and validation, everything else through FastAPI."""
+"""The HTTP/1.1 server: its own protocol over httptools, inference without ASGI, and FastAPI for all other calls."""
 
-__all__ = ["answers", "control", "exchange", "generate_route", "health", "infer_route", "lane", "limits", "server"]
+__all__ = [
+    "asgi_exchange",
+    "connection",
+    "control_app",
+    "generate_routes",
+    "infer_exchange",
+    "limits",
+    "model_routes",
+    "responses",
+    "server",
+]

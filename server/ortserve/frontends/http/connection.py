@@ -1,415 +1,344 @@
-"""uvicorn's connection with cancellation, half-closure, an age, and limits.
+"""The writing half of an HTTP connection: the order of its exchanges, their responses, and its end.
 
-uvicorn tells a request handler that its caller is gone only when the handler asks, and closes a connection at a FIN. It
-bounds neither headers nor the time that a request takes to come, nor how many connections there are. It takes the rest
-of a request that offers another protocol for the next request.
+``protocol`` is the reading half. It creates an ``Exchange`` for each request and hands it to ``Connection.begin``.
 """
 
 import asyncio
 import socket
-import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-import httptools
-from starlette.types import Scope
-from uvicorn._types import ASGI3Application
-from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.frontends.connection_age import draw_age_s
-from ortserve.frontends.http.answers import LINGER_BYTES, LINGER_S, body_too_large, failure
-from ortserve.frontends.http.corked_transport import CorkedTransport
-from ortserve.frontends.http.limits import Due, HttpLimits, Stage, Waiting, header_bytes
-from ortserve.frontends.http.refusals import (
-    RefusedHeadError,
-    announced_chunk_bytes,
-    check_head,
-    malformed,
-    too_large_headers,
-    too_many_headers,
-)
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.limits import LINGER_BYTES, LINGER_S, HttpLimits
+from ortserve.frontends.http.request_head import Header
+from ortserve.frontends.http.responses import STATUS_LINES, CorkedTransport, HttpResponse, failure
+from ortserve.frontends.large_body import LargeBody
 
-_CONNECTION: Final = "ortserve.connection"
-"""Key of a request's scope under which its connection is found."""
-
-_MAX_LINGERING: Final = 64
-"""Connections beyond the allowed ones that are told so before they are closed; those beyond these are just closed."""
-
-_FRAMING_PART: Final = 16
-"""By how much a chunked body may be longer than its content; a chunk of one byte takes six."""
-
-_OFFERS: Final = (b"upgrade", b"http2-settings")
-"""Headers with which a client offers another protocol; its ``Connection`` names them, too."""
-
-_REQUEST: Final = Stage.REQUEST
-_HEADERS: Final = Stage.HEADERS
-_BODY: Final = Stage.BODY
+_JOINED_BYTES: Final = 64 * 1024
+"""Bodies up to this size are joined with their head: a copy is cheaper than a second part of the system call."""
 
 
-class Connection(HttpToolsProtocol):
-    """uvicorn's protocol on a corked transport, which answers what is no request in its turn.
+class ConnectionContext:
+    """State that all connections of a server share. Loop thread only.
 
     Attributes:
-        corked: The transport.
-        answering: The task to cancel when the caller leaves, while there is one.
-        has_left: Whether the connection is lost.
-        has_ended: Whether a FIN came: the caller sends nothing more, and may still read.
-        is_old: Whether its next answer is to be its last. An old connection that is idle is not closed: a request could
-            be on its way.
-        stage: How far the request has come that is read now: REQUEST, HEADERS or BODY.
-        is_offer: Whether that request offers another protocol, for which it is read once more without its offer.
+        limits: Of each connection.
+        max_age_s: Age from which a connection closes with its next response; None for no limit.
+        on_rejected: Counts what is rejected before it is a complete request.
+        is_draining: Whether responses ask their callers to open new connections, to another server.
     """
 
-    corked: CorkedTransport
-    answering: "asyncio.Task[Any] | None" = None
-    has_left = False
-    has_ended = False
-    is_old = False
-    stage = _REQUEST
-    is_offer = False
-    _refusal: ServeError | None = None
-    _is_lingering = False
-    _dropped_bytes = 0
-    _running: RequestResponseCycle | None = None
-    _ageing: asyncio.TimerHandle | None = None
-    _tick: asyncio.TimerHandle | None = None
-    _chunk_bytes = 0
-    _body_bytes = 0
-    _unfinished: tuple[object, Stage] = (None, _REQUEST)
-    _unfinished_bytes = 0
-    _framed_bytes = 0
-    _chunk_begin = -1
+    def __init__(
+        self, limits: HttpLimits, *, max_age_s: float | None, on_rejected: Callable[[ErrorKind], None]
+    ) -> None:
+        self.limits: Final = limits
+        self.max_age_s: Final = max_age_s
+        self.on_rejected: Final = on_rejected
+        self.is_draining = False
+        self._default_headers: list[Header] = []
+        self._default_lines = b""
+        self._change = asyncio.Event()
+
+    def default_lines(self, headers: list[Header]) -> bytes:
+        """The encoded headers that uvicorn adds to all responses. It replaces the list each second."""
+        if headers is not self._default_headers:
+            self._default_headers = headers
+            self._default_lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+        return self._default_lines
+
+    def on_ended(self, _: object = None) -> None:
+        """A connection or a task ended."""
+        self._change.set()
+
+    async def wait_until_idle(self, state: ServerState) -> None:
+        """Wait until all connections are closed and all tasks are done."""
+        while state.connections or state.tasks:
+            self._change.clear()
+            await self._change.wait()
+
+
+class Exchange:
+    """One request and its response, from the end of its head to the end of its response. Loop thread only.
+
+    Attributes:
+        keep_alive: Whether the connection stays open after the response.
+        more_body: Whether a part of the body is still to arrive.
+        has_response_body: False for HEAD.
+        response_started: Whether the head of the response is written.
+        response_complete: Whether the whole response is written and the next exchange may start.
+    """
+
+    __slots__ = (
+        "connection",
+        "has_response_body",
+        "keep_alive",
+        "more_body",
+        "response_complete",
+        "response_started",
+    )
+
+    def __init__(self, connection: "Connection", *, keep_alive: bool, more_body: bool) -> None:
+        self.connection: Final = connection
+        self.keep_alive = keep_alive
+        self.more_body = more_body
+        self.has_response_body = True
+        self.response_started = False
+        self.response_complete = False
+
+    def start(self) -> None:
+        """Begin to answer: all exchanges before this one are complete."""
+        raise NotImplementedError
+
+    def on_body(self, data: bytes) -> None:
+        """The next bytes of the body."""
+        raise NotImplementedError
+
+    def on_end(self) -> None:
+        """The body is complete."""
+        raise NotImplementedError
+
+    def on_unfinished(self) -> LargeBody | None:
+        """All received bytes were passed on, and the body is incomplete.
+
+        Returns:
+            Memory for the rest of the body; None if the rest should be passed to ``on_body``.
+        """
+        return None
+
+    def on_placed(self, nbytes: int) -> None:
+        """The next bytes of the body were received into the memory from ``on_unfinished``."""
+        raise NotImplementedError
+
+    def on_writable(self) -> None:
+        """The caller has read enough of the responses for more to be written."""
+        raise NotImplementedError
+
+    def reject_body(self, error: ServeError) -> None:
+        """Answer with an error in turn, because the body is too large or too slow. Keep nothing of the body."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """No response can be sent any more: release everything."""
+        raise NotImplementedError
+
+    def write(self, response: HttpResponse) -> None:
+        """Write a whole response."""
+        connection = self.connection
+        self.response_started = True
+        if connection.is_old or connection.context.is_draining:
+            self.keep_alive = False
+        status, body, headers = response
+        parts: list[bytes | memoryview] = [
+            STATUS_LINES[status],
+            connection.context.default_lines(connection.server_state.default_headers),
+        ]
+        for name, value in headers:
+            parts += (name, b": ", value, b"\r\n")
+        parts.append(
+            (b"content-length: %d\r\n\r\n" if self.keep_alive else b"content-length: %d\r\nconnection: close\r\n\r\n")
+            % len(body)
+        )
+        if not self.has_response_body:
+            connection.transport.write_out(b"".join(parts))
+        elif len(body) <= _JOINED_BYTES:
+            parts.append(body)
+            connection.transport.write_out(b"".join(parts))
+        else:
+            connection.transport.write_out(b"".join(parts), body)
+
+    def write_rejection(self, error: ServeError) -> None:
+        """Answer before the body is complete. The connection closes when the rest has arrived, or after a while."""
+        self.keep_alive = False
+        self.write(failure(error))
+        if not self.more_body:
+            self.complete()
+        else:
+            self.connection.loop.call_later(LINGER_S, self.connection.transport.close)
+
+    def complete(self) -> None:
+        """The whole response is written: the next exchange may start."""
+        self.response_complete = True
+        connection = self.connection
+        if not self.keep_alive:
+            connection.is_closing = True
+            connection.transport.close()
+        connection.on_complete()
+
+
+class Connection:
+    """Starts exchanges in the order of their requests, and rejects and closes. Loop thread only.
+
+    Attributes:
+        exchange: The exchange that is being answered.
+        newest: The exchange that began last. Its body may still arrive.
+        has_left: Whether the connection is lost.
+        has_ended: Whether a FIN arrived: the caller sends nothing more, and may still read.
+        is_old: Whether the next response closes the connection. An old connection without a request stays open, because
+            a request may be on its way.
+        is_closing: Whether the last response is written and no exchange may start any more.
+        is_lingering: Whether the last response is sent, and received bytes are dropped until the caller closes.
+        is_given_up: Whether received bytes are ignored, because an error is sent or waits for its turn.
+        is_read_paused: Whether the transport does not read.
+        is_write_paused: Whether the caller reads its responses too slowly.
+    """
 
     def __init__(
         self,
-        config: Config,
+        context: ConnectionContext,
         server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        max_age_s: float | None,
-        limits: HttpLimits,
-        on_refusal: Callable[[ErrorKind], None],
+        transport: CorkedTransport,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """``max_age_s`` is that of connections in general; None for any. ``limits`` hold for each, ``on_refusal`` is
-        told of what is refused before it is a request. The rest is uvicorn's.
-        """
-        super().__init__(config, server_state, app_state, _loop)
-        self._max_age_s = max_age_s
-        self._limits = limits
-        self._on_refusal = on_refusal
-        self._waiting = Waiting(limits)
+        self.context: Final = context
+        self.server_state: Final = server_state
+        self.transport: Final = transport
+        self.loop: Final = loop
+        self.exchange: Exchange | None = None
+        self.newest: Exchange | None = None
+        self.has_left = False
+        self.has_ended = False
+        self.is_old = False
+        self.is_closing = False
+        self.is_lingering = False
+        self.is_given_up = False
+        self.is_read_paused = False
+        self.is_write_paused = False
+        self._waiting: deque[Exchange] = deque()
+        self._rejection: ServeError | None = None
+        self._dropped_bytes = 0
+        self._linger_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn declares it
-        self.corked = CorkedTransport(transport, self.loop)
-        if self._max_age_s is not None:
-            self._ageing = self.loop.call_later(draw_age_s(self._max_age_s), self._grow_old)
-        super().connection_made(self.corked)
-        beyond = len(self.connections) - self._limits.max_connections
-        if beyond > 0:
-            self._turn_away(beyond)
+    def begin(self, exchange: Exchange) -> None:
+        """Start the exchange of the next request, now or when all before it are complete."""
+        self.newest = exchange
+        if self.exchange is not None:
+            self.pause_reading()
+            self._waiting.append(exchange)
+        elif self.is_closing:
+            exchange.abandon()
         else:
-            self._tick = self.loop.call_later(self._limits.tick_s, self._on_tick)
+            self.exchange = exchange
+            exchange.start()
 
-    @property
-    def is_given_up(self) -> bool:
-        """Whether what comes is read no more: the caller was told why, or will be in its turn."""
-        return self._is_lingering or self._refusal is not None
-
-    def data_received(self, data: bytes) -> None:
-        if self.is_given_up:
-            self._drop(len(data))
-            return
-        self._chunk_bytes = len(data)
-        self._parse(data)
-        if self.stage is not _REQUEST:
-            if self._chunk_begin >= 0:
-                self._check_chunk(data)
-            self.on_unfinished()
-
-    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes
-        """Take a FIN for "no more requests": answer those that came whole, in order, then close.
-
-        A caller that gave up and closed its socket sends the same FIN as one that waits for its answers. The two cannot
-        be told apart without sending something, and HTTP/1.1 has nothing to send that all clients ignore: many take an
-        interim response for the answer. So work continues until a write fails or a reset is seen.
-
-        Returns:
-            Whether the transport stays open for answers.
-        """
-        self.has_ended = True
-        cycle = self.cycle
-        if self._is_lingering or not self._limits.answers_half_closed:
-            self.transport.close()
-        elif self._refusal is None and self.stage is not _REQUEST:
-            part = "headers" if self.stage is _HEADERS else "body"
-            self.refuse_in_turn(invalid_input(f"incomplete request: the connection ended within its {part}"))
-        elif self._refusal is None and (cycle is None or cycle.response_complete):
-            self.transport.close()  # behind an answer that is still corked
-        elif self._refusal is None:
-            cycle.keep_alive = False  # the newest: the answers before it go out first
-        return not self.transport.is_closing()
-
-    def on_message_begin(self) -> None:
-        self.stage = _HEADERS
-        super().on_message_begin()
-        self.scope[_CONNECTION] = self  # type: ignore[typeddict-unknown-key]  # the ASGI text allows keys of one's own
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        # As uvicorn's, and one name more: it is called for each header of each request.
-        name = name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
-        self.headers.append((name, value))
-        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
-            text = f"Transfer-Encoding: expected chunked, got {value.decode('latin-1'):.100}"
-            raise RefusedHeadError(ServeError(ErrorKind.UNSUPPORTED, text))
-
-    def on_headers_complete(self) -> None:
-        self.check_headers()
-        if not self.is_offer:
-            super().on_headers_complete()
-            self.stage = _BODY
-
-    def on_body(self, body: bytes) -> None:
-        self._body_bytes += len(body)
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        if not self.is_offer:
-            self.stage = _REQUEST
-            super().on_message_complete()
-
-    def on_chunk_header(self) -> None:
-        self._chunk_begin = self._body_bytes
-
-    def on_chunk_complete(self) -> None:
-        self._chunk_begin = -1
-
-    def check_headers(self) -> None:
-        """Refuse a head that is not a request to this server, or over the limits, now that it is whole.
-
-        Raises:
-            RefusedHeadError: It is.
-        """
-        parser, limits = self.parser, self._limits
-        check_head(parser.get_http_version(), self.headers, limits)
-        self.is_offer = parser.should_upgrade()
-        if self.is_offer and parser.get_method() == b"CONNECT":
-            raise RefusedHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy"))
-        # What came in one piece is no larger than that.
-        if self._chunk_bytes > limits.max_header_bytes or self._unfinished[0] is self.headers:
-            size = header_bytes(self.url, self.headers)
-            if size > limits.max_header_bytes:
-                raise RefusedHeadError(too_large_headers(size, limits))
-
-    def refuse_in_turn(self, error: ServeError) -> None:
-        """Answer the request that is read now with an error, after the answers before it, and read no more."""
-        cycle = self.cycle
-        if self.stage is _BODY and cycle.response_started:
-            self._linger()  # it was answered before its body was whole
-        elif self.pipeline and cycle.more_body:
-            self.pipeline.popleft()  # the refused one itself
-            self._refusal = error
-        elif cycle is None or cycle.response_complete or cycle.more_body:
-            self._refuse(error)
-        else:
-            self._refusal = error
-
-    def on_response_complete(self) -> None:
-        # As uvicorn's, without a timer for each answer: the tick closes idle connections.
+    def on_complete(self) -> None:
+        """The current exchange is complete."""
         self.server_state.total_requests += 1
+        self.exchange = None
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
-        if self.pipeline:
-            cycle, app = self.pipeline.pop()
-            self._start_asgi_task(cycle, app)
-        elif self._refusal is not None:
-            self._refuse(self._refusal)
+        if self.is_read_paused:
+            self.resume_reading()
+        if self._waiting:
+            self.exchange = self._waiting.popleft()
+            # Not at once: a pipeline of rejected requests would recurse as deep as it is long.
+            self.loop.call_soon(self.exchange.start)
+        elif self._rejection is not None:
+            self.reject(self._rejection)
 
-    def shutdown(self) -> None:
-        """Begin to drain; a connection whose refusal is sent is not waited for."""
-        if self._is_lingering:
-            self.transport.close()
-        else:
-            super().shutdown()
+    def reject_in_turn(self, error: ServeError, *, in_body: bool) -> None:
+        """Answer the request that is being read with an error, after the responses before it, and read no more.
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.has_left = True
-        if self._running is not None:  # uvicorn tells the newest alone
-            _disconnect(self._running)
-        for timer in (self._ageing, self._tick):
-            if timer is not None:
-                timer.cancel()
-        if self.answering is not None:
-            self.answering.cancel()
-
-    def on_unfinished(self) -> None:
-        """Bound what the parser keeps to itself: headers that do not end, and what is in a chunked body beside it."""
-        if self.is_given_up:
-            return
-        limits = self._limits
-        if self._unfinished[0] is not self.headers or self._unfinished[1] is not self.stage:
-            # There may be other requests in the piece that it begins in, so that only what is seen of it counts.
-            self._unfinished = (self.headers, self.stage)
-            self._unfinished_bytes = 0 if self.stage is _BODY else header_bytes(self.url, self.headers)
-            self._framed_bytes = self._body_bytes
-        else:
-            self._unfinished_bytes += self._chunk_bytes
-        kept, allowed = self._unfinished_bytes, limits.max_header_bytes
-        if self.stage is _BODY:
-            content = self._body_bytes - self._framed_bytes
-            kept -= content
-            allowed += _FRAMING_PART * content
-        if kept > allowed:
-            self.refuse_in_turn(too_large_headers(kept, limits))
-        elif len(self.headers) > limits.max_headers:
-            self.refuse_in_turn(too_many_headers(len(self.headers), limits))
-
-    def make_parser(self) -> None:
-        """Begin to read anew, with whatever comes next."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
-
-    def end_slow_body(self, error: ServeError) -> None:
-        """Answer a request whose body takes too long, and end its handler."""
-        if self.cycle.response_started:
-            self._linger()
-        else:
-            self._refuse(error)
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def _parse(self, data: bytes) -> None:
-        pieces: list[bytes | memoryview] = [data]
-        while pieces:
-            piece = pieces.pop()
-            try:
-                self.parser.feed_data(piece)
-            except httptools.HttpParserUpgrade as offer:
-                pieces += memoryview(piece)[offer.args[0] :], self._without_offer()
-            except httptools.HttpParserError as fault:
-                self.refuse_in_turn(malformed(fault, piece))
-                return
-
-    def _check_chunk(self, data: bytes) -> None:
-        """Refuse a body for the size of its last chunk, which began in ``data``, before the chunk comes."""
-        size = announced_chunk_bytes(data, self._body_bytes - self._chunk_begin)
-        self._chunk_begin = -1
-        if size > self._limits.max_chunk_bytes and not self.is_given_up:
-            self.refuse_in_turn(body_too_large(size, self._limits.max_chunk_bytes))
-
-    def _drop(self, count: int) -> None:
-        """Read on without keeping anything, so that the close does not reset the connection and lose the answer."""
-        if self._is_lingering:
-            self._dropped_bytes += count
-            if self._dropped_bytes > LINGER_BYTES:
-                self.transport.abort()
-
-    def _without_offer(self) -> bytes:
-        """The head that was read last without its offer of another protocol, which a server may ignore.
-
-        The parser takes what follows such a head for bytes of the other protocol, and so needs to read it anew.
+        ``in_body`` says whether its head is complete, so that it is the newest exchange.
         """
-        old = self.parser
-        lines = [b"%s %s HTTP/%s" % (old.get_method(), self.url, old.get_http_version().encode())]
-        for name, value in self.headers:
-            if name == b"connection":
-                value = b", ".join(part for part in value.split(b",") if part.strip().lower() not in _OFFERS)
-            if name not in _OFFERS:
-                lines.append(b"%s: %s" % (name, value))
-        self.make_parser()
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+        newest = self.newest
+        self.is_given_up = True
+        if newest is not None and newest.more_body:
+            newest.abandon()
+        if newest is not None and in_body and newest.response_started:
+            self.linger()  # the response was sent before the body was complete
+        elif newest is not None and newest.more_body and self._waiting:
+            self._waiting.pop()
+            self._rejection = error
+        elif newest is None or newest.response_complete or newest.more_body:
+            self.reject(error)
+        else:
+            self._rejection = error
 
-    def _grow_old(self) -> None:
-        self.is_old = True
-
-    def _on_tick(self) -> None:
-        """Look whether the caller keeps the connection waiting, or has reset it while nothing is read."""
-        if (self.has_ended or self.flow.read_paused) and self._is_reset():
-            self.transport.abort()
-            return
-        self._tick = self.loop.call_later(self._limits.tick_s, self._on_tick)
-        unsent = self.corked.get_write_buffer_size()
-        stage, cycle = self.stage, self.cycle
-        is_answered = cycle is None or cycle.response_complete
-        if unsent or self.flow.read_paused or not (is_answered or stage is _BODY):
-            stage = Stage.ANSWER
-        subject = self.headers if stage is _HEADERS else cycle
-        due = self._waiting.look(time.monotonic_ns(), stage, subject, self._unfinished_bytes, unsent)
-        if due is Due.ABORT:
-            self.transport.abort()
-        elif due is Due.CLOSE:
-            self.transport.close()
-        elif due is Due.REFUSE:
-            limits = self._limits
-            if stage is _HEADERS:
-                text = f"http_header_timeout_s: the headers of the request took {limits.header_timeout_s:g} s or longer"
-                self._refuse(ServeError(ErrorKind.TOO_SLOW, text))
-            else:
-                text = (
-                    f"http_body_timeout_s: less than {limits.min_body_bytes_per_s} bytes a second came of the body "
-                    f"for {limits.body_timeout_s:g} s"
-                )
-                self.end_slow_body(ServeError(ErrorKind.TOO_SLOW, text))
-
-    def _turn_away(self, beyond: int) -> None:
-        """Answer a connection that is one too many; while very many are, some are not told."""
-        if beyond > _MAX_LINGERING:
-            self._on_refusal(ErrorKind.OVERLOADED)
-            self.transport.abort()
-            return
-        most = self._limits.max_connections
-        text = f"http_max_connections: {most} connections are open and no more may be"
-        self._refuse(ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1))
-
-    def _refuse(self, error: ServeError) -> None:
-        """Answer with the protocol's JSON what is no request, and what is no whole one."""
-        self._on_refusal(error.kind)
-        if self.cycle is not None:
-            _disconnect(self.cycle)  # where it is the refused one, and its handler waits for the rest
+    def reject(self, error: ServeError) -> None:
+        """Answer what is not a complete request with an error, and linger."""
+        self.context.on_rejected(error.kind)
+        if self.newest is not None:
+            self.newest.abandon()
         status, body, headers = failure(error)
-        head = [STATUS_LINE[status], *(b"%s: %s\r\n" % header for header in headers)]
+        head = [STATUS_LINES[status], *[b"%s: %s\r\n" % header for header in headers]]
         head.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
         self.transport.write(b"".join(head) + body)
-        self._linger()
+        self.linger()
 
-    def _linger(self) -> None:
-        """End the sending side, and drop what still comes until the caller ends its own, or for a while."""
-        self._is_lingering = True
-        if self._tick is not None:
-            self._tick.cancel()
+    def linger(self) -> None:
+        """End the sending side, and drop received bytes until the caller ends its own side, or for a while."""
+        self.is_lingering = self.is_given_up = True
         if self.has_ended:
             self.transport.close()
         else:
             self.transport.write_eof()
-            self.flow.resume_reading()
-        self._tick = self.loop.call_later(LINGER_S, self._end_lingering)
+            self.resume_reading()
+        self._linger_timer = self.loop.call_later(LINGER_S, self._end_lingering)
 
     def _end_lingering(self) -> None:
         self.transport.close()
-        self._tick = self.loop.call_later(LINGER_S, self.transport.abort)  # of a caller that takes nothing of it
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)  # the caller does not read
 
-    def _is_reset(self) -> bool:
-        """Whether a reset came. The event loop sees it only while it reads."""
+    def drop(self, nbytes: int) -> None:
+        """Ignore received bytes. They are read because a close with unread bytes would reset the connection."""
+        if self.is_lingering:
+            self._dropped_bytes += nbytes
+            if self._dropped_bytes > LINGER_BYTES:
+                self.transport.abort()
+
+    def end_requests(self) -> None:
+        """The caller sends no more requests: close, after the response to the newest one."""
+        newest = self.newest
+        if self._rejection is not None:
+            return
+        if newest is None or newest.response_complete:
+            self.transport.close()  # behind a response that is still corked
+        else:
+            newest.keep_alive = False  # the responses before it are sent first
+
+    def shutdown(self) -> None:
+        """Begin to drain. A connection that is idle or lingers closes now."""
+        newest = self.newest
+        if self.is_lingering or newest is None or newest.response_complete:
+            self.transport.close()
+        else:
+            newest.keep_alive = False
+
+    def on_lost(self) -> None:
+        """The connection is closed or reset."""
+        self.has_left = True
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        exchange, self.exchange = self.exchange, None
+        self.newest = None  # breaks a reference cycle
+        if exchange is not None:
+            exchange.abandon()
+        for waiting in self._waiting:
+            waiting.abandon()
+        self._waiting.clear()
+
+    def is_reset(self) -> bool:
+        """Whether a reset arrived. The event loop notices one only while it reads."""
         connected: socket.socket | None = self.transport.get_extra_info("socket")
         return connected is not None and connected.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
+    def pause_reading(self) -> None:
+        if not self.is_read_paused:
+            self.is_read_paused = True
+            self.transport.pause_reading()
 
-def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Let nothing more be written for a request, and wake its handler where that waits for the body."""
-    cycle.disconnected = True
-    cycle.message_event.set()
+    def resume_reading(self) -> None:
+        if self.is_read_paused:
+            self.is_read_paused = False
+            self.transport.resume_reading()
 
+    def pause_writing(self) -> None:
+        self.is_write_paused = True
 
-def connection_of(scope: Scope) -> Connection:
-    """The connection that a request came on."""
-    connection: Connection = scope[_CONNECTION]
-    return connection
+    def resume_writing(self) -> None:
+        self.is_write_paused = False
+        if self.exchange is not None:
+            self.exchange.on_writable()

@@ -1,10 +1,18 @@
-"""The protocol's JSON documents as pydantic models: for the OpenAPI document only, no request passes through them."""
+"""The JSON documents of the protocol as pydantic models, and the parameters of its paths.
 
-from typing import Annotated, Any
+They exist for the OpenAPI document only: no request or response is validated by them, except versions in paths.
+"""
 
+from typing import Annotated, Any, Literal, TypeAlias
+
+from fastapi import Path
 from pydantic import BaseModel, Field
 
 from ortserve.core.dtypes import DATATYPES
+
+ModelName: TypeAlias = Annotated[str, Path(description="Name of the model", examples=["digits"])]
+ModelVersion: TypeAlias = Annotated[str, Path(description="Version of the model", pattern="^[0-9]+$", examples=["1"])]
+RegionName: TypeAlias = Annotated[str, Path(description="Name that requests use", examples=["input_data"])]
 
 Datatype = Annotated[str, Field(json_schema_extra={"enum": list(DATATYPES)})]
 Parameter = str | int | float | bool
@@ -23,7 +31,7 @@ class ServerMetadataDocument(BaseModel):
 class TensorMetadataDocument(BaseModel):
     name: str
     datatype: Datatype
-    shape: list[int] = Field(description="-1 for a dimension that is free")
+    shape: list[int] = Field(description="-1 for a free dimension")
 
 
 class ModelMetadataDocument(BaseModel):
@@ -32,7 +40,7 @@ class ModelMetadataDocument(BaseModel):
     platform: str
     inputs: list[TensorMetadataDocument]
     outputs: list[TensorMetadataDocument]
-    properties: dict[str, str] = Field(description="How the model is run, and why")
+    properties: dict[str, str] = Field(description="How the server runs the model, and the reasons")
 
 
 class InferInputDocument(BaseModel):
@@ -41,8 +49,8 @@ class InferInputDocument(BaseModel):
     datatype: Datatype
     parameters: dict[str, Parameter] | None = Field(
         None,
-        description="binary_data_size: bytes of this tensor behind the JSON part, instead of data; or "
-        "shared_memory_region, shared_memory_byte_size and shared_memory_offset: its bytes in a registered region",
+        description="binary_data_size: number of bytes of this tensor behind the JSON part, instead of data; or "
+        "shared_memory_region, shared_memory_byte_size and shared_memory_offset: its location in a registered region",
     )
     data: list[Any] | None = Field(None, description="Nested or flat, in row-major order")
 
@@ -51,21 +59,21 @@ class RequestedOutputDocument(BaseModel):
     name: str
     parameters: dict[str, Parameter] | None = Field(
         None,
-        description="binary_data: whether this output is answered behind the JSON part; classification: answer so many "
-        "of its largest elements, as texts value:index or value:index:label; or shared_memory_region, "
-        "shared_memory_byte_size and shared_memory_offset: where in a registered region it is written instead",
+        description="binary_data: whether this output is returned behind the JSON part; classification: number of its "
+        "largest elements to return, as texts value:index or value:index:label; or shared_memory_region, "
+        "shared_memory_byte_size and shared_memory_offset: its location in a registered region",
     )
 
 
 class InferRequestDocument(BaseModel):
-    id: str | None = Field(None, description="Echoed in the answer")
+    id: str | None = Field(None, description="Returned in the response")
     parameters: dict[str, Parameter] | None = Field(
         None,
-        description="binary_data_output: whether outputs are answered behind the JSON part by default; priority: 1 for "
-        "the most urgent; timeout: microseconds that the request may wait in the queue",
+        description="binary_data_output: whether outputs are returned behind the JSON part by default; priority: 1 is "
+        "the most urgent; timeout: maximum time in the queue in microseconds",
     )
     inputs: list[InferInputDocument]
-    outputs: list[RequestedOutputDocument] | None = Field(None, description="All outputs, where none is listed")
+    outputs: list[RequestedOutputDocument] | None = Field(None, description="An empty list requests all outputs")
 
 
 class InferOutputDocument(BaseModel):
@@ -84,21 +92,159 @@ class InferResponseDocument(BaseModel):
 
 
 class LearnedClassDocument(BaseModel):
-    shape: str = Field(description="Sizes of the dimensions but the batch axis; empty where the model has one shape")
+    shape: str = Field(description="Sizes of the dimensions except the batch axis; empty if the model has one shape")
     waiting_rows: int
-    observations: int = Field(description="Batches that the prediction rests on")
-    a_ms: float | None = Field(description="Time a row adds to a batch")
-    b_ms: float | None = Field(description="Time a batch takes besides its rows")
-    error_ms: float = Field(description="By how much batches take longer than predicted: the 95th percentile")
-    latency_ms: dict[int, float] = Field(description="Predicted time of a batch, by rows")
+    observations: int = Field(description="Number of batches behind the prediction")
+    a_ms: float | None = Field(description="Time that each row adds to a batch")
+    b_ms: float | None = Field(description="Fixed time of a batch")
+    error_ms: float = Field(description="95th percentile of the time that batches take beyond their prediction")
+    latency_ms: dict[int, float] = Field(description="Predicted time of a batch by its rows")
 
 
 class BatchingDocument(BaseModel):
     max_rows: int
     queued_rows: int
-    arrival_rows_per_s: float = Field(description="Mean over the last seconds, of refused rows too")
-    saturation: float | None = Field(description="That by what full batches of the shape used last compute a second")
-    answer_ms: float = Field(description="Taken off every deadline, for encoding and writing the answers of a batch")
-    off_loop_because: str = Field(description="Why no run happens on the event loop; empty where short ones do")
+    arrival_rows_per_s: float = Field(description="Mean over the last seconds, rejected rows included")
+    saturation: float | None = Field(description="Arrival rate by the rate of full batches of the last used shape")
+    answer_ms: float = Field(
+        description="Subtracted from every deadline, for encoding and writing a batch of responses"
+    )
+    off_loop_because: str = Field(description="Why runs never happen on the event loop; empty if short ones do")
     decisions: dict[str, int]
-    classes: list[LearnedClassDocument] = Field(description="Shape classes, used last first")
+    classes: list[LearnedClassDocument] = Field(description="Shape classes, the last used first")
+
+
+class IndexRequestDocument(BaseModel):
+    ready: bool = Field(False, description="List only versions that are ready")
+
+
+class IndexEntryDocument(BaseModel):
+    name: str
+    version: str | None = None
+    state: Literal["READY", "UNAVAILABLE", "LOADING", "UNLOADING"] | None = Field(
+        None, description="Missing for a model without a load request"
+    )
+    reason: str | None = None
+
+
+class UnloadParametersDocument(BaseModel):
+    unload_dependents: bool = Field(False, description="No effect: models do not depend on each other")
+
+
+class UnloadRequestDocument(BaseModel):
+    parameters: UnloadParametersDocument | None = None
+
+
+class StatisticDurationDocument(BaseModel):
+    count: int
+    ns: int
+
+
+class InferStatisticsDocument(BaseModel):
+    success: StatisticDurationDocument
+    fail: StatisticDurationDocument
+    queue: StatisticDurationDocument
+    compute_input: StatisticDurationDocument
+    compute_infer: StatisticDurationDocument
+    compute_output: StatisticDurationDocument
+    cache_hit: StatisticDurationDocument
+    cache_miss: StatisticDurationDocument
+
+
+class BatchStatisticsDocument(BaseModel):
+    batch_size: int
+    compute_input: StatisticDurationDocument
+    compute_infer: StatisticDurationDocument
+    compute_output: StatisticDurationDocument
+
+
+class ModelStatisticsDocument(BaseModel):
+    name: str
+    version: str
+    last_inference: int = Field(description="Milliseconds since the epoch; 0 without requests")
+    inference_count: int = Field(description="Rows of successful requests")
+    execution_count: int = Field(description="Number of executed batches")
+    inference_stats: InferStatisticsDocument
+    response_stats: dict[str, Any] = Field(description="Empty: for decoupled models only")
+    batch_stats: list[BatchStatisticsDocument]
+    memory_usage: list[Any] = Field(
+        description="Empty: ONNX Runtime does not report the memory of weights and computation, and the known size of "
+        "the input and output buffers alone would be misleading"
+    )
+
+
+class StatisticsDocument(BaseModel):
+    model_stats: list[ModelStatisticsDocument]
+
+
+class TraceSettingsDocument(BaseModel):
+    trace_level: list[Literal["OFF", "TIMESTAMPS"]]
+    trace_rate: str = Field(description="One of so many requests is traced")
+    trace_count: str = Field(description="How many requests are still traced; -1 for any number")
+    log_frequency: str = Field(description="How many traces make a numbered file; 0 for one file")
+    trace_file: str = Field(description="Name of the file that the operator chose; empty where there is none")
+    trace_mode: str
+
+
+class LogSettingsDocument(BaseModel):
+    log_file: str
+    log_info: bool
+    log_warning: bool
+    log_error: bool
+    log_verbose_level: int = Field(ge=0)
+    log_format: Literal["default", "ISO8601"] = Field(
+        description="Both are the same here: the time of a line is of ISO 8601 by default"
+    )
+
+
+class RegistrationDocument(BaseModel):
+    key: str = Field(description="Name of the shared memory object, as shm_open takes it", examples=["/input_data"])
+    offset: int = Field(0, ge=0, description="Where in the object the region begins")
+    byte_size: int = Field(ge=0, description="Size of the region")
+
+
+class RegionDocument(BaseModel):
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+class CudaHandleDocument(BaseModel):
+    b64: str = Field(description="The 64 bytes of a cudaIpcMemHandle_t, in base64")
+
+
+class CudaRegistrationDocument(BaseModel):
+    raw_handle: CudaHandleDocument
+    device_id: int = Field(ge=0, description="Of the GPU, as the server counts them")
+    byte_size: int = Field(ge=0, description="Size of the region, from the beginning of the allocation")
+
+
+class CudaRegionDocument(BaseModel):
+    name: str
+    device_id: int
+    byte_size: int
+
+
+def request_body(document: type[BaseModel], *, is_partial: bool = False) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that reads its body itself.
+
+    With ``is_partial`` any key of the document may be missing or null.
+    """
+    schema = document.model_json_schema()
+    if is_partial:
+        schema.pop("required", None)
+        schema["properties"] = {
+            name: {"anyOf": [value, {"type": "null"}]} for name, value in schema["properties"].items()
+        }
+    whole = _inlined(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"content": {"application/json": {"schema": whole}}}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with definitions instead of references, which cannot be resolved inside an operation."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inlined(definitions[schema["$ref"].removeprefix("#/$defs/")], definitions)
+        return {key: _inlined(value, definitions) for key, value in schema.items()}
+    return [_inlined(item, definitions) for item in schema] if isinstance(schema, list) else schema

@@ -1,27 +1,52 @@
-"""What one HTTP connection may cost before a request is whole, and how long its caller is waited for."""
+"""Bounds on HTTP connections and requests: header limits, timeouts of each stage, and errors for invalid requests.
 
-from collections.abc import Iterable
+All decisions are pure; ``protocol`` applies them.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Final
+
+import httptools
 
 from ortserve.config.option_groups import HttpOptions
+from ortserve.errors import ErrorKind, ServeError, invalid_input, out_of_memory
+
+LINGER_S: Final = 5.0
+"""How long the rest of a rejected body is dropped before the connection is closed (nginx: ``lingering_close``).
+Closing a socket with unread bytes resets the connection, and a caller that still sends would not see the response."""
+
+LINGER_BYTES: Final = 8 * 2**20
+"""How much of the rest is dropped at most. A caller that sends more gets a reset."""
+
+_VERSIONS: Final = ("1.1", "1.0")
+
+_OTHER_VERSIONS: Final = ("Invalid HTTP version", "Pause on PRI/Upgrade")
+"""The parser's messages for an unknown version and for the preface of HTTP/2."""
+
+_VERSION: Final = re.compile(rb" HTTP/(\d\.\d)\r\n")
+
+_HOST: Final = re.compile(rb"[!$%&'()*+,\-.0-9:;=A-Z\[\]_a-z~]*")
+"""The characters of a host and port (RFC 3986, sections 3.2.2 and 3.2.3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Of each connection, but for the number of connections. Times are seconds.
+    """Limits of each connection, except ``max_connections``. Times are seconds.
 
     Attributes:
         max_connections: Of the port.
-        max_headers: Of one request, trailers included.
-        max_header_bytes: Of its request line and headers, and of what a chunked body brings beside its content.
+        max_headers: Of one request, including trailers.
+        max_header_bytes: Of the request line and headers, and of the framing of a chunked body.
         max_chunk_bytes: Of one chunk of a body.
-        header_timeout_s: From the first byte of a request to the last of its headers.
-        body_timeout_s: A body is whole in so long, or has come at the rate below in each such time.
+        header_timeout_s: From the first byte of a request to the last byte of its headers.
+        body_timeout_s: A body must be complete in this time, or arrive at the rate below in each such period.
         min_body_bytes_per_s: That rate.
-        send_timeout_s: While its caller takes nothing of an answer.
+        send_timeout_s: While the caller reads nothing of a response.
         idle_timeout_s: Without a request.
-        answers_half_closed: Whether requests that came whole before a FIN are answered.
+        answers_half_closed: Whether requests that were complete before a FIN are answered.
     """
 
     max_connections: int
@@ -37,15 +62,15 @@ class HttpLimits:
 
     @property
     def tick_s(self) -> float:
-        """How often to look at a connection. One look notices a wait, another ends it, both up to a tick late: short
-        bounds by half of them, longer ones by two seconds.
+        """Time between checks of a connection. One check notices a wait and another ends it, both up to a tick late:
+        short limits are extended by up to half, longer ones by two seconds.
         """
         bounds = (self.header_timeout_s, self.body_timeout_s, self.send_timeout_s, self.idle_timeout_s)
         return max(0.01, min(1.0, *(bound / 4 for bound in bounds)))
 
 
 def http_limits(options: HttpOptions, *, idle_timeout_s: float, max_body_bytes: int) -> HttpLimits:
-    """The limits that the options ask for."""
+    """The limits that the options configure."""
     return HttpLimits(
         max_connections=options.http_max_connections,
         max_headers=options.http_max_headers,
@@ -61,7 +86,7 @@ def http_limits(options: HttpOptions, *, idle_timeout_s: float, max_body_bytes: 
 
 
 def header_bytes(url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Bytes of a URL and headers as they travel."""
+    """Size of a URL and headers on the wire."""
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
@@ -71,23 +96,23 @@ class Stage(Enum):
     REQUEST = auto()
     HEADERS = auto()
     BODY = auto()
-    ANSWER = auto()
-    """The server, or the caller to take what is sent."""
+    RESPONSE = auto()
+    """The server, or the caller that reads a response."""
 
 
 class Due(Enum):
-    """What is to be done with a connection now."""
+    """What to do with a connection now."""
 
     NOTHING = auto()
     CLOSE = auto()
-    REFUSE = auto()
-    """Say that its request took too long, then close."""
+    REJECT = auto()
+    """Answer that the request took too long, then close."""
     ABORT = auto()
-    """Its caller takes nothing of what is sent."""
+    """The caller reads nothing of the response."""
 
 
-class Waiting:
-    """Of one connection: how long its caller has kept it in a stage. Pure; asked now and then."""
+class StageTimer:
+    """Measures how long the caller of one connection has kept it in a stage. Pure; checked once a tick."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
@@ -96,40 +121,111 @@ class Waiting:
         self._since_ns = 0
         self._since_bytes = 0
 
-    def look(self, now_ns: int, stage: Stage, subject: object, came_bytes: int, unsent_bytes: int) -> Due:
-        """Say what is due.
+    def check(self, now_ns: int, stage: Stage, subject: object, received_bytes: int, unsent_bytes: int) -> Due:
+        """Decide what is due.
 
         Args:
             now_ns: Monotonic.
             stage: What the connection waits for.
-            subject: The request that it is about, by identity; another one begins another wait.
-            came_bytes: All that ever came.
-            unsent_bytes: Of answers, what the caller has not taken.
+            subject: The request in question, by identity; another one restarts the timer.
+            received_bytes: All bytes ever received.
+            unsent_bytes: Of responses, the bytes that the caller has not read.
         """
         limits = self._limits
-        if stage is Stage.ANSWER:
-            # Nothing unsent: the server itself is waited for. Less than before: the caller takes it.
-            goes_on = 0 < self._since_bytes <= unsent_bytes
+        if stage is Stage.RESPONSE:
+            # Nothing unsent: the server is still working. Less than before: the caller is reading.
+            continues = 0 < self._since_bytes <= unsent_bytes
             n_bytes = unsent_bytes
         else:
-            goes_on = True
-            n_bytes = came_bytes
-        if not goes_on or stage is not self._stage or subject is not self._subject:
-            self._begin(now_ns, stage, subject, n_bytes)
+            continues = True
+            n_bytes = received_bytes
+        if not continues or stage is not self._stage or subject is not self._subject:
+            self._restart(now_ns, stage, subject, n_bytes)
             return Due.NOTHING
         waited_s = (now_ns - self._since_ns) / 1e9
         if stage is Stage.HEADERS:
-            return Due.REFUSE if waited_s >= limits.header_timeout_s else Due.NOTHING
+            return Due.REJECT if waited_s >= limits.header_timeout_s else Due.NOTHING
         if stage is Stage.BODY:
             if waited_s < limits.body_timeout_s:
                 return Due.NOTHING
-            if came_bytes - self._since_bytes < waited_s * limits.min_body_bytes_per_s:
-                return Due.REFUSE
-            self._begin(now_ns, stage, subject, came_bytes)
+            if received_bytes - self._since_bytes < waited_s * limits.min_body_bytes_per_s:
+                return Due.REJECT
+            self._restart(now_ns, stage, subject, received_bytes)
             return Due.NOTHING
-        if stage is Stage.ANSWER:
+        if stage is Stage.RESPONSE:
             return Due.ABORT if waited_s >= limits.send_timeout_s else Due.NOTHING
         return Due.CLOSE if waited_s >= limits.idle_timeout_s else Due.NOTHING
 
-    def _begin(self, now_ns: int, stage: Stage, subject: object, n_bytes: int) -> None:
+    def _restart(self, now_ns: int, stage: Stage, subject: object, n_bytes: int) -> None:
         self._stage, self._subject, self._since_ns, self._since_bytes = stage, subject, now_ns, n_bytes
+
+
+class InvalidHeadError(Exception):
+    """Stops the parser. ``error`` is the response to the request."""
+
+    def __init__(self, error: ServeError) -> None:
+        super().__init__(error.message)
+        self.error: Final = error
+
+
+class HttpVersionError(ServeError):
+    """The request has an unsupported HTTP version, which has its own status code."""
+
+    def __init__(self, version: str) -> None:
+        super().__init__(ErrorKind.UNSUPPORTED, f"expected HTTP/1.1 or HTTP/1.0, got {version}")
+
+
+def parse_error(fault: httptools.HttpParserError, data: bytes | memoryview) -> ServeError:
+    """The error for a request that the parser or one of its callbacks rejected; ``data`` was parsed last."""
+    cause = fault.__context__
+    if isinstance(cause, InvalidHeadError):
+        return cause.error
+    if isinstance(cause, MemoryError):
+        return out_of_memory("receiving a request")
+    reason = str(cause) if isinstance(cause, httptools.HttpParserInvalidURLError) else str(fault)
+    if reason in _OTHER_VERSIONS:
+        others = (f"HTTP/{version.decode()}" for version in _VERSION.findall(data) if version not in (b"1.1", b"1.0"))
+        return HttpVersionError(next(others, "another version"))
+    return invalid_input(f"malformed HTTP request: {reason[:1].lower()}{reason[1:]}")
+
+
+def check_head(version: str, headers: Sequence[tuple[bytes, bytes]], limits: HttpLimits) -> None:
+    """Check the version, the Host and the number of headers, whose names are in lower case.
+
+    Raises:
+        InvalidHeadError: The request must be rejected (RFC 9112, sections 2.5 and 3.2).
+    """
+    if version not in _VERSIONS:
+        raise InvalidHeadError(HttpVersionError(f"HTTP/{version}"))
+    if len(headers) > limits.max_headers:
+        raise InvalidHeadError(too_many_headers(len(headers), limits))
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        raise InvalidHeadError(invalid_input(f"header Host: expected 1, got {len(hosts)}"))
+    if hosts and _HOST.fullmatch(hosts[0].strip()) is None:
+        text = f"header Host: expected a host and an optional port, got {hosts[0].decode('latin-1'):.100}"
+        raise InvalidHeadError(invalid_input(text))
+
+
+def too_many_headers(count: int, limits: HttpLimits) -> ServeError:
+    text = f"http_max_headers: expected at most {limits.max_headers} headers, got {count} or more"
+    return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
+
+
+def too_large_headers(size: int, limits: HttpLimits) -> ServeError:
+    text = f"http_max_header_bytes: expected at most {limits.max_header_bytes} bytes of headers, got {size} or more"
+    return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
+
+
+def announced_chunk_bytes(data: bytes, content_bytes: int) -> int:
+    """The size in the header line of an unfinished chunk, or the number that the part of this line in ``data`` spells.
+
+    The parser reads that line but does not report its number. ``data`` ends with the first ``content_bytes`` bytes of
+    the chunk. If the line began before ``data``, the result is smaller than the size of the chunk.
+    """
+    end = len(data) - content_bytes - len(b"\r\n")
+    line = data[data.rfind(b"\n", 0, max(0, end)) + 1 : max(0, end)]
+    try:
+        return int(line.partition(b";")[0], 16)
+    except ValueError:  # the digits arrived earlier
+        return 0

@@ -1,107 +1,27 @@
-"""The HTTP server: uvicorn on our loop and our socket, started and stopped by the composition root."""
+"""The HTTP server: uvicorn on our event loop, socket and protocol. The composition root starts and stops it."""
 
 import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.server import ServerState
 
-from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.access import http_group, is_plain
-from ortserve.frontends.http.announcement import authorizations
-from ortserve.frontends.http.answers import Answer, failure
-from ortserve.frontends.http.connection import Connection, connection_of
-from ortserve.frontends.http.exchange import Lane
-from ortserve.frontends.http.infer_route import InferRoute, match_infer_path, refuse_body, send_answer
-from ortserve.frontends.http.lane import LaneConnection
-from ortserve.frontends.http.limits import HttpLimits
-from ortserve.frontends.tls.transport import TlsEntrance
+from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
+from ortserve.frontends.http.connection import ConnectionContext
+from ortserve.frontends.http.infer_exchange import InferEndpoint
+from ortserve.frontends.http.protocol import HttpProtocol
+from ortserve.frontends.tls.transport import TlsPort
 from ortserve.listening import open_listener
-from ortserve.service.access import Group, Guard
-from ortserve.telemetry.logs import log_event, log_fault
+from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_WRONG_METHOD = Answer(
-    405, b'{"error":"Method Not Allowed"}', ((b"content-type", b"application/json"), (b"allow", b"POST"))
-)
-
-
-class RestApp:
-    """The ASGI application: infer requests go straight to their route, all others to FastAPI."""
-
-    def __init__(self, infer: InferRoute, control: ASGIApp, guards: Mapping[Group, Guard]) -> None:
-        """``guards`` ask callers of their groups for keys."""
-        self._guards = guards
-        self._infer = infer
-        self._control = control
-        self.is_draining = False
-        """Whether answers ask their callers to open new connections, elsewhere."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = connection_of(scope)
-        try:
-            await self._dispatch(scope, receive, self._closing(connection, send))
-        except asyncio.CancelledError:
-            if not connection.has_left:  # else the connection's loss is the reason, and no fault to be logged
-                raise
-
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        target = match_infer_path(scope["raw_path"].decode("latin-1"))
-        path = scope["path"]
-        if target is None and path.endswith("/") and len(path) > 1:
-            scope["path"] = path.rstrip("/")
-        if (error := self._refusal(scope, is_infer=target is not None)) is not None:
-            await _refuse(scope, receive, send, error)
-        elif target is None:
-            # uvicorn keeps the body of an answer to HEAD, by the scope of its own.
-            is_head = scope["method"] == "HEAD"
-            try:
-                await self._control({**scope, "method": "GET"} if is_head else scope, receive, send)
-            except Exception as fault:  # noqa: BLE001 - it was answered, and is nobody else's
-                log_fault(logger, "a call failed unexpectedly", fault)
-        elif scope["method"] == "POST":
-            await self._infer(scope, receive, send, *target)
-        else:
-            await send_answer(send, _WRONG_METHOD)
-
-    def _refusal(self, scope: Scope, *, is_infer: bool) -> ServeError | None:
-        """Why the caller may not come in, decided by the path that the request is routed by."""
-        if not (is_infer or is_plain(scope["path"])):
-            return ServeError(ErrorKind.NOT_FOUND, "Not Found")
-        group = Group.INFER if is_infer else http_group(scope["method"], scope["path"])
-        guard = None if group is None else self._guards.get(group)
-        if guard is None:
-            return None
-        try:
-            guard.check(authorizations(scope["headers"]))
-        except ServeError as error:
-            return error
-        return None
-
-    def _closing(self, connection: Connection, send: Send) -> Send:
-        """Send answers so that the last one of a connection says that it is."""
-
-        async def send_closing(message: Message) -> None:
-            # Asked now, not when the request came: a drain may have begun since.
-            if message["type"] == "http.response.start" and (connection.is_old or self.is_draining):
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-            await send(message)
-
-        return send_closing
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, error: ServeError) -> None:
-    """Answer without a look at the body, of which nothing is kept."""
-    if any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
-        await refuse_body(receive, send, error)
-    else:
-        await send_answer(send, failure(error))
+_CLOSE_S: Final = 0.1
+"""Added to the grace time: idle connections close in the next turns of the event loop."""
 
 
 class HttpServer:
@@ -109,28 +29,29 @@ class HttpServer:
 
     def __init__(
         self,
-        app: RestApp,
-        lane: Lane | None,
+        infer: InferEndpoint,
+        asgi: AsgiEndpoint,
+        context: ConnectionContext,
         *,
         host: str,
         port: int,
-        limits: HttpLimits,
-        max_connection_age_s: float | None,
-        on_refusal: Callable[[ErrorKind], None],
-        tls: TlsEntrance | None = None,
+        tls: TlsPort | None = None,
     ) -> None:
         """Open nothing yet.
 
-        ``lane`` answers infer requests in the place of ``app``; None leaves them to it. ``on_refusal`` is told of what
-        is refused before it is a request. ``tls`` None for plain text.
+        Args:
+            infer: Answers inference.
+            asgi: Answers all other requests.
+            context: Of the connections.
+            host: Address to listen on.
+            port: 0 for any free one.
+            tls: None for plain text.
         """
-        self._app = app
-        self._lane = lane
+        self._infer = infer
+        self._asgi = asgi
+        self._context = context
         self._host = host
         self._port = port
-        self._limits = limits
-        self._on_refusal = on_refusal
-        self._max_connection_age_s = max_connection_age_s
         self._tls = tls
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -139,41 +60,40 @@ class HttpServer:
         """Listen.
 
         Returns:
-            The port, of interest where 0 was asked for.
+            The port that was bound.
 
         Raises:
-            ServeError: conflict, naming the option, when the address cannot be listened on.
+            ServeError: conflict, naming the option, if the server cannot listen on the address.
         """
         listener = open_listener("http_port", self._host, self._port)
-        connection = partial(LaneConnection, self._lane) if self._lane else Connection
-        connect = partial(
-            connection, max_age_s=self._max_connection_age_s, limits=self._limits, on_refusal=self._on_refusal
-        )
         config = uvicorn.Config(
-            self._app,
-            http=self._tls.before(connect) if self._tls else connect,  # type: ignore[arg-type]  # called as a class is
+            self._asgi.app,
+            http=self._tls.wrap(self._connect) if self._tls else self._connect,  # type: ignore[arg-type]  # is called
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # nobody here asks who the caller is
+            proxy_headers=False,  # the server does not use the address of the client
         )
-        self._server = _Server(config, self._tls)
+        self._server = _Server(config, self._context, self._tls)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
         await self._server.is_up.wait()
         return int(listener.getsockname()[1])
 
+    def _connect(self, *, server_state: ServerState, app_state: dict[str, Any], **_: object) -> HttpProtocol:
+        """Called by uvicorn for each connection, with these arguments by name and some that are not used."""
+        return HttpProtocol(self._context, self._infer, self._asgi, server_state, app_state)
+
     def begin_drain(self) -> None:
-        """Go on answering, but close each connection with its next answer."""
-        self._app.is_draining = True
-        if self._lane is not None:
-            self._lane.is_draining = True
+        """Continue to answer, but close each connection with its next response."""
+        self._context.is_draining = True
 
     async def stop(self, grace_s: float) -> None:
-        """Close the listener and idle connections, and return when all requests under way are answered.
+        """Close the listener and idle connections, and return when all current requests are answered.
 
-        Those that take longer than ``grace_s`` are cut off. Does nothing when not started or stopped already.
+        Requests that take longer than ``grace_s`` are cut off. Does nothing if the server was not started, or was
+        stopped already.
         """
         if self._server is None or self._serving is None or self._serving.done():
             return
@@ -184,18 +104,19 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone, says when it listens, and cuts off by itself what outlasts ``grace_s``."""
+    """uvicorn without signal handlers, and with our drain: it cuts off what takes longer than ``grace_s``."""
 
     grace_s = 0.0
 
-    def __init__(self, config: uvicorn.Config, tls: TlsEntrance | None) -> None:
+    def __init__(self, config: uvicorn.Config, context: ConnectionContext, tls: TlsPort | None) -> None:
         super().__init__(config)
+        self._context = context
         self._tls = tls
         self.is_up = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # The composition root owns them: uvicorn would close the listeners before readiness is off.
+        # The composition root handles signals: uvicorn would close the listeners before readiness is off.
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -203,25 +124,31 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
         if self._tls is not None:
-            for server in self.servers:
-                server.close()
             self._tls.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(self.grace_s + _CLOSE_S):
+                await self._context.wait_until_idle(state)
+        except TimeoutError:
+            self._cut_off()
         await super().shutdown(sockets)
 
-    async def _wait_tasks_to_complete(self) -> None:
-        # uvicorn's own bound on this logs an error and cancels tasks, of which the lane has none.
-        try:
-            async with asyncio.timeout(self.grace_s):
-                await super()._wait_tasks_to_complete()
-        except TimeoutError:
-            connections, tasks = list(self.server_state.connections), list(self.server_state.tasks)
-            if connections or tasks:
-                told = "drain timed out: connections with unanswered requests are cut off"
-                log_event(
-                    logger, logging.WARNING, told, protocol="http", connections=len(connections), timeout_s=self.grace_s
-                )
-            for connection in connections:
-                connection.transport.abort()
-            for task in tasks:
-                task.cancel()
+    def _cut_off(self) -> None:
+        connections, tasks = list(self.server_state.connections), list(self.server_state.tasks)
+        log_event(
+            logger,
+            logging.WARNING,
+            "drain timed out: connections with unanswered requests are cut off",
+            protocol="http",
+            connections=len(connections),
+            timeout_s=self.grace_s,
+        )
+        for connection in connections:
+            connection.transport.abort()
+        for task in tasks:
+            task.cancel()

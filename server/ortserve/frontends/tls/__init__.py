@@ -1,3 +1,3 @@
-"""TLS of all ports: the certificate and its renewal, and the sessions that it opens."""
+"""TLS of all ports: the certificate with its renewal, and the transport of a session."""
 
-__all__ = ["certificate", "server_certificate", "transport"]
+__all__ = ["certificate", "transport"]

@@ -1,13 +1,25 @@
-"""The certificate, its key and the authorities of clients: read from files, and judged before anything uses them.
+"""The certificate, its key and the authorities of clients: read from files, checked, and followed while they change.
 
-``cryptography`` judges, because its reasons can be told to people, and reads the date that operators want to know;
-OpenSSL by ``ssl``, and grpc, take the same files after it. Imported only where TLS is on, since it is large.
+``cryptography`` checks them, because it gives reasons for users, and reads the expiry date for the metrics. OpenSSL (by
+``ssl``) and grpc load the same files after the check. The composition root imports this module only for TLS, because
+``cryptography`` is large.
 """
 
+import asyncio
+import logging
+import os
+import ssl
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, Protocol
 
+import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -15,17 +27,31 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
-from ortserve.errors import invalid_input
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.service.followed_files import FollowedFiles
+from ortserve.telemetry.logs import log_event
+
+logger: Final = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+"""Time between checks of the files."""
 
 _MAX_BYTES: Final = 1024 * 1024
 
 _CURVES: Final = {"secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
-"""Those that the BoringSSL in grpc has beside OpenSSL."""
+"""Curves of OpenSSL that the BoringSSL in grpc supports, too."""
+
+_CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""Of TLS 1.2; all ciphers of 1.3 are allowed. HTTP/2 forbids others (RFC 9113, section 9.2.2)."""
+
+_VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+
+Port = Literal["http", "grpc", "metrics"]
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where the options say that the files are."""
+    """The paths from the options."""
 
     cert: Path
     key: Path
@@ -34,7 +60,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class FileContents:
-    """What the files hold, in PEM; compared with what they held before."""
+    """The contents of the files, in PEM; compared to find changes."""
 
     cert: bytes
     key: bytes = field(repr=False)
@@ -43,13 +69,13 @@ class FileContents:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What can be served with.
+    """A checked certificate.
 
     Attributes:
-        contents: The files that it came from.
-        client_ca_der: The authorities of clients; None where clients need no certificate.
-        begins_s: When the last certificate of the chain begins to be valid, in seconds since 1970.
-        expires_s: When the first one expires.
+        contents: Of its files.
+        client_ca_der: The authorities of clients; None if clients need no certificate.
+        begins_s: Start of the time in which the whole chain is valid, in seconds since 1970.
+        expires_s: End of that time.
     """
 
     contents: FileContents
@@ -58,8 +84,154 @@ class Certificate:
     expires_s: float
 
     def is_valid(self, now_s: float) -> bool:
-        """Whether it is neither expired nor for later."""
+        """Whether the whole chain is valid now."""
         return self.begins_s <= now_s <= self.expires_s
+
+
+class CertificateMetrics(Protocol):
+    """Counts renewals of the certificate, and shows its expiry date."""
+
+    def certificate_serves(self, expires_s: float) -> None: ...
+    def certificate_reloaded(self, *, is_ok: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Serving:
+    certificate: Certificate
+    contexts: dict[Port, ssl.SSLContext]
+
+
+class ServerCertificate:
+    """The current certificate. ``watch`` runs on the event loop; contexts are created for any thread."""
+
+    def __init__(
+        self,
+        files: TlsFiles,
+        min_version: Literal["1.2", "1.3"],
+        metrics: CertificateMetrics,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Read the files. Their certificate is used whatever its dates, because there is no other.
+
+        Args:
+            files: Their paths.
+            min_version: Oldest supported version of TLS.
+            metrics: Of the certificate.
+            now_s: Seconds since 1970, to compare the dates of certificates with.
+
+        Raises:
+            ServeError: invalid_input, naming the option of a file that cannot be used.
+        """
+        self._files = files
+        self._min_version = min_version
+        self._metrics = metrics
+        self._now_s = now_s
+        self._serve(self._build(read_files(files)))
+        self._built = self._serving
+        self._followed = FollowedFiles(
+            self._serving.certificate.contents,
+            read=partial(read_files, files),
+            take=self._take,
+            refuse=self._refuse,
+            recover=lambda: log_event(logger, logging.INFO, "the files hold the certificate again that serves"),
+        )
+
+    @property
+    def asks_clients(self) -> bool:
+        """Whether clients need a certificate."""
+        return self._files.client_ca is not None
+
+    def context_of(self, port: Port) -> Callable[[], ssl.SSLContext]:
+        """A function that returns the context of the next connection of a port.
+
+        A renewal creates a new context instead of changing the old one: a changed context would still resume sessions
+        of clients whose certificates the new authorities do not accept.
+        """
+        return lambda: self._serving.contexts[port]
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Credentials for one server of grpcio, which calls ``fetch`` before each handshake."""
+        current = self._serving.certificate
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal current
+            newest = self._serving.certificate
+            if newest is current:
+                return None
+            current = newest
+            return _configuration(newest)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(current),
+            fetch,  # type: ignore[arg-type]  # its documentation allows None, its declaration does not
+            require_client_authentication=self.asks_clients,
+        )
+
+    async def watch(self) -> None:
+        """Follow the files until cancelled."""
+        await self._followed.follow(LOOK_S)
+
+    async def look(self) -> None:
+        """Check the files once, and use their certificate if it is new, settled and valid."""
+        await self._followed.look()
+
+    async def _take(self, contents: FileContents) -> None:
+        if self._built.certificate.contents != contents:  # else it is built already and not valid yet
+            self._built = await asyncio.to_thread(self._build, contents)
+        reason = _reason_to_wait(self._serving.certificate, self._built.certificate, self._now_s())
+        if reason is not None:
+            raise ServeError(ErrorKind.NOT_READY, reason)
+        self._metrics.certificate_reloaded(is_ok=True)
+        self._serve(self._built)
+
+    def _refuse(self, reason: str) -> None:
+        self._metrics.certificate_reloaded(is_ok=False)
+        message = "the new certificate cannot be used, the old one serves on"
+        log_event(logger, logging.ERROR, message, reason=reason)
+
+    def _serve(self, serving: _Serving) -> None:
+        self._serving = serving
+        certificate = serving.certificate
+        self._metrics.certificate_serves(certificate.expires_s)
+        expires = _date(certificate.expires_s)
+        if certificate.is_valid(self._now_s()):
+            log_event(logger, logging.INFO, "certificate serves", expires=expires)
+        else:
+            log_event(logger, logging.WARNING, "certificate serves, but clients will refuse its dates", expires=expires)
+
+    def _build(self, contents: FileContents) -> _Serving:
+        certificate = parse_certificate(contents, self._files)
+        return _Serving(
+            certificate,
+            {
+                "http": self._context(certificate, "http/1.1", certificate.client_ca_der),
+                "grpc": self._context(certificate, "h2", certificate.client_ca_der),
+                "metrics": self._context(certificate, "http/1.1", None),
+            },
+        )
+
+    def _context(self, certificate: Certificate, alpn: str, client_ca_der: bytes | None) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = _VERSIONS[self._min_version]
+        context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
+        context.set_ciphers(_CIPHERS)
+        context.set_alpn_protocols([alpn])
+        contents = certificate.contents
+        try:
+            # ``ssl`` takes only paths. The original files may have changed since they were checked.
+            with _path_of(contents.cert) as cert, _path_of(contents.key) as key:
+                context.load_cert_chain(cert, key, password="")
+        except (ssl.SSLError, OSError) as error:
+            reason = getattr(error, "reason", None) or error.strerror
+            raise invalid_input(
+                f"tls_cert_file: expected a certificate that OpenSSL accepts, got '{self._files.cert}': {reason}"
+            ) from None
+        if client_ca_der is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            # As in grpc, every certificate in the file is trusted, even if it is no root.
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.load_verify_locations(cadata=client_ca_der)
+        return context
 
 
 def read_files(files: TlsFiles) -> FileContents:
@@ -72,11 +244,11 @@ def read_files(files: TlsFiles) -> FileContents:
     return FileContents(_read("tls_cert_file", files.cert), _read("tls_key_file", files.key), client_ca)
 
 
-def judge(contents: FileContents, files: TlsFiles) -> Certificate:
-    """Take the contents apart.
+def parse_certificate(contents: FileContents, files: TlsFiles) -> Certificate:
+    """Parse and check the contents of the files.
 
     Raises:
-        ServeError: invalid_input, naming the option of a file that cannot be used, and what was expected of it.
+        ServeError: invalid_input, naming the option of a file that cannot be used, and the expected contents.
     """
     chain = _certificates("tls_cert_file", files.cert, contents.cert)
     expected = f"tls_key_file: expected the private key of the first certificate of '{files.cert}' in PEM"
@@ -120,3 +292,30 @@ def _certificates(option: str, path: Path, content: bytes) -> list[x509.Certific
         raise invalid_input(
             f"{option}: expected certificates in PEM, got '{path}', which holds none, or a broken one"
         ) from None
+
+
+@contextmanager
+def _path_of(content: bytes) -> Iterator[str]:
+    """A path at which only this process can read the content: an anonymous file, in memory if the system has them."""
+    in_memory = hasattr(os, "memfd_create")
+    with os.fdopen(os.memfd_create("tls"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield f"/dev/fd/{file.fileno()}"
+
+
+def _reason_to_wait(old: Certificate, new: Certificate, now_s: float) -> str | None:
+    """Why the old certificate stays in use: clients accept its dates, and would not accept those of the new one."""
+    if new.is_valid(now_s) or not old.is_valid(now_s):
+        return None
+    dates = f"{_date(new.begins_s)} to {_date(new.expires_s)}"
+    return f"tls_cert_file: expected a certificate that is valid now, got one from {dates}"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
+    contents = certificate.contents
+    return grpc.ssl_server_certificate_configuration([(contents.key, contents.cert)], contents.client_ca)

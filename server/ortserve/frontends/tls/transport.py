@@ -1,14 +1,14 @@
-"""A TLS session between a socket and the protocol that is served over it.
+"""TLS between a socket and the protocol that is served over it.
 
-It is the socket's protocol and that protocol's transport, with nothing kept in between: what is read is decrypted and
-handed on at once, what is written is encrypted and given to the socket's own transport, whose write buffer, limits and
-pauses are the only ones. So a protocol sees of TLS what it sees without: a slow reader gets all of an answer after
-which the connection closes, and a connection closes at once whether its peer says farewell or not. asyncio's and
-uvloop's own TLS transports wait ``ssl_shutdown_timeout`` for a peer's farewell, and cut off by the same timeout what is
-still unsent: either idle clients hold up a drain, or slow ones lose the end of their answers.
+``TlsTransport`` is the protocol of the socket and the transport of that protocol, without a buffer of its own: it
+decrypts received bytes and passes them on at once, and encrypts written bytes and passes them to the transport of the
+socket, which has the only write buffer, limits and pauses. So a protocol behaves the same with and without TLS: a slow
+reader gets the whole last response before the connection closes, and a connection closes at once whether or not its
+peer sends close_notify. The TLS transports of asyncio and uvloop wait ``ssl_shutdown_timeout`` for close_notify, and
+drop unsent bytes at the same timeout: either idle clients delay a drain, or slow ones lose the end of their responses.
 
-What a peer may have decrypted before others have their turn, and how much of it may bring nothing, is bounded here: no
-limit of a protocol sees it.
+This module also bounds how much of one peer is decrypted in a loop turn, and how many bytes without data a peer may
+send. No limit of a protocol covers these.
 """
 
 import asyncio
@@ -19,32 +19,80 @@ from contextlib import suppress
 from typing import Any, Final, cast
 
 from ortserve.clock import Clock, monotonic_ns
-from ortserve.frontends.tls.empty_bytes import EmptyBytes
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
 
-_RECORD_BYTES: Final = 16 * 1024
-"""The most plaintext of one record (RFC 8446, section 5.1), so that a read leaves none of it."""
+_PLAINTEXT_BYTES: Final = 16 * 1024
+"""Maximum plaintext of a record (RFC 8446, section 5.1), so that a read takes a whole record."""
 
 _JOINED_BYTES: Final = 64 * 1024
-"""Parts up to this size in sum are encrypted together: copying is cheaper than a record for each."""
+"""Parts up to this total size are encrypted together: a copy is cheaper than a record for each part."""
 
 _PIECE_BYTES: Final = 256 * 1024
-"""Encrypted before it is given to the socket, so that a large answer is not kept twice."""
+"""Encrypted at a time, so that a large response is not kept twice."""
 
 _SLICE_BYTES: Final = 32 * 1024
-"""Given to OpenSSL, which nothing stops then, before anybody looks what it brought. Shorter ones would slow uploads."""
+"""Decrypted between two checks of the record budget. Smaller slices would slow uploads."""
 
 _LONG_READ_BYTES: Final = 128 * 1024
-"""The next one waits for the loop's next turn: of a peer that has more, libuv makes up to 32 reads in one turn."""
+"""After a read of this size the next one waits for the next loop turn: libuv makes up to 32 reads in one turn."""
 
 _UNREAD_BYTES: Final = 64 * 1024
-"""A peer that leaves more than this to be written does not read."""
+"""A peer with more unsent bytes than this does not read."""
 
 
-class TlsEntrance:
-    """What the sessions of one port share. Loop thread only."""
+_RECORD_BYTES: Final = 5 + 16 * 1024 + 256
+"""Maximum size of an encrypted record with its header (RFC 8446, section 5.2): an incomplete one may have so many bytes
+before its data counts."""
+
+_BURST_BYTES: Final = 32 * 1024
+_BYTES_PER_S: Final = 32 * 1024
+"""1,200 key updates. Padding counts, too: a client that pads all its records uses this up at some records a second. No
+known client does so by default."""
+
+_OVERHEAD_BYTES: Final = {"TLSv1.3": 5 + 1 + 16}
+"""Bytes of a data record besides its data: header, type and tag, so that records of one byte are free. A higher value
+would credit other records."""
+_OVERHEAD_BYTES_OF_12: Final = 5 + 8 + 16
+"""Of AES-GCM, with the explicit part of its nonce; ChaCha20 has less."""
+
+
+class RecordBudget:
+    """Limits the bytes without data that the peer of one session sends: key updates, alerts, padding.
+
+    A key update of TLS 1.3 has 27 bytes, makes OpenSSL derive keys and answer, and no protocol over the session sees
+    it. A normal peer changes its keys once in millions of records; a burst of 48 KiB is 1,800 updates.
+    """
+
+    def __init__(self, version: str | None, clock: Clock) -> None:
+        """``version`` is that of the session, in OpenSSL's words."""
+        self._overhead_bytes = _OVERHEAD_BYTES.get(version or "", _OVERHEAD_BYTES_OF_12)
+        self._clock = clock
+        self._unexplained = 0
+        self._tokens = float(_BURST_BYTES)
+        self._filled_ns = clock()
+
+    def is_exceeded(self, came: int, *, data: int, records: int) -> bool:
+        """Count received bytes, the data in them and the records with data; True if the session must be aborted."""
+        unexplained = self._unexplained + came - data - records * self._overhead_bytes
+        if unexplained <= _RECORD_BYTES:
+            self._unexplained = max(unexplained, 0)
+            return False
+        self._unexplained = _RECORD_BYTES
+        now_ns = self._clock()
+        refilled = self._tokens + (now_ns - self._filled_ns) * _BYTES_PER_S / 1e9
+        self._filled_ns = now_ns
+        self._tokens = min(_BURST_BYTES, refilled) - (unexplained - _RECORD_BYTES)
+        return self._tokens < 0
+
+    def skip_refill(self) -> None:
+        """Do not refill for the time until now: the peer does not read the responses to its records, which pile up."""
+        self._filled_ns = self._clock()
+
+
+class TlsPort:
+    """State that all TLS sessions of one port share. Loop thread only."""
 
     def __init__(
         self,
@@ -56,15 +104,15 @@ class TlsEntrance:
         alpn: str | None = None,
         clock: Clock = monotonic_ns,
     ) -> None:
-        """Let nobody in yet.
+        """Accept nothing yet.
 
         Args:
-            context: Gives that of the next session.
-            port: Its name, for the log.
-            handshake_timeout_s: From a connection's begin to the end of its handshake.
-            max_handshakes: At one time; who comes beyond that is cut off.
-            alpn: What a client must have negotiated; None for anything.
-            clock: Of what sessions may cost.
+            context: Returns the context of the next session.
+            port: Name, for the log.
+            handshake_timeout_s: From the begin of a connection to the end of its handshake.
+            max_handshakes: At one time; further connections are closed.
+            alpn: Protocol that a client must negotiate; None for any.
+            clock: Of the record budgets.
         """
         self.context: Final = context
         self.port: Final = port
@@ -73,49 +121,49 @@ class TlsEntrance:
         self.alpn: Final = alpn
         self.clock: Final = clock
         self.is_closed = False
-        self.shaking_hands: Final[set[TlsTransport]] = set()
+        self.handshakes: Final[set[TlsTransport]] = set()
 
-    def before(self, make: Callable[..., asyncio.Protocol]) -> Callable[..., asyncio.Protocol]:
-        """A factory of protocols for a listener; ``make`` makes those behind the handshake, of the same arguments."""
+    def wrap(self, make: Callable[..., asyncio.Protocol]) -> Callable[..., asyncio.Protocol]:
+        """A factory of protocols for a listener; it calls ``make`` with the same arguments after the handshake."""
         return lambda *args, **kwargs: TlsTransport(self, lambda: make(*args, **kwargs))
 
     def close(self) -> None:
-        """Let nobody in any more. Who has not ended the handshake has asked for nothing yet."""
+        """Accept no more connections, and abort handshakes: their clients have not sent requests yet."""
         self.is_closed = True
-        for session in list(self.shaking_hands):
+        for session in list(self.handshakes):
             session.abort()
 
 
 class TlsTransport(asyncio.Protocol, asyncio.Transport):
-    """Made for each socket. The protocol behind it is made when the handshake is over."""
+    """The TLS session of one socket. It creates the protocol when the handshake is complete."""
 
-    def __init__(self, entrance: TlsEntrance, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(self, port: TlsPort, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         super().__init__()
-        self._entrance = entrance
+        self._port = port
         self._make_protocol = make_protocol
         self._protocol: asyncio.Protocol | None = None
         self._receiver: asyncio.BufferedProtocol | None = None
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._session: ssl.SSLObject | None = None
-        self._empty: EmptyBytes | None = None
+        self._budget: RecordBudget | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._is_closing = False
         self._has_ended = False
         self._is_dropping = False
         self._is_paused = False
 
-    # The socket's calls
+    # Events of the socket
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket = cast("asyncio.Transport", transport)
-        entrance = self._entrance
-        if entrance.is_closed or len(entrance.shaking_hands) >= entrance.max_handshakes:
+        port = self._port
+        if port.is_closed or len(port.handshakes) >= port.max_handshakes:
             self.abort()
             return
-        entrance.shaking_hands.add(self)
+        port.handshakes.add(self)
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(entrance.handshake_timeout_s, self.abort)
+        self._deadline = loop.call_later(port.handshake_timeout_s, self.abort)
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing or self._is_dropping or self._has_ended:
@@ -130,12 +178,12 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
                 if self._is_closing or self._has_ended:
                     break
         if not self._is_closing:
-            self._hand_on(parts)
+            self._pass_on(parts)
         if len(data) >= _LONG_READ_BYTES:
-            self._rest()
+            self._pause_for_turn()
 
     def eof_received(self) -> bool | None:
-        """Returns what the protocol says, which is asked once: whether the socket stays open for answers."""
+        """Whether the socket stays open for responses, as the protocol decides once."""
         if self._protocol is None or self._is_closing or self._has_ended:
             return self._has_ended and not self._is_closing
         self._has_ended = True
@@ -144,7 +192,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_closing = True
         self._end_handshake()
-        protocol, self._protocol = self._protocol, None  # else both would wait for the garbage collector
+        protocol, self._protocol = self._protocol, None  # breaks a reference cycle
         self._receiver = None
         if protocol is not None:
             protocol.connection_lost(exc)
@@ -157,7 +205,7 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         if self._protocol is not None:
             self._protocol.resume_writing()
 
-    # The protocol's calls
+    # Calls of the protocol
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._is_closing or not data:
@@ -186,19 +234,19 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
                 self.write(part)
 
     def write_eof(self) -> None:
-        """Say farewell behind what was written, and drop all that still comes, unread, until the socket closes."""
+        """Send close_notify behind the written data, and drop received bytes until the socket closes."""
         if not self._is_closing:
             self._is_dropping = True
-            self._say_farewell()
+            self._send_close_notify()
             self._socket.write_eof()
 
     def close(self) -> None:
-        """Say farewell behind what was written, and close when the socket took it all."""
+        """Send close_notify behind the written data, and close when the socket has sent all."""
         if self._is_closing:
             return
         self._is_closing = True
         if self._protocol is not None and not self._is_dropping:
-            self._say_farewell()
+            self._send_close_notify()
         self._socket.close()
 
     def abort(self) -> None:
@@ -248,58 +296,58 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
     def can_write_eof(self) -> bool:
         return True
 
-    # Inside
+    # Internals
 
-    def _shake_hands(self) -> bool:
-        """Go on with the handshake; True when it is over and the protocol there."""
-        entrance = self._entrance
+    def _continue_handshake(self) -> bool:
+        """Continue the handshake; True if it is complete and the protocol exists."""
+        port = self._port
         try:
-            if self._session is None:  # not before the peer said something: it is what costs memory
-                self._session = entrance.context().wrap_bio(self._incoming, self._outgoing, server_side=True)
+            if self._session is None:  # a session needs memory, so not before the first bytes
+                self._session = port.context().wrap_bio(self._incoming, self._outgoing, server_side=True)
             self._session.do_handshake()
         except ssl.SSLWantReadError:
-            self._send_out()
+            self._flush()
             return False
         except ssl.SSLError as error:
             self._refuse(error.reason or str(error))
             return False
-        self._send_out()
-        if entrance.alpn is not None and self._session.selected_alpn_protocol() != entrance.alpn:
-            self._say_farewell()
-            self._refuse(f"the client did not negotiate {entrance.alpn}")
+        self._flush()
+        if port.alpn is not None and self._session.selected_alpn_protocol() != port.alpn:
+            self._send_close_notify()
+            self._refuse(f"the client did not negotiate {port.alpn}")
             return False
         self._end_handshake()
-        self._empty = EmptyBytes(self._session.version(), entrance.clock)
+        self._budget = RecordBudget(self._session.version(), port.clock)
         self._protocol = self._make_protocol()
         self._protocol.connection_made(self)
         return not self._is_closing
 
     def _refuse(self, reason: str) -> None:
-        """Send the alert that says why, and let the peer close in what is left of its time: a reset would undo it."""
-        log_event(logger, logging.DEBUG, "TLS handshake failed", port=self._entrance.port, reason=reason)
+        """Send the alert, and let the peer close until the handshake timeout: a reset could discard the alert."""
+        log_event(logger, logging.DEBUG, "TLS handshake failed", port=self._port.port, reason=reason)
         self._is_closing = True
-        self._send_out()
+        self._flush()
         self._socket.write_eof()
 
     def _end_handshake(self) -> None:
-        self._entrance.shaking_hands.discard(self)
+        self._port.handshakes.discard(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _take(self, data: bytes | memoryview, parts: list[bytes]) -> None:
-        """Decrypt what has come, into ``parts`` or where the protocol wants it; the session may be closing after it."""
+        """Decrypt received bytes into ``parts`` or the buffer of the protocol; the session may close in it."""
         session, incoming = self._session, self._incoming
         incoming.write(data)
         if self._protocol is None:
-            if not self._shake_hands():
+            if not self._continue_handshake():
                 return
             session = self._session
         assert session is not None
-        assert self._empty is not None
+        assert self._budget is not None
         came, data_bytes, records = incoming.pending, 0, 0
         try:
-            while incoming.pending or session.pending():  # of a record that did not fit where it was wanted
+            while incoming.pending or session.pending():  # for a record that did not fit into the buffer
                 count = self._read_record(session, parts)
                 if not count:
                     self._has_ended = True
@@ -313,38 +361,38 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
         except ssl.SSLError as error:
             self._fail(error)
             return
-        if self._outgoing.pending:  # what OpenSSL answers by itself
-            self._send_out()
+        if self._outgoing.pending:  # responses that OpenSSL creates itself
+            self._flush()
             if self._socket.get_write_buffer_size() > _UNREAD_BYTES:
-                self._empty.forgo_refill()
-        if self._empty.are_too_many(came, data=data_bytes, records=records):
-            log_event(logger, logging.DEBUG, "TLS session brings too little data", port=self._entrance.port)
+                self._budget.skip_refill()
+        if self._budget.is_exceeded(came, data=data_bytes, records=records):
+            log_event(logger, logging.DEBUG, "TLS session brings too little data", port=self._port.port)
             self.abort()
 
     def _read_record(self, session: ssl.SSLObject, parts: list[bytes]) -> int:
-        """Decrypt one record, or what there is room for; its bytes, 0 where the peer has sent all."""
+        """Decrypt one record, or the part that fits; its bytes, 0 if the peer has sent close_notify."""
         receiver = self._receiver
         if receiver is None:
-            part = session.read(_RECORD_BYTES)
+            part = session.read(_PLAINTEXT_BYTES)
             if part:
                 parts.append(part)
             return len(part)
-        read: Any = session.read  # its stub knows of no other buffers than bytearray, and of no number
-        count: int = read(_RECORD_BYTES, receiver.get_buffer(_RECORD_BYTES))
+        read: Any = session.read  # its stub lacks buffers other than bytearray, and the returned number
+        count: int = read(_PLAINTEXT_BYTES, receiver.get_buffer(_PLAINTEXT_BYTES))
         if count:
             receiver.buffer_updated(count)
         return count
 
-    def _hand_on(self, parts: list[bytes]) -> None:
-        """As one piece: so that a protocol that pauses is sent nothing more."""
+    def _pass_on(self, parts: list[bytes]) -> None:
+        """Pass all parts on in one call, so that a protocol that pauses receives nothing more."""
         if parts:
             assert self._protocol is not None
             self._protocol.data_received(parts[0] if len(parts) == 1 else b"".join(parts))
         if self._has_ended and not self._is_paused:
             self._end()
 
-    def _rest(self) -> None:
-        """Read no more in this turn of the loop, in which others are waiting."""
+    def _pause_for_turn(self) -> None:
+        """Read no more in this loop turn, so that other connections are served."""
         if not self._is_closing:
             self._socket.pause_reading()
             asyncio.get_running_loop().call_soon(self._read_on)
@@ -354,22 +402,22 @@ class TlsTransport(asyncio.Protocol, asyncio.Transport):
             self._socket.resume_reading()
 
     def _end(self) -> None:
-        """The peer said farewell, which is as if its socket had ended: what was asked before may still be answered."""
+        """Handle close_notify like the end of the socket: earlier requests may still be answered."""
         if not self._is_closing and self._protocol is not None and not self._protocol.eof_received():
             self.close()
 
     def _fail(self, error: ssl.SSLError) -> None:
-        log_event(logger, logging.DEBUG, "TLS session failed", port=self._entrance.port, reason=error.reason)
+        log_event(logger, logging.DEBUG, "TLS session failed", port=self._port.port, reason=error.reason)
         self._is_closing = True
-        self._send_out()
+        self._flush()
         self._socket.close()
 
-    def _say_farewell(self) -> None:
+    def _send_close_notify(self) -> None:
         assert self._session is not None
-        with suppress(ssl.SSLError):  # the peer's own is not there yet, and nobody waits for it
+        with suppress(ssl.SSLError):  # the close_notify of the peer has not arrived and is not needed
             self._session.unwrap()
-        self._send_out()
+        self._flush()
 
-    def _send_out(self) -> None:
+    def _flush(self) -> None:
         if self._outgoing.pending:
             self._socket.write(self._outgoing.read())

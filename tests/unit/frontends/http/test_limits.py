@@ -1,8 +1,19 @@
-"""How long a caller is waited for, by literals."""
+"""Timeouts of each stage and errors for invalid requests, by literals."""
 
+import httptools
 import pytest
 
-from ortserve.frontends.http.limits import Due, HttpLimits, Stage, Waiting, header_bytes
+from ortserve.errors import ErrorKind
+from ortserve.frontends.http.limits import (
+    Due,
+    HttpLimits,
+    Stage,
+    StageTimer,
+    announced_chunk_bytes,
+    header_bytes,
+    parse_error,
+)
+from ortserve.frontends.http.responses import failure
 
 LIMITS = HttpLimits(
     max_connections=10,
@@ -18,61 +29,61 @@ LIMITS = HttpLimits(
 REQUEST = object()
 
 
-def look(
-    waiting: Waiting, at_s: float, stage: Stage, *, subject: object = REQUEST, came: int = 0, unsent: int = 0
+def check(
+    timer: StageTimer, at_s: float, stage: Stage, *, subject: object = REQUEST, came: int = 0, unsent: int = 0
 ) -> Due:
-    return waiting.look(int(at_s * 1e9), stage, subject, came, unsent)
+    return timer.check(int(at_s * 1e9), stage, subject, came, unsent)
 
 
 @pytest.mark.parametrize(
     ("stage", "limit_s", "due"),
-    [(Stage.REQUEST, 8, Due.CLOSE), (Stage.HEADERS, 2, Due.REFUSE), (Stage.BODY, 4, Due.REFUSE)],
+    [(Stage.REQUEST, 8, Due.CLOSE), (Stage.HEADERS, 2, Due.REJECT), (Stage.BODY, 4, Due.REJECT)],
 )
 def test_caller_who_sends_nothing_is_waited_for_as_long_as_the_limit_says(
     stage: Stage, limit_s: float, due: Due
 ) -> None:
-    waiting = Waiting(LIMITS)
-    assert look(waiting, 100, stage) is Due.NOTHING
-    assert look(waiting, 100 + limit_s - 0.1, stage) is Due.NOTHING
-    assert look(waiting, 100 + limit_s, stage) is due
+    timer = StageTimer(LIMITS)
+    assert check(timer, 100, stage) is Due.NOTHING
+    assert check(timer, 100 + limit_s - 0.1, stage) is Due.NOTHING
+    assert check(timer, 100 + limit_s, stage) is due
 
 
 def test_headers_that_trickle_are_not_waited_for_any_longer() -> None:
-    waiting = Waiting(LIMITS)
-    dues = [look(waiting, tenth / 10, Stage.HEADERS, came=tenth * 40) for tenth in range(21)]
-    assert dues == [Due.NOTHING] * 20 + [Due.REFUSE]
+    timer = StageTimer(LIMITS)
+    dues = [check(timer, tenth / 10, Stage.HEADERS, came=tenth * 40) for tenth in range(21)]
+    assert dues == [Due.NOTHING] * 20 + [Due.REJECT]
 
 
 @pytest.mark.parametrize("per_second", [99, 100, 1000])
 def test_body_must_come_at_the_rate_in_each_span(per_second: int) -> None:
-    waiting = Waiting(LIMITS)
-    dues = [look(waiting, second, Stage.BODY, came=second * per_second) for second in range(13)]
-    assert (Due.REFUSE in dues) == (per_second < 100)
+    timer = StageTimer(LIMITS)
+    dues = [check(timer, second, Stage.BODY, came=second * per_second) for second in range(13)]
+    assert (Due.REJECT in dues) == (per_second < 100)
 
 
 def test_body_that_came_fast_at_first_has_no_credit_for_later() -> None:
-    waiting = Waiting(LIMITS)
+    timer = StageTimer(LIMITS)
     came = [0, 1_000_000, 1_000_000, 1_000_001, 1_000_001, 1_000_002, 1_000_002, 1_000_003, 1_000_003]
-    dues = [look(waiting, second, Stage.BODY, came=size) for second, size in enumerate(came)]
-    assert dues == [Due.NOTHING] * 8 + [Due.REFUSE]
+    dues = [check(timer, second, Stage.BODY, came=size) for second, size in enumerate(came)]
+    assert dues == [Due.NOTHING] * 8 + [Due.REJECT]
 
 
 def test_next_request_is_waited_for_anew() -> None:
-    waiting = Waiting(LIMITS)
+    timer = StageTimer(LIMITS)
     for number in range(50):
-        assert look(waiting, number, Stage.HEADERS, subject=object()) is Due.NOTHING
-        assert look(waiting, number + 0.5, Stage.REQUEST, subject=object()) is Due.NOTHING
+        assert check(timer, number, Stage.HEADERS, subject=object()) is Due.NOTHING
+        assert check(timer, number + 0.5, Stage.REQUEST, subject=object()) is Due.NOTHING
 
 
 def test_server_is_waited_for_without_a_limit() -> None:
-    waiting = Waiting(LIMITS)
-    assert {look(waiting, second, Stage.ANSWER) for second in range(100)} == {Due.NOTHING}
+    timer = StageTimer(LIMITS)
+    assert {check(timer, second, Stage.RESPONSE) for second in range(100)} == {Due.NOTHING}
 
 
 def test_caller_who_takes_nothing_of_an_answer_is_left() -> None:
-    waiting = Waiting(LIMITS)
+    timer = StageTimer(LIMITS)
     unsent = [0, 1000, 1000, 900, 900, 900, 900, 900, 900, 900]
-    dues = [look(waiting, second, Stage.ANSWER, unsent=size) for second, size in enumerate(unsent)]
+    dues = [check(timer, second, Stage.RESPONSE, unsent=size) for second, size in enumerate(unsent)]
     assert dues == [Due.NOTHING] * 9 + [Due.ABORT]
 
 
@@ -83,3 +94,49 @@ def test_each_limit_is_looked_at_four_times() -> None:
 def test_headers_are_as_large_as_they_travel() -> None:
     head = b"/v2 HTTP/1.1\r\n" + b"a: b\r\n" + b"long-name: value\r\n"
     assert header_bytes(b"/v2 HTTP/1.1\r\n", [(b"a", b"b"), (b"long-name", b"value")]) == len(head)
+
+
+@pytest.mark.parametrize(
+    ("data", "content_bytes", "size"),
+    [
+        (b"ff\r\n", 0, 255),
+        (b"ff\r\nabc", 3, 255),
+        (b"8000000000000000\r\n", 0, 2**63),
+        (b"x: y\r\n\r\n00FF\r\n\r\n", 2, 255),
+        (b"5\r\nabcde\r\nA;a=b\r\n12", 2, 10),
+        (b"ff\r\nff\r\nff\r\n", 8, 255),
+        (b"\r\n", 0, 0),
+        (b";a=b\r\n1", 1, 0),
+        (b"\n", 0, 0),
+    ],
+)
+def test_size_of_a_chunk_is_that_of_the_line_before_its_content(data: bytes, content_bytes: int, size: int) -> None:
+    assert announced_chunk_bytes(data, content_bytes) == size
+
+
+@pytest.mark.parametrize("begin", range(1, 16))
+def test_rest_of_a_line_never_spells_more_than_the_chunk_has(begin: int) -> None:
+    assert announced_chunk_bytes(b"0123456789abcdef\r\n"[begin:], 0) <= 0x0123456789ABCDEF
+
+
+@pytest.mark.parametrize(
+    ("reason", "data", "text"),
+    [
+        ("Invalid HTTP version", b"GET / HTTP/1.2\r\n", "expected HTTP/1.1 or HTTP/1.0, got HTTP/1.2"),
+        ("Invalid HTTP version", b"GET / HTTP/1.1\r\n\r\nGET / HTTP/7.1\r\n", "got HTTP/7.1"),
+        ("Invalid HTTP version", b".3\r\n", "got another version"),
+        ("Pause on PRI/Upgrade", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "got HTTP/2.0"),
+    ],
+)
+def test_other_versions_are_named_where_they_are_seen(reason: str, data: bytes, text: str) -> None:
+    error = parse_error(httptools.HttpParserError(reason), memoryview(data))
+    assert (error.kind, failure(error).status) == (ErrorKind.UNSUPPORTED, 505)
+    assert error.message.endswith(text)
+
+
+def test_fault_of_a_request_is_the_parsers_reason() -> None:
+    error = parse_error(httptools.HttpParserInvalidMethodError("Invalid method encountered"), b"")
+    assert (error.kind, error.message) == (
+        ErrorKind.INVALID_INPUT,
+        "malformed HTTP request: invalid method encountered",
+    )

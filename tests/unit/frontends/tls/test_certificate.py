@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 
 from certificates import Secret
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.tls.certificate import Certificate, TlsFiles, judge, read_files
+from ortserve.frontends.tls.certificate import Certificate, TlsFiles, parse_certificate, read_files
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def secret(tmp_path: Path) -> Secret:
 
 def read(secret: Secret, *, client_ca: Path | None = None) -> Certificate:
     files = TlsFiles(secret.cert, secret.key, client_ca)
-    return judge(read_files(files), files)
+    return parse_certificate(read_files(files), files)
 
 
 def complaint(secret: Secret, *, client_ca: Path | None = None) -> str:

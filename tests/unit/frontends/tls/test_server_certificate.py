@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from certificates import Secret, serial_of
 from ortserve.errors import ServeError
-from ortserve.frontends.tls import server_certificate
-from ortserve.frontends.tls.certificate import FileContents, TlsFiles, read_files
-from ortserve.frontends.tls.server_certificate import Port, ServerCertificate
+from ortserve.frontends.tls import certificate
+from ortserve.frontends.tls.certificate import FileContents, Port, ServerCertificate, TlsFiles, read_files
 
 
 class Counts:
@@ -114,7 +113,7 @@ def test_files_that_change_while_they_are_read_are_not_mixed_up(
         swapped.renew()
         return contents
 
-    monkeypatch.setattr(server_certificate, "read_files", read_and_swap)
+    monkeypatch.setattr(certificate, "read_files", read_and_swap)
     assert Served(tmp_path, secret=swapped).serial() == judged
 
 

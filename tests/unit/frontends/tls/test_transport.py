@@ -18,7 +18,7 @@ import trustme
 import uvloop
 
 from fakes.clock import FakeClock
-from ortserve.frontends.tls.transport import TlsEntrance, TlsTransport
+from ortserve.frontends.tls.transport import TlsPort, TlsTransport
 from tls_records import ClientRecords
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Taker(asyncio.BufferedProtocol):
 
 
 class Listener:
-    """A loop in a thread of its own, as the server's, with an entrance on a port."""
+    """A loop in a thread of its own, as the server's, with TLS on a port."""
 
     def __init__(self, *, alpn: str | None, handshake_timeout_s: float) -> None:
         self._loop = uvloop.new_event_loop()
@@ -107,7 +107,7 @@ class Listener:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["h2"])
         AUTHORITY.issue_cert("127.0.0.1").configure_cert(context)
-        self.entrance = TlsEntrance(
+        self.tls_port = TlsPort(
             lambda: context,
             port="test",
             handshake_timeout_s=handshake_timeout_s,
@@ -173,7 +173,7 @@ class Listener:
     def close(self) -> None:
         async def close() -> None:
             self._server.close()
-            self.entrance.close()
+            self.tls_port.close()
             for recorder in self._made:
                 recorder.transport.abort()
                 await recorder.until(lambda told: "lost" in told.calls)
@@ -188,7 +188,7 @@ class Listener:
             self._made.append(Recorder())
             return self._made[-1]
 
-        server = await self._loop.create_server(self.entrance.before(make), "127.0.0.1", 0)
+        server = await self._loop.create_server(self.tls_port.wrap(make), "127.0.0.1", 0)
         return cast("asyncio.Server", server)
 
 
@@ -442,7 +442,7 @@ def test_who_does_not_finish_the_handshake_is_cut_off_and_holds_up_nobody(said: 
             for raw in slow:
                 with raw, suppress(ConnectionResetError):
                     assert raw.recv(1) == b""
-            assert not listener.call(lambda: set(listener.entrance.shaking_hands))
+            assert not listener.call(lambda: set(listener.tls_port.handshakes))
             listener.call(lambda: recorder.transport.write(b"still there"))
             assert session.recv(100) == b"still there"
 
@@ -454,7 +454,7 @@ def test_handshakes_beyond_the_limit_are_cut_off_and_the_others_go_on() -> None:
         with socket.create_connection(address, timeout=LONG_S) as beyond, suppress(ConnectionResetError):
             assert beyond.recv(1) == b""
         slow.pop().close()
-        while listener.call(lambda: len(listener.entrance.shaking_hands)) == MAX_HANDSHAKES:
+        while listener.call(lambda: len(listener.tls_port.handshakes)) == MAX_HANDSHAKES:
             pass  # until the listener has seen that it left
         session, recorder = listener.connect()
         with session:
@@ -479,11 +479,11 @@ def test_client_that_did_not_negotiate_the_protocol_is_sent_away(offered: str | 
         assert listener.count() == 1
 
 
-def test_handshakes_under_way_end_with_the_entrance(listener: Listener) -> None:
+def test_handshakes_under_way_end_with_the_port(listener: Listener) -> None:
     with socket.create_connection(("127.0.0.1", listener.port), timeout=LONG_S) as raw:
         raw.sendall(b"\x16")
-        listener.run(lambda: _until(lambda: bool(listener.entrance.shaking_hands)))
-        listener.call(listener.entrance.close)
+        listener.run(lambda: _until(lambda: bool(listener.tls_port.handshakes)))
+        listener.call(listener.tls_port.close)
         with suppress(ConnectionResetError):
             assert raw.recv(1) == b""
 

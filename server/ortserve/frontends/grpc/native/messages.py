@@ -15,8 +15,7 @@ from ortserve.core.large_memory import LargeMemory
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.frontends.grpc.native.flow_control import STREAM_WINDOW
 from ortserve.frontends.grpc.router import too_large
-from ortserve.frontends.inflating import inflate_all
-from ortserve.frontends.large_body import LargeBody, begin_large
+from ortserve.frontends.large_body import LargeBody, begin_large, inflate_all
 from ortserve.service.gate import Hold
 
 PREFIX_BYTES: Final = 5

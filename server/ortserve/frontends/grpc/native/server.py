@@ -6,7 +6,6 @@ from functools import partial
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.frontends.connection_age import draw_age_s
 from ortserve.frontends.grpc.calls import Handler, QuickCall
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
@@ -15,8 +14,8 @@ from ortserve.frontends.grpc.native.flow_control import UnsentBudget
 from ortserve.frontends.grpc.native.limits import Limits
 from ortserve.frontends.grpc.router import max_message_bytes
 from ortserve.frontends.grpc.streams import Streams
-from ortserve.frontends.tls.transport import TlsEntrance
-from ortserve.listening import open_listener
+from ortserve.frontends.tls.transport import TlsPort
+from ortserve.listening import draw_age_s, open_listener
 from ortserve.service.access import Guard
 from ortserve.service.gate import Hold
 
@@ -42,7 +41,7 @@ class NativeGrpcServer:
         on_connection_error: Callable[[str], None],
         encoding: bytes = b"",
         guards: Mapping[str, Guard] | None = None,
-        tls: TlsEntrance | None = None,
+        tls: TlsPort | None = None,
     ) -> None:
         """Store the parameters; ``start`` opens the port.
 
@@ -96,7 +95,7 @@ class NativeGrpcServer:
             encoding=self._encoding,
             guards=self._guards,
         )
-        factory = self._tls.before(self._connect) if self._tls else self._connect
+        factory = self._tls.wrap(self._connect) if self._tls else self._connect
         listener = open_listener("grpc_port", self._host, self._port)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(factory, sock=listener, backlog=_BACKLOG)

@@ -2,24 +2,24 @@
 
 import pytest
 
-from ortserve.frontends.exposure import open_to_everybody
+from ortserve.frontends.access import unguarded_groups
 from ortserve.service.access import Group
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"])
 def test_nothing_is_open_on_the_loopback_address(host: str) -> None:
-    assert open_to_everybody(host, (), loads_models=True, shares_memory=True) == ()
+    assert unguarded_groups(host, (), loads_models=True, shares_memory=True) == ()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "server.example.com"])
 def test_all_groups_without_keys_are_open_elsewhere(host: str) -> None:
-    told = open_to_everybody(host, (), loads_models=False, shares_memory=False)
+    told = unguarded_groups(host, (), loads_models=False, shares_memory=False)
     assert told == ("infer", "metadata", "control (log settings)", "metrics")
 
 
 def test_groups_with_keys_are_not_open() -> None:
-    assert open_to_everybody("::", (Group.INFER, Group.METADATA), loads_models=True, shares_memory=True) == (
+    assert unguarded_groups("::", (Group.INFER, Group.METADATA), loads_models=True, shares_memory=True) == (
         "control (log settings, loading models, shared memory)",
         "metrics",
     )
-    assert open_to_everybody("::", tuple(Group), loads_models=True, shares_memory=True) == ()
+    assert unguarded_groups("::", tuple(Group), loads_models=True, shares_memory=True) == ()

@@ -1,14 +1,13 @@
-"""What do the fast lanes save, against the plain ways through the same server?
+"""How long does a gRPC call take on the native transport, compared with grpcio's?
 
-Level: server. Expected: an infer request over REST takes at most 0.6 of the CPU that the plain ASGI route takes at 32
-connections, and at most 0.65 of its median time at one; a gRPC call on the native transport takes at most 0.65 of the
-median time on grpcio's, one in flight, and one of 600 KB or 16 MB no longer.
+Level: server. Expected: a call on the native transport takes at most 0.65 of the median time on grpcio's, one in
+flight, and a call of 600 KB or 16 MB takes no longer.
 
-    python loadtests/lanes.py [--rounds 5] [--seconds 4]
+    python loadtests/grpc_latency.py [--rounds 5]
 
-One server for each way runs all the time, one is asked at a time, in turns. REST is loaded by wrk, gRPC called by one
-grpcio client, whose own share of a call is in its times; answers are compared with ONNX Runtime's own. The callers
-share the servers' processors. Writes ``loadtests/results/lanes.md``.
+One server for each transport runs all the time, and the servers are called in turns by one grpcio client, whose own
+share of a call is included. Answers are compared with ONNX Runtime's own. The caller shares the servers' processors.
+Writes ``loadtests/results/grpc_latency.md``.
 """
 
 import argparse
@@ -30,13 +29,12 @@ import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 
-from harness import checking, circumstances, post, serving, spread, table, wrk  # noqa: E402
+from harness import circumstances, post, serving, spread, table  # noqa: E402
 from models.builders import identity, mlp  # noqa: E402
 from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
 
-REST = {"plain": "--no-http-lane", "lane": "--http-lane"}
-GRPC = {"grpcio": "--grpc-transport=grpcio", "native": "--grpc-transport=native"}
-PORTS = {"plain": 18200, "lane": 18210, "grpcio": 18220, "native": 18230}
+TRANSPORTS = {"grpcio": "--grpc-transport=grpcio", "native": "--grpc-transport=native"}
+PORTS = {"grpcio": 18220, "native": 18230}
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 LARGE = {"600 KB": (150_000, 40), "16 MB": (4_000_000, 8)}
 """Numbers of a request, and calls of a round."""
@@ -69,7 +67,6 @@ class Way:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=int, default=4)
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
     measured: dict[tuple[str, str], list[float]] = {}
@@ -89,34 +86,21 @@ def main() -> None:
         session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         expected = session.run(None, {"x": row})[0].ravel()
 
-        def start(flags: dict[str, str]) -> dict[str, Way]:
-            return {
-                name: Way(
-                    servers.enter_context(serving(folder / "models", PORTS[name], flag)), PORTS[name], row, expected
-                )
-                for name, flag in flags.items()
-            }
-
-        rest, rpc = start(REST), start(GRPC)
-
-        def loaded(way: Way, connections: int) -> tuple[float, float]:
-            with checking(way.check):
-                load = wrk(way.url, way.body, folder, pid=way.pid, connections=connections, seconds=options.seconds)
-            return load.cpu_us, load.p50_ms * 1e3
-
-        for way in (*rest.values(), *rpc.values()):  # warm-up, not counted
-            loaded(way, 8)
+        servers_by_name = {
+            name: Way(servers.enter_context(serving(folder / "models", PORTS[name], flag)), PORTS[name], row, expected)
+            for name, flag in TRANSPORTS.items()
+        }
+        for way in servers_by_name.values():  # warm-up, not counted
+            calls_us(way, "mlp", way.row, way.expected, 200)
         for number in range(1, options.rounds + 1):
-            take("REST, 32 connections, CPU", rest, lambda way: loaded(way, 32)[0], number)
-            take("REST, one, p50", rest, lambda way: loaded(way, 1)[1], number)
-            take("gRPC, one, p50", rpc, lambda way: calls_us(way, "mlp", way.row, way.expected, 2000), number)
+            take("one call", servers_by_name, lambda way: calls_us(way, "mlp", way.row, way.expected, 2000), number)
             for size, (numbers, calls) in LARGE.items():
                 array = np.arange(numbers, dtype=np.float32).reshape(1, -1)
 
                 def call_large(way: Way, array: np.ndarray = array, calls: int = calls) -> float:
                     return calls_us(way, "wide", array, array.ravel(), calls)
 
-                take(f"gRPC, {size}, p50", rpc, call_large, number)
+                take(size, servers_by_name, call_large, number)
     report(measured, options)
 
 
@@ -138,38 +122,31 @@ def calls_us(way: Way, model: str, array: np.ndarray, expected: np.ndarray, call
     return statistics.median(taken[calls // 4 :])
 
 
-_ASKED = {
-    "REST, 32 connections, CPU": 0.6,
-    "REST, one, p50": 0.65,
-    "gRPC, one, p50": 0.65,
-    "gRPC, 600 KB, p50": 1.0,
-    "gRPC, 16 MB, p50": 1.0,
-}
+_EXPECTED = {"one call": 0.65, "600 KB": 1.0, "16 MB": 1.0}
 
 
 _CAVEATS = (
-    "Medians (lowest to highest) of {rounds} rounds in which the ways took turns; µs of CPU of the server a request, "
-    "or of median time. Plain is the ASGI route of REST and grpcio's transport, by the same server with the same "
-    "codecs and batcher. Samples or last answers were compared with ONNX Runtime's own."
+    "Medians (lowest to highest) of {rounds} rounds in which the transports took turns; µs of median time of a call. "
+    "Both servers have the same codecs and batcher. The last answers were compared with ONNX Runtime's own."
 )
 
 
 def report(measured: dict[tuple[str, str], list[float]], options: argparse.Namespace) -> None:
     rows = []
-    for what, asked in _ASKED.items():
-        plain, fast = (measured[what, name] for name in (GRPC if what.startswith("gRPC") else REST))
-        ratio = [one / other for one, other in zip(fast, plain, strict=True)]
-        rows.append([what, spread(plain), spread(fast), spread(ratio), f"{asked:g}"])
+    for what, expected in _EXPECTED.items():
+        grpcio, native = (measured[what, name] for name in TRANSPORTS)
+        ratio = [one / other for one, other in zip(native, grpcio, strict=True)]
+        rows.append([what, spread(grpcio), spread(native), spread(ratio), f"{expected:g}"])
     text = "\n\n".join(
         [
-            "# The fast lanes and the plain ways",
+            "# gRPC calls on the native transport and on grpcio's",
             circumstances(),
             _CAVEATS.format(rounds=options.rounds),
-            table(["what", "plain", "fast lane", "fast / plain", "at most, as asked"], rows),
+            table(["call", "grpcio", "native", "native / grpcio", "expected at most"], rows),
         ]
     )
     options.results.mkdir(exist_ok=True)
-    (options.results / "lanes.md").write_text(text + "\n")
+    (options.results / "grpc_latency.md").write_text(text + "\n")
     print(text)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from ortserve.frontends.http import health
-from ortserve.frontends.http.health import HealthFromThreads
+from ortserve.frontends.http import model_routes
+from ortserve.frontends.http.model_routes import HealthFromThreads
 
 
 @dataclass
@@ -51,7 +51,7 @@ def test_both_questions_are_answered_and_no_other(loop: asyncio.AbstractEventLoo
 
 
 def test_loop_that_is_stuck_is_not_live(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(model_routes, "_LOOP_TIMEOUT_S", 0.05)
     is_seen = threading.Event()
     loop.call_soon_threadsafe(is_seen.wait)
     told = HealthFromThreads(Models(), loop).answer("/v2/health/live")

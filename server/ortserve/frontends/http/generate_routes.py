@@ -1,6 +1,5 @@
 """``POST /v2/models/{model}[/versions/{version}]/generate`` and ``…/generate_stream``, through FastAPI."""
 
-import asyncio
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -8,22 +7,19 @@ from fastapi import APIRouter, Request, Response
 from ortserve.clock import Clock
 from ortserve.codecs.generate import GenerateEncoder, GenerateRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
-from ortserve.frontends.http.announcement import Announcement, read_announcement
-from ortserve.frontends.http.answers import body_too_large
-from ortserve.frontends.http.body import read_body
-from ortserve.frontends.http.connection import connection_of
-from ortserve.frontends.http.encodings import UnknownEncodingError
-from ortserve.frontends.http.path_parameters import ModelName, ModelVersion
+from ortserve.frontends.http.asgi_exchange import exchange_of
+from ortserve.frontends.http.documents import ModelName, ModelVersion
+from ortserve.frontends.http.request_body import read_body
+from ortserve.frontends.http.request_head import Header, InferHeaders, UnknownEncodingError, read_infer_headers
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import HttpTraces
+from ortserve.service.gate import BodyAdmission
 from ortserve.service.inference import InferenceService
 from ortserve.service.models import ModelService
 from ortserve.telemetry.tracing import Trace
 
 _JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream; charset=utf-8"
-
-_LEFT: Final = 499  # sent to nobody
 
 _REQUEST: Final[dict[str, Any]] = {
     "requestBody": {
@@ -35,7 +31,7 @@ _REQUEST: Final[dict[str, Any]] = {
 }
 
 
-def make_generate_router(
+def generate_routes(
     inference: InferenceService,
     models: ModelService,
     *,
@@ -44,37 +40,60 @@ def make_generate_router(
     traces: HttpTraces | None = None,
     load_reports: LoadReports | None = None,
 ) -> APIRouter:
-    """The four routes. The body is read as bytes, whatever its Content-Type says."""
+    """The four routes. The body is read as bytes, whatever its Content-Type."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
-    route = GenerateRoute(
+    generation = _Generation(
         inference, models, max_body_bytes=max_body_bytes, clock=clock, traces=traces, load_reports=load_reports
     )
 
     @router.post("/generate", openapi_extra=_REQUEST)
     async def generate(model: ModelName, request: Request) -> Response:
         """Run the model's highest ready version like a function: one JSON object in, one out."""
-        return await route.answer(request, model, "", is_stream=False)
+        return await generation.answer(request, model, "", is_stream=False)
 
     @router.post("/versions/{version}/generate", openapi_extra=_REQUEST)
     async def generate_version(model: ModelName, version: ModelVersion, request: Request) -> Response:
         """Run this version of the model like a function: one JSON object in, one out."""
-        return await route.answer(request, model, version, is_stream=False)
+        return await generation.answer(request, model, version, is_stream=False)
 
     @router.post("/generate_stream", openapi_extra=_REQUEST)
     async def generate_stream(model: ModelName, request: Request) -> Response:
         """The same, answered as server-sent events: one, because an ONNX model answers once."""
-        return await route.answer(request, model, "", is_stream=True)
+        return await generation.answer(request, model, "", is_stream=True)
 
     @router.post("/versions/{version}/generate_stream", openapi_extra=_REQUEST)
     async def generate_stream_version(model: ModelName, version: ModelVersion, request: Request) -> Response:
         """The same, answered as server-sent events: one, because an ONNX model answers once."""
-        return await route.answer(request, model, version, is_stream=True)
+        return await generation.answer(request, model, version, is_stream=True)
 
     return router
 
 
-class GenerateRoute:
-    """Reads the body, hands it to the service and makes the response. Loop thread only."""
+class _GenerateHead:
+    """The head of a generate request, for admission. ``AsgiEndpoint`` has checked the key."""
+
+    def __init__(self, headers: list[Header]) -> None:
+        self._headers = headers
+        self.read = InferHeaders()
+
+    def credentials(self) -> list[bytes]:
+        return []
+
+    def body_bytes(self) -> int:
+        """Raises ServeError: invalid_input, also for a compressed body, which only infer takes."""
+        try:
+            self.read = read_infer_headers(self._headers)
+        except UnknownEncodingError as error:
+            raise ServeError(ErrorKind.INVALID_INPUT, error.message) from None
+        if self.read.encoding is not None:
+            raise invalid_input(
+                f"Content-Encoding '{self.read.encoding.value}' is not supported for generate: expected identity"
+            )
+        return self.read.body_bytes
+
+
+class _Generation:
+    """Receives a request, runs it and makes the response. Loop thread only."""
 
     def __init__(
         self,
@@ -88,50 +107,36 @@ class GenerateRoute:
     ) -> None:
         self._inference = inference
         self._models = models
-        self._max_body_bytes = max_body_bytes
+        self._admission = BodyAdmission(
+            "http", inference.hold, inference.count_refused_body, max_body_bytes=max_body_bytes
+        )
         self._clock = clock
         self._traces = traces
         self._load_reports = load_reports
 
     async def answer(self, request: Request, model: str, version: str, *, is_stream: bool) -> Response:
-        """Answer one request.
+        """Answer one request. Its task is cancelled if the caller leaves.
 
         Raises:
-            ServeError: Whatever went wrong, before the answer began.
+            ServeError: The request failed before the response began.
         """
         received_ns = self._clock()
-        connection = connection_of(request.scope)
-        connection.answering = asyncio.current_task()
-        try:
-            return await self._run(request, model, version, received_ns, is_stream=is_stream)
-        except asyncio.CancelledError:
-            if not connection.has_left:
-                raise
-            return Response(status_code=_LEFT)
-        finally:
-            connection.answering = None
-
-    async def _run(self, request: Request, model: str, version: str, received_ns: int, *, is_stream: bool) -> Response:
-        inference = self._inference
+        exchange = exchange_of(request.scope)
+        exchange.cancels_with_caller = True
+        inference, admission = self._inference, self._admission
         trace: Trace | None = None
         if self._traces is not None:
             scope, route = request.scope, "generate_stream" if is_stream else "generate"
             trace = self._traces.begin(route, version, scope["raw_path"], scope["headers"])
-        try:
-            announced = self._announced(request)
-            hold = inference.hold(announced.body_size)
-        except ServeError as error:
-            inference.count_refused_body("http", error.kind, received_ns, trace)
-            raise
-        with hold:
+        head = _GenerateHead(request.scope["headers"])
+        with admission.admit(head, received_ns, trace) as hold:
             try:
-                body = await read_body(request.receive, hold, max_bytes=self._max_body_bytes)
+                body = await read_body(request.receive, hold, max_bytes=admission.max_body_bytes)
             except ServeError as error:
-                inference.count_refused_body("http", error.kind, received_ns, trace)
+                if error.kind is not ErrorKind.CANCELLED:  # the caller left before there was a request
+                    admission.count(error, received_ns, trace)
                 raise
-            if body is None:
-                return Response(status_code=_LEFT)
-            call = inference.receive("http", announced.timeout_ns, trace, received_ns)
+            call = inference.receive("http", head.read.timeout_ns, trace, received_ns)
             content = await inference.serve(
                 call,
                 GenerateRequest(
@@ -145,21 +150,7 @@ class GenerateRoute:
             )
         headers = {"server-timing": call.timing.server_timing().decode()}
         reports = self._load_reports
-        if reports is not None and (report := reports.header(announced.load_format)) is not None:
+        if reports is not None and (report := reports.header(head.read.load_format)) is not None:
             name, value = report
             headers[name.decode()] = value.decode()
         return Response(content, media_type=_EVENTS if is_stream else _JSON, headers=headers)
-
-    def _announced(self, request: Request) -> Announcement:
-        """Raises ServeError: too_large; invalid_input for a compressed body, which only infer takes."""
-        try:
-            announced = read_announcement(request.scope["headers"])
-        except UnknownEncodingError as error:
-            raise ServeError(ErrorKind.INVALID_INPUT, error.message) from None
-        if announced.encoding is not None:
-            raise invalid_input(
-                f"Content-Encoding '{announced.encoding.value}' is not supported for generate: expected identity"
-            )
-        if announced.body_size > self._max_body_bytes:
-            raise body_too_large(announced.body_size, self._max_body_bytes)
-        return announced

@@ -3,17 +3,17 @@
 import pytest
 
 from fakes.clock import FakeClock
-from ortserve.frontends.tls.empty_bytes import EmptyBytes
+from ortserve.frontends.tls.transport import RecordBudget
 
 KEY_UPDATE = 27
 RECORD = 5 + 16 * 1024 + 17
 SECOND_NS = 1_000_000_000
 
 
-def spend(account: EmptyBytes, came: int) -> int:
+def spend(account: RecordBudget, came: int) -> int:
     """Bytes without data until the peer is cut off, ``came`` at a time."""
     spent = came
-    while not account.are_too_many(came, data=0, records=0):
+    while not account.is_exceeded(came, data=0, records=0):
         spent += came
         assert spent < 10_000_000
     return spent
@@ -21,7 +21,7 @@ def spend(account: EmptyBytes, came: int) -> int:
 
 def test_48_kib_of_nothing_are_borne_at_once_and_32_more_each_second() -> None:
     clock = FakeClock()
-    account = EmptyBytes("TLSv1.3", clock)
+    account = RecordBudget("TLSv1.3", clock)
     assert spend(account, KEY_UPDATE) == pytest.approx(48 * 1024, rel=0.02)
     clock.advance(SECOND_NS // 2)
     assert spend(account, KEY_UPDATE) == pytest.approx(16 * 1024, rel=0.02)
@@ -31,28 +31,28 @@ def test_48_kib_of_nothing_are_borne_at_once_and_32_more_each_second() -> None:
 
 def test_refill_can_be_forgone() -> None:
     clock = FakeClock()
-    account = EmptyBytes("TLSv1.3", clock)
+    account = RecordBudget("TLSv1.3", clock)
     spend(account, KEY_UPDATE)
     clock.advance(100 * SECOND_NS)
-    account.forgo_refill()
+    account.skip_refill()
     assert spend(account, KEY_UPDATE) == KEY_UPDATE
 
 
 @pytest.mark.parametrize(("version", "head"), [("TLSv1.3", 22), ("TLSv1.2", 29), ("TLSv1.2", 21)])
 def test_records_of_one_byte_bring_enough(version: str, head: int) -> None:
-    account = EmptyBytes(version, FakeClock())
-    assert not any(account.are_too_many(head + 1, data=1, records=1) for _ in range(100_000))
+    account = RecordBudget(version, FakeClock())
+    assert not any(account.is_exceeded(head + 1, data=1, records=1) for _ in range(100_000))
 
 
 def test_parts_of_records_are_explained_by_what_comes_after_them() -> None:
-    account = EmptyBytes("TLSv1.3", FakeClock())
+    account = RecordBudget("TLSv1.3", FakeClock())
     for _ in range(1000):
-        assert not account.are_too_many(RECORD - 1, data=0, records=0)
-        assert not account.are_too_many(1, data=RECORD - 22, records=1)
+        assert not account.is_exceeded(RECORD - 1, data=0, records=0)
+        assert not account.is_exceeded(1, data=RECORD - 22, records=1)
 
 
 @pytest.mark.parametrize("records", [1, 4, 100])
 def test_records_of_data_pay_for_nothing_else(records: int) -> None:
-    account = EmptyBytes("TLSv1.3", FakeClock())
+    account = RecordBudget("TLSv1.3", FakeClock())
     came = KEY_UPDATE + records * 23
-    assert any(account.are_too_many(came, data=records, records=records) for _ in range(2_500))
+    assert any(account.is_exceeded(came, data=records, records=records) for _ in range(2_500))

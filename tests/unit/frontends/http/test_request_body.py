@@ -10,8 +10,8 @@ import pytest
 
 from ortserve.codecs.compression import Encoding, compress
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.answers import Answer
-from ortserve.frontends.http.compressed import compressed, inflate, is_quickly_compressed, is_to_compress
+from ortserve.frontends.http.request_body import inflate
+from ortserve.frontends.http.responses import HttpResponse, compressed, compresses_inline, should_compress
 from ortserve.service.gate import BodyGate
 
 TEXT = b"[" + b"0.123456," * 3000 + b"0]"
@@ -67,16 +67,16 @@ async def test_body_over_the_limit_is_refused_wherever_it_is_inflated() -> None:
         assert caught.value.kind is ErrorKind.TOO_LARGE
 
 
-def answer(body: bytes, status: int = 200) -> Answer:
-    return Answer(status, body, ((b"content-type", b"application/json"),))
+def answer(body: bytes, status: int = 200) -> HttpResponse:
+    return HttpResponse(status, body, ((b"content-type", b"application/json"),))
 
 
 def test_answer_is_compressed_where_it_is_wanted_and_pays() -> None:
-    assert is_to_compress(answer(TEXT), Encoding.GZIP, min_bytes=len(TEXT))
-    assert not is_to_compress(answer(TEXT), Encoding.GZIP, min_bytes=len(TEXT) + 1)
-    assert not is_to_compress(answer(TEXT), None, min_bytes=0)
-    assert not is_to_compress(answer(TEXT, 400), Encoding.GZIP, min_bytes=0)
-    assert not is_to_compress(answer(os.urandom(20_000)), Encoding.GZIP, min_bytes=0)
+    assert should_compress(answer(TEXT), Encoding.GZIP, min_bytes=len(TEXT))
+    assert not should_compress(answer(TEXT), Encoding.GZIP, min_bytes=len(TEXT) + 1)
+    assert not should_compress(answer(TEXT), None, min_bytes=0)
+    assert not should_compress(answer(TEXT, 400), Encoding.GZIP, min_bytes=0)
+    assert not should_compress(answer(os.urandom(20_000)), Encoding.GZIP, min_bytes=0)
 
 
 @pytest.mark.parametrize("encoding", list(Encoding))
@@ -87,5 +87,5 @@ def test_compressed_answer_names_its_encoding_beside_its_own_headers(encoding: E
         (b"content-encoding", encoding.value.encode()),
     )
     assert len(packed.body) < len(TEXT) / 2
-    assert is_quickly_compressed(answer(TEXT))
-    assert not is_quickly_compressed(answer(TEXT * 3))
+    assert compresses_inline(answer(TEXT))
+    assert not compresses_inline(answer(TEXT * 3))

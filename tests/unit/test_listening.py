@@ -1,4 +1,4 @@
-from ortserve.frontends.connection_age import draw_age_s
+from ortserve.listening import draw_age_s
 
 
 def test_ages_of_connections_are_spread_over_a_tenth_to_both_sides() -> None:

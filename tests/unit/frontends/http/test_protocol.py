@@ -1,24 +1,16 @@
-"""A head that was read before means what the parser would have made of it: whatever comes, in whatever pieces."""
+"""Cached heads mean what the parser makes of them, and exchanges are answered in the order of their requests."""
 
-import asyncio
 import random
 import re
-from collections.abc import Iterable
 from typing import Any, Final
 
 import pytest
-from uvicorn.config import Config
-from uvicorn.server import ServerState
 
-from fakes.service import FakeInferenceService
-from fakes.socket import FakeSocket
+from fakes.http import HttpSide, turns
 from interpreted import interpreted_only
 from ortserve.config.option_groups import HttpOptions
-from ortserve.frontends.http.exchange import Lane
-from ortserve.frontends.http.heads import MAX_KEPT, MAX_KEPT_BYTES, Head, Heads
-from ortserve.frontends.http.lane import LaneConnection
-from ortserve.frontends.http.limits import http_limits
-from ortserve.service.access import Access, Group, Keyring, digest_of
+from ortserve.frontends.http.protocol import HttpProtocol
+from ortserve.frontends.http.request_head import MAX_CACHED_BYTES, MAX_CACHED_HEADS, HeadCache, InferHead
 from ortserve.service.call import Call
 
 pytestmark = interpreted_only
@@ -67,105 +59,29 @@ ODD_HEADERS: Final = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c",
     b"Transfer-Encoding: chunked",
     b"Content-Length: 7",
-    b"User-Agent: " + b"x" * MAX_KEPT_BYTES,
+    b"User-Agent: " + b"x" * MAX_CACHED_BYTES,
     b"Host: y",
     b"Host : x",
     b"no header",
 )
 
 
-class CountingHeads(Heads):
+class CountingHeads(HeadCache):
     found = 0
 
-    def find(self, key: bytes, max_bytes: int) -> Head | None:
+    def find(self, key: bytes, max_bytes: int) -> InferHead | None:
         head = super().find(key, max_bytes)
         self.found += head is not None
         return head
 
 
-class Forgetful(Heads):
-    def keep(self, key: bytes, head: Head) -> None: ...
-
-
-class SeenHeaders:
-    """Stands where traces are begun: from the headers, whatever they are, but for the length of the body."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str, bytes, list[tuple[bytes, bytes]]]] = []
-
-    def begin(self, call: str, version: str, path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self.seen.append((call, version, path, [header for header in headers if header[0] != b"content-length"]))
-
-
-class Service(FakeInferenceService):
-    """Notes how many bytes are held when each request begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held_bytes: list[int] = []
-
-    def start(self, *arguments: Any) -> None:
-        self.held_bytes.append(self.gate.held_bytes)
-        super().start(*arguments)
+class Forgetful(HeadCache):
+    def keep(self, key: bytes, head: InferHead) -> None: ...
 
 
 def _known_of(call: Call) -> tuple[object, ...]:
     """What a frontend knows of a call before its request is decoded."""
     return call.protocol, call.timing, call.timeout_ns, call.trace
-
-
-class Side:
-    """Connections of a server, one after the other."""
-
-    def __init__(self, heads: Heads, *, has_keys: bool = False) -> None:
-        self.service = Service()
-        service: Any = self.service
-        keyring = Keyring({Group.INFER: [digest_of(b"right")]})
-        guard = Access([Group.INFER], keyring, on_refusal=lambda *_: None).guards[Group.INFER] if has_keys else None
-        self.traces = SeenHeaders()
-        traces: Any = self.traces
-        self.lane = Lane(
-            service, max_body_bytes=1000, compression_min_bytes=10**6, clock=lambda: 0, guard=guard, traces=traces
-        )
-        self.heads = heads
-        self.lane.heads = heads  # type: ignore[misc]  # Final: nobody else changes it
-        self.refused: list[object] = []
-        self._config = Config(self._app, interface="asgi3", log_config=None)
-        self.state = ServerState()
-
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        said = repr((scope["method"], scope["path"], scope["headers"], body)).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]})
-        await send({"type": "http.response.body", "body": said})
-
-    async def answer(self, pieces: list[bytes]) -> tuple[bytes, bool]:
-        """What is written, and whether the connection is closed, once all that came is answered."""
-        written = bytearray()
-        socket = FakeSocket(written.extend)
-        connection = LaneConnection(
-            self.lane,
-            self._config,
-            self.state,
-            {},
-            asyncio.get_running_loop(),
-            max_age_s=None,
-            limits=http_limits(HttpOptions(http_max_header_bytes=4096), idle_timeout_s=75, max_body_bytes=1000),
-            on_refusal=self.refused.append,
-        )
-        connection.connection_made(socket)
-        for piece in pieces:
-            if not socket.is_closed:
-                connection.data_received(piece)
-                for _ in range(12):  # turns of the loop, more than an answer takes
-                    await asyncio.sleep(0)
-        answered = bytes(written), socket.is_closed
-        connection.connection_lost(None)
-        return answered
 
 
 def request(rng: random.Random) -> bytes:
@@ -205,11 +121,11 @@ def stream(rng: random.Random) -> list[bytes]:
 @pytest.mark.parametrize("has_keys", [False, True])
 async def test_answers_are_those_of_a_server_that_parses_every_head(has_keys: bool) -> None:
     heads = CountingHeads()
-    knowing, parsing = Side(heads, has_keys=has_keys), Side(Forgetful(), has_keys=has_keys)
+    knowing, parsing = HttpSide(heads=heads, has_keys=has_keys), HttpSide(heads=Forgetful(), has_keys=has_keys)
     for number in range(CASES):
         pieces = stream(random.Random(number))
         assert await knowing.answer(pieces) == await parsing.answer(pieces), (number, pieces)
-    assert knowing.refused == parsing.refused
+    assert knowing.rejected == parsing.rejected
     assert knowing.service.refused == parsing.service.refused
     assert [_known_of(call) for call in knowing.service.received] == [
         _known_of(call) for call in parsing.service.received
@@ -222,29 +138,29 @@ async def test_answers_are_those_of_a_server_that_parses_every_head(has_keys: bo
 
 
 async def test_known_head_is_parsed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Side(Heads())
+    side = HttpSide(heads=HeadCache())
     first, _ = await side.answer([whole(0)])
-    monkeypatch.setattr(LaneConnection, "on_message_begin", lambda _: pytest.fail("it is parsed"))
+    monkeypatch.setattr(HttpProtocol, "on_message_begin", lambda _: pytest.fail("it is parsed"))
     assert await side.answer([whole(0), whole(0)]) == (first + first, False)
 
 
 @pytest.mark.parametrize("name", [b"Content-Length", b"content-length"])
 async def test_length_of_the_body_may_be_another(name: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [b"%b\r\nHost: x\r\n%b: %d\r\n\r\n%b" % (TARGETS[0], name, len(body), body) for body in BODIES]
-    expected = await Side(Forgetful()).answer(requests)
-    side = Side(Heads())
+    expected = await HttpSide(heads=Forgetful()).answer(requests)
+    side = HttpSide(heads=HeadCache())
     await side.answer(requests[1:2])
-    monkeypatch.setattr(LaneConnection, "on_message_begin", lambda _: pytest.fail("it is parsed"))
+    monkeypatch.setattr(HttpProtocol, "on_message_begin", lambda _: pytest.fail("it is parsed"))
     assert await side.answer(requests) == expected
 
 
 async def test_caller_who_waits_for_word_gets_it_each_time() -> None:
-    written, _ = await Side(Heads()).answer([whole(0, b"Expect: 100-continue")] * 2)
+    written, _ = await HttpSide(heads=HeadCache()).answer([whole(0, b"Expect: 100-continue")] * 2)
     assert re.findall(rb"HTTP/1.1 (\d+)", written) == [b"100", b"200", b"100", b"200"]
 
 
 async def test_body_that_is_too_large_is_refused_behind_a_known_head() -> None:
-    side = Side(Heads())
+    side = HttpSide(heads=HeadCache())
     body = BODIES[0] + b" " * 1000
     large = whole(0).replace(b"Content-Length: %d" % len(BODIES[0]), b"Content-Length: %d" % len(body)) + b" " * 1000
     _, (refused, is_closed) = await side.answer([whole(0)]), await side.answer([large])
@@ -255,7 +171,7 @@ async def test_body_that_is_too_large_is_refused_behind_a_known_head() -> None:
 
 async def test_connection_whose_heads_all_differ_is_not_looked_up_for_ever() -> None:
     heads = CountingHeads()
-    side = Side(heads)
+    side = HttpSide(heads=heads)
     await side.answer([whole(number) for number in range(100)])
     assert len(heads) < 30
     await side.answer([whole(number % 2) for number in range(100)])
@@ -263,9 +179,9 @@ async def test_connection_whose_heads_all_differ_is_not_looked_up_for_ever() -> 
 
 
 async def test_connection_that_is_turned_away_is_answered_no_more() -> None:
-    side = Side(Heads())
+    side = HttpSide(heads=HeadCache())
     await side.answer([whole(0)])
-    assert len(side.lane.heads) == 1
+    assert len(side.endpoint.heads) == 1
     others: Any = {object() for _ in range(HttpOptions().http_max_connections)}
     side.state.connections |= others
     written, _ = await side.answer([whole(0)])
@@ -275,28 +191,28 @@ async def test_connection_that_is_turned_away_is_answered_no_more() -> None:
 
 async def test_empty_lines_between_requests_are_no_strange_heads() -> None:
     heads = CountingHeads()
-    await Side(heads).answer([whole(0), *[b"\r\n"] * 40, whole(0)])
+    await HttpSide(heads=heads).answer([whole(0), *[b"\r\n"] * 40, whole(0)])
     assert heads.found == 1
 
 
 async def test_head_that_the_parser_sees_elsewhere_is_not_kept() -> None:
     """If it took lines that end without a carriage return, this body would have a head in it."""
-    side = Side(Heads())
+    side = HttpSide(heads=HeadCache())
     inner = b"\r\nContent-Length: 5\r\n\r\nhello"
     outer = b"%b\nHost: x\nContent-Length: %d\n\n%b" % (TARGETS[0], len(inner), inner)
     written, _ = await side.answer([whole(0), outer])
     assert b"HTTP/1.1 400 " in written
-    assert len(side.lane.heads) == 1
+    assert len(side.endpoint.heads) == 1
 
 
 @pytest.mark.parametrize("line", VARYING)
 async def test_head_is_known_whatever_its_varying_headers_say(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [whole(0, line % number) for number in range(3)]
-    expected = Side(Forgetful())
+    expected = HttpSide(heads=Forgetful())
     await expected.answer(requests)
-    side = Side(Heads())
+    side = HttpSide(heads=HeadCache())
     await side.answer(requests[:1])
-    monkeypatch.setattr(LaneConnection, "on_message_begin", lambda _: pytest.fail("it is parsed"))
+    monkeypatch.setattr(HttpProtocol, "on_message_begin", lambda _: pytest.fail("it is parsed"))
     await side.answer(requests[1:])
     assert side.traces.seen == expected.traces.seen
     assert len({tuple(headers) for *_, headers in side.traces.seen}) == 3
@@ -304,7 +220,7 @@ async def test_head_is_known_whatever_its_varying_headers_say(line: bytes, monke
 
 async def test_key_is_asked_of_each_request_behind_a_known_head() -> None:
     heads = CountingHeads()
-    side = Side(heads, has_keys=True)
+    side = HttpSide(heads=heads, has_keys=True)
     keys = (b"right", b"wrong", b"right")
     said = [await side.answer([whole(0, b"Authorization: Bearer " + key)]) for key in keys]
     assert [answer[:13] for answer, _ in said] == [b"HTTP/1.1 200 ", b"HTTP/1.1 401 ", b"HTTP/1.1 200 "]
@@ -318,13 +234,13 @@ async def test_key_is_asked_of_each_request_behind_a_known_head() -> None:
 async def test_odd_value_means_what_the_parser_makes_of_it(value: bytes) -> None:
     """The value of a header that may be any, in an otherwise known head."""
     requests = [whole(0, b"X-Request-Id: " + said) for said in (b"1", value)]
-    knowing, parsing = Side(Heads()), Side(Forgetful())
+    knowing, parsing = HttpSide(heads=HeadCache()), HttpSide(heads=Forgetful())
     assert await knowing.answer(requests) == await parsing.answer(requests)
     assert knowing.traces.seen == parsing.traces.seen
 
 
 async def test_known_head_with_a_value_over_the_limit_is_refused() -> None:
-    side = Side(Heads())
+    side = HttpSide(heads=HeadCache())
     small, large = (whole(0, b"X-Request-Id: " + b"x" * size) for size in (10, 5000))
     written, _ = await side.answer([small, large])
     assert re.findall(rb"HTTP/1.1 (\d+)", written) == [b"200", b"431"]
@@ -333,7 +249,7 @@ async def test_known_head_with_a_value_over_the_limit_is_refused() -> None:
 @pytest.mark.parametrize("name", [b"Authorization", b"proxy-authorization", b"Cookie", b"X-Api-Key", b"x-any-other"])
 async def test_values_that_may_be_credentials_are_not_kept(name: bytes) -> None:
     heads = CountingHeads()
-    side = Side(heads)
+    side = HttpSide(heads=heads)
     for key in (b"secret", b"secret too"):
         await side.answer([whole(0, name + b": " + key)])
     assert heads.found == 1
@@ -351,19 +267,19 @@ async def test_values_that_may_be_credentials_are_not_kept(name: bytes) -> None:
     ids=["no space", "two spaces", "other characters", "query"],
 )
 async def test_head_of_which_a_credential_is_not_cut_out_is_not_kept(before: bytes, after: bytes) -> None:
-    side = Side(Heads())
+    side = HttpSide(heads=HeadCache())
     await side.answer([whole(0).replace(before, after)])
     assert side.service.received
-    assert side.lane.heads == {}
+    assert side.endpoint.heads == {}
 
 
 def test_oldest_head_goes_first_and_long_ones_are_not_kept() -> None:
-    heads, head = Heads(), Head(b"/", "m", "", [], keep_alive=True, expects_continue=False)
-    heads.keep(b"x" * (MAX_KEPT_BYTES + 1), head)
-    for number in range(MAX_KEPT + 1):
+    heads, head = HeadCache(), InferHead(b"/", "m", "", [], keep_alive=True, expects_continue=False)
+    heads.keep(b"x" * (MAX_CACHED_BYTES + 1), head)
+    for number in range(MAX_CACHED_HEADS + 1):
         heads.keep(b"%d" % number, head)
     assert list(heads)[:1] == [b"1"]
-    assert list(heads)[-1] == b"%d" % MAX_KEPT
+    assert list(heads)[-1] == b"%d" % MAX_CACHED_HEADS
 
 
 def whole(number: int, line: bytes = b"Accept: */*") -> bytes:
@@ -373,7 +289,66 @@ def whole(number: int, line: bytes = b"Accept: */*") -> bytes:
     return b"\r\n".join(lines)
 
 
-def all_kept(heads: Heads) -> list[bytes]:
+def all_kept(heads: HeadCache) -> list[bytes]:
     """Every byte that is kept: of the keys and of what came of parsing."""
     keys = [part for key in heads for part in ((key,) if isinstance(key, bytes) else key)]
     return keys + [part for head in heads.values() for header in head.headers for part in header]
+
+
+# --- the order of exchanges
+
+
+async def test_connection_that_is_lost_before_its_next_exchange_starts_holds_no_memory() -> None:
+    """The loop starts a waiting exchange in the turn after the response before it."""
+    side = HttpSide()
+    protocol, transport = side.connect(bytearray())
+    protocol.data_received(whole(0).replace(b"/double/", b"/held/") + whole(0))
+    await turns()
+    assert side.service.gate.held_bytes == 2 * len(BODIES[0])
+    side.service.release.set()
+    exchange = protocol.connection.exchange
+    while protocol.connection.exchange is exchange:
+        await turns(1)
+    transport.close()
+    protocol.connection_lost(None)
+    await turns()
+    assert len(side.service.received) == 1
+    assert side.service.gate.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"GET /v2/models/double/infer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"POST /v2/models/double/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: br\r\nContent-Length: 1\r\n\r\n1",
+    ],
+    ids=["wrong method", "rejected body"],
+)
+async def test_request_behind_the_last_response_of_a_connection_is_not_run(first: bytes) -> None:
+    side = HttpSide()
+    written, is_closed = await side.answer([first + whole(0)])
+    assert (written.count(b"HTTP/1.1 "), is_closed) == (1, True)
+    assert side.service.received == []
+    assert side.service.gate.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        b"http://x/v2/models/double/infer",
+        b"http://x:80/v2/models/double/infer?a=b",
+        b"/v2/models/double/infer/",
+        b"/v2/models/d%6fuble/infer",
+        b"/v2/models/double/infer?" + b"x" * 600,
+        b"/v2/models/double/infer#x",
+    ],
+    ids=["with a host", "with a port and a query", "slash at the end", "escaped", "long query", "fragment"],
+)
+async def test_every_form_of_an_infer_url_reaches_inference(target: bytes) -> None:
+    side = HttpSide(has_keys=True)
+    request = whole(0, b"Authorization: Bearer right").replace(b"/v2/models/double/infer", target)
+    written, _ = await side.answer([request])
+    assert written.startswith(b"HTTP/1.1 200 ")
+    assert len(side.service.received) == 1
+    refused, _ = await side.answer([request.replace(b"right", b"wrong")])
+    assert refused.startswith(b"HTTP/1.1 401 ")

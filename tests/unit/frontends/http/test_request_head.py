@@ -4,9 +4,14 @@ import pytest
 
 from ortserve.codecs.compression import Encoding
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.http.announcement import Announcement, read_announcement
-from ortserve.frontends.http.answers import failure
-from ortserve.frontends.http.encodings import UnknownEncodingError, answer_encoding, body_encoding
+from ortserve.frontends.http.request_head import (
+    InferHeaders,
+    UnknownEncodingError,
+    body_encoding,
+    read_infer_headers,
+    response_encoding,
+)
+from ortserve.frontends.http.responses import failure
 
 GZIP, DEFLATE = Encoding.GZIP, Encoding.DEFLATE
 
@@ -62,7 +67,7 @@ def test_unknown_compression_is_unsupported_and_its_answer_names_the_known(value
     ],
 )
 def test_compression_of_an_answer_is_what_its_caller_wants_most(value: bytes, encoding: Encoding | None) -> None:
-    assert answer_encoding(value) is encoding
+    assert response_encoding(value) is encoding
 
 
 def test_headers_are_read_together() -> None:
@@ -74,8 +79,8 @@ def test_headers_are_read_together() -> None:
         (b"inference-header-content-length", b"0"),
         (b"x-request-timeout-ms", b"5"),
     ]
-    assert read_announcement(headers) == Announcement(10, 0, 5_000_000, DEFLATE, GZIP)
-    assert read_announcement([]) == Announcement()
+    assert read_infer_headers(headers) == InferHeaders(10, 0, 5_000_000, DEFLATE, GZIP)
+    assert read_infer_headers([]) == InferHeaders()
 
 
 def test_white_space_around_a_value_is_none_of_it() -> None:
@@ -84,18 +89,18 @@ def test_white_space_around_a_value_is_none_of_it() -> None:
         (b"x-request-timeout-ms", b"5 \t"),
         (b"content-encoding", b"gzip "),
     ]
-    assert read_announcement(headers) == Announcement(0, 8, 5_000_000, GZIP)
+    assert read_infer_headers(headers) == InferHeaders(0, 8, 5_000_000, GZIP)
 
 
 def test_lines_of_one_name_are_one_list() -> None:
     accepted = [(b"accept-encoding", b"br"), (b"accept-encoding", b"gzip"), (b"accept-encoding", b"zstd")]
-    assert read_announcement(accepted) == Announcement(accepted=GZIP)
+    assert read_infer_headers(accepted) == InferHeaders(accepted=GZIP)
     with pytest.raises(UnknownEncodingError, match="'gzip, gzip' is not supported"):
-        read_announcement([(b"content-encoding", b"gzip"), (b"content-encoding", b"gzip")])
+        read_infer_headers([(b"content-encoding", b"gzip"), (b"content-encoding", b"gzip")])
 
 
 def test_lengths_that_contradict_each_other_are_refused() -> None:
     name = b"inference-header-content-length"
-    assert read_announcement([(name, b"8"), (name, b"8")]) == Announcement(json_size=8)
+    assert read_infer_headers([(name, b"8"), (name, b"8")]) == InferHeaders(json_bytes=8)
     with pytest.raises(ServeError, match="expected one number of bytes, got: 8, 9"):
-        read_announcement([(name, b"8"), (name, b"9")])
+        read_infer_headers([(name, b"8"), (name, b"9")])

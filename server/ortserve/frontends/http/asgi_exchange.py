@@ -1,0 +1,288 @@
+"""One request that the ASGI application answers: everything except inference, generation included.
+
+``protocol`` creates an ``AsgiExchange`` for each such request. It is the ASGI server of that request: it builds the
+scope, and provides ``receive`` and ``send`` (ASGI 3.0, HTTP protocol 2.3).
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message, Scope
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.access import http_group, is_unambiguous
+from ortserve.frontends.http.connection import Connection, Exchange
+from ortserve.frontends.http.request_head import Header, credentials, match_infer_path
+from ortserve.frontends.http.responses import STATUS_LINES, WRONG_METHOD, HttpResponse, failure
+from ortserve.service.access import Group, Guard
+from ortserve.telemetry.logs import log_fault
+
+logger: Final = logging.getLogger(__name__)
+
+_EXCHANGE: Final = "ortserve.exchange"
+"""Key of a scope for its exchange."""
+
+_PAUSE_BYTES: Final = 64 * 1024
+"""Received bytes of a body after which the connection pauses reading until the application reads them."""
+
+_INVALID_NAME: Final = re.compile(b'[\x00-\x1f\x7f()<>@,;:\\[\\]={} \t\\\\"]')
+_INVALID_VALUE: Final = re.compile(b"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class AsgiEndpoint:
+    """The application, and the guards of its groups of calls."""
+
+    def __init__(self, app: ASGIApp, guards: Mapping[Group, Guard]) -> None:
+        self.app: Final = app
+        self._guards: Final = guards
+
+    def check(self, method: str, path: str, headers: list[Header], *, is_infer: bool) -> ServeError | None:
+        """Why a request is rejected, decided by the path that routes it; None if it is admitted."""
+        if not (is_infer or is_unambiguous(path)):
+            return ServeError(ErrorKind.NOT_FOUND, "Not Found")
+        group = Group.INFER if is_infer else http_group(method, path)
+        guard = None if group is None else self._guards.get(group)
+        if guard is None:
+            return None
+        try:
+            guard.check(credentials(headers))
+        except ServeError as error:
+            return error
+        return None
+
+
+class AsgiExchange(Exchange):
+    """One request to the application.
+
+    Attributes:
+        cancels_with_caller: Whether the application's task is cancelled when the caller leaves.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        endpoint: AsgiEndpoint,
+        app_state: dict[str, Any],
+        *,
+        method: str,
+        raw_path: bytes,
+        query: bytes,
+        version: str,
+        headers: list[Header],
+        keep_alive: bool,
+        expects_continue: bool,
+    ) -> None:
+        super().__init__(connection, keep_alive=keep_alive, more_body=True)
+        self.cancels_with_caller = False
+        self._endpoint: Final = endpoint
+        self._method: Final = method
+        self._raw_path: Final = raw_path
+        self._query: Final = query
+        self._version: Final = version
+        self._headers: Final = headers
+        self._app_state: Final = app_state
+        self._awaits_continue = expects_continue
+        self._body = bytearray()
+        self._is_disconnected = False
+        self._is_rejected = False
+        self._is_chunked = False
+        self._missing_bytes = 0
+        self._arrival: Final = asyncio.Event()
+        self._writable: Final = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.has_response_body = method != "HEAD"
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the caller has left."""
+        return self.connection.has_left
+
+    def start(self) -> None:
+        connection = self.connection
+        if connection.has_left or self._is_disconnected:
+            return
+        path = self._raw_path.decode("ascii")
+        if "%" in path:
+            path = unquote(path)
+        is_infer = match_infer_path(self._raw_path) is not None
+        if not is_infer and len(path) > 1:
+            path = path.rstrip("/")
+        error = self._endpoint.check(self._method, path, self._headers, is_infer=is_infer)
+        if error is not None:
+            if any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers):
+                self._is_rejected = True
+                self.write_rejection(error)
+            else:
+                self._respond(failure(error))
+        elif is_infer:  # with another method than POST
+            self._respond(WRONG_METHOD)
+        else:
+            self._task = connection.loop.create_task(self._run(self._scope(path)))
+            connection.server_state.tasks.add(self._task)
+            self._task.add_done_callback(connection.server_state.tasks.discard)
+            self._task.add_done_callback(connection.context.on_ended)
+
+    def on_body(self, data: bytes) -> None:
+        if self.response_started and (self.response_complete or self._is_rejected):
+            return
+        self._body += data
+        if len(self._body) > _PAUSE_BYTES:
+            self.connection.pause_reading()
+        self._arrival.set()
+
+    def on_end(self) -> None:
+        self.more_body = False
+        self._arrival.set()
+        if self._is_rejected and not self.response_complete:
+            self.complete()
+
+    def on_writable(self) -> None:
+        self._writable.set()
+
+    def reject_body(self, error: ServeError) -> None:
+        if self.response_started:
+            self.connection.linger()
+        else:
+            self.connection.reject(error)
+
+    def abandon(self) -> None:
+        self._is_disconnected = True
+        self._arrival.set()
+        self._writable.set()
+        if self._task is not None and self.cancels_with_caller and self.connection.has_left:
+            self._task.cancel()
+
+    async def receive(self) -> Message:
+        """The next part of the body, as ASGI defines it."""
+        connection = self.connection
+        if self._awaits_continue and not connection.transport.is_closing():
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._awaits_continue = False
+        if not self._is_disconnected and not self.response_complete:
+            connection.resume_reading()
+            await self._arrival.wait()
+            self._arrival.clear()
+        if self._is_disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        """Write the head or the next part of the response, as ASGI defines it."""
+        while self.connection.is_write_paused and not self._is_disconnected:
+            self._writable.clear()
+            await self._writable.wait()
+        if self._is_disconnected:
+            return
+        expected = "http.response.body" if self.response_started else "http.response.start"
+        if message["type"] != expected or self.response_complete:
+            raise RuntimeError(f"expected the ASGI message '{expected}', got '{message['type']}'")
+        if self.response_started:
+            self._write_body(message.get("body", b""), more_body=message.get("more_body", False))
+        else:
+            self._write_head(message["status"], message.get("headers", ()))
+
+    async def _run(self, scope: Scope) -> None:
+        try:
+            await self._endpoint.app(scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            if not self.connection.has_left:  # else the lost connection is the cause, and no fault
+                raise
+        except Exception as fault:  # noqa: BLE001 - the application has answered it
+            log_fault(logger, "a call failed unexpectedly", fault)
+        if self.response_complete or self._is_disconnected:
+            return
+        if self.response_started:
+            self.connection.transport.close()
+        else:
+            self.keep_alive = False
+            self._respond(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
+
+    def _scope(self, path: str) -> Scope:
+        info = self.connection.transport.get_extra_info
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": self._version,
+            "server": _address(info("sockname")),
+            "client": _address(info("peername")),
+            "scheme": "https" if info("sslcontext") else "http",
+            # The application has no HEAD routes: a response to HEAD is that to GET without its body.
+            "method": "GET" if self._method == "HEAD" else self._method,
+            "root_path": "",
+            "path": path,
+            "raw_path": self._raw_path,
+            "query_string": self._query,
+            "headers": self._headers,
+            "state": self._app_state.copy(),
+            _EXCHANGE: self,
+        }
+
+    def _respond(self, response: HttpResponse) -> None:
+        """Answer without the application."""
+        self.write(response)
+        self.complete()
+
+    def _write_head(self, status: int, headers: list[Header]) -> None:
+        connection = self.connection
+        parts = [STATUS_LINES[status], connection.context.default_lines(connection.server_state.default_headers)]
+        has_length = has_close = False
+        for name, value in headers:
+            if _INVALID_NAME.search(name) or _INVALID_VALUE.search(value):
+                raise RuntimeError("invalid HTTP header of a response")
+            name = name.lower()
+            if name == b"content-length":
+                has_length = True
+                self._missing_bytes = int(value)
+            elif name == b"transfer-encoding" and value.lower() == b"chunked":
+                self._is_chunked = True
+            elif name == b"connection" and b"close" in [token.lower().strip() for token in value.split(b",")]:
+                has_close = True
+            parts += (name, b": ", value, b"\r\n")
+        self.response_started = True
+        self._awaits_continue = False
+        if has_close or connection.is_old or connection.context.is_draining:
+            self.keep_alive = False
+        if not self.keep_alive and not has_close:
+            parts.append(b"connection: close\r\n")
+        if not (has_length or self._is_chunked) and self.has_response_body and status not in (204, 304):
+            self._is_chunked = True
+            parts.append(b"transfer-encoding: chunked\r\n")
+        parts.append(b"\r\n")
+        connection.transport.write(b"".join(parts))
+
+    def _write_body(self, body: bytes | memoryview, *, more_body: bool) -> None:
+        transport = self.connection.transport
+        if not self.has_response_body:
+            self._missing_bytes = 0
+        elif self._is_chunked:
+            self._missing_bytes = 0
+            parts: list[bytes | memoryview] = [b"%x\r\n" % len(body), body, b"\r\n"] if body else []
+            if not more_body:
+                parts.append(b"0\r\n\r\n")
+            transport.write(b"".join(parts))
+        else:
+            if len(body) > self._missing_bytes:
+                raise RuntimeError("the body of a response is longer than its Content-Length")
+            self._missing_bytes -= len(body)
+            transport.write(body)
+        if not more_body:
+            if self._missing_bytes:
+                raise RuntimeError("the body of a response is shorter than its Content-Length")
+            self._arrival.set()
+            self.complete()
+
+
+def exchange_of(scope: Scope) -> AsgiExchange:
+    """The exchange of a request."""
+    exchange: AsgiExchange = scope[_EXCHANGE]
+    return exchange
+
+
+def _address(info: object) -> tuple[str, int] | None:
+    """Host and port of a socket address, of IPv6 also; None if the transport does not know it."""
+    return (str(info[0]), int(info[1])) if isinstance(info, tuple) else None

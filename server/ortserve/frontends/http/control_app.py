@@ -1,0 +1,177 @@
+"""The FastAPI application: all REST calls except inference, the documentation page, and the OpenAPI document."""
+
+import re
+from collections.abc import Awaitable, Callable, Container
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from fastapi.routing import iter_route_contexts
+from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
+
+from ortserve.codecs.json_text import LoadParameter
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.access import http_group
+from ortserve.frontends.http.documents import (
+    ErrorDocument,
+    InferRequestDocument,
+    InferResponseDocument,
+    ModelName,
+    ModelVersion,
+)
+from ortserve.frontends.http.management_routes import repository_routes, settings_routes, shared_memory_routes
+from ortserve.frontends.http.model_routes import as_response, health_routes, model_routes, statistics_routes
+from ortserve.frontends.http.responses import failure
+from ortserve.service.access import Group
+from ortserve.service.gate import Hold
+from ortserve.service.management import Management
+from ortserve.service.models import ModelService
+from ortserve.service.shared_memory import SharedMemory
+
+
+def make_control_app(
+    models: ModelService,
+    management: Management,
+    shared_memory: SharedMemory,
+    hold: Callable[[int], Hold],
+    read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
+    *,
+    title: str,
+    version: str,
+    max_body_bytes: int,
+    guarded: Container[Group | None] = (),
+) -> FastAPI:
+    """The application. Its OpenAPI document also describes the infer routes, which ``InferExchange`` answers.
+
+    Args:
+        models: Answers questions about models.
+        management: Answers repository, statistics and settings calls.
+        shared_memory: Registers regions.
+        hold: Reserves memory for bodies that may be large.
+        read_load: Decodes the body of a load call.
+        title: Of the document.
+        version: Of the document.
+        max_body_bytes: Of a load call.
+        guarded: Groups whose operations need a key, for the document; ``AsgiEndpoint`` checks the key.
+    """
+    app = FastAPI(
+        title=title,
+        version=version,
+        description="ONNX models over the Open Inference Protocol v2.",
+        responses={"4XX": {"model": ErrorDocument}, "5XX": {"model": ErrorDocument}},
+        redirect_slashes=False,
+    )
+    app.include_router(health_routes(models))
+    app.include_router(statistics_routes(management.statistics))
+    app.include_router(repository_routes(management.repository, hold, read_load, max_body_bytes=max_body_bytes))
+    app.include_router(settings_routes(management.logs, management.traces))
+    app.include_router(model_routes(models))
+    app.include_router(shared_memory_routes(shared_memory))
+    app.add_exception_handler(ServeError, _answer_serve_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RequestValidationError, _answer_malformed_path)
+    app.add_exception_handler(Exception, _answer_fault)
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            documented = APIRouter()
+            documented.include_router(_documented_infer_routes(), responses=app.router.responses)
+            document = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=[*app.routes, *documented.routes],
+            )
+            app.openapi_schema = _with_keys(_without_422(document), guarded)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this way to extend the document
+    return app
+
+
+def _without_422(document: dict[str, Any]) -> dict[str, Any]:
+    """Remove FastAPI's own validation error, which this server never sends."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for schema in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(schema, None)
+    return document
+
+
+def _with_keys(document: dict[str, Any], guarded: Container[Group | None]) -> dict[str, Any]:
+    """Mark the operations that need a key."""
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            group = http_group(method.upper(), path)
+            if group in guarded:
+                operation["security"] = [{group: []}]
+                schemes = document["components"].setdefault("securitySchemes", {})
+                schemes[group] = {"type": "http", "scheme": "bearer", "description": f"A key of the group {group}."}
+    return document
+
+
+def _documented_infer_routes() -> APIRouter:
+    """Routes for the OpenAPI document only."""
+    router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
+    request_body = Body(
+        description="JSON, or JSON followed by binary tensors; then the header Inference-Header-Content-Length holds "
+        "the length of the JSON part in bytes. At 0 the body is one row of the model's only input, and nothing else. "
+        "It may be compressed as its Content-Encoding says: gzip or deflate."
+    )
+
+    @router.post("/infer", response_model=InferResponseDocument)
+    async def infer(model: ModelName, request: Annotated[InferRequestDocument, request_body]) -> Response:
+        """Run the model's highest ready version."""
+        raise AssertionError("documented only")
+
+    @router.post("/versions/{version}/infer", response_model=InferResponseDocument)
+    async def infer_version(
+        model: ModelName, version: ModelVersion, request: Annotated[InferRequestDocument, request_body]
+    ) -> Response:
+        """Run this version of the model."""
+        raise AssertionError("documented only")
+
+    return router
+
+
+async def _answer_serve_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ServeError)
+    return as_response(failure(error))
+
+
+async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    headers = error.headers
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        # Starlette lists only the methods of the first route with this path.
+        path = request.scope["path"]
+        matching = [route for route in iter_route_contexts(request.app.routes) if _matches(path, route.path or "")]
+        allowed = {method for route in matching for method in route.methods or ()}
+        allowed |= {"HEAD"} if "GET" in allowed else set()
+        headers = {"Allow": ", ".join(sorted(allowed))}
+    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=headers)
+
+
+def _matches(path: str, template: str) -> bool:
+    return _pattern(template).match(path) is not None
+
+
+@lru_cache(maxsize=256)
+def _pattern(template: str) -> re.Pattern[str]:
+    return compile_path(template)[0]
+
+
+async def _answer_fault(_: Request, __: Exception) -> Response:
+    # Starlette raises the exception again, so that ``AsgiExchange`` logs it.
+    return as_response(failure(ServeError(ErrorKind.INTERNAL, "internal error")))
+
+
+async def _answer_malformed_path(_: Request, __: Exception) -> JSONResponse:
+    # Only versions are validated, and no resource has a version that is not a number.
+    return JSONResponse({"error": "Not Found"}, status_code=404)

@@ -1,0 +1,296 @@
+"""One infer request: from its head to the codec, to the batcher, and back to the socket, without a task.
+
+``protocol`` creates an ``InferExchange`` for each ``POST /v2/models/…/infer``.
+"""
+
+import asyncio
+import logging
+from typing import Final
+
+from ortserve.clock import Clock
+from ortserve.codecs.compression import Encoding
+from ortserve.codecs.rest import EncodedResponse, RestEncoder, RestRequest
+from ortserve.errors import ErrorKind, ServeError, out_of_memory
+from ortserve.frontends.http.connection import Connection, Exchange
+from ortserve.frontends.http.request_body import IncomingBody, inflate
+from ortserve.frontends.http.request_head import HeadCache, InferHead, InferHeaders
+from ortserve.frontends.http.responses import (
+    HttpResponse,
+    compressed,
+    compresses_inline,
+    failure,
+    should_compress,
+    success,
+)
+from ortserve.frontends.large_body import LargeBody
+from ortserve.frontends.load_reports import LoadReports
+from ortserve.frontends.trace_headers import HttpTraces
+from ortserve.service.access import Guard
+from ortserve.service.call import Call
+from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.inference import InferenceService
+from ortserve.telemetry.tracing import Trace
+
+logger: Final = logging.getLogger(__name__)
+
+_ENCODER: Final = RestEncoder()
+
+_EMPTY_HEADERS: Final = InferHeaders()
+
+
+class InferEndpoint:
+    """State that all infer exchanges of a server share. Loop thread only."""
+
+    def __init__(
+        self,
+        service: InferenceService,
+        *,
+        max_body_bytes: int,
+        compression_min_bytes: int,
+        clock: Clock,
+        guard: Guard | None = None,
+        traces: HttpTraces | None = None,
+        load_reports: LoadReports | None = None,
+    ) -> None:
+        """``guard`` checks the keys of callers; None if they need none."""
+        self.service: Final = service
+        self.admission: Final = BodyAdmission(
+            "http", service.hold, service.count_refused_body, max_body_bytes=max_body_bytes, guard=guard
+        )
+        self.compression_min_bytes: Final = compression_min_bytes
+        self.clock: Final = clock
+        self.traces: Final = traces
+        self.load_reports: Final = load_reports
+        self.heads: Final = HeadCache()
+
+
+class InferExchange(Exchange):
+    """One infer request and its response. Until ``start`` it only keeps the bytes of the body."""
+
+    __slots__ = (
+        "_call",
+        "_endpoint",
+        "_headers",
+        "_hold",
+        "_incoming",
+        "_inflating",
+        "_is_started",
+        "_is_written",
+        "_received_ns",
+        "_trace",
+        "_whole",
+        "head",
+        "rejection",
+    )
+
+    def __init__(
+        self, connection: Connection, endpoint: InferEndpoint, head: InferHead, body: bytes | None = None
+    ) -> None:
+        """``body`` is the body of a request that arrived whole, whatever its length in ``head``; else None."""
+        super().__init__(connection, keep_alive=head.keep_alive, more_body=body is None)
+        self.head: Final = head
+        self.rejection: ServeError | None = None
+        """Why the request is answered before its body is used."""
+        self._endpoint: Final = endpoint
+        self._whole = body
+        self._incoming: IncomingBody | None = None
+        self._call: Call | None = None
+        self._hold: Hold | None = None
+        self._headers = _EMPTY_HEADERS
+        self._is_started = False
+        self._is_written = False
+        self._inflating: asyncio.Task[None] | None = None
+        self._received_ns = endpoint.clock()
+        self._trace: Trace | None = None
+        if endpoint.traces is not None:
+            self._trace = endpoint.traces.begin("infer", head.version, head.url.partition(b"?")[0], head.headers)
+        admission = endpoint.admission
+        try:
+            if body is not None:
+                self._hold = admission.admit(head, self._received_ns, self._trace, len(body))
+                self._headers = head.read()
+            else:
+                self._hold = admission.admit(head, self._received_ns, self._trace)
+                self._headers = head.read()
+                self._incoming = IncomingBody(
+                    self._hold, max_bytes=admission.max_body_bytes, announced_bytes=self._headers.body_bytes
+                )
+        except ServeError as error:
+            self.rejection = error
+
+    def start(self) -> None:
+        connection = self.connection
+        if connection.has_left:
+            return
+        self._is_started = True
+        if self.rejection is not None:
+            self._write_rejection(self.rejection)
+        elif not self.more_body:
+            self._run()
+        elif self.head.expects_continue:
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        if self.rejection is None and self._incoming is not None:
+            try:
+                self._incoming.keep(data)
+            except ServeError as error:
+                self.reject_body(error)
+
+    def on_placed(self, nbytes: int) -> None:
+        if self.rejection is None and self._incoming is not None:
+            try:
+                self._incoming.count(nbytes)
+            except ServeError as error:
+                self.reject_body(error)
+
+    def on_unfinished(self) -> LargeBody | None:
+        if self.rejection is not None or self._incoming is None:
+            return None
+        self._incoming.settle()
+        return self._incoming.place_rest() if self._is_started else None
+
+    def on_end(self) -> None:
+        self.more_body = False
+        if self.rejection is not None:
+            if self._is_started:
+                self.complete()
+        elif self._is_started:
+            self._run()
+
+    def on_writable(self) -> None:
+        if self._is_written and not self.response_complete:
+            self.complete()
+
+    def reject_body(self, error: ServeError) -> None:
+        if self.rejection is not None:
+            return
+        self.rejection = error
+        self._endpoint.admission.count(error, self._received_ns, self._trace)
+        if self._incoming is not None:
+            self._incoming.drop()
+        if self._is_started:
+            self._write_rejection(error)
+
+    def abandon(self) -> None:
+        self._incoming = None
+        if self._hold is not None:
+            self._hold.release()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _write_rejection(self, error: ServeError) -> None:
+        if self._hold is not None:
+            self._hold.release()
+        self.write_rejection(error)
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except Exception:  # noqa: BLE001 - the parser would swallow the exception, and the caller would wait forever
+            self._fail()
+
+    def _on_answer(self, encoded: EncodedResponse) -> None:
+        try:
+            self._finish(encoded)
+        except Exception:  # noqa: BLE001 - the event loop would swallow it
+            self._fail()
+
+    def _on_error(self, error: ServeError) -> None:
+        self._call = None
+        try:
+            self._respond(failure(error))
+        except Exception:  # noqa: BLE001 - as above
+            self._fail()
+
+    def _fail(self) -> None:
+        """An unforeseen fault of the server. The connection is reset, so that the caller does not wait."""
+        logger.exception("a request could not be answered")
+        self.abandon()
+        self.connection.transport.abort()
+
+    def _begin(self) -> None:
+        service = self._endpoint.service
+        whole, incoming = self._whole, self._incoming
+        self._whole = self._incoming = None
+        body: bytes | memoryview
+        if whole is not None:
+            body = whole
+        else:
+            assert incoming is not None
+            try:
+                body = incoming.take()
+            except MemoryError:
+                error = out_of_memory("receiving a request")
+                self._endpoint.admission.count(error, self._received_ns, self._trace)
+                self._respond(failure(error))
+                return
+        self._call = service.receive("http", self._headers.timeout_ns, self._trace, self._received_ns)
+        if self._headers.encoding is None:
+            self._submit(body)
+        else:
+            self._inflating = self.connection.loop.create_task(self._inflate(body, self._headers.encoding))
+
+    async def _inflate(self, body: bytes | memoryview, encoding: Encoding) -> None:
+        connection, endpoint, hold = self.connection, self._endpoint, self._hold
+        assert hold is not None
+        kind = ErrorKind.CANCELLED
+        try:
+            max_json_bytes = endpoint.service.max_json_bytes if self._headers.json_bytes is None else None
+            inflated = await inflate(
+                body, encoding, hold, max_bytes=endpoint.admission.max_body_bytes, max_json_bytes=max_json_bytes
+            )
+            if not connection.has_left:
+                self._submit(inflated)
+                return
+        except ServeError as error:
+            kind = error.kind
+            if not connection.has_left:
+                self._respond(failure(error))
+        except Exception:  # noqa: BLE001 - the task would swallow it
+            self._fail()
+            return
+        endpoint.service.count_refused_body("http", kind, self._received_ns, self._trace)
+        hold.release()  # it may have grown since the caller left
+
+    def _submit(self, body: bytes | memoryview) -> None:
+        assert self._call is not None
+        encoded = RestRequest(body, self._headers.json_bytes, self.head.model, self.head.version)
+        self._endpoint.service.start(self._call, encoded, _ENCODER, self._on_answer, self._on_error)
+
+    def _finish(self, encoded: EncodedResponse) -> None:
+        call, self._call = self._call, None
+        assert call is not None
+        response = success(encoded, call.timing)
+        reports = self._endpoint.load_reports
+        if reports is not None and (report := reports.header(self._headers.load_format)) is not None:
+            response = response.with_header(report)
+        accepted = self._headers.accepted
+        if accepted is None:
+            self._respond(response)
+        else:
+            self._respond_compressed(response, accepted)
+
+    def _respond_compressed(self, response: HttpResponse, encoding: Encoding) -> None:
+        if not should_compress(response, encoding, min_bytes=self._endpoint.compression_min_bytes):
+            self._respond(response)
+        elif compresses_inline(response):
+            self._respond(compressed(response, encoding))
+        else:
+            compressing = self.connection.loop.run_in_executor(None, compressed, response, encoding)
+            compressing.add_done_callback(self._on_compressed)
+
+    def _on_compressed(self, compressing: asyncio.Future[HttpResponse]) -> None:
+        try:
+            if not self.connection.has_left:
+                self._respond(compressing.result())
+        except Exception:  # noqa: BLE001 - the event loop would swallow it
+            self._fail()
+
+    def _respond(self, response: HttpResponse) -> None:
+        assert self._hold is not None
+        self._hold.release()
+        self.write(response)
+        self._is_written = True
+        if not self.connection.is_write_paused:
+            self.complete()  # else when the caller has read enough, so that responses do not accumulate

@@ -1,0 +1,280 @@
+"""REST calls that manage the server: the model repository, log and trace settings, and shared memory.
+
+Bodies are read as bytes, because clients send any content type, or none. Success without a document is status 200 with
+an empty body: clients accept no other status.
+"""
+
+from base64 import b64decode
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from ortserve.codecs.json_text import LoadParameter, parameters_of
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.frontends.http.documents import (
+    CudaRegionDocument,
+    CudaRegistrationDocument,
+    IndexEntryDocument,
+    IndexRequestDocument,
+    LogSettingsDocument,
+    ModelName,
+    RegionDocument,
+    RegionName,
+    RegistrationDocument,
+    TraceSettingsDocument,
+    UnloadRequestDocument,
+    request_body,
+)
+from ortserve.frontends.http.request_body import read_body, read_json_object
+from ortserve.frontends.http.request_head import Header
+from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.log_settings import LogSettings
+from ortserve.service.repository import RepositoryService
+from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
+from ortserve.service.trace_settings import TraceSettings
+
+_LOG_SETTINGS_BODY: Final = request_body(LogSettingsDocument, is_partial=True)
+# Triton's clients send numbers as texts and texts as numbers, so a schema would allow anything.
+_TRACE_SETTINGS_BODY: Final = {
+    "requestBody": {
+        "content": {"application/json": {"schema": {"type": "object"}, "example": {"trace_level": ["OFF"]}}}
+    }
+}
+_REGISTRATION_BODY: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": RegistrationDocument.model_json_schema()}},
+    }
+}
+_CUDA_REGISTRATION_BODY: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": CudaRegistrationDocument.model_json_schema()}},
+    }
+}
+
+
+def repository_routes(
+    repository: RepositoryService,
+    hold: Callable[[int], Hold],
+    read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
+    *,
+    max_body_bytes: int,
+) -> APIRouter:
+    """Routes for the models in the repositories.
+
+    Args:
+        repository: Carries out the calls.
+        hold: Reserves memory for the body of a load.
+        read_load: Decodes that body off the event loop; raises ServeError: invalid_input, overloaded.
+        max_body_bytes: Of a load.
+    """
+    admission = BodyAdmission("http", hold, None, max_body_bytes=max_body_bytes)
+    router = APIRouter(prefix="/v2/repository", tags=["repository"])
+
+    @router.post("/index", response_model=list[IndexEntryDocument], openapi_extra=request_body(IndexRequestDocument))
+    async def index(request: Request) -> JSONResponse:
+        """The known versions, and the models in the repositories."""
+        document = await read_json_object(request.receive)
+        only_ready = document.get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise invalid_input(f"Invalid value for 'ready': expected a boolean, got {only_ready!r:.100}")
+        entries = await repository.index(only_ready=only_ready)
+        return JSONResponse([{key: value for key, value in asdict(entry).items() if value} for entry in entries])
+
+    @router.post("/models/{model}/load")
+    async def load(model: ModelName, request: Request) -> Response:
+        """Load a model, or reload it if it has changed. The response follows when the model serves.
+
+        The body may be empty, or have `parameters`: `config`, a Triton model configuration as JSON in a text, which
+        takes the place of the model's own until the next load; and files in base64 by `file:` and their path in the
+        model's folder, such as `file:1/model.onnx`, which need a `config`, if only `{}`.
+        """
+        with admission.admit(_LoadHead(request.scope["headers"]), 0, None) as held:
+            body = await read_body(request.receive, held, max_bytes=max_body_bytes)
+            await repository.load(model, await read_load(body))
+        return _nothing()
+
+    @router.post("/models/{model}/unload", openapi_extra=request_body(UnloadRequestDocument))
+    async def unload(model: ModelName, request: Request) -> Response:
+        """Unload a model. The response follows the response to the last request of the model."""
+        await repository.unload(model, parameters_of(await read_json_object(request.receive)))
+        return _nothing()
+
+    @router.post("/{repository}/index", include_in_schema=False)
+    @router.post("/{repository}/models/{model}/load", include_in_schema=False)
+    @router.post("/{repository}/models/{model}/unload", include_in_schema=False)
+    async def named_repository() -> Response:
+        raise ServeError(ErrorKind.UNSUPPORTED, "'repository_name' specification is not supported")
+
+    return router
+
+
+class _LoadHead:
+    """The head of a load request, for admission. ``AsgiEndpoint`` has checked the key."""
+
+    def __init__(self, headers: list[Header]) -> None:
+        self._headers = headers
+
+    def credentials(self) -> list[bytes]:
+        return []
+
+    def body_bytes(self) -> int:
+        # The HTTP parser has checked that it is a number.
+        return next((int(value) for name, value in self._headers if name == b"content-length"), 0)
+
+
+def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:
+    """Routes for settings that clients may change while the server runs."""
+    router = APIRouter(prefix="/v2", tags=["settings"])
+
+    @router.get("/logging", response_model=LogSettingsDocument)
+    async def log_settings() -> JSONResponse:
+        """The log settings."""
+        return JSONResponse(logs.read())
+
+    @router.post("/logging", response_model=LogSettingsDocument, openapi_extra=_LOG_SETTINGS_BODY)
+    async def change_log_settings(request: Request) -> JSONResponse:
+        """Change log settings; missing keys keep their values."""
+        return JSONResponse(logs.update(await read_json_object(request.receive)))
+
+    @router.get("/trace/setting", response_model=TraceSettingsDocument)
+    async def trace_settings() -> JSONResponse:
+        """The server's trace settings."""
+        return JSONResponse(traces.read())
+
+    @router.post("/trace/setting", response_model=TraceSettingsDocument, openapi_extra=_TRACE_SETTINGS_BODY)
+    async def change_trace_settings(request: Request) -> JSONResponse:
+        """Change the server's trace settings; null restores the initial value."""
+        return JSONResponse(traces.update(await read_json_object(request.receive)))
+
+    @router.get("/models/{model}/trace/setting", response_model=TraceSettingsDocument)
+    async def model_trace_settings(model: ModelName) -> JSONResponse:
+        """The trace settings of a model."""
+        return JSONResponse(traces.read(model))
+
+    @router.post(
+        "/models/{model}/trace/setting", response_model=TraceSettingsDocument, openapi_extra=_TRACE_SETTINGS_BODY
+    )
+    async def change_model_trace_settings(model: ModelName, request: Request) -> JSONResponse:
+        """Change the trace settings of a model; null restores the value of the server."""
+        return JSONResponse(traces.update(await read_json_object(request.receive), model))
+
+    return router
+
+
+def shared_memory_routes(regions: SharedMemory) -> APIRouter:
+    """Routes for both kinds of shared memory."""
+    router = APIRouter(prefix="/v2", tags=["shared memory"])
+    router.include_router(_system_routes(regions), prefix="/systemsharedmemory")
+    router.include_router(_cuda_routes(regions), prefix="/cudasharedmemory")
+    return router
+
+
+def _system_routes(regions: SharedMemory) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/status", response_model=list[RegionDocument])
+    async def status_of_all() -> Response:
+        """All registered regions."""
+        return _regions(regions.status(""))
+
+    @router.get("/region/{region}/status", response_model=list[RegionDocument])
+    async def status(region: RegionName) -> Response:
+        """One registered region, as a list of one."""
+        return _regions(regions.status(region))
+
+    @router.post("/region/{region}/register", openapi_extra=_REGISTRATION_BODY, response_class=Response)
+    async def register(region: RegionName, request: Request) -> Response:
+        """Register a shared memory object for requests, if the operator allows it."""
+        document = await read_json_object(request.receive)
+        offset, byte_size = _unsigned(document, "offset", 0), _unsigned(document, "byte_size", None)
+        regions.register(region, _key(document), offset, byte_size)
+        return _nothing()
+
+    @router.post("/region/{region}/unregister", response_class=Response)
+    async def unregister(region: RegionName) -> Response:
+        """Unregister a region; a region that is not registered is no error."""
+        regions.unregister(region)
+        return _nothing()
+
+    @router.post("/unregister", response_class=Response)
+    async def unregister_all() -> Response:
+        """Unregister all regions."""
+        regions.unregister("")
+        return _nothing()
+
+    return router
+
+
+def _cuda_routes(regions: SharedMemory) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/status", response_model=list[CudaRegionDocument])
+    async def cuda_status_of_all() -> Response:
+        """All registered regions on GPUs."""
+        return _regions(regions.cuda_status(""))
+
+    @router.get("/region/{region}/status", response_model=list[CudaRegionDocument])
+    async def cuda_status(region: RegionName) -> Response:
+        """One registered region on a GPU, as a list of one."""
+        return _regions(regions.cuda_status(region))
+
+    @router.post("/region/{region}/register", openapi_extra=_CUDA_REGISTRATION_BODY, response_class=Response)
+    async def register_cuda(region: RegionName, request: Request) -> Response:
+        """Register memory of another process on a GPU for requests, if the operator allows it and a GPU is present."""
+        document = await read_json_object(request.receive)
+        device_id, byte_size = _unsigned(document, "device_id", None), _unsigned(document, "byte_size", None)
+        await regions.register_cuda(region, _handle(document), device_id, byte_size)
+        return _nothing()
+
+    @router.post("/region/{region}/unregister", response_class=Response)
+    async def unregister_cuda(region: RegionName) -> Response:
+        """Unregister a region on a GPU; a region that is not registered is no error."""
+        regions.unregister_cuda(region)
+        return _nothing()
+
+    @router.post("/unregister", response_class=Response)
+    async def unregister_all_cuda() -> Response:
+        """Unregister all regions on GPUs."""
+        regions.unregister_cuda("")
+        return _nothing()
+
+    return router
+
+
+def _nothing() -> Response:
+    return Response(media_type="application/json")
+
+
+def _regions(regions: Sequence[RegionStatus | CudaRegionStatus]) -> Response:
+    return Response(orjson.dumps(regions), media_type="application/json")
+
+
+def _handle(document: dict[str, Any]) -> bytes:
+    given = document.get("raw_handle")
+    text = given.get("b64") if isinstance(given, dict) else None
+    if not isinstance(text, str):
+        raise invalid_input(f"Unable to parse 'raw_handle': expected an object with a string 'b64', got {given!r:.100}")
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as error:
+        raise invalid_input(f"Unable to parse 'raw_handle': expected base64 in 'b64': {error}") from None
+
+
+def _key(document: dict[str, Any]) -> str:
+    key = document.get("key")
+    if type(key) is not str:
+        raise invalid_input(f"Unable to parse 'key': expected a string, got {key!r:.100}")
+    return key
+
+
+def _unsigned(document: dict[str, Any], name: str, default: int | None) -> int:
+    value = document.get(name, default)
+    if type(value) is not int or value < 0:
+        raise invalid_input(f"Unable to parse '{name}': expected an unsigned integer, got {value!r:.100}")
+    return value

@@ -1,0 +1,258 @@
+"""REST calls about the server and its models: health, metadata, configuration, batching and statistics.
+
+Health is also answered on the metrics port, for probes that cannot use the HTTP port because it expects a client
+certificate, or because callers have all its connections.
+"""
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any, Final, Literal, Protocol
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from ortserve.codecs.model_config import config_json
+from ortserve.core.signature import TensorSpec
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.documents import (
+    BatchingDocument,
+    ModelMetadataDocument,
+    ModelName,
+    ModelVersion,
+    ServerMetadataDocument,
+    StatisticsDocument,
+)
+from ortserve.frontends.http.request_head import Header
+from ortserve.frontends.http.responses import HttpResponse, failure
+from ortserve.service.models import ModelService
+from ortserve.service.statistics import ModelStatistics, StatisticsService
+from ortserve.telemetry.statistics import Duration
+
+_JSON: Final[tuple[Header, ...]] = ((b"content-type", b"application/json"),)
+
+_LOOP_TIMEOUT_S: Final = 10.0
+"""How long another thread waits for the event loop; probes wait less."""
+
+Probe = Literal["live", "ready"]
+
+
+class Readiness(Protocol):
+    """State of the server, read on the event loop."""
+
+    @property
+    def is_exiting(self) -> bool: ...
+    @property
+    def lost(self) -> str: ...
+    def is_ready(self) -> bool: ...
+
+
+def answer_health(models: Readiness, probe: Probe) -> HttpResponse:
+    """Answer a probe on the event loop: whether the process works, or whether it should receive requests."""
+    if models.is_exiting or models.lost:
+        return failure(ServeError(ErrorKind.NOT_READY, "Server exiting" if models.is_exiting else models.lost))
+    if probe == "live":
+        return HttpResponse(200, b'{"live":true}', _JSON)
+    if models.is_ready():
+        return HttpResponse(200, b'{"ready":true}', _JSON)
+    return HttpResponse(400, b'{"ready":false}', _JSON)
+
+
+class HealthFromThreads:
+    """Answers probes from other threads by asking the event loop, so that a blocked loop is not live."""
+
+    def __init__(self, models: Readiness, loop: asyncio.AbstractEventLoop) -> None:
+        self._models = models
+        self._loop = loop
+
+    def answer(self, path: str) -> tuple[int, bytes] | None:
+        """Status and JSON for the paths of both probes, with any query; None for any other path.
+
+        Any thread except that of the event loop.
+        """
+        probe: Probe
+        match path.partition("?")[0]:
+            case "/v2/health/live":
+                probe = "live"
+            case "/v2/health/ready":
+                probe = "ready"
+            case _:
+                return None
+        future: Future[HttpResponse] = Future()
+        self._loop.call_soon_threadsafe(lambda: future.set_result(answer_health(self._models, probe)))
+        try:
+            response = future.result(_LOOP_TIMEOUT_S)
+        except TimeoutError:
+            text = f"the event loop did not answer within {_LOOP_TIMEOUT_S:g} s"
+            response = failure(ServeError(ErrorKind.NOT_READY, text))
+        return response.status, bytes(response.body)
+
+
+def as_response(response: HttpResponse) -> Response:
+    """A response of ours as one of FastAPI."""
+    headers = {name.decode(): value.decode() for name, value in response.headers}
+    return Response(response.body, response.status, headers)
+
+
+def health_routes(models: ModelService) -> APIRouter:
+    """Routes for probes."""
+    router = APIRouter(prefix="/v2", tags=["health"])
+
+    @router.get("/health/live")
+    async def live() -> Response:
+        """Whether the process works: it is not shutting down and has lost no device."""
+        return as_response(answer_health(models, "live"))
+
+    @router.get("/health/ready")
+    async def ready() -> Response:
+        """Whether the server accepts requests."""
+        return as_response(answer_health(models, "ready"))
+
+    @router.get("/models/{model}/ready")
+    async def any_version_ready(model: ModelName) -> JSONResponse:
+        """Whether some version of the model is ready."""
+        return _model_ready(models, model, "")
+
+    @router.get("/models/{model}/versions/{version}/ready")
+    async def version_ready(model: ModelName, version: ModelVersion) -> JSONResponse:
+        """Whether this version of the model is ready."""
+        return _model_ready(models, model, version)
+
+    return router
+
+
+def model_routes(models: ModelService) -> APIRouter:
+    """Routes for metadata, configuration and batching."""
+    router = APIRouter(prefix="/v2")
+
+    @router.get("/models/{model}/config", tags=["configuration"])
+    async def model_config(model: ModelName) -> JSONResponse:
+        """The effective configuration of the model, derived values included."""
+        return JSONResponse(config_json(models.model_config(model, "")))
+
+    @router.get("/models/{model}/versions/{version}/config", tags=["configuration"])
+    async def version_config(model: ModelName, version: ModelVersion) -> JSONResponse:
+        """The effective configuration of this version of the model, derived values included."""
+        return JSONResponse(config_json(models.model_config(model, version)))
+
+    @router.get("", tags=["metadata"], response_model=ServerMetadataDocument)
+    async def server_metadata() -> JSONResponse:
+        """The server's name, version and protocol extensions."""
+        metadata = models.server_metadata()
+        return JSONResponse(
+            {"name": metadata.name, "version": metadata.version, "extensions": list(metadata.extensions)}
+        )
+
+    @router.get("/models/{model}", tags=["metadata"], response_model=ModelMetadataDocument)
+    async def model_metadata(model: ModelName) -> JSONResponse:
+        """Inputs, outputs and properties of the model."""
+        return _metadata(models, model, "")
+
+    @router.get("/models/{model}/versions/{version}", tags=["metadata"], response_model=ModelMetadataDocument)
+    async def version_metadata(model: ModelName, version: ModelVersion) -> JSONResponse:
+        """Inputs, outputs and properties of this version of the model."""
+        return _metadata(models, model, version)
+
+    @router.get("/models/{model}/batching", tags=["metadata", "operation"], response_model=BatchingDocument)
+    async def batching(model: ModelName) -> JSONResponse:
+        """Learned latencies of the batcher, and the number of its decisions, for this model."""
+        return JSONResponse(asdict(models.batching(model, "")))
+
+    @router.get(
+        "/models/{model}/versions/{version}/batching", tags=["metadata", "operation"], response_model=BatchingDocument
+    )
+    async def version_batching(model: ModelName, version: ModelVersion) -> JSONResponse:
+        """Learned latencies of the batcher, and the number of its decisions, for this version of the model."""
+        return JSONResponse(asdict(models.batching(model, version)))
+
+    return router
+
+
+def statistics_routes(statistics: StatisticsService) -> APIRouter:
+    """Routes for statistics. Include them before those with the name of a model alone, which match ``stats``."""
+    router = APIRouter(prefix="/v2/models", tags=["statistics"])
+
+    @router.get("/stats", response_model=StatisticsDocument)
+    async def all_statistics() -> JSONResponse:
+        """Statistics of each serving version since it was loaded."""
+        return _statistics(statistics.statistics())
+
+    @router.get("/{model}/stats", response_model=StatisticsDocument)
+    async def model_statistics(model: ModelName) -> JSONResponse:
+        """Statistics of the serving versions of the model since they were loaded."""
+        return _statistics(statistics.statistics(model))
+
+    @router.get("/{model}/versions/{version}/stats", response_model=StatisticsDocument)
+    async def version_statistics(model: ModelName, version: ModelVersion) -> JSONResponse:
+        """Statistics of this version of the model since it was loaded."""
+        return _statistics(statistics.statistics(model, version))
+
+    return router
+
+
+def _model_ready(models: ModelService, name: str, version: str) -> JSONResponse:
+    if models.is_model_ready(name, version):
+        return JSONResponse({"name": name, "ready": True})
+    if not models.is_known(name):
+        raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model: '{name}' is not found")
+    return JSONResponse({"error": "Model version not ready"}, status_code=400)
+
+
+def _metadata(models: ModelService, name: str, version: str) -> JSONResponse:
+    metadata = models.model_metadata(name, version)
+    return JSONResponse(
+        {
+            "name": metadata.name,
+            "versions": list(metadata.versions),
+            "platform": metadata.platform,
+            "inputs": [_tensor(spec) for spec in metadata.inputs],
+            "outputs": [_tensor(spec) for spec in metadata.outputs],
+            "properties": dict(metadata.properties),
+        }
+    )
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype.value, "shape": list(spec.shape)}
+
+
+def _statistics(found: list[ModelStatistics]) -> JSONResponse:
+    return JSONResponse({"model_stats": [_version_statistics(one) for one in found]})
+
+
+def _version_statistics(one: ModelStatistics) -> dict[str, Any]:
+    numbers = one.version
+    parts = numbers.inference
+    return {
+        "name": numbers.name,
+        "version": numbers.version,
+        "last_inference": one.last_inference_ms,
+        "inference_count": numbers.inference_count,
+        "execution_count": numbers.execution_count,
+        "inference_stats": {
+            "success": _duration(parts.success),
+            "fail": _duration(parts.fail),
+            "queue": _duration(parts.queue),
+            "compute_input": _duration(parts.compute_input),
+            "compute_infer": _duration(parts.compute_infer),
+            "compute_output": _duration(parts.compute_output),
+            # There is no cache, but clients fail without these keys.
+            "cache_hit": _duration(Duration()),
+            "cache_miss": _duration(Duration()),
+        },
+        "response_stats": {},
+        "batch_stats": [
+            {
+                "batch_size": batch.batch_size,
+                "compute_input": _duration(batch.compute_input),
+                "compute_infer": _duration(batch.compute_infer),
+                "compute_output": _duration(batch.compute_output),
+            }
+            for batch in numbers.batches
+        ],
+        "memory_usage": [],
+    }
+
+
+def _duration(duration: Duration) -> dict[str, int]:
+    return {"count": duration.count, "ns": duration.ns}

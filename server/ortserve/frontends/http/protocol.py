@@ -1,0 +1,439 @@
+"""The reading half of an HTTP/1.1 connection: an ``asyncio.Protocol`` over httptools that uvicorn serves.
+
+It finds requests in the received bytes, applies the limits on them, and creates the exchange of each. ``connection`` is
+the writing half. uvicorn listens and shuts down. It knows a protocol by ``ServerState.connections`` and ``shutdown``.
+"""
+
+import asyncio
+import time
+from typing import Any, Final
+
+import httptools
+from uvicorn.server import ServerState
+
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.frontends.http.asgi_exchange import AsgiEndpoint, AsgiExchange
+from ortserve.frontends.http.connection import Connection, ConnectionContext, Exchange
+from ortserve.frontends.http.infer_exchange import InferEndpoint, InferExchange
+from ortserve.frontends.http.limits import (
+    Due,
+    InvalidHeadError,
+    Stage,
+    StageTimer,
+    announced_chunk_bytes,
+    check_head,
+    header_bytes,
+    parse_error,
+    too_large_headers,
+    too_many_headers,
+)
+from ortserve.frontends.http.request_head import (
+    Header,
+    InferHead,
+    head_without_upgrade,
+    infer_target,
+    match_infer_path,
+    split_head,
+)
+from ortserve.frontends.http.responses import CorkedTransport
+from ortserve.frontends.large_body import LargeBody, Receiver
+from ortserve.listening import draw_age_s
+from ortserve.service.gate import body_too_large
+
+_MAX_UNKNOWN_HEADS: Final = 16
+"""After so many consecutive requests with unknown heads, a connection stops looking in the cache: all may differ."""
+
+_MAX_REJECTED_CONNECTIONS: Final = 64
+"""Connections over the limit that are answered before they are closed; those over this number are closed at once."""
+
+_FRAMING_FACTOR: Final = 16
+"""Bytes of a chunked body for each byte of its content, at most. A chunk of one byte takes six."""
+
+# Read once, because each request uses them several times.
+_REQUEST: Final = Stage.REQUEST
+_HEADERS: Final = Stage.HEADERS
+_BODY: Final = Stage.BODY
+
+_CLOSED_PARSER: Final = httptools.HttpRequestParser(object())
+"""Replaces the parser of a lost connection, which otherwise forms a reference cycle with its protocol."""
+
+
+class HttpProtocol(asyncio.Protocol):
+    """Reads the requests of one connection. Loop thread only.
+
+    Attributes:
+        connection: The writing half.
+    """
+
+    connection: Connection
+
+    def __init__(
+        self,
+        context: ConnectionContext,
+        infer: InferEndpoint,
+        asgi: AsgiEndpoint,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+    ) -> None:
+        """Wait for ``connection_made``. The last two arguments come from uvicorn."""
+        self._context = context
+        self._limits = context.limits
+        self._infer = infer
+        self._asgi = asgi
+        self._server_state = server_state
+        self._app_state = app_state
+        self._stage = _REQUEST
+        self._url = b""
+        self._headers: list[Header] = []
+        self._expects_continue = False
+        self._offers_upgrade = False
+        """Whether the request offers another protocol. Its head is parsed a second time without the offer."""
+        self._n_unknown_heads = 0
+        self._data_bytes = 0
+        self._body_bytes = 0
+        self._unfinished: tuple[object, Stage] = (None, _REQUEST)
+        self._unfinished_bytes = 0
+        self._framed_bytes = 0
+        self._chunk_begin = -1
+        self._timer = StageTimer(context.limits)
+        self._tick: asyncio.TimerHandle | None = None
+        self._ageing: asyncio.TimerHandle | None = None
+        self._renew_parser()
+
+    # Events of the transport and of uvicorn
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # always one for streams
+        loop = asyncio.get_running_loop()
+        context = self._context
+        connections: set[Any] = self._server_state.connections  # uvicorn declares a set of its own protocols
+        self._loop = loop
+        self.transport = CorkedTransport(transport, loop)
+        self.connection = Connection(context, self._server_state, self.transport, loop)
+        connections.add(self)
+        if context.max_age_s is not None:
+            self._ageing = loop.call_later(draw_age_s(context.max_age_s), self._on_age)
+        excess = len(connections) - self._limits.max_connections
+        if excess > 0:
+            self._reject_connection(excess)
+        else:
+            self._tick = loop.call_later(self._limits.tick_s, self._on_tick)
+
+    def data_received(self, data: bytes) -> None:
+        connection = self.connection
+        if self._stage is not _REQUEST or self._n_unknown_heads > _MAX_UNKNOWN_HEADS or connection.is_given_up:
+            self._read(data)
+            return
+        found = split_head(data)
+        head = self._infer.heads.find(found[0], self._limits.max_header_bytes) if found else None
+        if found is None or head is None:
+            newest = connection.newest
+            self._read(data)
+            if connection.newest is not newest:
+                self._remember_head(found)
+        else:
+            # The parser is between two requests, and would be there again after this one.
+            self._n_unknown_heads = 0
+            connection.begin(InferExchange(connection, self._infer, head, found[1]))
+
+    def eof_received(self) -> bool:
+        """Treat a FIN as "no more requests": answer the complete ones in order, then close.
+
+        A caller that has given up and closed its socket sends the same FIN as one that waits for its responses. The
+        server cannot tell them apart without sending something, and HTTP/1.1 has nothing that all clients ignore: many
+        take an interim response for the final one. So work continues until a write fails or a reset is seen.
+
+        Returns:
+            Whether the transport stays open for responses.
+        """
+        connection = self.connection
+        connection.has_ended = True
+        if connection.is_lingering or not self._limits.answers_half_closed:
+            self.transport.close()
+        elif not connection.is_given_up and self._stage is not _REQUEST:
+            part = "headers" if self._stage is _HEADERS else "body"
+            self._reject_in_turn(invalid_input(f"incomplete request: the connection ended within its {part}"))
+        else:
+            connection.end_requests()
+        return not self.transport.is_closing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        connections: set[Any] = self._server_state.connections
+        connections.discard(self)
+        for timer in (self._ageing, self._tick):
+            if timer is not None:
+                timer.cancel()
+        self.connection.on_lost()
+        self._parser = _CLOSED_PARSER
+        self._context.on_ended()
+
+    def pause_writing(self) -> None:
+        self.connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.connection.resume_writing()
+
+    def shutdown(self) -> None:
+        """Begin to drain."""
+        self.connection.shutdown()
+
+    # Events of the parser
+
+    def on_message_begin(self) -> None:
+        self._stage = _HEADERS
+        self._url = b""
+        self._expects_continue = False
+        self._headers = []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self._headers.append((name, value))
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._expects_continue = True
+        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            text = f"Transfer-Encoding: expected chunked, got {value.decode('latin-1'):.100}"
+            raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, text))
+
+    def on_headers_complete(self) -> None:
+        self._check_headers()
+        if self._offers_upgrade:
+            return
+        self.connection.begin(self._make_exchange())
+        self._stage = _BODY
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        exchange = self.connection.newest
+        assert exchange is not None
+        exchange.on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._offers_upgrade:
+            self._stage = _REQUEST
+            exchange = self.connection.newest
+            assert exchange is not None
+            exchange.on_end()
+
+    def on_chunk_header(self) -> None:
+        self._chunk_begin = self._body_bytes
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_begin = -1
+
+    # Requests
+
+    def _read(self, data: bytes) -> None:
+        connection = self.connection
+        if connection.is_given_up:
+            connection.drop(len(data))
+            return
+        self._data_bytes = len(data)
+        self._parse(data)
+        if self._stage is not _REQUEST:
+            if self._chunk_begin >= 0:
+                self._check_chunk(data)
+            self._on_unfinished()
+
+    def _parse(self, data: bytes) -> None:
+        pieces: list[bytes | memoryview] = [data]
+        while pieces:
+            piece = pieces.pop()
+            try:
+                self._parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as offer:
+                # The parser takes the bytes behind the head for the other protocol, so it parses the head again.
+                old = self._parser
+                head = head_without_upgrade(old.get_method(), self._url, old.get_http_version(), self._headers)
+                pieces += memoryview(piece)[offer.args[0] :], head
+                self._renew_parser()
+            except httptools.HttpParserError as fault:
+                self._reject_in_turn(parse_error(fault, piece))
+                return
+
+    def _make_exchange(self) -> Exchange:
+        parser, url, headers = self._parser, self._url, self._headers
+        method, version = parser.get_method(), parser.get_http_version()
+        keep_alive = version != "1.0" and parser.should_keep_alive()
+        is_post = method == b"POST"
+        target = infer_target(url) if is_post else None
+        if target is None:
+            # Also parses URLs with scheme and host. Its stub does not say that the query may be None.
+            parsed: Any = httptools.parse_url(url)
+            raw_path: bytes = parsed.path
+            query: bytes = parsed.query or b""
+            raw_path.decode("ascii")
+            target = match_infer_path(raw_path) if is_post else None
+            if target is None:
+                return AsgiExchange(
+                    self.connection,
+                    self._asgi,
+                    self._app_state,
+                    method=method.decode("ascii"),
+                    raw_path=raw_path,
+                    query=query,
+                    version=version,
+                    headers=headers,
+                    keep_alive=keep_alive,
+                    expects_continue=self._expects_continue,
+                )
+            url = b"%b?%b" % (raw_path, query)
+        head = InferHead(url, *target, headers, keep_alive, self._expects_continue)
+        return InferExchange(self.connection, self._infer, head)
+
+    def _remember_head(self, found: tuple[bytes, bytes] | None) -> None:
+        """Store the head of a request, if the received bytes were this one whole request."""
+        exchange = self.connection.newest
+        if self._stage is not _REQUEST or not isinstance(exchange, InferExchange) or exchange.rejection is not None:
+            return
+        self._n_unknown_heads += 1
+        # With a body of this size the parser also found the end of the head there, and no second request.
+        if found is not None and 0 < len(found[1]) == exchange.head.body_bytes():
+            self._infer.heads.keep(found[0], exchange.head)
+
+    def _renew_parser(self) -> None:
+        """Parse the next bytes as the begin of a request."""
+        self._parser = httptools.HttpRequestParser(self)
+        # Requests behind one with "Connection: close" are ignored, not malformed.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def on_placed(self, nbytes: int, *, is_whole: bool) -> None:
+        """The next bytes of the body were received into their memory, past the parser, which still waits for them."""
+        exchange = self.connection.newest
+        assert exchange is not None
+        self._data_bytes = nbytes
+        self._body_bytes += nbytes
+        exchange.on_placed(nbytes)
+        if not is_whole:
+            self._on_unfinished()
+            return
+        self._renew_parser()
+        if not self.transport.is_closing():
+            self.transport.set_protocol(self)
+        self._stage = _REQUEST
+        exchange.on_end()
+
+    # Limits
+
+    def _check_headers(self) -> None:
+        """Check the complete head.
+
+        Raises:
+            InvalidHeadError: It exceeds a limit, or is not a request to this server.
+        """
+        parser, limits = self._parser, self._limits
+        check_head(parser.get_http_version(), self._headers, limits)
+        self._offers_upgrade = parser.should_upgrade()
+        if self._offers_upgrade and parser.get_method() == b"CONNECT":
+            raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy"))
+        # A head that arrived at once is no larger than the received bytes.
+        if self._data_bytes > limits.max_header_bytes or self._unfinished[0] is self._headers:
+            size = header_bytes(self._url, self._headers)
+            if size > limits.max_header_bytes:
+                raise InvalidHeadError(too_large_headers(size, limits))
+
+    def _on_unfinished(self) -> None:
+        """Limit the bytes that the parser keeps: incomplete headers, and the framing of a chunked body.
+
+        Also offer the exchange to receive the rest of a large body into its memory.
+        """
+        connection = self.connection
+        if connection.is_given_up:
+            return
+        limits = self._limits
+        if self._unfinished[0] is not self._headers or self._unfinished[1] is not self._stage:
+            # The received bytes may hold other requests before it, so only its visible part counts.
+            self._unfinished = (self._headers, self._stage)
+            self._unfinished_bytes = 0 if self._stage is _BODY else header_bytes(self._url, self._headers)
+            self._framed_bytes = self._body_bytes
+        else:
+            self._unfinished_bytes += self._data_bytes
+        kept, allowed = self._unfinished_bytes, limits.max_header_bytes
+        if self._stage is _BODY:
+            content = self._body_bytes - self._framed_bytes
+            kept -= content
+            allowed += _FRAMING_FACTOR * content
+        exchange = connection.newest
+        if kept > allowed:
+            self._reject_in_turn(too_large_headers(kept, limits))
+        elif len(self._headers) > limits.max_headers:
+            self._reject_in_turn(too_many_headers(len(self._headers), limits))
+        elif self._stage is _BODY and exchange is not None:
+            large = exchange.on_unfinished()
+            if large is not None:
+                self.transport.set_protocol(_BodyReceiver(self, large))
+
+    def _check_chunk(self, data: bytes) -> None:
+        """Reject a body for the announced size of its last chunk, which began in ``data``, before the chunk arrives."""
+        size = announced_chunk_bytes(data, self._body_bytes - self._chunk_begin)
+        self._chunk_begin = -1
+        if size > self._limits.max_chunk_bytes and not self.connection.is_given_up:
+            self._reject_in_turn(body_too_large(size, self._limits.max_chunk_bytes))
+
+    def _reject_in_turn(self, error: ServeError) -> None:
+        self.connection.reject_in_turn(error, in_body=self._stage is _BODY)
+
+    def _reject_connection(self, excess: int) -> None:
+        """Answer a connection over the limit; during a flood, close some without an answer."""
+        if excess > _MAX_REJECTED_CONNECTIONS:
+            self._context.on_rejected(ErrorKind.OVERLOADED)
+            self.transport.abort()
+            return
+        most = self._limits.max_connections
+        text = f"http_max_connections: {most} connections are open and no more may be"
+        self.connection.reject(ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1))
+
+    def _on_age(self) -> None:
+        self.connection.is_old = True
+
+    def _on_tick(self) -> None:
+        """Check whether the caller delays the connection, or has reset it while nothing is read."""
+        connection = self.connection
+        if connection.is_lingering:
+            return
+        if (connection.has_ended or connection.is_read_paused) and connection.is_reset():
+            self.transport.abort()
+            return
+        self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
+        unsent = self.transport.get_write_buffer_size()
+        stage, exchange = self._stage, connection.newest
+        is_answered = exchange is None or exchange.response_complete
+        if unsent or connection.is_read_paused or not (is_answered or stage is _BODY):
+            stage = Stage.RESPONSE
+        subject = self._headers if stage is _HEADERS else exchange
+        due = self._timer.check(time.monotonic_ns(), stage, subject, self._unfinished_bytes, unsent)
+        if due is Due.ABORT:
+            self.transport.abort()
+        elif due is Due.CLOSE:
+            self.transport.close()
+        elif due is Due.REJECT:
+            self._reject_slow_request(stage, exchange)
+
+    def _reject_slow_request(self, stage: Stage, exchange: Exchange | None) -> None:
+        limits = self._limits
+        if stage is _HEADERS:
+            text = f"http_header_timeout_s: the headers of the request took {limits.header_timeout_s:g} s or longer"
+            self.connection.reject(ServeError(ErrorKind.TOO_SLOW, text))
+        elif exchange is not None:
+            text = (
+                f"http_body_timeout_s: less than {limits.min_body_bytes_per_s} bytes a second came of the body "
+                f"for {limits.body_timeout_s:g} s"
+            )
+            exchange.reject_body(ServeError(ErrorKind.TOO_SLOW, text))
+
+
+class _BodyReceiver(Receiver):
+    """Receives the rest of a large body for a connection."""
+
+    def __init__(self, protocol: HttpProtocol, body: LargeBody) -> None:
+        super().__init__(protocol)
+        self._http = protocol
+        self._body = body
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._body.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._body.add(nbytes)
+        self._http.on_placed(nbytes, is_whole=self._body.is_whole)

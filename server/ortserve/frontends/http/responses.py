@@ -1,0 +1,190 @@
+"""HTTP responses: their content, their compression, and the transport that writes those of one loop turn together."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from ortserve.codecs.compression import Encoding, compress, is_worth_compressing
+from ortserve.codecs.rest import EncodedResponse
+from ortserve.core.timing import Timing
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.frontends.http.limits import HttpVersionError
+from ortserve.frontends.http.request_head import ENCODINGS, Header, UnknownEncodingError
+from ortserve.frontends.status import HTTP_VERSION_STATUS, STATUSES
+from ortserve.service.access import Guard, RefusedKeyError
+
+STATUS_LINES: Final = {code: b"HTTP/1.1 %d \r\n" % code for code in range(100, 600)} | {
+    status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
+}
+
+_JSON: Final = (b"content-type", b"application/json")
+_BINARY: Final = (b"content-type", b"application/octet-stream")
+
+_INLINE_COMPRESSION_BYTES: Final = 64 * 1024
+"""The event loop compresses bodies up to this size, in about 0.6 ms."""
+
+
+class HttpResponse(NamedTuple):
+    """``headers`` describe the content; ``content-length`` and ``connection`` are not among them."""
+
+    status: int
+    body: bytes | memoryview
+    headers: tuple[Header, ...]
+
+    def with_header(self, header: Header) -> "HttpResponse":
+        return HttpResponse(self.status, self.body, (*self.headers, header))
+
+
+WRONG_METHOD: Final = HttpResponse(405, b'{"error":"Method Not Allowed"}', (_JSON, (b"allow", b"POST")))
+"""For another method than POST on an infer path."""
+
+
+def success(encoded: EncodedResponse, timing: Timing) -> HttpResponse:
+    """The response that carries outputs."""
+    server_timing = (b"server-timing", timing.server_timing())
+    if encoded.json_size is None:
+        return HttpResponse(200, encoded.body, (server_timing, _JSON))
+    json_bytes = (b"inference-header-content-length", b"%d" % encoded.json_size)
+    return HttpResponse(200, encoded.body, (server_timing, _BINARY, json_bytes))
+
+
+def failure(error: ServeError) -> HttpResponse:
+    """The JSON document of an error, with the status and headers of its kind."""
+    headers: tuple[Header, ...] = (_JSON,)
+    if error.retry_after_s is not None:
+        headers = (_JSON, (b"retry-after", b"%d" % -(-error.retry_after_s // 1)))
+    elif isinstance(error, UnknownEncodingError):
+        headers = (_JSON, (b"accept-encoding", ENCODINGS.encode()))
+    elif isinstance(error, RefusedKeyError):
+        headers = (_JSON, (b"www-authenticate", _challenge(error).encode()))
+    status = HTTP_VERSION_STATUS if isinstance(error, HttpVersionError) else STATUSES[error.kind].http
+    return HttpResponse(status, _document(error.message), headers)
+
+
+def key_rejection(guard: Guard | None, authorizations: Sequence[str | bytes]) -> HttpResponse | None:
+    """The response to a caller without the key that ``guard`` expects; None if the caller may proceed."""
+    try:
+        if guard is not None:
+            guard.check(authorizations)
+    except ServeError as error:
+        return failure(error)
+    return None
+
+
+def _challenge(error: RefusedKeyError) -> str:
+    """The expected credentials (RFC 6750, section 3): the group is the realm, and the scope that a key lacks."""
+    challenge = f'Bearer realm="{error.group}"'
+    if error.kind is ErrorKind.FORBIDDEN:
+        return f'{challenge}, error="insufficient_scope", scope="{error.group}"'
+    return f'{challenge}, error="invalid_token"' if error.has_key else challenge
+
+
+def _document(message: str) -> bytes:
+    try:
+        return orjson.dumps({"error": message})
+    except TypeError:  # a lone surrogate from the caller's JSON: it is not UTF-8, but JSON can escape it
+        return json.dumps({"error": message}).encode()
+
+
+def should_compress(response: HttpResponse, encoding: Encoding | None, *, min_bytes: int) -> bool:
+    """Whether to compress a response: it is a success, the caller asks for it, it is large enough and would shrink."""
+    return (
+        response.status == 200
+        and encoding is not None
+        and len(response.body) >= min_bytes
+        and is_worth_compressing(response.body)
+    )
+
+
+def compressed(response: HttpResponse, encoding: Encoding) -> HttpResponse:
+    """The response with a compressed body. Any thread."""
+    header = (b"content-encoding", encoding.value.encode())
+    return HttpResponse(response.status, compress(response.body, encoding), (*response.headers, header))
+
+
+def compresses_inline(response: HttpResponse) -> bool:
+    """Whether the event loop may run ``compressed``."""
+    return len(response.body) <= _INLINE_COMPRESSION_BYTES
+
+
+class CorkedTransport(asyncio.Transport):
+    """Collects the writes of one loop turn and passes them on together, without a copy. Loop thread only.
+
+    uvloop makes a system call for each write. For a small response a second call costs as much as decoding the
+    request.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._pending: list[bytes | bytearray | memoryview] = []
+        self._has_ended = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._has_ended:
+            return
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append(data)
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
+        for data in list_of_data:
+            self.write(data)
+
+    def write_out(self, *data: bytes | memoryview) -> None:
+        """Write at once, behind the collected data: for exchanges that write once in a loop turn."""
+        if self._pending:
+            self._pending += data
+            self._flush()
+        elif len(data) == 1:
+            self._transport.write(data[0])
+        else:
+            self._transport.writelines(data)
+
+    def write_eof(self) -> None:
+        """Send a FIN behind the collected data. Later writes are dropped."""
+        self._flush()
+        self._has_ended = True
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._pending.clear()
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size() + sum(map(len, self._pending))
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._transport.get_protocol()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._transport.set_protocol(protocol)
+
+    def is_reading(self) -> bool:
+        return self._transport.is_reading()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        if pending and not self._transport.is_closing():
+            self._transport.writelines(pending)

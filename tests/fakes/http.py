@@ -1,0 +1,108 @@
+"""Connections of the HTTP server without a socket."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from fakes.service import FakeInferenceService
+from fakes.socket import FakeSocket
+from ortserve.config.option_groups import HttpOptions
+from ortserve.frontends.http.asgi_exchange import AsgiEndpoint
+from ortserve.frontends.http.connection import ConnectionContext
+from ortserve.frontends.http.infer_exchange import InferEndpoint
+from ortserve.frontends.http.limits import http_limits
+from ortserve.frontends.http.protocol import HttpProtocol
+from ortserve.frontends.http.request_head import HeadCache
+from ortserve.service.access import Access, Group, Keyring, digest_of
+
+TURNS = 12
+"""Turns of the event loop, more than a response takes."""
+
+
+class SeenHeaders:
+    """Replaces traces: records what each begins with, except the length of the body."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, bytes, list[tuple[bytes, bytes]]]] = []
+
+    def begin(self, call: str, version: str, path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.seen.append((call, version, path, [header for header in headers if header[0] != b"content-length"]))
+
+
+class Service(FakeInferenceService):
+    """Records how many bytes are held when each request begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held_bytes: list[int] = []
+
+    def start(self, *arguments: Any) -> None:
+        self.held_bytes.append(self.gate.held_bytes)
+        super().start(*arguments)
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers with its request."""
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    said = repr((scope["method"], scope["path"], scope["headers"], body)).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(said))]})
+    await send({"type": "http.response.body", "body": said})
+
+
+class HttpSide:
+    """A server whose connections are made one after the other. With ``has_keys`` infer needs the key ``right``."""
+
+    def __init__(self, app: ASGIApp = echo, heads: HeadCache | None = None, *, has_keys: bool = False) -> None:
+        self.service = Service()
+        service: Any = self.service
+        keyring = Keyring({Group.INFER: [digest_of(b"right")]})
+        guards = Access([Group.INFER], keyring, on_refusal=lambda *_: None).guards if has_keys else {}
+        self.traces = SeenHeaders()
+        traces: Any = self.traces
+        self.endpoint = InferEndpoint(
+            service,
+            max_body_bytes=1000,
+            compression_min_bytes=10**6,
+            clock=lambda: 0,
+            guard=guards.get(Group.INFER),
+            traces=traces,
+        )
+        if heads is not None:
+            self.endpoint.heads = heads  # type: ignore[misc]  # Final outside of tests
+        self.asgi = AsgiEndpoint(app, guards)
+        self.rejected: list[object] = []
+        limits = http_limits(HttpOptions(http_max_header_bytes=4096), idle_timeout_s=75, max_body_bytes=1000)
+        self.context = ConnectionContext(limits, max_age_s=None, on_rejected=self.rejected.append)
+        self.state = ServerState()
+
+    def connect(self, written: bytearray) -> tuple[HttpProtocol, FakeSocket]:
+        """A connection, and the transport whose writes are appended to ``written``."""
+        transport = FakeSocket(written.extend)
+        protocol = HttpProtocol(self.context, self.endpoint, self.asgi, self.state, {})
+        protocol.connection_made(transport)
+        return protocol, transport
+
+    async def answer(self, pieces: list[bytes]) -> tuple[bytes, bool]:
+        """The written bytes, and whether the connection is closed, once all pieces are answered."""
+        written = bytearray()
+        protocol, transport = self.connect(written)
+        for piece in pieces:
+            if not transport.is_closed:
+                protocol.data_received(piece)
+                await turns()
+        answered = bytes(written), transport.is_closed
+        protocol.connection_lost(None)
+        return answered
+
+
+async def turns(count: int = TURNS) -> None:
+    """Let the event loop run."""
+    for _ in range(count):
+        await asyncio.sleep(0)

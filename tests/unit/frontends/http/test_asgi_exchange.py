@@ -1,0 +1,164 @@
+"""The bridge to the ASGI application: its requests and responses on a connection without a socket."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Message, Scope
+
+from fakes.http import HttpSide
+from interpreted import interpreted_only
+from ortserve.frontends.http.control_app import make_control_app
+
+pytestmark = interpreted_only
+
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Faulty:
+    """Services of which each call is a fault."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("tensors: 1, 2, 3")
+
+        return fail
+
+
+def get(path: str, *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "\r\n"]).encode()
+
+
+async def answer(app: ASGIApp, *pieces: bytes) -> tuple[int, dict[str, str], bytes, bool]:
+    """Status, headers, content and whether the connection is closed."""
+    written, is_closed = await HttpSide(app).answer(list(pieces))
+    head, _, content = written.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    return int(first.split(" ")[1]), headers, content, is_closed
+
+
+def sending(*messages: Message) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(message)
+
+    return app
+
+
+def start(*headers: tuple[bytes, bytes], status: int = 200) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": list(headers)}
+
+
+def part(body: bytes, *, more: bool = False) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+async def test_fault_of_ours_is_answered_in_json_without_its_text_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    nothing: Any = SimpleNamespace(statistics=None, repository=None, logs=None, traces=None)
+    faulty: Any = Faulty()
+    app = make_control_app(faulty, nothing, nothing, nothing, nothing, title="t", version="1", max_body_bytes=1)
+    status, _, content, _ = await answer(app, get("/v2/models/m"))
+    assert (status, json.loads(content)) == (500, {"error": "internal error"})
+    (record,) = [record for record in caplog.records if record.name == "ortserve.frontends.http.asgi_exchange"]
+    assert record.message == "a call failed unexpectedly"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ZeroDivisionError)
+
+
+async def test_response_of_unknown_length_is_chunked() -> None:
+    app = sending(start(), part(b"hello", more=True), part(b"", more=True), part(b" world"))
+    status, headers, content, is_closed = await answer(app, get("/x"))
+    assert (status, headers["transfer-encoding"], is_closed) == (200, "chunked", False)
+    assert content == b"5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("header", [(b"content-length", b"5"), (b"x", b"y")])
+async def test_response_to_head_is_that_to_get_without_its_body(header: tuple[bytes, bytes]) -> None:
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["method"])
+        await sending(start(header), part(b"hello"))(scope, receive, send)
+
+    status, headers, content, _ = await answer(app, get("/x", method="HEAD"))
+    assert (status, headers[header[0].decode()], content) == (200, header[1].decode(), b"")
+    assert "transfer-encoding" not in headers
+    assert seen == ["GET"]
+
+
+async def test_body_reaches_the_application_in_parts_and_whole() -> None:
+    body = bytes(200_000)
+    seen = bytearray()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        more = True
+        while more:
+            message = await receive()
+            seen.extend(message["body"])
+            more = message["more_body"]
+        await sending(start((b"content-length", b"0")), part(b""))(scope, receive, send)
+
+    head = get("/x", f"Content-Length: {len(body)}", method="POST")
+    status, _, _, is_closed = await answer(app, head, *(body[at : at + 50_000] for at in range(0, len(body), 50_000)))
+    assert (status, is_closed, bytes(seen)) == (200, False, body)
+
+
+async def test_caller_that_expects_continue_gets_it_when_the_application_reads() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/reads":
+            await receive()
+        await sending(start((b"content-length", b"0")), part(b""))(scope, receive, send)
+
+    for path, is_told in (("/reads", True), ("/ignores", False)):
+        head = get(path, "Expect: 100-continue", "Content-Length: 2", method="POST")
+        written, _ = await HttpSide(app).answer([head, b"{}"])
+        assert written.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ") == is_told
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (start((b"content-length", b"9")), part(b"short")),
+        (start((b"content-length", b"2")), part(b"long")),
+        (start((b"content-length", b"5")), part(b"he", more=True)),
+    ],
+    ids=["short", "long", "unfinished"],
+)
+async def test_connection_of_an_incomplete_response_is_closed(messages: tuple[Message, ...]) -> None:
+    *_, content, is_closed = await answer(sending(*messages), get("/x"))
+    assert is_closed
+    assert content in (b"", b"he", b"short")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [(), (part(b"x"),), (start((b"x", b"a\r\nb: c")),), (start((b"a b", b"c")),)],
+    ids=["nothing", "no head", "line break in a value", "invalid name"],
+)
+async def test_application_without_a_valid_response_is_answered_by_500(messages: tuple[Message, ...]) -> None:
+    status, headers, content, is_closed = await answer(sending(*messages), get("/x"))
+    assert (status, headers["connection"], json.loads(content)) == (500, "close", {"error": "internal error"})
+    assert is_closed
+
+
+async def test_application_that_waits_for_a_body_learns_that_the_caller_left() -> None:
+    seen: list[str] = []
+    is_over = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive())["type"] == "http.request":
+            pass
+        seen.append(message["type"])
+        await send(start())
+        is_over.set()
+
+    side = HttpSide(app)
+    written, _ = await side.answer([get("/x", "Content-Length: 5", method="POST"), b"ab"])
+    await asyncio.wait_for(is_over.wait(), 10)
+    assert (written, seen) == (b"", ["http.disconnect"])
+    assert side.state.tasks == set()
