@@ -50,15 +50,12 @@ from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
 from ortserve.service.load import LoadMeter
-from ortserve.service.log_settings import LogSettings
-from ortserve.service.management import Management
+from ortserve.service.management import LogSettings, Management, StatisticsService
 from ortserve.service.models import EXTENSIONS, ModelService
 from ortserve.service.recorder import Recorder
 from ortserve.service.repository import RepositoryService
 from ortserve.service.shared_memory import CUDA_SHARED_MEMORY, SYSTEM_SHARED_MEMORY, SharedMemory
-from ortserve.service.statistics import StatisticsService
-from ortserve.service.trace_settings import TRACE, TraceSettings
-from ortserve.service.trace_writing import TraceWriter
+from ortserve.service.trace_settings import TRACE, TraceSettings, TraceWriter
 from ortserve.telemetry.logs import AccessLog, LogSwitches
 from ortserve.telemetry.machine import CpuReader
 from ortserve.telemetry.metrics import Metrics

@@ -10,13 +10,10 @@ __all__ = [
     "inference",
     "key_files",
     "load",
-    "log_settings",
     "management",
     "models",
     "recorder",
     "repository",
     "shared_memory",
-    "statistics",
     "trace_settings",
-    "trace_writing",
 ]

@@ -1,11 +1,121 @@
-"""The services that manage a running server, in one record for the frontends that offer them."""
+"""The services that manage a running server: statistics and log settings, and the record of them for the frontends."""
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
-from ortserve.service.log_settings import LogSettings
+from ortserve.clock import Clock
+from ortserve.errors import ErrorKind, ServeError, invalid_input
+from ortserve.registry.registry import Registry
+from ortserve.registry.served import ServedModel
 from ortserve.service.repository import RepositoryService
-from ortserve.service.statistics import StatisticsService
 from ortserve.service.trace_settings import TraceSettings
+from ortserve.telemetry.logs import LogSwitches
+from ortserve.telemetry.statistics import VersionStatistics, read_statistics
+
+_NS_PER_MS: Final = 1_000_000
+
+Setting: TypeAlias = bool | int | str
+
+LOG_FORMATS: Final = ("default", "ISO8601")
+"""The protocol's names. Both give lines with a time in ISO 8601, as this server always writes. Whether lines are text
+or JSON is the choice of the operator, whose collector expects one of them."""
+
+_MAX_UINT32: Final = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatistics:
+    """The statistics of a version; ``last_inference_ms`` is the time of its last answer since the epoch, 0 for none."""
+
+    last_inference_ms: int
+    version: VersionStatistics
+
+
+class StatisticsService:
+    """Answers statistics calls. Loop thread only."""
+
+    def __init__(self, registry: Registry, clock: Clock, wall_clock: Clock = time.time_ns) -> None:
+        """``clock`` is the monotonic one of the stamps; ``wall_clock`` returns nanoseconds since the epoch."""
+        self._registry = registry
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    def statistics(self, name: str = "", version: str = "") -> list[ModelStatistics]:
+        """The statistics of a version, of all ready versions of a model, or, without a name, of all models.
+
+        Raises:
+            ServeError: invalid_input, as the protocol requires, for a model or version that does not serve.
+        """
+        if not name:
+            return [self._describe(served) for model in self._registry.models() for served in self._serving(model)]
+        if version:
+            try:
+                return [self._describe(self._registry.find(name, version))]
+            except ServeError:
+                if self._registry.ready_versions(name):
+                    raise invalid_input(f"requested model version is not available for model '{name}'") from None
+        if serving := self._serving(name):
+            return [self._describe(served) for served in serving]
+        raise invalid_input(f"requested model '{name}' is not available")
+
+    def _serving(self, name: str) -> list[ServedModel]:
+        return [self._registry.find(name, str(version)) for version in self._registry.ready_versions(name)]
+
+    def _describe(self, served: ServedModel) -> ModelStatistics:
+        numbers = read_statistics(served.metrics)
+        last_ns = 0
+        if numbers.last_done_ns:
+            last_ns = self._wall_clock() - (self._clock() - numbers.last_done_ns)
+        return ModelStatistics(last_ns // _NS_PER_MS, numbers)
+
+
+class LogSettings:
+    """The protocol's log settings, which clients may read and change. Loop thread only."""
+
+    def __init__(self, switches: LogSwitches) -> None:
+        self._switches = switches
+        self._format = LOG_FORMATS[0]
+
+    def read(self) -> dict[str, Setting]:
+        """All settings."""
+        switches = self._switches
+        return {
+            "log_file": "",
+            "log_info": switches.info,
+            "log_warning": switches.warning,
+            "log_error": switches.error,
+            "log_verbose_level": switches.verbose_level,
+            "log_format": self._format,
+        }
+
+    def update(self, changes: Mapping[str, object]) -> dict[str, Setting]:
+        """Change any of them and return all. Unknown keys and values of None are ignored.
+
+        Raises:
+            ServeError: invalid_input, for an invalid value; unsupported, for ``log_file``. Nothing is changed then.
+        """
+        known = {key: value for key, value in changes.items() if value is not None}
+        if "log_file" in known:
+            raise ServeError(ErrorKind.UNSUPPORTED, "log file location can not be updated through network protocol")
+        for key in ("log_info", "log_warning", "log_error"):
+            if key in known and not isinstance(known[key], bool):
+                raise invalid_input(f"expect boolean for '{key}', got {known[key]!r}")
+        level = known.get("log_verbose_level", 0)
+        if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= _MAX_UINT32:
+            raise invalid_input(f"expect unsigned integer for 'log_verbose_level', got {level!r}")
+        if (log_format := known.get("log_format", self._format)) not in LOG_FORMATS:
+            raise invalid_input(f"invalid argument for --log_format, got: {log_format}")
+        self._format = str(log_format)
+        switches = self._switches
+        switches.set(
+            info=bool(known.get("log_info", switches.info)),
+            warning=bool(known.get("log_warning", switches.warning)),
+            error=bool(known.get("log_error", switches.error)),
+            verbose_level=level if "log_verbose_level" in known else switches.verbose_level,
+        )
+        return self.read()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from ortserve.clock import Clock
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind
 from ortserve.service.call import Call
-from ortserve.service.trace_writing import TraceWriter
+from ortserve.service.trace_settings import TraceWriter
 from ortserve.telemetry.logs import AccessLog
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.tracing import EndedRequest, Trace

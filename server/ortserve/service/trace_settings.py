@@ -1,22 +1,26 @@
-"""The protocol's trace settings: of the server, and of models that have some of their own.
+"""Trace files: the protocol's settings for them, and the choice of the requests that are written.
 
-As Triton has it (its trace extension): each change begins the counting of requests anew; models without settings of
-their own count together; one that has some follows the server's in the rest, whenever those change.
+As in Triton's trace extension, each change restarts the count of requests. Models without settings of their own are
+counted together; a model with some of its own follows the server's in the others.
 """
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Final, TypeAlias
 
+from ortserve.clock import Clock
 from ortserve.config.option_groups import TraceFileOptions
+from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.registry.registry import Registry
-from ortserve.telemetry.trace_files import Sampling, TraceFiles
+from ortserve.telemetry.trace_files import Sampling, TraceFiles, encode_record
 
 TraceSetting: TypeAlias = str | list[str]
 
 TRACE: Final = "trace"
-"""The extension's name; announced where traces can be had."""
+"""The extension's name, announced if traces can be written."""
 
 _LEAST: Final = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
 _MOST: Final = 2**31 - 1
@@ -26,10 +30,10 @@ _MODE: Final = "triton"
 
 
 class TraceSettings:
-    """Checks, keeps and returns the settings, and says what they make of requests. Loop thread only."""
+    """Validates and stores the settings, and returns the sampling of a model's requests. Loop thread only."""
 
     def __init__(self, registry: Registry, options: TraceFileOptions, files: TraceFiles | None) -> None:
-        """Begin with the options; without ``files`` no level but ``OFF`` can be set."""
+        """Begin with the options. Without ``files`` the only level is ``OFF``."""
         self._registry = registry
         self._files = files
         self._start: Final = {
@@ -39,13 +43,13 @@ class TraceSettings:
             "log_frequency": options.trace_log_frequency,
         }
         self._own: dict[str, dict[str, int]] = {"": {}}
-        """By model, ``""`` for the server: what was set and not taken back."""
+        """Settings that were changed, by model, ``""`` for the server."""
         self._server = self._sampling(self._start)
         self._models: dict[str, Sampling] = {}
         """Of models with settings of their own."""
 
     def read(self, model: str = "") -> dict[str, TraceSetting]:
-        """All settings, of a model or, for ``""``, of the server. The count is what is left of it.
+        """All settings of a model or, for ``""``, of the server. ``trace_count`` is the remaining count.
 
         Raises:
             ServeError: not_found, for an unknown model.
@@ -62,16 +66,15 @@ class TraceSettings:
         }
 
     def update(self, changes: Mapping[str, object], model: str = "") -> dict[str, TraceSetting]:
-        """Change some, all or none of them, and return them all.
+        """Change any of them and return all.
 
         Args:
-            changes: None, or an empty list, takes a setting back: of a model to the server's, of the server to what it
-                began with.
+            changes: None, or an empty list, resets a setting: of a model to the server's, of the server to the option.
             model: As for ``read``.
 
         Raises:
-            ServeError: not_found, for an unknown model; invalid_input, for an unknown setting or a value that cannot
-                be; unsupported, for another file, mode or level than there is. Then nothing changed.
+            ServeError: not_found, for an unknown model; invalid_input, for an unknown setting or an invalid value;
+                unsupported, for another file, mode or level. Nothing is changed then.
         """
         self._check_model(model)
         own = self._kept(model)
@@ -87,11 +90,11 @@ class TraceSettings:
         return self.read(model)
 
     def of(self, model: str) -> Sampling:
-        """What holds for the requests of a model."""
+        """The sampling of a model's requests."""
         return self._models.get(model, self._server)
 
     def close(self) -> None:
-        """Wait until all that was gathered is written, at the end of the server."""
+        """Write all collected traces, at the end of the server."""
         for sampling in (self._server, *self._models.values()):
             sampling.close()
         if self._files is not None:
@@ -118,7 +121,7 @@ class TraceSettings:
             self._models[model] = self._sampling(follows | own)
 
     def _kept(self, model: str) -> dict[str, int]:
-        """What was set for a model, or the server, with what is left of its count."""
+        """The changed settings of a model, or of the server, with the remaining count."""
         own = dict(self._own.get(model, {}))
         if "trace_count" in own:
             own["trace_count"] = self.of(model).count
@@ -138,8 +141,56 @@ class TraceSettings:
             raise ServeError(ErrorKind.NOT_FOUND, f"Request for unknown model : {model}")
 
 
+class TraceWriter:
+    """Writes the traces of the requests that the settings sample. Loop thread only."""
+
+    def __init__(self, settings: TraceSettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._numbers = count(1)
+
+    def observe(
+        self,
+        protocol: str,
+        timing: Timing,
+        request_id: str,
+        model: str,
+        version: str,
+        *,
+        ended_ns: int,
+        is_answered: bool = True,
+    ) -> None:
+        """Count a request that has ended, and write its trace if it is sampled.
+
+        Args:
+            protocol: ``http`` or ``grpc``.
+            timing: Read in the next turn of the loop, and no longer stamped.
+            request_id: The caller's.
+            model: Its name.
+            version: The version that was found.
+            ended_ns: When its answer or error was made.
+            is_answered: False if it was cancelled.
+        """
+        sampling = self._settings.of(model)
+        if sampling.take():
+            named = (next(self._numbers), model, version, request_id, protocol)
+            # In the next turn of the loop: this one sends the answer, unless a thread compresses it first.
+            asyncio.get_running_loop().call_soon(self._collect, sampling, named, timing, ended_ns, is_answered)
+
+    def _collect(
+        self,
+        sampling: Sampling,
+        named: tuple[int, str, str, str, str],
+        timing: Timing,
+        ended_ns: int,
+        is_answered: bool,
+    ) -> None:
+        sent_ns = self._clock() if is_answered else None
+        sampling.collect(encode_record(*named, timing, ended_ns=ended_ns, sent_ns=sent_ns))
+
+
 def _checked(key: str, value: object, *, can_trace: bool) -> int | None:
-    """The setting as a number; None for one that has no other value. Raises ServeError."""
+    """The setting as a number; None for one with a single possible value. Raises ServeError."""
     values = [str(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
     if key == "trace_file":
         raise ServeError(ErrorKind.UNSUPPORTED, "trace file location can not be updated through network protocol")

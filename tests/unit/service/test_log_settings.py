@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.service.log_settings import LogSettings
+from ortserve.service.management import LogSettings
 from ortserve.telemetry.logs import LogSwitches
 
 LOG_START = {

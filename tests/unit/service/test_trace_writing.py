@@ -24,8 +24,7 @@ from ortserve.errors import ServeError
 from ortserve.registry.registry import Registry
 from ortserve.service.inference import InferenceService
 from ortserve.service.recorder import Recorder
-from ortserve.service.trace_settings import TraceSettings
-from ortserve.service.trace_writing import TraceWriter
+from ortserve.service.trace_settings import TraceSettings, TraceWriter
 from ortserve.telemetry.metrics import Metrics
 from ortserve.telemetry.trace_files import TraceFiles
 

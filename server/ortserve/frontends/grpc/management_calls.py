@@ -11,10 +11,8 @@ from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
 from ortserve.service.gate import Hold
-from ortserve.service.log_settings import Setting
-from ortserve.service.management import Management
+from ortserve.service.management import Management, ModelStatistics, Setting
 from ortserve.service.shared_memory import SharedMemory
-from ortserve.service.statistics import ModelStatistics
 from ortserve.telemetry.statistics import Duration
 
 

@@ -32,7 +32,7 @@ from ortserve.frontends.http.documents import (
 from ortserve.frontends.http.request_body import read_body, read_json_object
 from ortserve.frontends.http.request_head import Header
 from ortserve.service.gate import BodyAdmission, Hold
-from ortserve.service.log_settings import LogSettings
+from ortserve.service.management import LogSettings
 from ortserve.service.repository import RepositoryService
 from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
 from ortserve.service.trace_settings import TraceSettings

@@ -25,8 +25,8 @@ from ortserve.frontends.http.documents import (
 )
 from ortserve.frontends.http.request_head import Header
 from ortserve.frontends.http.responses import HttpResponse, failure
+from ortserve.service.management import ModelStatistics, StatisticsService
 from ortserve.service.models import ModelService
-from ortserve.service.statistics import ModelStatistics, StatisticsService
 from ortserve.telemetry.statistics import Duration
 
 _JSON: Final[tuple[Header, ...]] = ((b"content-type", b"application/json"),)

@@ -13,7 +13,7 @@ from ortserve.config.model import LoadOptions
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.registry.registry import Registry
-from ortserve.service.statistics import StatisticsService
+from ortserve.service.management import StatisticsService
 from ortserve.telemetry.metrics import Metrics
 
 
