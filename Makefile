@@ -47,7 +47,7 @@ wheel: .venv/dev.done
 	$(PYTHON) -m venv .venv/wheel
 	.venv/wheel/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		"$$(echo dist/ortserve-*.whl)[cpu]"
-	.venv/wheel/bin/python -I tests/installed_wheel.py
+	.venv/wheel/bin/python -I tests/support/installed_wheel.py
 
 # Beside the editable installation, and before it on the path of the tests and of the servers that they start. Level 1
 # compiles in two thirds of the time; images are built at level 3.
@@ -71,7 +71,7 @@ check: .venv/dev.done
 	$(BIN)/python -m pytest -q tests/repo
 
 audit: .venv/dev.done
-	$(BIN)/python tests/audit.py
+	$(BIN)/python tests/support/audit.py
 
 # Generated files that are committed.
 protos: .venv/dev.done
@@ -82,7 +82,7 @@ reference: .venv/dev.done
 	$(BIN)/python -m ortserve.config.schema
 	$(BIN)/python -m ortserve.registry.repository.triton_fields
 	$(BIN)/python -m ortserve.telemetry.reference
-	$(BIN)/python tests/onnx_node_verdicts.py
+	$(BIN)/python tests/support/onnx_node_verdicts.py
 	$(BIN)/python tests/rows/verdicts.py
 	$(BIN)/python deploy/monitoring/prometheusrule.py
 

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 import uvloop  # noqa: E402

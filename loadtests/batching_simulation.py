@@ -29,7 +29,7 @@ from typing import Final
 import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import matplotlib as mpl  # noqa: E402
 
 from harness import circumstances, table  # noqa: E402

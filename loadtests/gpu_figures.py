@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Final, TypedDict, TypeVar
 
 HERE: Final = Path(__file__).parent
-SOURCES: Final = [str(HERE), str(HERE.parent / "server"), str(HERE.parent / "tests")]
+SOURCES: Final = [str(HERE), str(HERE.parent / "server"), str(HERE.parent / "tests" / "support")]
 sys.path[:0] = SOURCES
 # For processes that are started from here, trials of captures among them: the package need not be installed.
 os.environ["PYTHONPATH"] = os.pathsep.join([*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])

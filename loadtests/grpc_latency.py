@@ -24,7 +24,7 @@ from pathlib import Path
 import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402

@@ -29,7 +29,7 @@ from typing import Final, cast
 import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import onnx  # noqa: E402

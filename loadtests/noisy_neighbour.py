@@ -32,7 +32,7 @@ from typing import Any, Final
 import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE)]
+sys.path[:0] = [str(HERE.parent / "tests" / "support"), str(HERE)]
 import numpy as np  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 import psutil  # noqa: E402

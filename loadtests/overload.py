@@ -26,7 +26,7 @@ from pathlib import Path
 import ortserve  # noqa: F401 - silences ONNX Runtime before it is imported
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 from dense_model import CALLERS, MAX_ROWS, STEPS, dense_model  # noqa: E402
 from harness import circumstances, serving, spread, table  # noqa: E402
 from open_loop import Outcome, closed_loop, offer  # noqa: E402

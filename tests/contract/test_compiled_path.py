@@ -13,7 +13,7 @@ import pytest
 
 from ortserve.core.compiled import IS_COMPILED
 
-PROFILE = Path(__file__).parent.parent / "calls_profile.py"
+PROFILE = Path(__file__).parents[1] / "support" / "calls_profile.py"
 
 
 @pytest.mark.skipif(not IS_COMPILED, reason="is about the compiled package")

@@ -25,7 +25,7 @@ SIZE: Final = 256
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The example models, with two GPUs on host memory."""
-    host_gpus = str(Path(__file__).parents[1] / "host_gpus")
+    host_gpus = str(Path(__file__).parents[1] / "support" / "host_gpus")
     gpus = {"PYTHONPATH": os.pathsep.join([host_gpus, *filter(None, [os.environ.get("PYTHONPATH")])])}
     with serving("--example", "--allow-client-shm", *SHORT_WARMUP, env=gpus) as server:
         yield server

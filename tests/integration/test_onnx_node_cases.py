@@ -46,7 +46,7 @@ def test_what_onnx_runtime_answers_is_answered_over_both_protocols(verdicts: lis
 
 def test_page_says_of_each_case_what_became_of_it(verdicts: list[Verdict]) -> None:
     assert len(verdicts) == 1765
-    assert PAGE.read_text() == render(verdicts), "run: python tests/onnx_node_verdicts.py"
+    assert PAGE.read_text() == render(verdicts), "run: python tests/support/onnx_node_verdicts.py"
 
 
 def test_cases_are_fetched_once(cases: list[NodeCase], monkeypatch: pytest.MonkeyPatch) -> None:

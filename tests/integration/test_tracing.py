@@ -298,7 +298,7 @@ def test_a_collector_that_is_not_there_delays_no_answer_and_no_end_and_its_spans
 
 
 def test_the_option_without_the_library_stops_the_start_with_what_to_type() -> None:
-    hidden = {"PYTHONPATH": str(Path(__file__).parents[1] / "without_opentelemetry")}
+    hidden = {"PYTHONPATH": str(Path(__file__).parents[1] / "support" / "without_opentelemetry")}
     with starting("--example", "--otlp-endpoint=http://127.0.0.1:4318", env=hidden) as server:
         assert server.wait() == 1
         assert "otlp_endpoint: expected OpenTelemetry to be installed" in server.output

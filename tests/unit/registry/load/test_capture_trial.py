@@ -15,7 +15,7 @@ from ortserve.device.protocol import BoundRun
 from ortserve.engine.provider_options import CPU
 from ortserve.registry.load.capture_trial import VERDICT, CaptureTrials, TrialRequest, try_capture
 
-TESTS = str(Path(__file__).parents[3])
+TESTS = str(Path(__file__).parents[3] / "support")
 
 ON_HOST_MEMORY = (
     sys.executable,

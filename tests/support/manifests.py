@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 DEPLOY: Final = ROOT / "deploy"
 BASE: Final = "base, by its files"
 

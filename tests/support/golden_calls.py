@@ -22,7 +22,7 @@ from ortserve._pb.grpc_service_pb2 import ModelMetadataResponse  # tritonclient'
 from ortserve.core.dtypes import DataType
 from servers import LONG_S, SHORT_WARMUP, ServerProcess, add_model, serving
 
-PAGE: Final = Path(__file__).parent / "contract" / "golden_calls.json"
+PAGE: Final = Path(__file__).parents[1] / "contract" / "golden_calls.json"
 
 _HEADERS: Final = ("content-type", "inference-header-content-length", "retry-after", "allow")
 """Of an answer, those that are part of the protocol and no times."""

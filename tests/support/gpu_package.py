@@ -23,7 +23,7 @@ _VERSION: Final = version("onnxruntime")
 _PIP: Final = ("--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1")
 _NVML: Final = "nvidia-ml-py==13.595.45"
 _HEADERS: Final = ("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88")
-_HOST_CUDA: Final = Path(__file__).parent / "host_cuda"
+_HOST_CUDA: Final = Path(__file__).parents[1] / "host_cuda"
 _SOURCES: Final = {
     "libcudart.so.13": "runtime.cpp",
     "libcublas.so.13": "cublas.cpp",

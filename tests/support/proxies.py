@@ -17,7 +17,7 @@ import psutil
 from apart import UnavailableError, installed_apart
 from servers import LONG_S
 
-CONFIGURATIONS: Final = Path(__file__).parents[1] / "deploy" / "proxies"
+CONFIGURATIONS: Final = Path(__file__).parents[2] / "deploy" / "proxies"
 ENVOY: Final = "1.40.0"
 _LOOK_S: Final = 0.05
 """How often ``until`` looks."""

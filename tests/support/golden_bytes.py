@@ -4,7 +4,7 @@ It holds what the codecs make of tensors; ``contract/golden_calls.json``, made a
 server, the other calls. A change of these files is a change of the wire. Run from the repository's root, and read the
 difference:
 
-    PYTHONPATH=server:tests python tests/golden_bytes.py
+    PYTHONPATH=server:tests/support python tests/support/golden_bytes.py
 """
 
 import json
@@ -19,7 +19,7 @@ from ortserve.codecs.rest import encode_rest_response
 from ortserve.core.request import InferRequest, InferResponse, RequestedOutput
 from ortserve.core.tensor import Tensor
 
-PAGE: Final = Path(__file__).parent / "contract" / "golden.json"
+PAGE: Final = Path(__file__).parents[1] / "contract" / "golden.json"
 
 
 def answers(response: InferResponse) -> dict[str, wire.Body]:

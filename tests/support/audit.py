@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 SERVICES: Final = ("osv", "pypi")
 """pip-audit's names of those that are asked, one after the other, until one knows something."""
 _TIMEOUT_S: Final = 300

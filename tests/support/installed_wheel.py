@@ -1,6 +1,6 @@
 """Check the installed ortserve: it is compiled, and its server answers over REST and gRPC.
 
-    python -I tests/installed_wheel.py
+    python -I tests/support/installed_wheel.py
 
 ``make wheel`` and the release workflow run it in a fresh environment, isolated (``-I``) so that the source tree is not
 on the path. It needs nothing beyond the wheel and its extra ``cpu``.

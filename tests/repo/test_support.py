@@ -1,0 +1,15 @@
+"""The page of the tests lists every helper, and nothing else."""
+
+import re
+from pathlib import Path
+
+SUPPORT = Path(__file__).parents[1] / "support"
+PAGE = SUPPORT.parent / "README.md"
+
+
+def test_page_lists_every_helper_and_nothing_else() -> None:
+    section = PAGE.read_text().split("## Helpers in", 1)[1]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    listed = {name.rstrip("/") for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    there = {path.stem for path in SUPPORT.iterdir() if path.suffix == ".py" or (path.is_dir() and path.name[0] != "_")}
+    assert listed == there
