@@ -542,7 +542,7 @@ def run_apart(arguments: Sequence[str], out: Path, timeout_s: float) -> str:
             status = process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return f"its time of {timeout_s:.0f} s was over"
+            return f"its time of {max(timeout_s, 0):.0f} s was over"
     return "" if status in (0, FAILURE_TOLD) else f"exit status {status}"
 
 
