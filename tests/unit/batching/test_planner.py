@@ -190,8 +190,8 @@ TIGHT_NS = NOW + 120
     ("waiting", "taken"),
     [
         # full batches behind it could not be in time after a small one: it is given up for one of them
-        ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9], Take(8, 8, given_up=1)),
-        ([*[Waiting(1, 0, TIGHT_NS)] * 2, *[Waiting(1, 0, NOW + 290)] * 9], Take(8, 8, given_up=2)),
+        ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9], Take(8, 8, evicted=1)),
+        ([*[Waiting(1, 0, TIGHT_NS)] * 2, *[Waiting(1, 0, NOW + 290)] * 9], Take(8, 8, evicted=2)),
         # nobody is late for the small batch: all are answered
         ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 300)] * 9], Take(2, 2)),
         ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0)] * 9], Take(2, 2)),

@@ -64,8 +64,8 @@ async def test_model_to_load_that_lies_nowhere_is_shown_and_keeps_no_other_from_
         ("../a", {}, "invalid model name '../a', model name must not contain path traversal characters"),
         ("..", {}, "invalid model name '..', model name must not contain path traversal characters"),
         ("a", {"made_up": 1}, "unrecognized load parameter 'made_up'."),
-        ("a", {"config": 1}, "parameter 'config': expected JSON in a text, got int"),
-        ("a", {"config": b"{}"}, "parameter 'config': expected JSON in a text, got bytes"),
+        ("a", {"config": 1}, "parameter 'config': expected JSON text, got int"),
+        ("a", {"config": b"{}"}, "parameter 'config': expected JSON text, got bytes"),
         ("a", {"config": "{}", "file:1/x": "y"}, "parameter 'file:1/x': expected bytes, got str"),
     ],
 )
