@@ -260,7 +260,7 @@ def _failing(ports: Ports, _: ExitStack) -> Sequence[Ask]:
 
 
 def _slow_readers(ports: Ports, stack: ExitStack) -> Sequence[Ask]:
-    """Callers on both protocols that request 4 MB each, read nothing of it, and disconnect when others have connected."""
+    """Callers on both protocols that request 4 MB each, read nothing, and disconnect when others have connected."""
     tensor = {"name": "n", "datatype": "INT64", "shape": [1], "data": [1_000_000]}
     wanted = {"inputs": [tensor], "parameters": {"binary_data_output": True}}
     rest = crafted.http_request("widened", orjson.dumps(wanted))

@@ -74,7 +74,7 @@ class ModelService:
 
     @property
     def lost(self) -> str:
-        """The lost device and the reason, empty if no device is lost. Only a new process can use a lost device again."""
+        """The lost device and the reason, empty if no device is lost. Only a new process can use the device again."""
         return self._registry.lost
 
     def begin_exit(self) -> None:
@@ -91,7 +91,7 @@ class ModelService:
         self._news = asyncio.Event()
 
     def tally(self) -> tuple[int, int]:
-        """The number of models with a ready version, and the number of models with a failed version and no ready one."""
+        """The number of models with a ready version, and of those with a failed version and no ready one."""
         states = [{version.state for version in versions} for versions in self._registry.models().values()]
         served = sum(State.READY in known for known in states)
         return served, sum(State.FAILED in known and State.READY not in known for known in states)
