@@ -235,7 +235,7 @@ def policy_terms(
         level: Of the request, 1 first.
         received_ns: The begin of its wait (monotonic).
         finish_by_ns: Its deadline.
-        asked_ns: The longest wait in the queue that it asks for; effective if shorter and if the policy allows it.
+        asked_ns: The queue timeout of the request; in effect if shorter and if the policy allows it.
     """
     policy = options.priority_queue_policies.get(level, options.queue_policy)
     wait_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)

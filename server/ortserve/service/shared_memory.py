@@ -16,8 +16,8 @@ CUDA_SHARED_MEMORY: Final = "cuda_shared_memory"
 """The protocol's names for these extensions."""
 
 OpenOnDevice: TypeAlias = Callable[[str, bytes, int, int], RegionMemory]
-"""Opens memory on a GPU for a region: by the name of the region, the handle of the allocation, the number of the GPU, and
-the size in bytes. Blocks. Raises ServeError."""
+"""Opens memory on a GPU for a region: by the name of the region, the handle of the allocation, the number of the GPU,
+and the size in bytes. Blocks. Raises ServeError."""
 
 _DISABLED: Final = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm' (option allow_client_shm) to enable."
