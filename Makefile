@@ -3,25 +3,25 @@
 # make check   lint, types, import arrows, generated files
 # make docs    the documentation as a site, in site/; broken links fail
 # make wheel   the compiled wheel, in dist/, tested in an environment of its own (needs a C compiler)
-# make test-compiled   the same tests of the package as it is when it is compiled (needs a C compiler)
-# make fuzz    bad input and schedules of batches, more than among all tests: CASES=1000000 of each kind, SEED=2 for others
-# make audit   known vulnerabilities of the pinned dependencies, where a service can be asked
-# Each makes what it needs in .venv first; only Python and make have to be there.
+# make test-compiled   the same tests with the compiled package (needs a C compiler)
+# make fuzz    malformed input and random schedules, more cases than `make test`: CASES=1000000 of each kind, SEED=2 for others
+# make audit   known vulnerabilities of the pinned dependencies, if a vulnerability service can be reached
+# Each target first installs its requirements in .venv; only Python and make are required.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Tests of one file share servers, so a file is one worker's; long files come early as they are ordered.
+# Tests of one file share servers, so one worker runs a file; the order starts long files early.
 PARALLEL ?= --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Before anything imports ONNX Runtime: its official wheels report to their maker from import on.
+# Set before the first import of ONNX Runtime, whose official wheels send telemetry from then on.
 export ORT_DISABLE_TELEMETRY := 1
 
-# Without bytecode on the disk each server that a test starts compiles the whole package: 0.6 s of processor time.
+# Without bytecode on disk, each server in the tests compiles the whole package: 0.6 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Of make fuzz; among all tests there are 3,000 cases. The time that they may take grows with their number.
+# Of make fuzz; make test runs 3,000 cases. The time limit grows with their number.
 CASES ?= 100000
 SEED ?= 1
 
@@ -35,11 +35,11 @@ serve: .venv/serve.done
 test: .venv/dev.done
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-# Without --quiet, with which MkDocs does not count the warnings that --strict makes errors.
+# Without --quiet, which hides warnings from --strict.
 docs: .venv/docs.done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The fresh environment gets the wheel and what it requires, nothing of the tests. -I keeps the source tree off its path.
+# The fresh environment gets only the wheel and its requirements. -I keeps the source tree off its path.
 wheel: .venv/dev.done
 	rm -rf build dist .venv/wheel
 	ORTSERVE_COMPILE=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
@@ -49,7 +49,7 @@ wheel: .venv/dev.done
 		"$$(echo dist/ortserve-*.whl)[cpu]"
 	.venv/wheel/bin/python -I tests/support/installed_wheel.py
 
-# Beside the editable installation, and before it on the path of the tests and of the servers that they start. Level 1
+# Installed in addition to the editable installation, and before it on the path of the tests and their servers. Level 1
 # compiles in two thirds of the time; images are built at level 3.
 test-compiled: .venv/dev.done
 	rm -rf build .venv/compiled

@@ -157,7 +157,7 @@ def report(costs: dict[str, list[float]], options: argparse.Namespace) -> None:
         [name, spread(each), spread([one - other for one, other in zip(whole, each, strict=True)])]
         for name, each in costs.items()
     ]
-    told = (
+    setting = (
         f"Tiny MLP, {CONNECTIONS} connections in the process, medians (lowest to highest) of {options.rounds} rounds "
         f"in which the arms took turns, CPU µs a request; everything in: {spread(whole)}. What a feature costs is the "
         "difference within a round; below nothing where it saves more than it costs."
@@ -166,7 +166,7 @@ def report(costs: dict[str, list[float]], options: argparse.Namespace) -> None:
         [
             "# What features that are always on cost a REST JSON request",
             circumstances(),
-            told,
+            setting,
             table(["feature", "without it", "its cost"], rows),
         ]
     )

@@ -8,8 +8,8 @@ whose run of 32 rows takes 20 ms or more with one intra-op thread, under a satur
 In turns: the bare loop, with the server idle; the same while a program spins on the other processor; and the load (wrk,
 one row a request) on the server, whose answers a checker compares with ONNX Runtime's own meanwhile. The bare loop runs
 at the batch size that the server's own metrics show for the round before. Load generator and event loop share the
-second processor, and the second arm shows what a busy second processor costs whoever computes on the first: where the
-two are halves of one core, it is not nothing. The model is as deep as makes a run of 32 rows last 20 ms on this
+second processor, and the second arm shows how much a busy second processor slows computation on the first: it does if
+both are threads of one core. The model is as deep as makes a run of 32 rows last 20 ms on this
 machine. Writes ``loadtests/results/batched_compute.md``.
 """
 

@@ -6,7 +6,7 @@ Expected:
 1. Poisson arrivals up to 0.8 of capacity: mean latency at most 1.10 times the analytical bound.
 2. Mean latency at no load more than 3 % above that of the best fixed delay (0.5, 1, 2, 5, 10 ms).
 3. Offered 1.2 and 2 times the capacity with deadlines: at least 0.95 of it answered in time, p99 within the deadline.
-4. Closed loops of 4, 8 and 16 clients: no figure; how much of what is possible the wait for callers who come back gets.
+4. Closed loops of 4, 8 and 16 clients: no figure; which part of the possible gain the wait for returning callers gets.
 5. Two saturated models with batches of 1 and 20 ms on one device thread: half of the time each.
 
     python loadtests/batching_simulation.py [--processes N]

@@ -207,8 +207,8 @@ def main() -> None:
                     found = measure(arms[name], number)
                     for unit, value in found.items():
                         measured.setdefault((what, unit, name), []).append(value)
-                    told = ", ".join(f"{value:.1f} {unit}" for unit, value in found.items())
-                    print(f"round {number + 1}  {what:18} {name:9} {told}", flush=True)
+                    figures = ", ".join(f"{value:.1f} {unit}" for unit, value in found.items())
+                    print(f"round {number + 1}  {what:18} {name:9} {figures}", flush=True)
     report(measured, options)
 
 
@@ -230,13 +230,13 @@ def report(measured: dict[tuple[str, str, str], list[float]], options: argparse.
                 "" if aim is None else f"{aim} {'met' if statistics.median(ratio(what, unit)) <= aim else 'MISSED'}",
             ]
         )
-    told = (
+    setting = (
         f"Tiny MLP, one row a request. Medians (lowest to highest) of {options.rounds} rounds of {options.seconds:g} s "
         "in which the servers took turns. Sleeping is `--busy-poll-us 0`, polling "
         "`--busy-poll-us 200`. The client shares the processors."
     )
     header = ["load", "figure", "sleeping", "polling", "polling / sleeping", "at most, as asked"]
-    text = "\n\n".join(["# Polling for a lone client", circumstances(), told, table(header, rows)])
+    text = "\n\n".join(["# Polling for a lone client", circumstances(), setting, table(header, rows)])
     options.results.mkdir(exist_ok=True)
     (options.results / "busy_poll.md").write_text(text + "\n")
     print(text)

@@ -70,11 +70,11 @@ def main() -> None:
 
 
 def check_that_it_is(name: str, environment: Mapping[str, str]) -> None:
-    """Raises RuntimeError: The package that is found so is not the one that is to be measured."""
+    """Raises RuntimeError: The package on the path is not the one to measure."""
     command = [sys.executable, "-m", "ortserve", "version"]
-    told = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
-    if f"request path {name}\n" not in told:
-        raise RuntimeError(f"expected an {name} package, got one that says: {told}")
+    output = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
+    if f"request path {name}\n" not in output:
+        raise RuntimeError(f"expected an {name} package, got one that prints: {output}")
 
 
 def one_round(way: Way, folder: Path, seconds: int) -> dict[str, float]:
@@ -95,12 +95,12 @@ def report(measured: dict[tuple[str, str], list[float]], options: argparse.Names
         plain, fast = measured[what, "interpreted"], measured[what, "compiled"]
         ratio = [one / other for one, other in zip(fast, plain, strict=True)]
         rows.append([what, spread(plain), spread(fast), spread(ratio)])
-    told = (
+    setting = (
         f"Tiny MLP, medians (lowest to highest) of {options.rounds} rounds in which the servers took turns; µs of CPU "
         "of the server a request, or of median time. Samples and last answers were compared with ONNX Runtime's own."
     )
     header = ["what", "interpreted", "compiled", "compiled / interpreted"]
-    text = "\n\n".join(["# The path of requests, compiled", circumstances(), told, table(header, rows)])
+    text = "\n\n".join(["# The path of requests, compiled", circumstances(), setting, table(header, rows)])
     options.results.mkdir(exist_ok=True)
     (options.results / "compiled_cost.md").write_text(text + "\n")
     print(text)

@@ -123,7 +123,7 @@ def report(costs: dict[str, list[float]], options: argparse.Namespace) -> None:
         [name, spread(each), spread([one - other for one, other in zip(each, bare, strict=True)])]
         for name, each in costs.items()
     ]
-    told = (
+    setting = (
         f"Tiny MLP, {options.connections} connections, closed loop, CPU µs of the server a request: medians (lowest to "
         f"highest) of {options.rounds} rounds of {options.seconds} s in which the servers took turns. An answer of "
         "each round was compared with ONNX Runtime's own."
@@ -132,7 +132,7 @@ def report(costs: dict[str, list[float]], options: argparse.Namespace) -> None:
         [
             "# What features cost a REST JSON request",
             circumstances(),
-            told,
+            setting,
             table(["feature", "CPU µs a request", "more than without"], rows),
         ]
     )

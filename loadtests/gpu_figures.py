@@ -228,7 +228,7 @@ def each(models: Mapping[str, _Model], measure: Callable[[str, _Model], Iterator
             yield from measure(name, model)
         except Exception as error:
             failed.append(name)
-            yield f"| {name} | FAILED: {told(error)} |"
+            yield f"| {name} | FAILED: {describe_error(error)} |"
     if failed:
         raise RuntimeError(f"of {len(models)} models these failed: {', '.join(failed)}")
 
@@ -491,13 +491,13 @@ SECTIONS: Final[dict[str, Section]] = {
 }
 
 
-def told(error: Exception) -> str:
-    """What went wrong, for a cell of a table."""
+def describe_error(error: Exception) -> str:
+    """The error, for a cell of a table."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".replace("|", "/")
 
 
 def machine(device: str) -> str:
-    """What ran it."""
+    """The machine and the versions."""
     known = [f"{os.cpu_count()} processors ({platform.machine()})", f"Python {platform.python_version()}"]
     known.append(f"onnxruntime {ort.__version__}, numpy {np.__version__}, ortserve {ortserve.__version__}")
     if device == "cuda":
@@ -510,7 +510,7 @@ def machine(device: str) -> str:
             versions = f"CUDA {runtime.runtimeGetVersion()}, driver {runtime.driverGetVersion()}"
             known.append(f"cupy {cupy.__version__}, {versions}")
         except Exception as error:
-            known.insert(0, f"a GPU that cupy tells nothing of ({told(error)})")
+            known.insert(0, f"a GPU without properties from cupy ({describe_error(error)})")
     else:
         known.insert(0, "host memory in the place of a GPU: the figures mean nothing")
     return "; ".join(known)
@@ -526,7 +526,7 @@ def run_section(name: str, device: str, scale: str) -> int:
                 sys.stdout.write(f"{line}\n")
                 sys.stdout.flush()
         except Exception as error:
-            sys.stdout.write(f"\nFAILED: {told(error)}\n")
+            sys.stdout.write(f"\nFAILED: {describe_error(error)}\n")
             sys.stdout.flush()
             os._exit(FAILURE_TOLD)  # what a failed capture left behind may hang an orderly exit
     return 0

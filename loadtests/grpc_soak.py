@@ -74,9 +74,9 @@ class Soak:
         command = ["h2load", f"-n{BULK_CALLS}", "-c8", "-m16", "-d", str(self._body)]
         command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
         command.append(f"http://{self.address}{METHOD}ModelInfer")
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-        if f"{BULK_CALLS} succeeded, 0 failed, 0 errored" not in told:
-            raise RuntimeError(told)
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+        if f"{BULK_CALLS} succeeded, 0 failed, 0 errored" not in output:
+            raise RuntimeError(output)
         self.outcomes["answered"] += BULK_CALLS
 
     async def odd(self, rng: random.Random) -> None:

@@ -78,10 +78,10 @@ def by_h2load(arm: Arm, folder: Path, *, connections: int, streams: int, seconds
     (folder / "request").write_bytes(b"\0" + len(arm.request).to_bytes(4, "big") + arm.request)
     command = ["h2load", f"-c{connections}", f"-m{streams}", f"-D{seconds}", "-d", str(folder / "request")]
     command += ["-H", "content-type: application/grpc", "-H", "te: trailers", f"http://{arm.address}{METHOD}"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 60).stdout
-    found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", told)
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=seconds + 60).stdout
+    found = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored", output)
     if found is None or int(found[2]) or int(found[3]):
-        raise RuntimeError(told)
+        raise RuntimeError(output)
     return int(found[1])
 
 

@@ -93,8 +93,8 @@ def wrk(
     if shutil.which("wrk") is None:
         raise RuntimeError("this benchmark needs wrk (Debian package wrk)")
     script = folder / "post.lua"
-    told = {"Content-Type": "application/json", **headers}
-    lines = ["method = 'POST'", *(f"headers['{name}'] = '{value}'" for name, value in told.items())]
+    sent = {"Content-Type": "application/json", **headers}
+    lines = ["method = 'POST'", *(f"headers['{name}'] = '{value}'" for name, value in sent.items())]
     lines.append(f"body = {json.dumps(body.decode())}")
     script.write_text("".join(f"wrk.{line}\n" for line in lines))
     command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", "-s", str(script), url]
@@ -168,7 +168,7 @@ def circumstances() -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have a server leave, with all its processes: not everybody's end by themselves."""
+    """End a server and its child processes, some of which do not end by themselves."""
     if process.poll() is not None:
         return
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]

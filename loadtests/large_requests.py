@@ -179,11 +179,11 @@ def rest_caller(connection: socket.socket, array: np.ndarray) -> Ask:
         came = b""
         while b"\r\n\r\n" not in came:
             came += connection.recv(65536)
-        told, _, rest = came.partition(b"\r\n\r\n")
-        length = int(told.lower().partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0])
+        head, _, rest = came.partition(b"\r\n\r\n")
+        length = int(head.lower().partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0])
         while len(rest) < length:
             rest += connection.recv(65536)
-        assert told.startswith(b"HTTP/1.1 200"), rest
+        assert head.startswith(b"HTTP/1.1 200"), rest
         return float(np.frombuffer(rest[-4:], np.float32)[0])
 
     return ask

@@ -35,7 +35,7 @@ MIB: Final = 2**20
 
 _METHOD: Final = "/inference.GRPCInferenceService/ModelInfer"
 _UNREAD: Final = 16
-"""Connections of callers who read nothing."""
+"""Connections of callers that read nothing."""
 _LOOP_STEPS: Final = 500_000
 _HEADERS: Final[Mapping[str, str]] = {"Content-Type": "application/json"}
 
@@ -148,10 +148,10 @@ def _calling_compressed(ports: Ports, message: bytes) -> Ask:
 
     def ask() -> Sequence[str]:
         try:
-            told = end_of_call(f"127.0.0.1:{ports.grpc}", _METHOD, body, {"grpc-encoding": "gzip"})
+            trailers = end_of_call(f"127.0.0.1:{ports.grpc}", _METHOD, body, {"grpc-encoding": "gzip"})
         except AssertionError as error:
             return (f"closed: {error}"[:60],)
-        return (_GRPC_NAMES[int(told["grpc-status"])],)
+        return (_GRPC_NAMES[int(trailers["grpc-status"])],)
 
     return ask
 
@@ -225,7 +225,7 @@ def _loop_model(ports: Ports, _: ExitStack) -> Sequence[Ask]:
 
 
 def _endless_loop(ports: Ports, _: ExitStack) -> Sequence[Ask]:
-    """A run that would take 60,000 years, for a caller who waits half a second."""
+    """A run that would take 60,000 years, for a caller that waits half a second."""
     tensor = {"name": "n", "datatype": "INT64", "shape": [1], "data": [2**62]}
     body = orjson.dumps({"inputs": [tensor]})
     return (_inferring(ports, "counted", body, {**_HEADERS, "X-Request-Timeout-Ms": "500"}),)
@@ -260,7 +260,7 @@ def _failing(ports: Ports, _: ExitStack) -> Sequence[Ask]:
 
 
 def _slow_readers(ports: Ports, stack: ExitStack) -> Sequence[Ask]:
-    """Callers on both protocols who ask for 4 MB each, read nothing of it, and leave when others have come."""
+    """Callers on both protocols that request 4 MB each, read nothing, and disconnect when others have connected."""
     tensor = {"name": "n", "datatype": "INT64", "shape": [1], "data": [1_000_000]}
     wanted = {"inputs": [tensor], "parameters": {"binary_data_output": True}}
     rest = crafted.http_request("widened", orjson.dumps(wanted))

@@ -89,7 +89,7 @@ def overload(steps: int, rounds: int, seconds: float) -> tuple[str, str]:
                     ratio = outcome.in_time_per_s(deadline_ms / 1e3) / capacity
                     ratios.setdefault((load, arm), []).append(ratio)
                     print(
-                        f"  {load} times, deadline told: {arm}: {ratio:.3f} in time, "
+                        f"  {load} times, deadline sent: {arm}: {ratio:.3f} in time, "
                         f"{dict(outcome.statuses)}, p99 {outcome.quantile_ms(0.99):.0f} ms",
                         flush=True,
                     )
@@ -108,12 +108,12 @@ def overload(steps: int, rounds: int, seconds: float) -> tuple[str, str]:
         ]
         for (load, arm), same in outcomes.items()
     ]
-    header = ["load ÷ capacity", "deadline told", "answered in time ÷ capacity", "offered/s", "200", "429", "504"]
+    header = ["load ÷ capacity", "deadline sent", "answered in time ÷ capacity", "offered/s", "200", "429", "504"]
     setting = (
         f"One row a request, batches of up to {MAX_ROWS} rows that take {full_ms:.1f} ms on one thread; capacity "
         f"{spread(capacities)} requests/s by {CALLERS} callers in a closed loop; deadline {deadline_ms} ms. Load "
         f"generator and server share the machine. Latencies are of answers with status 200, from when the request "
-        f"was due to leave. Rows computed for nobody: {decided['wasted_rows']}."
+        f"was due to be sent. Rows computed without a recipient: {decided['wasted_rows']}."
     )
     return setting, table([*header, "p50 ms", "p99 ms"], lines)
 

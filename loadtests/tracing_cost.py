@@ -53,7 +53,7 @@ PARENT: Final = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0"
 
 
 def tracing(sample_ratio: float) -> OtlpTracing:
-    """Exports to where nobody listens."""
+    """Exports to an address without a listener."""
     return OtlpTracing(
         endpoint="http://127.0.0.1:9",
         protocol="http/protobuf",
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     load = os.getloadavg()[0]
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # that nobody listens is meant to be so
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the missing listener is intended
     never, always = tracing(0), tracing(1)
     for _ in range(2500):  # more than may wait
         trace = always.begin(INFER, None, ())

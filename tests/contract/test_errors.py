@@ -298,7 +298,7 @@ def test_bad_request_gets_its_status_and_a_text_naming_the_thing(server: ServerP
 
 
 @pytest.mark.parametrize("send", [send_rest_binary, *GRPC], ids=lambda send: send.__name__.removeprefix("send_"))
-def test_string_that_is_not_utf8_is_refused(server: ServerProcess, send: Send) -> None:
+def test_string_that_is_not_utf8_is_rejected(server: ServerProcess, send: Send) -> None:
     came = refusal(send(server, Request("text_stats", [replace(_SMALL, values=[b"caf\xe9"]), _WEIGHT])))
     assert came.status in (400, StatusCode.INVALID_ARGUMENT)
     assert "'text' is not valid UTF-8" in came.text

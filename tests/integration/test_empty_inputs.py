@@ -82,7 +82,7 @@ def test_model_that_rejects_zeros_says_so_of_the_made_up_row(server: ServerProce
     document = {"inputs": [json_input("x", np.empty((0, 4), np.int64))]}
     answer = httpx.post(rest_url(server, "positive"), json=document, timeout=LONG_S)
     assert answer.status_code == 400
-    assert "of the made-up row of zeros in their place the model rejected the inputs" in answer.json()["error"]
+    assert "for the placeholder row of zeros in their place the model rejected the inputs" in answer.json()["error"]
 
 
 def test_row_that_is_made_up_is_bounded(server: ServerProcess) -> None:

@@ -259,7 +259,7 @@ def test_polling_follows_the_folders(tmp_path: Path) -> None:
         assert answer_of(server, "stays") == 1
         assert sum("model=stays" in line and "model is ready" in line for line in server.lines) == 1
         tmp_path.rename(tmp_path.with_name("away"))
-        server.wait_for_line("the repositories cannot be followed")
+        server.wait_for_line("the repositories cannot be polled")
         assert answer_of(server, "stays") == 1
         tmp_path.with_name("away").rename(tmp_path)
 

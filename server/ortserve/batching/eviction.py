@@ -24,7 +24,7 @@ TIMEOUT_PASSED: Final = "its timeout passed in the queue"
 DEADLINE_PASSED: Final = "its deadline came too near for an answer in the queue"
 """The time that is left is what encoding and writing the answer takes, or nothing."""
 OUT_OF_REACH: Final = "its deadline can no longer be met, after a wait in the queue"
-GIVEN_UP: Final = f"{OUT_OF_REACH}, but at the cost of others"
+AT_COST_OF_OTHERS: Final = f"{OUT_OF_REACH}, but at the cost of others"
 PASSED_IN_SEARCH: Final = "its deadline came too near for an answer while its batch ran again"
 
 _MIN_SWEEP_INTERVAL_NS: Final = 1_000_000
@@ -154,9 +154,9 @@ class Evictions:
         if unfit:
             self._evict(shape_class, unfit)
 
-    def give_up(self, shape_class: ShapeClass, count: int) -> None:
-        """Evict the first requests, which could finish in time only if others did not."""
-        self._fail(Eviction(request, GIVEN_UP) for request in self._queue.take(shape_class, count))
+    def evict_first(self, shape_class: ShapeClass, count: int) -> None:
+        """Evict the first ``count`` requests, which could finish in time only if others did not."""
+        self._fail(Eviction(request, AT_COST_OF_OTHERS) for request in self._queue.take(shape_class, count))
 
     def evict_from_search(self, group: RequestGroup, now_ns: int) -> RequestGroup:
         """The part of a group that runs again: without cancelled requests and without those that are late by now."""

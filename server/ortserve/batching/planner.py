@@ -72,19 +72,19 @@ def run_requests_alone(policy: BatchPolicy) -> BatchPolicy:
 
 @dataclass(slots=True, init=False)
 class Take:
-    """Run ``count`` requests with ``rows`` rows in total now: the first, after those that are given up.
+    """Evict the first ``evicted`` requests, and run the next ``count``, which have ``rows`` rows in total, now.
 
-    The first ``given_up`` requests could be in time only in a batch so small that others would be late.
+    The evicted requests could be in time only in a batch so small that others would be late.
     """
 
     count: Final[int]
     rows: Final[int]
-    given_up: Final[int]
+    evicted: Final[int]
 
-    def __init__(self, count: int, rows: int, given_up: int = 0) -> None:
+    def __init__(self, count: int, rows: int, evicted: int = 0) -> None:
         self.count = count
         self.rows = rows
-        self.given_up = given_up
+        self.evicted = evicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast:
     """A batch without the first requests, whose deadlines need one as small as ``small``; None to run ``small``.
 
     Under load, small batches cost throughput: the requests behind them are late, need a small batch in turn, and in
-    the end almost nothing is answered. So a request is given up if all of these hold:
+    the end almost nothing is answered. So a request is evicted if all of these hold:
 
     - the small batch would make the next one late;
     - a batch without this request, and without those before it, is in time;
@@ -189,15 +189,15 @@ def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast:
       longer.
     """
     max_rows = forecast.policy.max_rows
-    level = waiting[0].level  # no request is given up for one of a lower priority
+    level = waiting[0].level  # no request is evicted for one of a lower priority
     requests = [request for request in islice(waiting, 2 * max_rows) if request.level == level]
     small_ns = forecast.batch_ns(small.rows)
     if forecast.is_in_time(_fill(requests[small.count :], max_rows), after_ns=small_ns):
         return None
-    for given_up, late in enumerate(requests[: small.count], 1):
+    for evicted, late in enumerate(requests[: small.count], 1):
         if late.finish_by_ns is None or late.timing.queued_ns >= forecast.now_ns:
             return None  # it would not be the wait that made it late
-        batch = _fill(requests[given_up:], max_rows)
+        batch = _fill(requests[evicted:], max_rows)
         if batch and forecast.is_in_time(batch):
             rows = _rows(batch)
             longer_ns = forecast.batch_ns(rows) - small_ns
@@ -205,7 +205,7 @@ def _without_tightest(waiting: Sequence[InflightRequest], small: Take, forecast:
             if (rows - small.rows) * row_ns <= longer_ns:
                 return None
             fitted = _fit_bucket(batch, len(batch), rows, forecast.policy, forecast.latency)
-            return Take(fitted.count, fitted.rows, given_up)
+            return Take(fitted.count, fitted.rows, evicted)
     return None
 
 

@@ -54,8 +54,8 @@ class Scheduler:
                 return RequestGroup(shape_class, (first,), first.rows, tries_one_row=True)
             plan = self._plan(shape_class, policy, now_ns)
             if isinstance(plan, Take):
-                if plan.given_up:
-                    self._evictions.give_up(shape_class, plan.given_up)
+                if plan.evicted:
+                    self._evictions.evict_first(shape_class, plan.evicted)
                 return RequestGroup(shape_class, self._queue.take(shape_class, plan.count), plan.rows)
             if earliest is None or plan.due_ns < earliest.due_ns:
                 earliest = plan

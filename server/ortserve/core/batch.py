@@ -1,4 +1,4 @@
-"""What travels between the batcher and an instance: arrays, and nothing of callers or futures."""
+"""Batches and their results, which the batcher and an instance exchange: arrays, without requests or callbacks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,15 @@ Arrays: TypeAlias = tuple[np.ndarray, ...]
 class Batch:
     """Requests that run together.
 
-    ``parts[k]`` holds input ``k`` (in the signature's order) of each request, arrays of shape ``(rows_i, *item)`` with
-    equal ``item``, or, for a model with padded axes, such that it is equal once padded; ``rows`` is the sum of
-    ``rows_i``, and ``bucket``, at least as many, the rows to run: the rest is padding. For a model without a batch axis
-    there is one request, its arrays have any shape, and both are 1. An optional input is absent (``core.tensor``) in
-    all parts or in none.
+    For a model without a batch axis, a batch has one request, its arrays have any shape, and ``rows`` and ``bucket``
+    are 1.
+
+    Attributes:
+        parts: ``parts[k]`` holds input ``k`` (in the signature's order) of each request: arrays of shape
+            ``(rows_i, *item)`` with equal ``item``, for a model with padded axes after padding. An optional input is
+            absent (``core.tensor``) in all requests or in no request.
+        rows: The sum of ``rows_i``.
+        bucket: The rows to run, at least ``rows``; the rest is padding.
     """
 
     parts: Final[tuple[Arrays, ...]]
@@ -32,14 +36,14 @@ class Batch:
 
 @dataclass(slots=True, init=False)
 class BatchResult:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
-        outputs: In the signature's order, without padding rows. They stay unchanged for as long as somebody holds
-            them or views on them; after that their memory may be used for another run.
-        staged_ns: When the rows were gathered (monotonic).
-        computed_ns: When the outputs were there (monotonic).
-        run_ns: How long computing took, without the time a worker thread then waited for the interpreter lock.
+        outputs: In the signature's order, without padding rows. They stay unchanged while they or views on them are
+            referenced; then another run may use their memory.
+        staged_ns: When the rows were staged (monotonic).
+        computed_ns: When the outputs were computed (monotonic).
+        run_ns: Duration of the computation, without the wait of a worker thread for the interpreter lock afterwards.
     """
 
     outputs: Final[Arrays]
@@ -58,13 +62,13 @@ BatchDone: TypeAlias = Callable[[BatchResult | Exception], None]
 
 
 class Runner(Protocol):
-    """Something that runs batches one at a time: an instance of a model, or a fake in tests."""
+    """Runs batches one at a time: an instance of a model, or a fake in tests."""
 
     def run(self, batch: Batch) -> BatchResult:
-        """Run on the calling thread. The caller sees to it that nothing else runs here meanwhile.
+        """Run on the calling thread. The caller ensures that the runner has no other run meanwhile.
 
         Raises:
-            Exception: Whatever made the run fail; the runner stays usable.
+            Exception: The error of the run; the runner stays usable.
         """
         ...
 
@@ -73,17 +77,17 @@ class Runner(Protocol):
         ...
 
     def terminate(self) -> None:
-        """Have the run on the worker fail as soon as its present node is computed. From any thread; returns at once.
+        """Make the run on the worker fail after its current node. Any thread; returns at once.
 
-        Only while a run is on its way whose ``done`` was not called, or has not reached the caller.
+        Call it only during a run: before ``done`` is called, or before the caller has received that call.
         """
         ...
 
     def abandon(self) -> None:
-        """Leave the worker to its run, which does not end: ``done`` is not called, and ``close`` does not wait."""
+        """Abandon a run that does not end: ``done`` is not called, and ``close`` does not wait for the worker."""
         ...
 
     @property
     def is_running(self) -> bool:
-        """Whether there is still a worker. From any thread."""
+        """Whether the worker still exists. Any thread."""
         ...

@@ -1,4 +1,4 @@
-"""Requests in the bytes of their protocol, answers that are to be spelled in it, and where that is to happen."""
+"""Encoded requests, encoders of answers, and where a request is decoded."""
 
 from enum import Enum, auto
 from typing import Any, Protocol, TypeVar
@@ -10,43 +10,43 @@ Answer_co = TypeVar("Answer_co", covariant=True)
 
 
 class Reading(Enum):
-    """Where a request is read. Reading on the event loop delays all other callers."""
+    """Where a request is decoded. Decoding on the event loop delays all other requests."""
 
     INLINE = auto()
-    """On the event loop: the bytes are few, or become views."""
+    """On the event loop: the body is small, or its tensors become views."""
     THREAD = auto()
-    """On a thread: numpy does the work, or the code gives way to the event loop."""
+    """On a thread: numpy does the work without the interpreter lock, or the code releases it often."""
     PROCESS = auto()
-    """In another process: the parser keeps the interpreter lock until it has read all."""
+    """In another process: the parser holds the interpreter lock until it has finished."""
 
 
 class EncodedRequest(Protocol):
-    """What a frontend hands over: the bytes of one request and how to read them."""
+    """One request in the bytes of its protocol, from a frontend, and how to decode it."""
 
     is_short: bool
-    """Whether ``reading`` is INLINE for its few bytes alone."""
+    """Whether ``reading`` is INLINE because the body is small."""
 
     def reading(self) -> Reading:
-        """Where ``read`` is to be called. Raises ServeError: invalid_input, for what is no request."""
+        """Where ``read`` must be called. Raises ServeError: invalid_input, for a malformed request."""
         ...
 
     @property
     def json_bytes(self) -> int:
-        """Of JSON that ``read`` parses."""
+        """Size of the JSON that ``read`` parses."""
         ...
 
     @property
     def growth_bytes(self) -> int:
-        """Memory that ``read`` may take beside the bytes, unless it is called inline."""
+        """Memory that ``read`` may use in addition to the body, unless it is called inline."""
         ...
 
     def read(self) -> InferRequest:
-        """Read the request. Raises ServeError: invalid_input, unsupported, too_large."""
+        """Decode the request. Raises ServeError: invalid_input, unsupported, too_large."""
         ...
 
 
 class JsonRequest(EncodedRequest, Protocol):
-    """A request that another process can read."""
+    """A request that another process can decode."""
 
     def for_process(self) -> tuple[str, bytes | memoryview, tuple[Any, ...]]:
         """The name of its reader (``codecs/json_process``), its body, and the reader's further arguments, picklable."""
@@ -54,16 +54,16 @@ class JsonRequest(EncodedRequest, Protocol):
 
 
 class AnswerEncoder(Protocol[Answer_co]):
-    """How a frontend spells answers."""
+    """Encodes answers in the protocol of a frontend."""
 
     def is_long(self, request: InferRequest, response: InferResponse) -> bool:
-        """Whether ``encode`` takes too long for the event loop. It then gives way to others on a thread."""
+        """Whether ``encode`` takes too long for the event loop and must be called on a thread."""
         ...
 
     def encode(self, request: InferRequest, response: InferResponse, memory: LargeMemory | None = None) -> Answer_co:
-        """Spell the answer to a request; a long one on a thread, and in ``memory``.
+        """Encode the answer to a request; a long one on a thread, into ``memory``.
 
         Raises:
-            ServeError: invalid_input, for an answer that the protocol cannot carry.
+            ServeError: invalid_input, for an answer that the protocol cannot represent.
         """
         ...

@@ -1,7 +1,7 @@
 """One request in flight: the object that the scheduler orders, the batcher settles, and its caller waits for.
 
-The service extends it by what a caller asked for (``service/call``). A request that is answered by several runs has
-children, one for each entry in a queue.
+The service extends it (``service/call``) by the protocol and the callbacks of a call. A request that is answered by
+several runs has children, one for each entry in a queue.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class InflightRequest:
 
     Attributes:
         timing: Stamped on the way; children share their parent's.
-        inputs: In the order of the signature, as the model takes them once the request is queued.
+        inputs: In the order of the signature; in the form of the model once the request is queued.
         rows: Length of the batch axis, 1 for a model without one.
         state: One of the states above.
         level: Priority, 1 first.
@@ -47,8 +47,8 @@ class InflightRequest:
         nbytes: Size of the inputs.
         shape_class_key: Of the queue that it waits in.
         text_units: See ``batching/large_requests``; 0 for a model without texts.
-        on_settled: Called once with this request, by whatever settles it and before that returns. An exception that
-            it raises is logged, since the other requests of the batch are still to be settled.
+        on_settled: Called once with this request when it is settled, before that call returns. Its exceptions are
+            logged, because the other requests of the batch must still be settled.
         withdraw: Called with this request when it is cancelled: removes it from its queue or cancels its task.
     """
 
@@ -98,7 +98,7 @@ class InflightRequest:
 
     @property
     def expires_ns(self) -> int | None:
-        """The last moment at which waiting in the queue is of any use; None if it may wait for ever."""
+        """The last time at which the request may wait in the queue; None for no limit."""
         start_ns, finish_ns = self.start_by_ns, self.finish_by_ns
         if start_ns is None or (finish_ns is not None and finish_ns < start_ns):
             return finish_ns
@@ -127,10 +127,10 @@ class InflightRequest:
         return True
 
     def cancel(self) -> bool:
-        """Settle without an outcome, because nothing waits for it any more; its place in the queue is free at once.
+        """Settle without an outcome, because the caller does not wait any more; its place in the queue is free at once.
 
         Returns:
-            False if it was answered or settled otherwise before. Outputs that are not answered yet are dropped.
+            False if it was answered, failed or cancelled before. Outputs that are not answered yet are dropped.
         """
         if self.state >= DONE:
             return False
@@ -146,9 +146,9 @@ class InflightRequest:
         """Hand the outputs over, once: their memory stays leased for as long as anything refers to them.
 
         Raises:
-            BaseException: What the request failed with.
-            asyncio.CancelledError: It was cancelled.
-            asyncio.InvalidStateError: It is not settled, or the outputs were taken before.
+            BaseException: The error of the request.
+            asyncio.CancelledError: The request was cancelled.
+            asyncio.InvalidStateError: The request is not settled, or the outputs were taken before.
         """
         outputs, self._outputs = self._outputs, None
         if outputs is not None:

@@ -12,10 +12,10 @@ Parameter: TypeAlias = str | int | float | bool
 
 @dataclass(slots=True, init=False)
 class RequestedOutput:
-    """An output the caller listed.
+    """An output that the request lists.
 
-    ``binary`` says how REST encodes it; gRPC always answers raw bytes. ``classes``, where it is not 0, asks for so many
-    of its largest elements in the place of the tensor.
+    ``binary`` selects the encoding of REST; gRPC always answers raw bytes. ``classes``, if not 0, is the number of
+    largest elements to return instead of the tensor.
     """
 
     name: Final[str]
@@ -30,12 +30,16 @@ class RequestedOutput:
 
 @dataclass(slots=True, init=False)
 class InferRequest:
-    """What a codec makes of a request's bytes; names and shapes are not yet checked against the model.
+    """A decoded request; its names and shapes are not checked against the model yet.
 
-    ``model_version`` is ``""`` where the caller left the choice to the server. Empty ``outputs`` mean all outputs of
-    the model, which REST encodes as ``binary_output`` says. ``raw_input`` holds the bytes of the model's only input,
-    whose name, datatype and shape the caller left to the model's signature; ``inputs`` are empty then.
-    Inputs that ``regions`` names are not among ``inputs``.
+    Attributes:
+        model_version: ``""`` if the server chooses the version.
+        inputs: Without those that ``regions`` names.
+        outputs: Empty for all outputs of the model.
+        binary_output: Selects the encoding of REST for outputs that are not listed.
+        raw_input: The bytes of the model's only input, whose name, datatype and shape the signature defines; ``inputs``
+            are then empty.
+        regions: The tensors in shared memory; None if there are none.
     """
 
     model_name: Final[str]
@@ -73,9 +77,9 @@ class InferRequest:
 
 @dataclass(slots=True, init=False)
 class InferResponse:
-    """The answer: the version that ran, and the requested outputs in the order they were requested.
+    """The answer: the version that ran, and the requested outputs in the requested order.
 
-    Of outputs that are ``placed``, by name, the caller finds the elements in shared memory and not in the answer.
+    ``placed`` names the outputs whose elements are in shared memory and not in the answer.
     """
 
     model_name: Final[str]

@@ -1,19 +1,19 @@
-"""When a request passed each point of its way through the server."""
+"""The times at which a request reached each phase."""
 
 from dataclasses import dataclass
 from typing import Final
 
 PHASES: Final = ("decode", "queue", "stage", "compute", "encode")
-"""Consecutive, so that they sum to the total: body complete → queued → chosen for a batch → rows gathered → computed →
-answer handed to the transport. ``encode`` includes the way back from the worker to the event loop."""
+"""Consecutive, so that they sum to the total: body complete → queued → chosen for a batch → rows staged → computed →
+answer passed to the transport. ``encode`` includes the wakeup of the event loop by the worker."""
 
 
 @dataclass(slots=True, init=False)
 class Timing:
     """Monotonic nanoseconds; 0 for points not reached. Written by one thread at a time, in the order of the fields.
 
-    ``begun_ns`` alone is earlier: when the request's head was there, where the protocol tells; 0 where it does not.
-    ``batch_rows`` are those of the batch that it rode in, 0 where none was computed.
+    Only ``begun_ns`` is earlier: when the head of the request was complete, 0 if the protocol does not show it.
+    ``batch_rows`` is the number of rows of the request's batch, 0 if none was computed.
     """
 
     received_ns: int
@@ -46,7 +46,7 @@ class Timing:
         self.batch_rows = batch_rows
 
     def phases_ns(self) -> tuple[int, int, int, int, int]:
-        """Durations in the order of ``PHASES``; call it when all points were reached."""
+        """Durations in the order of ``PHASES``; valid once all points were reached."""
         return (
             self.queued_ns - self.received_ns,
             self.taken_ns - self.queued_ns,
@@ -56,7 +56,7 @@ class Timing:
         )
 
     def server_timing(self) -> bytes:
-        """The phases in milliseconds, as the header ``Server-Timing`` spells them (W3C Server Timing, section 2)."""
+        """The phases in milliseconds, in the format of the header ``Server-Timing`` (W3C Server Timing, section 2)."""
         decode_ns, queue_ns, stage_ns, compute_ns, encode_ns = self.phases_ns()
         return b"decode;dur=%.3f, queue;dur=%.3f, stage;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f" % (
             decode_ns / 1e6,

@@ -43,7 +43,7 @@ class InstanceStreams:
     def close(self, *sessions: "weakref.ref[Any]") -> None:
         """Destroy the streams, unless one of ``sessions`` still exists.
 
-        A traceback that somebody keeps may hold a session, which may still use the streams. Then they are leaked.
+        A stored traceback may refer to a session, which may still use the streams. Then the streams are leaked.
         """
         if any(session() is not None for session in sessions):
             return

@@ -78,7 +78,7 @@ class HostBinding:
         self._pool: OutputPool | None = None
         self._bindings: dict[tuple[OutputBuffers, int], _Bound] = {}
         self._has_failed = False
-        self._is_given_up = False
+        self._is_disabled = False
         self.row_elements: Final = sum(prod(layout.item) for layout in self._layouts)
         """The number of elements in one row of all inputs."""
 
@@ -123,10 +123,10 @@ class HostBinding:
 
         ``outputs`` are whole, with padding rows; ``run_ns`` is the time of the run.
         """
-        if self._is_given_up:
+        if self._is_disabled:
             return
         if self._has_failed:  # only bound, not plainly: shapes depend on more than the number of rows
-            self._give_up()
+            self._disable()
         elif run_ns <= _LONGEST_NS and self._is_larger(batch) and fits(batch, self._layouts):
             self._make_buffers(batch, outputs)
 
@@ -148,7 +148,7 @@ class HostBinding:
     def _make_buffers(self, batch: Batch, outputs: Sequence[np.ndarray]) -> None:
         """Make larger buffers, and test them."""
         if any(output.ndim == 0 or len(output) != batch.bucket or not output.size for output in outputs):
-            self._give_up()
+            self._disable()
             return
         rows = 1 << (batch.bucket - 1).bit_length()  # doubling bounds how often buffers are made
         layouts = layouts_of(outputs)
@@ -169,7 +169,7 @@ class HostBinding:
             np.array_equal(_bytes_of(bound), _bytes_of(output[: batch.rows]))
             for bound, output in zip(result.outputs, outputs, strict=True)
         ):
-            self._give_up()
+            self._disable()
 
     def _bind(self, outputs: OutputBuffers, rows: int) -> _Bound:
         if len(self._bindings) >= _MAX_BINDINGS:
@@ -184,8 +184,8 @@ class HostBinding:
         bound = self._bindings[outputs, rows] = _Bound(binding, inputs, outputs)
         return bound
 
-    def _give_up(self) -> None:
-        self._is_given_up = True
+    def _disable(self) -> None:
+        self._is_disabled = True
         self.release_buffers()
 
     def release_buffers(self) -> None:

@@ -1,6 +1,6 @@
 """The protobuf wire format (protobuf.dev/programming-guides/encoding): reading and writing the fields of messages.
 
-A message is a span of bytes in a mapped file. Reading skips the values of fields that nobody asks for, such as weights.
+A message is a span of bytes in a mapped file. Reading skips the values of unrequested fields, such as weights.
 """
 
 import mmap

@@ -80,7 +80,7 @@ class ServedModel:
         is_usual = options.slo_s is None and not self._has_queue_policies
         self._usual_terms = Terms(options.default_priority_level) if is_usual else None
         self._most_rows_alone = options.max_rows or math.inf
-        # As configured: where batches have become smaller for want of memory, requests run in pieces.
+        # The configured limit. If batches became smaller because memory ran out, larger requests run in pieces.
         self._most_rows = math.inf if options.max_rows is None else batcher.max_rows
         self._padding = padding_of_requests(loaded.padding)
         has_one = self._padding is None and self.model_signature.has_one_shape_class
@@ -92,13 +92,13 @@ class ServedModel:
         return self._batcher.max_rows
 
     def terms(self, received_ns: int, *, timeout_ns: int | None, priority: int, queue_timeout_ns: int | None) -> Terms:
-        """The terms of a request: what its caller asked for, and the model's options where it did not.
+        """The terms of a request: its parameters, and the model's options for parameters that it does not set.
 
         Args:
-            received_ns: What the timeouts count from (monotonic).
-            timeout_ns: How long the caller waits for an answer; None: the model's ``slo_s``, if it has one.
-            priority: 1 for the most urgent; 0, and more than the model has levels, for the model's default.
-            queue_timeout_ns: How long it may wait in the queue.
+            received_ns: Start of the timeouts (monotonic).
+            timeout_ns: Time limit of the answer; None for the model's ``slo_s``, if it has one.
+            priority: 1 for the most urgent; 0, and values above the model's levels, for the model's default.
+            queue_timeout_ns: Time limit of the wait in the queue.
         """
         if timeout_ns is None and queue_timeout_ns is None and not priority and self._usual_terms is not None:
             return self._usual_terms
@@ -112,22 +112,22 @@ class ServedModel:
         return Terms(level, finish_by_ns, None if queue_timeout_ns is None else received_ns + queue_timeout_ns)
 
     def learned(self) -> Learned:
-        """What its batcher has learned and decided."""
+        """The measurements and decisions of the batcher."""
         return self._batcher.learned()
 
     def submit(self, request: InflightRequest, terms: Terms) -> None:
-        """Enqueue a request, to run alone or with others; it is settled with outputs for ``cut_back``.
+        """Enqueue a request, to run alone or with others. It is settled with outputs for ``cut_back``.
 
         Args:
-            request: Its inputs were checked against the signature and are in its order, with absent ones for optional
-                inputs that were left out; from now on they are as the model takes them. For 0 rows the model runs one
-                made-up row, and the outputs have no rows.
+            request: Its inputs match the signature and have its order, with absent ones for omitted optional inputs.
+                This call converts them to the form of the model. For 0 rows the model runs one placeholder row, and
+                the outputs have no rows.
             terms: Priority and deadlines.
 
         Raises:
-            ServeError: invalid_input for more rows than the model's configured maximum, for inputs that disagree on a
-                padded dimension, and for empty ones that one of the model's operators crashes on; overloaded, deadline,
-                not_ready or internal from the batcher.
+            ServeError: invalid_input for more rows than the configured maximum, for inputs that disagree on a padded
+                dimension, and for empty inputs that crash an operator of the model; overloaded, deadline, not_ready or
+                internal from the batcher.
         """
         inputs, rows = request.inputs, request.rows
         if rows == 0:
@@ -151,14 +151,17 @@ class ServedModel:
             batcher.submit_in_pieces(request, shape_class, terms)
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
-        """Take away what padding added to the outputs of a request: views that later runs do not touch.
+        """Remove the padding from the outputs of a request, and convert them to the form of clients.
 
         Args:
-            outputs: As the batcher gave them.
-            inputs: Of the request, as ``submit`` left them.
+            outputs: From the batcher.
+            inputs: Of the request, as ``submit`` converted them.
+
+        Returns:
+            Views, which later runs do not change.
 
         Raises:
-            ServeError: internal, when an output has not the shape that it is configured to have.
+            ServeError: internal, if an output does not have its configured shape.
         """
         if self._padding is not None:
             outputs = self._padding.cut_back(outputs, inputs)
@@ -170,7 +173,7 @@ class ServedModel:
             raise ServeError(ErrorKind.INTERNAL, f"an output has not the configured shape: {error}") from None
 
     def _submit_placeholder_row(self, request: InflightRequest, terms: Terms) -> None:
-        """Answer a request of 0 rows, which many models reject or crash on, by a row that ONNX Runtime accepts."""
+        """Answer a request of 0 rows by running one valid row: many models reject 0 rows, or crash."""
         row = request.child(placeholder_row(request.inputs, self.signature, self.name), 1)
         if self._conversions is not None:
             request.inputs = self._conversions.to_model(request.inputs)
@@ -181,21 +184,21 @@ class ServedModel:
         try:
             return drop_rows(await row, self.signature)
         except ModelRejectionError as error:
-            message = f"the request has no rows, and of the made-up row of zeros in their place {error.message}"
+            message = f"the request has no rows, and for the placeholder row of zeros in their place {error.message}"
             raise ModelRejectionError(message, error.node) from None
 
     async def _run_yielding(self, request: InflightRequest, shape_class: Hashable, terms: Terms) -> Arrays:
-        """Run a request that goes behind the others of its level once it has waited for its time."""
+        """Run a request that moves behind the others of its level when its queue timeout has passed."""
         timing = request.timing
         try:
             return await self._run_child(request, shape_class, terms)
         except ServeError as error:
-            # Only its place in the queue was too late, and no run has begun.
+            # Only the queue timeout passed, and no run has started.
             if error.kind is not ErrorKind.DEADLINE or timing.taken_ns:
                 raise
         queued_ns = timing.queued_ns
         outputs = await self._run_child(request, shape_class, terms_behind(terms))
-        timing.queued_ns = queued_ns  # it waited since then
+        timing.queued_ns = queued_ns  # the request has waited since then
         return outputs
 
     async def _run_child(self, request: InflightRequest, shape_class: Hashable, terms: Terms) -> Arrays:
@@ -208,7 +211,7 @@ class ServedModel:
         return await child
 
     async def close(self) -> None:
-        """Answer everyone who was admitted, then free the instances."""
+        """Answer all admitted requests, then close the instances."""
         await self._batcher.close()
         for instance in self._instances:
             await asyncio.to_thread(instance.close)
@@ -232,7 +235,7 @@ def policy_terms(
         level: Of the request, 1 first.
         received_ns: The begin of its wait (monotonic).
         finish_by_ns: Its deadline.
-        asked_ns: The longest wait in the queue that it asks for; effective if shorter and if the policy allows it.
+        asked_ns: The queue timeout of the request; in effect if shorter and if the policy allows it.
     """
     policy = options.priority_queue_policies.get(level, options.queue_policy)
     wait_ns = None if policy.timeout_s is None else int(policy.timeout_s * 1e9)

@@ -1,4 +1,4 @@
-"""The use cases, free of any protocol: inference, and what there is to know about the server and its models."""
+"""The use cases, independent of the protocol: inference, management, health and metadata."""
 
 __all__ = [
     "access",

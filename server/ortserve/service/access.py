@@ -1,7 +1,7 @@
-"""Who may come in: keys for groups of calls, and whether a caller has shown one.
+"""Access control: keys for groups of calls, and the check of a caller's key.
 
-Free of files (``key_files`` reads them) and of paths (``frontends/access`` says to which group a call belongs). A group
-without keys is open: it has no guard, and nobody asks.
+``key_files`` reads the keys, and ``frontends/access`` assigns calls to groups. A group without keys is open and has no
+guard.
 """
 
 import hmac
@@ -16,31 +16,31 @@ _SCHEME: Final = b"bearer"
 
 
 class Group(StrEnum):
-    """Calls that are opened together; also the ``group`` label of metrics. Health belongs to none and is open."""
+    """Calls that share their keys; also the ``group`` label of metrics. Health calls have no group and are open."""
 
     INFER = "infer"
     """Inference and generation, unary and streamed."""
     METADATA = "metadata"
-    """What there is and how it runs: metadata, configurations, statistics, the index, the documentation, reflection."""
+    """Metadata, configurations, statistics, the index, the documentation and reflection."""
     CONTROL = "control"
-    """What changes the server: loading, shared memory, trace and log settings; their readings go with them."""
+    """Loading, shared memory, trace and log settings, both changing and reading them."""
     METRICS = "metrics"
     """The metrics port."""
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is kept of a key. Keys are long and random, so that a plain hash hides them as well as a slow one."""
+    """The digest that is stored for a key. Keys are long and random, so a plain hash is as safe as a slow one."""
     return sha256(key).digest()
 
 
 class RefusedKeyError(ServeError):
-    """A caller who may not come in: unauthenticated, or forbidden where the key is one of another group."""
+    """A call is rejected for its key: unauthenticated, or forbidden if the key belongs to other groups only."""
 
     def __init__(self, group: Group, kind: ErrorKind, message: str, *, has_key: bool) -> None:
         super().__init__(kind, message)
         self.group = group
         self.has_key = has_key
-        """Whether a key was shown at all."""
+        """Whether the call had a key."""
 
 
 class Keyring:
@@ -52,7 +52,7 @@ class Keyring:
         *,
         compare: Callable[[bytes, bytes], bool] = hmac.compare_digest,
     ) -> None:
-        """``compare`` takes as long whatever the bytes are."""
+        """``compare`` takes the same time for all bytes of one length."""
         groups = tuple(Group)
         masks: dict[bytes, int] = {}
         for group, known in digests.items():
@@ -66,9 +66,9 @@ class Keyring:
         }
 
     def groups_of(self, key: bytes) -> frozenset[Group]:
-        """The groups that a key opens; none for an unknown one.
+        """The groups that a key opens; empty for an unknown key.
 
-        It is compared with every key there is, whichever it is: the time says nothing of which one came near.
+        The key is compared with all known keys, so that the time does not depend on which of them matches.
         """
         digest = digest_of(key)
         compare = self._compare
@@ -79,31 +79,35 @@ class Keyring:
 
 
 class Guard:
-    """Asks the callers of one group for its key. Any thread."""
+    """Checks the keys of calls to one group. Any thread."""
 
     def __init__(self, access: "Access", group: Group) -> None:
         self.group: Final = group
         self._access = access
 
     def check(self, authorizations: Sequence[str | bytes]) -> None:
-        """Let a call pass whose ``authorization`` (all values of that name) shows a key of the group: ``Bearer KEY``.
+        """Check that a call has a key of the group: ``Bearer KEY``.
+
+        Args:
+            authorizations: All values of its ``authorization`` header.
 
         Raises:
-            RefusedKeyError: unauthenticated without a key that is known, forbidden with one of other groups alone.
+            RefusedKeyError: unauthenticated without a known key, forbidden with a key of other groups only.
             ServeError: invalid_input, for more than one value.
         """
         group = self.group
         key = _bearer(authorizations)
         if key is None:
-            raise self._refused(ErrorKind.UNAUTHENTICATED, "expected 'Authorization: Bearer KEY', got no key")
+            raise self._rejection(ErrorKind.UNAUTHENTICATED, "expected 'Authorization: Bearer KEY', got no key")
         opened = self._access.keyring.groups_of(key)
         if group in opened:
             return
         if opened:
-            raise self._refused(ErrorKind.FORBIDDEN, "expected a key of that group, got one of another", has_key=True)
-        raise self._refused(ErrorKind.UNAUTHENTICATED, "expected a key of that group, got an unknown one", has_key=True)
+            raise self._rejection(ErrorKind.FORBIDDEN, "expected a key of that group, got one of another", has_key=True)
+        text = "expected a key of that group, got an unknown one"
+        raise self._rejection(ErrorKind.UNAUTHENTICATED, text, has_key=True)
 
-    def _refused(self, kind: ErrorKind, text: str, *, has_key: bool = False) -> RefusedKeyError:
+    def _rejection(self, kind: ErrorKind, text: str, *, has_key: bool = False) -> RefusedKeyError:
         self._access.on_refusal(self.group, kind)
         return RefusedKeyError(
             self.group, kind, f"calls of the group '{self.group}' need a key: {text}", has_key=has_key
@@ -111,24 +115,24 @@ class Guard:
 
 
 class Access:
-    """Guards the groups that have keys, from construction on. Keys may change, what is guarded may not."""
+    """The guards of the groups that have keys. Keys may change later; the guarded groups may not."""
 
     def __init__(
         self, guarded: Collection[Group], keyring: Keyring, *, on_refusal: Callable[[Group, ErrorKind], None]
     ) -> None:
-        """``on_refusal`` is told of each refusal, on the thread that refuses."""
+        """``on_refusal`` is called for each rejected call, on the thread of the check."""
         self.keyring = keyring
-        """Those that count from now on; replaced as a whole."""
+        """The keys that are valid now; replaced as a whole."""
         self.on_refusal: Final = on_refusal
         self.guards: Final[Mapping[Group, Guard]] = {group: Guard(self, group) for group in Group if group in guarded}
-        """By group; the others are open."""
+        """By group; the other groups are open."""
 
 
 def _bearer(authorizations: Sequence[str | bytes]) -> bytes | None:
-    """The key among a caller's headers (RFC 6750, section 2.1); None where there is none.
+    """The key in the values of ``authorization`` (RFC 6750, section 2.1); None if they have no key.
 
     Raises:
-        ServeError: invalid_input; which of several would count is no question to leave to each proxy on the way.
+        ServeError: invalid_input, for several values: proxies on the path could differ in the one that they use.
     """
     if not authorizations:
         return None

@@ -75,7 +75,7 @@ class PollPolicy:
 
 
 class BusyPolling:
-    """Polls between requests. It is told when each request is queued and when it ends. Loop thread only."""
+    """Polls between requests. The service reports when each request is queued and when it ends. Loop thread only."""
 
     def __init__(
         self,

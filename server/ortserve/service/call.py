@@ -1,4 +1,4 @@
-"""One inference call: the in-flight request together with what its caller asked for and how it is answered."""
+"""One inference call: the in-flight request, its protocol, and the callbacks that answer it."""
 
 import asyncio
 from collections.abc import Callable

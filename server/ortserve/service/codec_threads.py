@@ -1,6 +1,6 @@
-"""Threads for reading and writing what would hold up the event loop: large JSON, texts, typed integers.
+"""Threads for decoding and encoding that would block the event loop: large JSON, texts, typed integers.
 
-Each thread starts a process of its own for JSON (``codecs/json_process``) when it first needs one.
+Each thread starts a process for JSON (``codecs/json_process``) when it first needs one.
 """
 
 import asyncio
@@ -25,47 +25,47 @@ from ortserve.errors import ErrorKind, ServeError
 T = TypeVar("T")
 
 _TIMEOUT_S: Final = 60.0
-"""For each part of a body that goes to a process, or comes back. A process reads 64 MB in 2 s."""
+"""For each part that is sent to a process or received from it. A process decodes 64 MB in 2 s."""
 
 
 class CodecThreads:
     """A pool of threads. Loop thread only."""
 
     def __init__(self, threads: int, memory: LargeMemory | None = None) -> None:
-        """Start nothing yet.
+        """Create the pool; threads start when they are needed.
 
         Args:
-            threads: How many bodies are read or written at one time; the others wait.
-            memory: For the tensors of large JSON; None for some of its own.
+            threads: Maximum number of bodies that are decoded or encoded at one time; others wait.
+            memory: For the tensors of large JSON; None for separate memory.
         """
         self._memory = memory or LargeMemory()
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="codec")
         self._own = threading.local()
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Have a thread do something, whose errors the future has."""
+        """Run ``work`` on a thread. The future gets its result or its error."""
         return asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def read_json(self, request: JsonRequest) -> asyncio.Future[InferRequest]:
-        """Have another process read a request.
+        """Decode a request in another process.
 
-        The future raises ServeError as ``request.read`` does, and overloaded where the process ended meanwhile.
+        The future raises ServeError as ``request.read`` does, and overloaded if the process ends meanwhile.
         """
         reader, body, arguments = request.for_process()
         return self.run(lambda: unpack_request(self._process().read(reader, body, arguments)))
 
     async def read_load(self, body: bytes | memoryview) -> dict[str, LoadParameter]:
-        """Read the body of a load, a long one in another process.
+        """Decode the body of a load request, a long one in another process.
 
         Raises:
-            ServeError: invalid_input; overloaded, where the process ended meanwhile.
+            ServeError: invalid_input; overloaded, if the process ends meanwhile.
         """
         if len(body) <= INLINE_BYTES:
             return decode_load_body(body)
         return await self.run(lambda: unpack_load(self._process().read("load", body, ())))
 
     def read(self, request: EncodedRequest) -> asyncio.Future[InferRequest]:
-        """Have a thread read a request. The future raises ServeError as ``request.read`` does."""
+        """Decode a request on a thread. The future raises ServeError as ``request.read`` does."""
         return self.run(request.read)
 
     def _process(self) -> "JsonProcess":
@@ -76,22 +76,22 @@ class CodecThreads:
 
 
 class JsonProcess:
-    """A process that reads JSON. Used by one thread at a time."""
+    """A process that decodes JSON. Used by one thread at a time."""
 
     def __init__(self, memory: LargeMemory) -> None:
-        """Start it; tensors come to ``memory``.
+        """Start the process; its tensors are received in ``memory``.
 
         Raises:
-            ServeError: overloaded, when there is no memory, or no process, to be had.
+            ServeError: overloaded, if the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         ours.settimeout(_TIMEOUT_S)
         self._connection = ours
         self._memory = memory
-        # Not by ``-m``, which a compiled module does not know.
+        # Not with ``-m``, which does not run compiled modules.
         start = "from ortserve.codecs.json_process import main; main()"
         command = [sys.executable, "-c", start, str(theirs.fileno())]
-        # numpy's threads would reserve address space, and have nothing to do there.
+        # The process does no linear algebra, and numpy's threads would reserve address space.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         try:
             self._process = subprocess.Popen(  # noqa: S603 - of this package
@@ -112,10 +112,18 @@ class JsonProcess:
         return self._process.poll() is None
 
     def read(self, reader: str, body: bytes | memoryview, arguments: tuple[Any, ...]) -> list[memoryview]:
-        """Have a body read there, by a reader of ``codecs/json_process``; returns what is to be unpacked.
+        """Decode a body in the process.
+
+        Args:
+            reader: Name of a reader of ``codecs/json_process``.
+            body: The JSON.
+            arguments: Further arguments of the reader.
+
+        Returns:
+            The parts of the packed result.
 
         Raises:
-            ServeError: overloaded, where the process ended meanwhile, mostly for want of memory.
+            ServeError: overloaded, if the process ends meanwhile, mostly for lack of memory.
         """
         try:
             send_parts(self._connection, [pickle.dumps((reader, arguments)), body])

@@ -1,9 +1,8 @@
-"""Files that are followed while the server runs: when new content counts, and how often trouble is told.
+"""Files that the server rereads while it runs: when new content takes effect, and how often a problem is logged.
 
-They are looked at rather than waited for: what mounts secrets (a symbolic link that is swapped), copies or renames
-differs too much for notifications to see all of it, and small files cost next to nothing on another thread. Nor is a
-signal needed, of which SIGHUP would be the customary one: it ends a server whose terminal is closed, and may go on to
-do so.
+The files are polled. File notifications miss some of the ways in which secrets are replaced (a swapped symbolic link, a
+copy, a rename), and reading small files on another thread costs almost nothing. SIGHUP, the customary signal to reload,
+keeps its meaning: it ends a server whose terminal is closed.
 """
 
 import asyncio
@@ -18,24 +17,24 @@ from ortserve.telemetry.logs import log_fault
 logger: Final = logging.getLogger(__name__)
 
 _SETTLE_S: Final = 1.0
-"""After a look that found something new the next is not later than this: a key that was taken out shall not count for
-another of an hour's intervals."""
+"""Longest wait for the next check after one that found new content, so that a removed key does not stay valid for
+another interval, which may be an hour."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """What a look found in the place of content."""
+    """The result of a check that could not read the content."""
 
     reason: str
 
 
 class FollowedFiles(Generic[T]):
-    """Files that make up one content, and count or do not count as a whole. Loop thread only, one look at a time.
+    """Files that form one content, which takes effect as a whole. Loop thread only, one check at a time.
 
-    Content counts when it is the same in two looks: it may be half written. What cannot be used changes nothing and is
-    told once, until the files are right again.
+    New content takes effect when two checks find the same, because it may be half written at first. Content that cannot
+    be used changes nothing and is reported once, until the files are usable again.
     """
 
     def __init__(
@@ -43,29 +42,29 @@ class FollowedFiles(Generic[T]):
         content: T,
         *,
         read: Callable[[], T],
-        take: Callable[[T], Awaitable[None]],
-        refuse: Callable[[str], None],
+        accept: Callable[[T], Awaitable[None]],
+        reject: Callable[[str], None],
         recover: Callable[[], None] = lambda: None,
     ) -> None:
-        """Follow files from ``content`` on, which counts.
+        """Follow files whose present content, ``content``, is in effect.
 
         Args:
             content: Compared with ``==``.
-            read: Called in a thread. A ServeError says that there is nothing to be had.
-            take: Has content count from now on, or raises a ServeError: of the kind not_ready where the same content
-                may do later, so that every look tries again.
-            refuse: Told why not.
-            recover: Told that after a refusal the files hold again what counts anyway.
+            read: Reads the files. Called in a thread; raises ServeError if the files cannot be read.
+            accept: Puts new content into effect, or raises ServeError. After the kind not_ready every check tries the
+                same content again.
+            reject: Called with the reason when new content cannot be used.
+            recover: Called when, after ``reject``, the files hold the content in effect again.
         """
-        self._counts = content
+        self._in_effect = content
         self._seen: T | _Unreadable = content
-        self._refused: T | _Unreadable | None = None
-        self._told = ""
-        self._may_do_later = False
-        self._read, self._take, self._refuse, self._recover = read, take, refuse, recover
+        self._rejected: T | _Unreadable | None = None
+        self._reported = ""
+        self._is_tried_again = False
+        self._read, self._accept, self._reject, self._recover = read, accept, reject, recover
 
-    async def look(self) -> bool:
-        """Look once; whether it found what the look before did."""
+    async def check(self) -> bool:
+        """Check the files once. Returns whether their content is the same as at the previous check."""
         try:
             now: T | _Unreadable = await asyncio.to_thread(self._read)
         except ServeError as error:
@@ -76,35 +75,36 @@ class FollowedFiles(Generic[T]):
         return is_settled
 
     async def follow(self, interval_s: float) -> None:
-        """Look again and again until cancelled; no fault ends it, and each is told once."""
-        told: str | None = None
+        """Check again and again until cancelled. A fault does not end this, and is logged once."""
+        reported: str | None = None
         is_settled = True
         while True:
             await asyncio.sleep(interval_s if is_settled else min(interval_s, _SETTLE_S))
             try:
-                is_settled = await self.look()
-                told = None
-            except Exception as fault:  # noqa: BLE001 - whatever it is, the next look may go better
-                if repr(fault) != told:
-                    told = repr(fault)
-                    log_fault(logger, "followed files could not be looked at", fault)
+                is_settled = await self.check()
+                reported = None
+            except Exception as fault:  # noqa: BLE001 - the next check may succeed
+                if repr(fault) != reported:
+                    reported = repr(fault)
+                    log_fault(logger, "followed files could not be checked", fault)
 
     async def _settle(self, now: T | _Unreadable) -> None:
-        if now == self._counts:
-            if self._refused is not None:
+        if now == self._in_effect:
+            if self._rejected is not None:
                 self._recover()
-            self._refused = None
+            self._rejected = None
             return
-        if now == self._refused and not self._may_do_later:
+        if now == self._rejected and not self._is_tried_again:
             return
         try:
             if isinstance(now, _Unreadable):
                 raise ServeError(ErrorKind.INVALID_INPUT, now.reason)
-            await self._take(now)
+            await self._accept(now)
         except ServeError as error:
-            is_told = (now, error.message) == (self._refused, self._told)
-            self._refused, self._told, self._may_do_later = now, error.message, error.kind is ErrorKind.NOT_READY
-            if not is_told:
-                self._refuse(error.message)
+            is_reported = (now, error.message) == (self._rejected, self._reported)
+            self._rejected, self._reported = now, error.message
+            self._is_tried_again = error.kind is ErrorKind.NOT_READY
+            if not is_reported:
+                self._reject(error.message)
         else:
-            self._counts, self._refused = now, None
+            self._in_effect, self._rejected = now, None

@@ -157,7 +157,7 @@ class InferenceService:
             call.cancel()
 
     def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
-        """Record a request whose body was rejected, such as one that is too large, or whose caller left meanwhile."""
+        """Record a request whose body was rejected, for example as too large, or whose caller disconnected."""
         self._recorder.body_rejected(protocol, kind, received_ns, trace)
 
     def _start_request(self, call: Call, request: InferRequest) -> None:
@@ -197,7 +197,7 @@ class InferenceService:
         return await self._run_in_steps(call, request)
 
     async def _run_in_steps(self, call: Call, request: InferRequest) -> Arrays:
-        """Run a request whose tensors may lie in shared memory, or are still to be made of its bytes."""
+        """Run a request whose tensors may be in shared memory, or must still be decoded from its bytes."""
         if request.regions is None:
             return await self._run(call, request, None)
         with RegionTransfer(self._shared_memory, request.regions, self._gate) as transfer:
@@ -205,8 +205,8 @@ class InferenceService:
             return await self._run(call, whole, transfer)
 
     async def _run(self, call: Call, request: InferRequest, transfer: RegionTransfer | None) -> Arrays:
-        """Run a request whose inputs are all there; ``transfer`` takes the outputs that are placed in regions."""
-        # Again: meanwhile another version may have taken over from the one that was found first.
+        """Run a request with all its inputs; ``transfer`` writes the outputs that are placed in regions."""
+        # Found again, because another version may have become ready meanwhile.
         served = call.served = self._registry.find(request.model_name, request.model_version)
         if request.raw_input is not None and is_long_text(request.raw_input, served.signature):
             tensor = await self._codecs.run(partial(read_raw_input, request.raw_input, served.signature, served.name))
@@ -253,7 +253,7 @@ class InferenceService:
         """Encode the answer of a call; None with ``call.encoding`` set if a thread encodes it.
 
         Raises:
-            Exception: What the call failed with, or what encoding did.
+            Exception: The error of the call, or of the encoding.
         """
         outputs = call.take_outputs()
         request, served, encoder = call.request, call.served, call.encoder

@@ -1,6 +1,6 @@
-"""Where keys come from: files that are read at the start and again while the server runs.
+"""Key files: read at the start, and again while the server runs.
 
-Keys come by file alone. What stands on a command line or in the environment is seen by whoever may list processes or
+Keys are accepted from files only. A command line or an environment is visible to users that may list processes or
 describe a pod, is inherited by child processes and cannot change while the server runs.
 """
 
@@ -21,22 +21,22 @@ logger: Final = logging.getLogger(__name__)
 
 _MAX_FILE_BYTES: Final = 64 * 1024
 _MAX_KEYS: Final = 64
-"""Of a group: each call is compared with all of them, on the event loop."""
+"""Maximum number of keys of a group: the event loop compares each call's key with all of them."""
 _MIN_KEY_BYTES: Final = 16
 _MAX_KEY_BYTES: Final = 512
 _IS_KEY: Final = re.compile(rb"[A-Za-z0-9\-._~+/]+=*").fullmatch
-"""A ``b64token`` (RFC 6750, section 2.1), so that every client can send it."""
+"""A ``b64token`` (RFC 6750, section 2.1), which every client can send."""
 
 
 def read_keys(path: Path) -> frozenset[bytes]:
     """The digests of the keys in a file, or in the files of a folder, such as a mounted Kubernetes Secret.
 
-    One key a line; empty lines and lines that begin with ``#`` do not count. Of a folder, files whose names begin with
-    a dot are left out.
+    Each line holds one key; empty lines and lines that begin with ``#`` are ignored. In a folder, files whose names
+    begin with a dot are ignored.
 
     Raises:
-        ServeError: invalid_input; the message holds neither keys nor the path, in the place of which someone may have
-            given a key.
+        ServeError: invalid_input. The message contains neither keys nor the path, because an operator may have given a
+            key in the place of the path.
     """
     digests: set[bytes] = set()
     try:
@@ -45,7 +45,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
                 content = opened.read(_MAX_FILE_BYTES + 1)
             digests.update(_digests(content, name))
     except OSError as error:
-        # Without what came, which may be a key in the place of a path.
+        # The message omits the path, which may be a key given by mistake.
         raise invalid_input(f"expected a file of keys, or a folder of such files: {error.strerror}") from None
     if not digests:
         raise invalid_input("expected at least one key, got none")
@@ -55,7 +55,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
 
 
 def _files(path: Path) -> Iterator[tuple[Path, str]]:
-    """Files to read, each with what messages call it."""
+    """The files to read, each with its name in messages."""
     if not path.is_dir():
         yield path, ""
         return
@@ -80,10 +80,10 @@ def _digests(content: bytes, name: str) -> Iterator[bytes]:
 
 
 class KeyFiles:
-    """The keys of each group. What was read last, settled and was good counts."""
+    """The keys of each group, from the last valid content of its files that was the same in two checks."""
 
     def __init__(self, paths: Mapping[Group, Path]) -> None:
-        """Read all files; ``paths`` holds the groups that are guarded.
+        """Read all files; ``paths`` holds the guarded groups.
 
         Raises:
             ServeError: invalid_input, naming the option whose file cannot be used.
@@ -97,40 +97,40 @@ class KeyFiles:
                 raise invalid_input(f"{group}_keys_file: {error.message}") from None
 
     def keyring(self) -> Keyring:
-        """The keys that count now."""
+        """The keys that are valid now."""
         return Keyring(self._digests)
 
     def followed(self, access: Access) -> list[FollowedFiles[frozenset[bytes]]]:
-        """What has ``access`` go by the files of each group, whatever becomes of those of the others.
+        """Follow the files of each group on its own, and replace the keyring of ``access`` when they change.
 
-        Where a file is gone, empty or malformed its old keys go on to count, and the log says so once: a mistake there
-        shall lock nobody out, nor let anybody in.
+        If a file is missing, empty or malformed, its old keys stay valid and one log line reports it, so that a mistake
+        in a file neither locks callers out nor opens a group.
         """
         return [
             FollowedFiles(
                 self._digests[group],
                 read=partial(read_keys, path),
-                take=partial(self._take, access, group),
-                refuse=partial(self._refuse, group),
+                accept=partial(self._accept, access, group),
+                reject=partial(self._reject, group),
                 recover=partial(self._recover, group),
             )
             for group, path in self._paths.items()
         ]
 
     async def follow(self, access: Access, interval_s: float) -> None:
-        """Have ``access`` go by the files for as long as the server runs."""
+        """Keep the keyring of ``access`` up to date until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for files in self.followed(access):
                 tasks.create_task(files.follow(interval_s))
 
-    async def _take(self, access: Access, group: Group, digests: frozenset[bytes]) -> None:
+    async def _accept(self, access: Access, group: Group, digests: frozenset[bytes]) -> None:
         old, self._digests[group] = self._digests[group], digests
         access.keyring = self.keyring()
         counts = {"keys": len(digests), "added": len(digests - old), "gone": len(old - digests)}
         log_event(logger, logging.INFO, "keys have changed", group=group, **counts)
 
-    def _refuse(self, group: Group, reason: str) -> None:
-        message = "new keys cannot be used, old ones still count"
+    def _reject(self, group: Group, reason: str) -> None:
+        message = "the new keys cannot be used, the old ones stay valid"
         log_event(logger, logging.WARNING, message, group=group, reason=reason)
 
     def _recover(self, group: Group) -> None:

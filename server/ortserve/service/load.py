@@ -1,4 +1,4 @@
-"""How busy the server is, measured when somebody asks and no more than twice a second."""
+"""Load reports: the utilization of the server, measured on request and at most twice a second."""
 
 import math
 import time
@@ -10,15 +10,15 @@ from ortserve.codecs.load_report import LoadReport
 from ortserve.telemetry.metrics import Metrics
 
 _FRESH_NS: Final = 500_000_000
-"""A report is given again for so long: balancers look at weights once a second."""
+"""How long a report is reused: balancers read weights once a second."""
 
 _MEMORY_NS: Final = 5e9
-"""As that of the rates of arrivals, which saturation is made of."""
+"""Time constant of the means, the same as that of the arrival rates in the saturation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """What only grows, at one moment."""
+    """Counters at one moment; they only grow."""
 
     at_ns: int
     process_ns: int
@@ -29,7 +29,7 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """The same a second: processors' time as numbers of processors."""
+    """The counters per second; processor time as a number of processors."""
 
     processors: float
     loop: float
@@ -38,7 +38,7 @@ class _Rates:
 
 
 class LoadMeter:
-    """Loop thread only, from its construction on: its measure of the loop is the processor time of that thread."""
+    """Measures the load. Construct and use it on the loop thread, whose processor time is the load of the loop."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class LoadMeter:
         """Begin to measure.
 
         Args:
-            metrics: Which requests there were, and how saturated models are.
-            processors: That the process may use.
+            metrics: The counts of requests, and the saturation of the models.
+            processors: Number of processors that the process may use.
             clock: Monotonic nanoseconds.
-            process_clock: Nanoseconds of processors that the process has used.
-            loop_clock: Those that the calling thread has used.
+            process_clock: Processor time of the process in nanoseconds.
+            loop_clock: Processor time of the calling thread in nanoseconds.
         """
         self._metrics = metrics
         self._processors = processors
@@ -68,7 +68,7 @@ class LoadMeter:
         self._report: LoadReport | None = None
 
     def report(self) -> LoadReport:
-        """The load of the last seconds; the same object until it is measured anew."""
+        """The load of the last seconds; the same object until the next measurement."""
         now_ns = self._clock()
         if self._report is None or now_ns - self._counts.at_ns >= _FRESH_NS:
             self._report = self._measure()
@@ -80,8 +80,8 @@ class LoadMeter:
         self._counts = counts
         saturation = self._metrics.total_saturation()
         return LoadReport(
-            # Of models that share a device the sum counts. Whoever is full first cannot do more: what models compute
-            # on, or the loop, on which tiny models spend most of a request.
+            # The sum over models, because they share the device. The server is full when the device is, or when the
+            # event loop is, where requests to tiny models spend most of their time.
             max(saturation, rates.loop),
             rates.processors / self._processors,
             rates.requests,
@@ -97,7 +97,7 @@ class LoadMeter:
 def _smoothed(known: _Rates | None, before: _Counts, now: _Counts) -> _Rates:
     passed_ns = max(now.at_ns - before.at_ns, 1)
     seconds = passed_ns / 1e9
-    # An unloaded model takes its counts with it.
+    # The totals shrink when a model is unloaded, because its counts are removed.
     latest = _Rates(
         (now.process_ns - before.process_ns) / passed_ns,
         (now.loop_ns - before.loop_ns) / passed_ns,

@@ -37,7 +37,7 @@ class StatisticsService:
     """Answers statistics calls. Loop thread only."""
 
     def __init__(self, registry: Registry, clock: Clock, wall_clock: Clock = time.time_ns) -> None:
-        """``clock`` is the monotonic one of the stamps; ``wall_clock`` returns nanoseconds since the epoch."""
+        """``clock`` is the monotonic clock of the timings; ``wall_clock`` returns nanoseconds since the epoch."""
         self._registry = registry
         self._clock = clock
         self._wall_clock = wall_clock

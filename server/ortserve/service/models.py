@@ -1,4 +1,4 @@
-"""What there is to know about the server and its models: health and metadata."""
+"""Health and metadata of the server and its models."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ EXTENSIONS: Final = (
     "statistics",
     "logging",
 )
-"""Of the protocol, those that are always served, in the order that Triton tells them."""
+"""The protocol's extensions that are always served, in Triton's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ServerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """``versions`` are the ready ones; ``properties`` tell operators how the model is run and why."""
+    """Metadata of a model. ``versions`` are the ready ones; ``properties`` explain to operators how the model runs."""
 
     name: str
     versions: tuple[str, ...]
@@ -65,58 +65,58 @@ class ModelService:
         self._strict_readiness = strict_readiness
         self._is_exiting = False
         self._news = asyncio.Event()
-        registry.on_change = self._tell_news
+        registry.on_change = self._announce_news
 
     @property
     def is_exiting(self) -> bool:
-        """Whether the server was told to stop; requests are still answered for a while."""
+        """Whether the server is stopping. It still answers requests for a while."""
         return self._is_exiting
 
     @property
     def lost(self) -> str:
-        """Which device is lost, and why, so that only a new process is of use; empty while none is."""
+        """The lost device and the reason, empty if no device is lost. Only a new process can use the device again."""
         return self._registry.lost
 
     def begin_exit(self) -> None:
         """Turn readiness off for good."""
         self._is_exiting = True
-        self._tell_news()
+        self._announce_news()
 
     def readiness_news(self) -> asyncio.Event:
         """An event that is set when readiness may have changed since this call."""
         return self._news
 
-    def _tell_news(self) -> None:
+    def _announce_news(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 
     def tally(self) -> tuple[int, int]:
-        """How many models have a version that is ready, and how many have none but one that failed."""
+        """The number of models with a ready version, and of those with a failed version and no ready one."""
         states = [{version.state for version in versions} for versions in self._registry.models().values()]
         served = sum(State.READY in known for known in states)
         return served, sum(State.FAILED in known and State.READY not in known for known in states)
 
     def is_live(self) -> bool:
-        """Whether the process is of use: not once it was told to stop, nor once a device is lost, until a new one."""
+        """Whether the process need not be replaced: it is not stopping, and no device is lost."""
         return not self._is_exiting and not self.lost
 
     def is_ready(self) -> bool:
-        """Whether initial loading is over, the server is not stopping, and no model that must serve has failed to.
+        """Whether initial loading is over, the server is not stopping, and no required model has failed.
 
-        Never again once a device is lost.
+        False for good once a device is lost.
         """
         if self._is_exiting or not self._registry.is_loaded or self.lost:
             return False
         return all(self._may_be_ready_with(records) for records in self._registry.models().values())
 
     def _may_be_ready_with(self, versions: Sequence[VersionRecord]) -> bool:
-        """Whether a model's versions do not hold readiness back. What was unloaded on purpose never does."""
-        missed = [record for record in versions if not record.is_unloaded]
-        serves = any(record.state is State.READY for record in missed)
+        """Whether the server may be ready with the versions of a model. Unloaded versions do not prevent it."""
+        wanted = [record for record in versions if not record.is_unloaded]
+        serves = any(record.state is State.READY for record in wanted)
         if self._strict_readiness:
-            # A version that is loading beside one that serves is no loss.
-            return all(record.state is State.READY or (serves and record.state < State.READY) for record in missed)
-        return serves or not any(record.is_required for record in missed)
+            # A version may load while another one serves.
+            return all(record.state is State.READY or (serves and record.state < State.READY) for record in wanted)
+        return serves or not any(record.is_required for record in wanted)
 
     def is_model_ready(self, name: str, version: str) -> bool:
         """Whether this version, or for ``""`` any version, of the model is ready; False for an unknown model."""
@@ -127,14 +127,14 @@ class ModelService:
         return True
 
     def is_known(self, name: str) -> bool:
-        """Whether the model was ever asked for; until initial loading is over it may yet be, whatever its name."""
+        """Whether a load of the model was ever requested. True for all names until initial loading is over."""
         return self._registry.knows(name) or not self._registry.is_loaded
 
     def server_metadata(self) -> ServerMetadata:
         return ServerMetadata(self._server_name, __version__, self._extensions)
 
     def batching(self, name: str, version: str) -> Learned:
-        """What the batcher of a version has learned and decided.
+        """The measurements and decisions of a version's batcher.
 
         Raises:
             ServeError: not_found or not_ready.
@@ -142,7 +142,7 @@ class ModelService:
         return self._registry.find(name, version).learned()
 
     def model_config(self, name: str, version: str) -> ModelConfig:
-        """The configuration that a version, or for ``""`` the highest that is ready, really has.
+        """The configuration in effect of a version, or for ``""`` of the highest ready version.
 
         Raises:
             ServeError: not_found or not_ready.
@@ -150,7 +150,7 @@ class ModelService:
         return describe_config(self._registry.find(name, version))
 
     def model_metadata(self, name: str, version: str) -> ModelMetadata:
-        """Describe a version, or for ``""`` the highest that is ready.
+        """Describe a version, or for ``""`` the highest ready version.
 
         Raises:
             ServeError: not_found or not_ready.

@@ -34,7 +34,7 @@ class Recorder:
         self._access_log = access_log
 
     def answered(self, call: Call) -> None:
-        """Record a call whose answer is encoded, and stamp when."""
+        """Record a call whose answer is encoded, and set the time of its end."""
         request, served = call.request, call.served
         assert request is not None, "a call without a request has no answer"
         assert served is not None
@@ -57,7 +57,7 @@ class Recorder:
         ended_ns = self._clock()
         duration_ns = ended_ns - timing.received_ns
         if self._trace_writer is not None or call.trace is not None:
-            # Both read it later. The batch of a cancelled call may still run, and stamps the original.
+            # Both read it later. The batch of a cancelled call may still run, and writes to the original.
             timing = replace(timing)
         if served is None:
             self._metrics.observe_unknown(protocol, kind, duration_ns)
@@ -81,13 +81,13 @@ class Recorder:
             _end_trace(call, call.trace, timing, ended_ns, kind)
 
     def cancelled(self, call: Call) -> None:
-        """Record a call that was cancelled: its caller left, or its deadline passed and the transport answered."""
+        """Record a cancelled call: its caller disconnected, or its deadline passed and the transport answered."""
         waited_ns, timeout_ns = self._clock() - call.timing.received_ns, call.timeout_ns
         is_over = timeout_ns is not None and waited_ns >= timeout_ns - min(_EARLY_NS, timeout_ns // 10)
         self.failed(call, ErrorKind.DEADLINE if is_over else ErrorKind.CANCELLED)
 
     def body_rejected(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None) -> None:
-        """Record a request whose body was rejected, such as one that is too large, or whose caller left meanwhile."""
+        """Record a request whose body was rejected, for example as too large, or whose caller disconnected."""
         ended_ns = self._clock()
         self._metrics.observe_unknown(protocol, kind, ended_ns - received_ns)
         if kind is not ErrorKind.CANCELLED:

@@ -1,4 +1,4 @@
-"""One request's tensors in shared memory: inputs are copied out of it before the run, outputs into it afterwards."""
+"""The tensors of one request in shared memory: copies inputs out before the run and outputs in after it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,18 +13,18 @@ from ortserve.service.gate import BodyGate
 from ortserve.service.shared_memory import SharedMemory
 
 _INLINE_BYTES: Final = 2 * 1024 * 1024
-"""What is copied on the loop, in about 0.15 ms; more goes to a thread."""
+"""Largest copy on the event loop, which takes about 0.15 ms; a thread makes larger ones."""
 
 
 class RegionTransfer:
-    """Holds what a request needs, for as long as a ``with`` block lasts. Loop thread only."""
+    """Holds the leases and the reserved memory of a request during a ``with`` block. Loop thread only."""
 
     def __init__(self, regions: SharedMemory, use: RegionUse, gate: BodyGate) -> None:
-        """Lease the regions, and count the inputs among the bytes that the server holds.
+        """Lease the regions, and reserve memory for the inputs.
 
         Raises:
-            ServeError: unsupported, not_found or invalid_input, as ``SharedMemory.lease`` says; too_large or
-                overloaded, for inputs of more bytes than the server may hold.
+            ServeError: unsupported, not_found or invalid_input, as ``SharedMemory.lease``; too_large or overloaded, for
+                inputs of more bytes than the server may hold.
         """
         self._use = use
         self._threads = regions.threads
@@ -44,27 +44,27 @@ class RegionTransfer:
             raise
 
     async def fetch(self, model: str) -> list[Tensor]:
-        """Return the inputs that lie in regions; ``model`` is for the messages.
+        """Copy the inputs out of their regions; ``model`` is the name in messages.
 
         Raises:
-            ServeError: invalid_input, when bytes are not those of the tensor, or are there no more.
+            ServeError: invalid_input, if bytes are invalid for their tensor or were removed.
         """
         fetched: list[Tensor] = []
-        await self._do(
+        await self._copy(
             self._input_bytes, lambda: fetched.extend(self._read(given, model) for given in self._use.inputs)
         )
         return fetched
 
     async def place(self, outputs: Sequence[Tensor]) -> None:
-        """Write those of ``outputs`` that the caller wants in regions: all of them or, unless a write fails, none.
+        """Copy the outputs that the caller requested in regions. Sizes are checked before the first write.
 
         Raises:
-            ServeError: internal, when a region is too small for its output or cannot be written; invalid_input, when
-                its memory is there no more.
+            ServeError: internal, if a region is too small for its output or cannot be written; invalid_input, if its
+                memory was removed.
         """
         placed = [tensor for tensor in outputs if tensor.name in self._use.outputs]
         if placed:
-            await self._do(sum(tensor.array.nbytes for tensor in placed), lambda: self._write(placed))
+            await self._copy(sum(tensor.array.nbytes for tensor in placed), lambda: self._write(placed))
 
     def __enter__(self) -> "RegionTransfer":
         return self
@@ -74,14 +74,14 @@ class RegionTransfer:
     ) -> None:
         if self._copying is None or self._copying.done():
             self._release()
-        else:  # the caller left meanwhile
+        else:  # the call was cancelled during a copy
             self._copying.add_done_callback(self._release_after)
 
-    async def _do(self, byte_size: int, copy: Callable[[], None]) -> None:
+    async def _copy(self, byte_size: int, copy: Callable[[], None]) -> None:
         if byte_size <= _INLINE_BYTES and not self._leases.may_wait:
             copy()
             return
-        # A thread cannot be stopped: where this task is cancelled, its copy goes on, on memory that must stay open.
+        # A thread cannot be stopped: after a cancellation its copy continues, on memory that must stay open.
         self._copying = asyncio.get_running_loop().run_in_executor(self._threads, copy)
         await asyncio.shield(self._copying)
 
@@ -107,7 +107,7 @@ class RegionTransfer:
 
     def _release_after(self, copying: asyncio.Future[None]) -> None:
         if not copying.cancelled():
-            copying.exception()  # nobody is left to hear of it
+            copying.exception()  # marks it as retrieved; the call is cancelled
         self._release()
 
     def _release(self) -> None:

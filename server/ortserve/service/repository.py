@@ -1,4 +1,4 @@
-"""What lies in the model repositories, and loading and unloading by request or by watching the folders."""
+"""The model repositories: their index, and loading and unloading on request or when their files change."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ _PROTOCOL_STATES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A version in the index, or a model that was never asked to load: then all but its name is empty."""
+    """A version in the index, or a model that was never loaded: then all fields but the name are empty."""
 
     name: str
     version: str = ""
@@ -42,48 +42,48 @@ class RepositoryService:
     """Answers the repository calls. Loop thread only."""
 
     def __init__(self, registry: Registry, *, mode: ControlMode, load_models: Collection[str] = ()) -> None:
-        """``load_models`` are those that the mode ``explicit`` starts with; ``*`` for all."""
+        """``load_models`` are the models that the mode ``explicit`` loads at the start; ``*`` for all."""
         self._registry = registry
         self._mode = mode
         self._load_models = load_models
 
     async def start(self) -> None:
-        """Load what the mode begins with.
+        """Load the models that the mode loads at the start.
 
         Raises:
-            ServeError: invalid_input, when a repository cannot be read.
+            ServeError: invalid_input, if a repository cannot be read.
         """
         takes_all = self._mode != "explicit" or ALL_MODELS in self._load_models
         await self._registry.load_all(None if takes_all else frozenset(self._load_models))
 
     async def watch(self, interval_s: float) -> None:
-        """Follow the repositories for ever, in the mode ``poll``; else return at once."""
-        told = ""
+        """Poll the repositories until cancelled, in the mode ``poll``; otherwise return at once."""
+        reported = ""
         while self._mode == "poll":
             await asyncio.sleep(interval_s)
             try:
                 await self._registry.poll()
-                told = ""
+                reported = ""
             except ServeError as error:
-                if error.message != told:  # once, not at every look
-                    told = error.message
-                    log_event(logger, logging.ERROR, "the repositories cannot be followed", reason=told)
+                if error.message != reported:  # once, not at every poll
+                    reported = error.message
+                    log_event(logger, logging.ERROR, "the repositories cannot be polled", reason=reported)
             except Exception as error:
-                logger.error("the repositories could not be followed", exc_info=error)
+                logger.error("the repositories could not be polled", exc_info=error)
 
     async def index(self, *, only_ready: bool = False) -> list[IndexEntry]:
-        """Every version the server knows, and every model that lies in the repositories now, by name."""
+        """Every version that the server knows, and every model that is in the repositories now, sorted by name."""
         models = self._registry.models()
         entries = [_entry(record) for records in models.values() for record in records]
         if only_ready:
             return sorted((entry for entry in entries if entry.state == "READY"), key=_name)
         try:
-            lying = await self._registry.names_in_repositories()
+            present = await self._registry.names_in_repositories()
         except ServeError as error:
             log_event(logger, logging.WARNING, "the index shows only known models", reason=error.message)
-            lying = []
+            present = []
         known = {entry.name for entry in entries}
-        entries.extend(IndexEntry(name) for name in lying if name not in known)
+        entries.extend(IndexEntry(name) for name in present if name not in known)
         return sorted(entries, key=_name)
 
     async def load(self, name: str, parameters: Mapping[str, LoadParameter]) -> None:
@@ -91,12 +91,12 @@ class RepositoryService:
 
         Args:
             name: Of the model.
-            parameters: ``config``, a configuration as JSON in a text, and with it the model's files, bytes by
-                ``file:<version>/<file>``. They hold until the next load.
+            parameters: ``config``, a configuration as JSON text, and with it the model's files as bytes, named
+                ``file:<version>/<file>``. They are in effect until the next load.
 
         Raises:
-            ServeError: not_ready, in a mode that loads by itself; invalid_input, for a name or parameter that cannot
-                be; internal, when loading failed.
+            ServeError: not_ready, in a mode without explicit control; invalid_input, for an invalid name or parameter;
+                internal, if loading fails.
         """
         self._check(name)
         config: str | None = None
@@ -104,7 +104,7 @@ class RepositoryService:
         for parameter, value in parameters.items():
             if parameter == "config":
                 if not isinstance(value, str):
-                    raise invalid_input(f"parameter 'config': expected JSON in a text, got {type(value).__name__}")
+                    raise invalid_input(f"parameter 'config': expected JSON text, got {type(value).__name__}")
                 config = value
             elif parameter.startswith("file:"):
                 if not isinstance(value, bytes):
@@ -115,15 +115,14 @@ class RepositoryService:
         await self._registry.load(name, config=config, files=files)
 
     async def unload(self, name: str, parameters: Mapping[str, LoadParameter]) -> None:
-        """Unload a model, if it is there. Returns when its last request is answered.
+        """Unload a model if it is loaded. Returns when its last request is answered.
 
         Args:
             name: Of the model.
-            parameters: ``unload_dependents``, a boolean without effect: no model here depends on another.
+            parameters: ``unload_dependents``, a boolean without effect, because no model depends on another.
 
         Raises:
-            ServeError: not_ready, in a mode that unloads by itself; invalid_input, for a name or parameter that cannot
-                be.
+            ServeError: not_ready, in a mode without explicit control; invalid_input, for an invalid name or parameter.
         """
         self._check(name)
         for parameter, value in parameters.items():

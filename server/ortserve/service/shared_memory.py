@@ -1,4 +1,4 @@
-"""The regions of shared memory that callers have registered, and who uses them at the moment."""
+"""The shared memory regions that callers have registered, and the leases of requests on them."""
 
 import asyncio
 import resource
@@ -16,8 +16,8 @@ CUDA_SHARED_MEMORY: Final = "cuda_shared_memory"
 """The protocol's names for these extensions."""
 
 OpenOnDevice: TypeAlias = Callable[[str, bytes, int, int], RegionMemory]
-"""Opens memory on a GPU for a region: by the region's name, the allocation's handle, the GPU's number, and the bytes
-wanted. Blocks. Raises ServeError."""
+"""Opens memory on a GPU for a region: by the name of the region, the handle of the allocation, the number of the GPU,
+and the size in bytes. Blocks. Raises ServeError."""
 
 _DISABLED: Final = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm' (option allow_client_shm) to enable."
@@ -58,26 +58,26 @@ class _Region:
 
 
 class SharedMemory:
-    """Registers regions and leases them to requests. Loop thread only, but for what ``threads`` are given to do.
+    """Registers regions and leases them to requests. Loop thread only, except work on ``threads``.
 
-    All that is registered ends with the process: a server that starts knows no region. Names are of one space, whatever
-    memory they are for.
+    Registrations end with the process. Regions of both kinds share one name space.
     """
 
     def __init__(
         self, *, is_allowed: bool, open_on_device: OpenOnDevice | None = None, max_regions: int | None = None
     ) -> None:
-        """Begin with no region.
+        """Start without regions.
 
         Args:
-            is_allowed: Whether callers may register any.
-            open_on_device: Called on the threads; None where there are no GPUs.
-            max_regions: Each holds a file descriptor; by default a quarter of those that the process may open.
+            is_allowed: Whether callers may register regions.
+            open_on_device: Called on the threads; None without GPUs.
+            max_regions: Maximum number of regions. Each holds a file descriptor, so the default is a quarter of the
+                descriptors that the process may open.
         """
         self.is_allowed = is_allowed
         self._open_on_device = open_on_device
         self.threads = ThreadPoolExecutor(2, thread_name_prefix="shared-memory")
-        """For copies that would hold the loop up; none is started before the first."""
+        """For copies that would block the loop; started with the first copy."""
         self._max_regions = max_regions or _quarter_of_descriptors()
         self._regions: dict[str, _Region] = {}
 
@@ -85,9 +85,10 @@ class SharedMemory:
         """Let requests use ``byte_size`` bytes, from ``offset`` on, of the shared memory object ``key`` as ``name``.
 
         Raises:
-            ServeError: unsupported, where the operator does not allow it; already_exists, for a name that is taken;
-                overloaded; invalid_input, for a name that is empty or too long, a key that names no object, a region of
-                0 bytes and bytes beyond the object's end; internal, when the object cannot be opened.
+            ServeError: unsupported, if the operator does not allow it; already_exists, for a name that is in use;
+                overloaded, for too many regions; invalid_input, for a name that is empty or too long, a key that is not
+                the name of an object, a region of 0 bytes and bytes beyond the object's end; internal, if the object
+                cannot be opened.
         """
         self._check_name(name)
         if not (0 <= offset <= _MAX_SIZE and 0 <= byte_size <= _MAX_SIZE):
@@ -101,13 +102,13 @@ class SharedMemory:
         """Let requests use the first ``byte_size`` bytes of an allocation of another process on a GPU as ``name``.
 
         Args:
-            name: For requests.
-            handle: Of the allocation: a ``cudaIpcMemHandle_t``.
-            device_id: Of the GPU, as this process counts them.
+            name: The name that requests use.
+            handle: The ``cudaIpcMemHandle_t`` of the allocation.
+            device_id: The number of the GPU in this process.
             byte_size: Of the region.
 
         Raises:
-            ServeError: As ``register``; invalid_input, too, where there are no GPUs and for a handle of nothing.
+            ServeError: As ``register``; invalid_input also without GPUs and for an invalid handle.
         """
         self._check_name(name)
         if byte_size == 0:
@@ -123,22 +124,22 @@ class SharedMemory:
             raise
         region = _Region(CudaRegionStatus(name, device_id, byte_size), memory)
         try:
-            self._check_name(name)  # somebody may have taken it meanwhile
+            self._check_name(name)  # another registration may have taken it meanwhile
         except ServeError:
             self._release(region)
             raise
         self._regions[name] = region
 
     def unregister(self, name: str) -> None:
-        """Forget a region, or all for ``""``. Requests that use it finish; a name that nobody knows is no error."""
-        self._forget(RegionStatus, name)
+        """Unregister a region, or all for ``""``. Requests that use it finish; an unknown name is no error."""
+        self._unregister(RegionStatus, name)
 
     def unregister_cuda(self, name: str) -> None:
-        """Forget a region on a GPU, as ``unregister`` does others."""
-        self._forget(CudaRegionStatus, name)
+        """As ``unregister``, for regions on GPUs."""
+        self._unregister(CudaRegionStatus, name)
 
     def status(self, name: str) -> list[RegionStatus]:
-        """Describe a region, or all for ``""``, in the order of their registration.
+        """Describe a region, or all for ``""`` in the order of registration.
 
         Raises:
             ServeError: not_found.
@@ -146,15 +147,15 @@ class SharedMemory:
         return self._describe(RegionStatus, name, "system")
 
     def cuda_status(self, name: str) -> list[CudaRegionStatus]:
-        """Describe a region on a GPU, as ``status`` does others."""
+        """As ``status``, for regions on GPUs."""
         return self._describe(CudaRegionStatus, name, "cuda")
 
     def lease(self, spans: Iterable[RegionSpan]) -> "Leases":
         """Keep the regions of all ``spans`` open until the leases are released.
 
         Raises:
-            ServeError: unsupported, where the operator does not allow regions; not_found, for one that is not
-                registered; invalid_input, for a span that its region does not hold.
+            ServeError: unsupported, if the operator does not allow regions; not_found, for a region that is not
+                registered; invalid_input, for a span beyond the end of its region.
         """
         self._require_allowed()
         leased: dict[str, _Region] = {}
@@ -177,12 +178,12 @@ class SharedMemory:
         return Leases(list(leased.values()), self._release)
 
     def _close_unwanted(self, opening: asyncio.Future[RegionMemory]) -> None:
-        """The caller left while its region was being opened."""
+        """Close memory whose registration was cancelled while it was being opened."""
         if not opening.cancelled() and opening.exception() is None:
             self.threads.submit(opening.result().close)
 
     def _check_name(self, name: str) -> None:
-        """See that a region of this name may be registered."""
+        """Raise ServeError if a region of this name may not be registered."""
         self._require_allowed()
         if not 0 < len(name) <= _MAX_NAME:
             raise invalid_input(
@@ -196,20 +197,20 @@ class SharedMemory:
                 f"cannot register shared memory region '{name}': expected at most {self._max_regions} regions",
             )
 
-    def _forget(self, kind: type[RegionStatus] | type[CudaRegionStatus], name: str) -> None:
-        for gone in [name] if name else list(self._regions):
-            region = self._regions.get(gone)
+    def _unregister(self, kind: type[RegionStatus] | type[CudaRegionStatus], name: str) -> None:
+        for known in [name] if name else list(self._regions):
+            region = self._regions.get(known)
             if region is not None and isinstance(region.status, kind):
-                self._release(self._regions.pop(gone))
+                self._release(self._regions.pop(known))
 
-    def _describe(self, kind: type[_Status], name: str, told_as: str) -> list[_Status]:
+    def _describe(self, kind: type[_Status], name: str, memory: str) -> list[_Status]:
         found = [
             region.status
             for region in self._regions.values()
             if isinstance(region.status, kind) and name in ("", region.status.name)
         ]
         if name and not found:
-            raise ServeError(ErrorKind.NOT_FOUND, f"Unable to find {told_as} shared memory region: '{name}'")
+            raise ServeError(ErrorKind.NOT_FOUND, f"Unable to find {memory} shared memory region: '{name}'")
         return found
 
     def _require_allowed(self) -> None:
@@ -219,12 +220,12 @@ class SharedMemory:
     def _release(self, region: _Region) -> None:
         region.holders -= 1
         if region.holders == 0:
-            # On a thread: the last to close an object that was unlinked waits for all of its pages to be freed.
+            # On a thread: closing the last descriptor of an unlinked object waits until the kernel has freed its pages.
             self.threads.submit(region.memory.close)
 
 
 class Leases:
-    """Regions that stay open, unregistered or not, until ``release``. Loop thread only."""
+    """Keeps regions open until ``release``, even if they are unregistered meanwhile. Loop thread only."""
 
     def __init__(self, regions: Sequence[_Region], release: Callable[[_Region], None]) -> None:
         self._regions = regions
@@ -233,13 +234,13 @@ class Leases:
             region.holders += 1
         self._memory = {region.status.name: region.memory for region in regions}
         self.may_wait = any(region.memory.may_wait for region in regions)
-        """Whether copies from or to one of them may wait for something first."""
+        """Whether a copy from or to one of the regions may block."""
 
     def memory(self, span: RegionSpan) -> RegionMemory:
         return self._memory[span.region]
 
     def release(self) -> None:
-        """Once only; afterwards the memory may be closed."""
+        """Release the regions. Call it once; the memory may be closed afterwards."""
         for region in self._regions:
             self._release(region)
 

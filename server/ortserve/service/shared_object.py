@@ -1,9 +1,9 @@
-"""A caller's POSIX shared memory object: opening it by its name, reading and writing it, never mapping it.
+"""A caller's POSIX shared memory object: opened by name, read and written through its descriptor, never mapped.
 
-The caller may shorten the object at any moment, and whoever then touches the lost pages of a mapping dies of SIGBUS,
-whatever was checked before. ``pread`` and ``pwrite`` on the descriptor say so instead. They also make the one copy that
-checking what came needs anyway: a caller that goes on writing cannot change a tensor between its check and its use.
-Copying from and to a mapping would be faster.
+The caller may shorten the object at any time, and access to the removed pages of a mapping ends the process with
+SIGBUS, even right after a check of the size. ``pread`` and ``pwrite`` report an error instead. They also make a copy,
+which validation needs: the caller may still write, and must not change a tensor between its check and its use. Copies
+from and to a mapping would be faster.
 """
 
 import os
@@ -16,15 +16,15 @@ import numpy as np
 from ortserve.core.region import RegionMemory
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
-FOLDER: Final = Path("/dev/shm")  # noqa: S108  # where Linux keeps the objects that shm_open names
+FOLDER: Final = Path("/dev/shm")  # noqa: S108  # where Linux keeps the objects of shm_open
 RESERVED_PREFIX: Final = "triton_python_backend_shm_region_"
-"""Names that Triton keeps from clients."""
+"""Prefix of names that Triton does not let clients use."""
 
 
 class SharedObject(RegionMemory):
-    """Bytes ``offset`` to ``offset + byte_size`` of an object, held open so that unlinking its name takes nothing away.
+    """Bytes ``offset`` to ``offset + byte_size`` of an object. The open descriptor keeps the object if it is unlinked.
 
-    ``region`` is for the messages.
+    ``region`` is the name of the region in messages.
     """
 
     may_wait = False
@@ -33,8 +33,8 @@ class SharedObject(RegionMemory):
         """Open the object that ``key`` names, with or without a leading slash.
 
         Raises:
-            ServeError: invalid_input, for a key that is no object's name, and for bytes that lie beyond its end;
-                internal, when it cannot be opened.
+            ServeError: invalid_input, for a key that cannot be the name of an object, and for bytes beyond the end of
+                the object; internal, if it cannot be opened.
         """
         self._region = region
         self._offset = offset
@@ -48,8 +48,8 @@ class SharedObject(RegionMemory):
 
     def read(self, offset: int, byte_size: int) -> memoryview:
         start = self._offset + offset
-        self._require(start + byte_size)  # before as much memory is taken
-        copy = np.empty(byte_size, np.uint8).data  # unlike a bytearray not filled with zeros first
+        self._require(start + byte_size)  # before memory is allocated
+        copy = np.empty(byte_size, np.uint8).data  # a bytearray would be zeroed first
         rest = copy
         while rest:
             count = os.preadv(self._descriptor, [rest], start)
@@ -62,13 +62,13 @@ class SharedObject(RegionMemory):
     def write(self, offset: int, data: bytes | memoryview) -> None:
         start = self._offset + offset
         rest = memoryview(data)
-        self._require(start + len(rest))  # writing beyond the end would make the object longer
+        self._require(start + len(rest))  # a write beyond the end would extend the object
         try:
             while rest:
                 count = os.pwrite(self._descriptor, rest, start)
                 start += count
                 rest = rest[count:]
-        except OSError as error:  # no space for pages that were never touched, where a mapping would have cost our life
+        except OSError as error:  # no memory for pages that were never written
             raise ServeError(
                 ErrorKind.INTERNAL, f"cannot write to shared memory region '{self._region}': {error.strerror}"
             ) from error
@@ -89,7 +89,7 @@ class SharedObject(RegionMemory):
 
 
 def invalid_arguments(region: str, reason: str) -> ServeError:
-    """A registration that cannot be, as clients know its text."""
+    """The error of a registration with invalid arguments, in Triton's words."""
     return invalid_input(f"failed to register shared memory region '{region}': invalid args: {reason}")
 
 
@@ -100,7 +100,7 @@ def _open(region: str, key: str) -> int:
     if name.startswith(RESERVED_PREFIX):
         raise invalid_arguments(region, f"keys that start with '{RESERVED_PREFIX}' are reserved, got '{key}'")
     try:
-        # As shm_open does it; NONBLOCK so that a pipe of that name is refused rather than waited for.
+        # As shm_open; NONBLOCK so that a pipe of that name is rejected instead of waited for.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(FOLDER / name, flags)
     except (OSError, UnicodeEncodeError):

@@ -164,7 +164,7 @@ class TraceWriter:
 
         Args:
             protocol: ``http`` or ``grpc``.
-            timing: Read in the next turn of the loop, and no longer stamped.
+            timing: Read in the next turn of the loop; no thread writes to it any more.
             request_id: The caller's.
             model: Its name.
             version: The version that was found.

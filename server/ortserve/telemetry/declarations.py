@@ -146,7 +146,7 @@ OVERDUE_BATCHES: Final = Declaration(
     "counter",
     ("model", "outcome"),
     "Batches whose run exceeded its time limit. terminated: the run was asked to end. abandoned: the run did not end "
-    "within run_grace_s, so its instance was given up and the version is reloaded.",
+    "within run_grace_s, so its instance was abandoned and the version is reloaded.",
 )
 LOAD_DURATION: Final = Declaration(
     "ortserve_model_load_seconds",

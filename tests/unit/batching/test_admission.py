@@ -1,4 +1,4 @@
-"""Who is refused, when, and what they are told."""
+"""Rejected requests, the limits, and the errors."""
 
 import math
 
@@ -47,19 +47,19 @@ def backlog(
         (114, backlog(busy_ns=100, error_ns=5), 8, TooLate(1, is_hopeless=False)),
         (50, backlog(busy_ns=100, queued_ns=30, error_ns=5), 8, TooLate(95, is_hopeless=False)),
         (50, backlog(queued_ns=100), 8, TooLate(60, is_hopeless=False)),
-        # alone it takes longer than its caller has
+        # the request alone takes longer than its remaining time
         (10, backlog(busy_ns=100), 8, TooLate(100, is_hopeless=False)),
         (9, backlog(busy_ns=100), 8, TooLate(101, is_hopeless=True)),
-        # a deadline that has passed is hopeless whatever is known
+        # a passed deadline is hopeless with any prediction
         (0, backlog(), 0, TooLate(0, is_hopeless=True)),
         (-5, backlog(busy_ns=100), 8, TooLate(0, is_hopeless=True)),
         (-5, backlog(busy_ns=math.nan), 8, TooLate(0, is_hopeless=True)),
-        # prediction never refuses where nobody is before it,
+        # a prediction never rejects without earlier requests,
         (1, backlog(), 1000, None),
         (1, backlog(error_ns=1e12), 1000, None),
-        # nor where it rests on too little,
+        # nor after too few observations,
         (1, backlog(busy_ns=100), 7, None),
-        # nor where it is no number
+        # nor if it is not a number
         (1, backlog(busy_ns=100, own_ns=math.nan), 8, None),
         (1, backlog(busy_ns=math.nan), 8, None),
         (1, backlog(queued_ns=math.inf), 8, None),
@@ -70,7 +70,7 @@ def test_judgement(left_ns: float, before: Backlog, observations: int, verdict: 
 
 
 class Stage:
-    """An admission whose queue holds what a test puts there."""
+    """An admission with a queue that tests fill."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Stage:
         )
 
     def wait(self, rows: int, nbytes: int = 0, level: int = 1, finish_by_ns: int = NOW + 1) -> None:
-        """Have rows in the queue, due before anybody else."""
-        rider = inflight((), rows, Timing(0), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
-        self.queue.push(self.shape_class, rider, MAX_ROWS)
+        """Add rows to the queue that are due before all others."""
+        queued = inflight((), rows, Timing(0), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
+        self.queue.push(self.shape_class, queued, MAX_ROWS)
 
     def check(self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 0, slowdown: float = 1) -> None:
         terms = Terms(level, finish_by_ns=NOW + int(left_ms * MS))
@@ -114,7 +114,7 @@ class Stage:
         return caught.value
 
 
-def test_empty_queue_takes_anything() -> None:
+def test_empty_queue_accepts_any_request() -> None:
     stage = Stage(max_rows=2, max_bytes=2)
     stage.check_room(rows=1000, nbytes=1000)
     assert stage.decisions == Decisions()
@@ -134,18 +134,18 @@ def test_queue_is_full_in_rows_or_in_bytes(rows: int, nbytes: int, is_refused: b
     assert error.message == (
         "Exceeds maximum queue size: 5 rows of 50 bytes wait, at most max_queue_rows 10 and max_queue_bytes 100 may"
     )
-    assert error.retry_after_s == pytest.approx(5 / 4 * 0.016)  # until what waits has run
+    assert error.retry_after_s == pytest.approx(5 / 4 * 0.016)  # until the queued requests have run
     assert stage.decisions == Decisions(refused_full=1)
 
 
-def test_full_queue_asks_for_a_second_where_nothing_is_known() -> None:
+def test_full_queue_answers_retry_after_one_second_without_a_prediction() -> None:
     stage = Stage(max_rows=1, max_bytes=1000)
     stage.shape_class.batch_latency = LatencyModel()
     stage.wait(1)
     assert stage.no_room().retry_after_s == 1
 
 
-def test_excess_is_when_to_come_again() -> None:
+def test_retry_time_is_the_predicted_excess() -> None:
     stage = Stage()
     stage.shape_class.batch_latency.residual_ns = 2 * MS
     # 8 rows before it are 2 batches of 16 ms, its own will be as full: 5 + 32 + 16, and 2 · √4 for four runs in a row
@@ -161,7 +161,7 @@ def test_excess_is_when_to_come_again() -> None:
     assert stage.decisions == Decisions(refused_late=1)
 
 
-def test_instances_share_what_waits() -> None:
+def test_instances_share_the_queued_work() -> None:
     stage = Stage(instances=2)
     stage.wait(4)
     stage.wait(4)
@@ -169,7 +169,7 @@ def test_instances_share_what_waits() -> None:
     assert stage.refusal(left_ms=5 + 16 + 15, busy_ms=5).retry_after_s == pytest.approx(0.001)
 
 
-def test_other_models_on_the_device_stretch_what_waits() -> None:
+def test_other_models_on_the_device_lengthen_the_wait() -> None:
     stage = Stage()
     stage.wait(4)
     stage.check(left_ms=5 + 3 * 16 + 16, busy_ms=5, slowdown=3)
@@ -177,7 +177,7 @@ def test_other_models_on_the_device_stretch_what_waits() -> None:
     assert error.retry_after_s == pytest.approx(0.001)
 
 
-def test_rows_that_ride_along_make_the_batch_longer_not_the_wait() -> None:
+def test_rows_of_the_same_batch_lengthen_the_batch_and_not_the_wait() -> None:
     stage = Stage()
     stage.wait(3)  # with one more a full batch of 16 ms
     stage.check(left_ms=32, busy_ms=16)
@@ -200,7 +200,7 @@ def test_batch_is_expected_to_be_as_full_as_the_last() -> None:
     assert stage.refusal(left_ms=32, busy_ms=17).retry_after_s == pytest.approx(0.001)
 
 
-def test_only_those_who_go_first_count() -> None:
+def test_only_requests_that_run_first_count() -> None:
     stage = Stage()
     for _ in range(10):
         stage.wait(4, level=2)
@@ -213,7 +213,7 @@ def test_only_those_who_go_first_count() -> None:
     stage.check(left_ms=15, busy_ms=5, level=1)
 
 
-def test_request_that_takes_too_long_alone_need_not_come_again() -> None:
+def test_request_that_takes_too_long_alone_gets_no_retry_time() -> None:
     stage = Stage()
     error = stage.refusal(left_ms=9, busy_ms=5)
     assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
@@ -228,14 +228,14 @@ def test_request_in_pieces_takes_as_many_batches() -> None:
 
 
 @pytest.mark.parametrize("left_ms", [0, -1])
-def test_passed_deadline_is_refused_even_by_an_idle_server(left_ms: float) -> None:
+def test_passed_deadline_is_rejected_even_by_an_idle_server(left_ms: float) -> None:
     stage = Stage(observations=0)
     error = stage.refusal(left_ms=left_ms)
     assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
     assert stage.decisions == Decisions(refused_late=1)
 
 
-def test_prediction_refuses_nobody_while_idle_or_unsure() -> None:
+def test_prediction_rejects_no_request_while_idle_or_unsure() -> None:
     Stage().check(left_ms=0.001)
     unsure = Stage(observations=MIN_OBSERVATIONS - 1)
     unsure.wait(90)
@@ -243,7 +243,7 @@ def test_prediction_refuses_nobody_while_idle_or_unsure() -> None:
 
 
 @interpreted_only
-def test_prediction_that_is_no_number_refuses_nobody() -> None:
+def test_prediction_that_is_not_a_number_rejects_no_request() -> None:
     stage = Stage(max_rows=99, max_bytes=1000)
     stage.shape_class.batch_latency = no_number()
     stage.shape_class.batch_latency.observations = 100
@@ -275,7 +275,7 @@ def test_batch_is_not_expected_to_outgrow_half_of_the_time_left() -> None:
 def test_tight_deadlines_of_a_turn_of_the_loop_share_a_batch() -> None:
     stage = Stage()
     stage.wait(2, finish_by_ns=NOW + 15 * MS)
-    stage.check(left_ms=15)  # all three ride at once: 14 ms
+    stage.check(left_ms=15)  # all three in one batch: 14 ms
     stage.wait(1, finish_by_ns=NOW + 15 * MS)
     assert stage.refusal(left_ms=15).kind is ErrorKind.OVERLOADED
 
@@ -305,15 +305,15 @@ def test_far_deadlines_are_met_by_the_forecast_that_they_are_not_worth(
         for shape in ("a", "b"):
             stage.queue.shape_class(shape).batch_latency._set_knot(size, ms * MS)
     stage.shape_class.batch_latency.residual_ns = residual_ms * MS
-    for waiting_rows, due_ms, is_stranger in waiting:
-        rider = inflight((), waiting_rows, Timing(0), 1, finish_by_ns=NOW + int(due_ms * MS))
-        stage.queue.push(stage.queue.shape_class("b" if is_stranger else "a"), rider, MAX_ROWS)
+    for waiting_rows, due_ms, is_other in waiting:
+        queued = inflight((), waiting_rows, Timing(0), 1, finish_by_ns=NOW + int(due_ms * MS))
+        stage.queue.push(stage.queue.shape_class("b" if is_other else "a"), queued, MAX_ROWS)
     if stage.admission._is_far(rows, stage.shape_class, left_ms * MS, busy_ms * MS, slowdown):
         stage.admission._is_far = lambda *_: False  # type: ignore[method-assign]
         stage.check(rows, left_ms=left_ms, busy_ms=busy_ms, slowdown=slowdown)
 
 
-def test_level_with_a_bound_takes_no_more_requests_than_that() -> None:
+def test_request_limit_of_a_level_is_kept() -> None:
     stage = Stage()
     limits = QueueLimits(10**6, 10**6, {1: 2})
     admission = Admission(lambda: BatchPolicy(MAX_ROWS), stage.queue, limits, stage.decisions, instances=1)
@@ -330,7 +330,7 @@ def test_level_with_a_bound_takes_no_more_requests_than_that() -> None:
 
 
 class TwoShapes(Stage):
-    """Newcomers of one shape, whose full batch takes 16 ms, behind others whose full batch takes 160 ms."""
+    """New requests of one shape, with full batches of 16 ms, behind others with full batches of 160 ms."""
 
     def __init__(self, **options: int) -> None:
         super().__init__(**options)
@@ -338,15 +338,15 @@ class TwoShapes(Stage):
         self.other.batch_latency = LatencyModel([(1, 100.0 * MS), (4, 160.0 * MS)])
 
     def wait_other(self, rows: int, finish_by_ns: int = NOW + 1) -> None:
-        rider = inflight((), rows, Timing(0), finish_by_ns=finish_by_ns)
-        self.queue.push(self.other, rider, MAX_ROWS)
+        queued = inflight((), rows, Timing(0), finish_by_ns=finish_by_ns)
+        self.queue.push(self.other, queued, MAX_ROWS)
 
 
-def test_each_shape_that_waits_is_priced_at_what_its_own_batches_take() -> None:
+def test_queued_work_of_each_shape_is_predicted_from_its_own_batches() -> None:
     stage = TwoShapes()
     stage.wait_other(4)
     stage.wait_other(1)
-    # 160 for a full batch, 100 for the one left over, and its own
+    # 160 for a full batch, 100 for the remaining one, and its own
     stage.check(left_ms=5 + 160 + 100 + 10, busy_ms=5)
     assert stage.refusal(left_ms=5 + 160 + 100 + 9, busy_ms=5).retry_after_s == pytest.approx(0.001)
     cheap = TwoShapes()
@@ -375,27 +375,27 @@ def test_instances_and_other_models_share_the_work_of_other_shapes_too() -> None
 def test_errors_of_all_shapes_add_up_like_independent_ones() -> None:
     stage = TwoShapes()
     stage.wait_other(4)
-    stage.shape_class.batch_latency.residual_ns = 3 * MS / math.sqrt(2)  # two runs: the one that is on, and its own
+    stage.shape_class.batch_latency.residual_ns = 3 * MS / math.sqrt(2)  # two runs: the current one, and its own
     stage.other.batch_latency.residual_ns = 4 * MS
     stage.check(left_ms=5 + 160 + 10 + 5.001, busy_ms=5)
     assert stage.refusal(left_ms=5 + 160 + 10 + 4.999, busy_ms=5).kind is ErrorKind.OVERLOADED
 
 
 @pytest.mark.parametrize("latency", [LatencyModel(), LatencyModel([(1, math.inf)])])
-def test_other_shape_of_which_nothing_is_known_refuses_nobody(latency: LatencyModel) -> None:
+def test_other_shape_without_a_prediction_rejects_no_request(latency: LatencyModel) -> None:
     stage = TwoShapes()
     stage.other.batch_latency = latency
     stage.wait_other(4)
     stage.check(left_ms=15, busy_ms=5)
 
 
-def test_shapes_beyond_those_that_are_priced_count_as_the_newcomers_own() -> None:
+def test_shapes_beyond_the_limit_are_predicted_as_the_new_requests_own() -> None:
     stage = Stage(max_rows=10_000)
     for number in range(100):
         other = stage.queue.shape_class(number)
         other.batch_latency = LatencyModel([(4, 1.0 * MS)])
-        rider = inflight((), 4, Timing(0), finish_by_ns=NOW + 1)
-        stage.queue.push(other, rider, MAX_ROWS)
+        queued = inflight((), 4, Timing(0), finish_by_ns=NOW + 1)
+        stage.queue.push(other, queued, MAX_ROWS)
     # 16 of 1 ms, 84 of 16 ms, and its own
     stage.check(left_ms=5 + 16 + 84 * 16 + 16, busy_ms=5)
     assert stage.refusal(left_ms=5 + 16 + 84 * 16 + 15, busy_ms=5).kind is ErrorKind.OVERLOADED

@@ -1,4 +1,4 @@
-"""What is learned of how long answers take once their outputs are there."""
+"""The learned time from outputs to written answers."""
 
 import random
 
@@ -14,23 +14,23 @@ def taught(*times_ns: int) -> AnswerTime:
     return answers
 
 
-def test_nothing_is_set_aside_before_anything_is_known() -> None:
+def test_no_time_is_reserved_before_the_first_measurement() -> None:
     assert taught().share_ns(10 * MS) == 0
 
 
-def test_what_answers_take_is_set_aside() -> None:
+def test_time_of_answers_is_reserved() -> None:
     assert taught(2 * MS).share_ns(10 * MS) == 2 * MS
 
 
-def test_half_of_what_is_left_stays_for_the_run() -> None:
+def test_half_of_the_remaining_time_stays_for_the_run() -> None:
     assert taught(500 * MS).share_ns(6 * MS) == 3 * MS
 
 
-def test_of_a_deadline_that_has_passed_nothing_is_set_aside() -> None:
+def test_no_time_is_reserved_of_a_passed_deadline() -> None:
     assert taught(2 * MS).share_ns(-MS) == 0
 
 
-def test_batches_are_looked_at_now_and_then() -> None:
+def test_some_batches_are_measured() -> None:
     answers = taught()
     assert answers.is_due(0)
     answers.observe(5 * MS, 6 * MS)

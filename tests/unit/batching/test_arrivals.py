@@ -1,4 +1,4 @@
-"""How many rows arrive a second."""
+"""The arrival rate in rows per second."""
 
 import pytest
 
@@ -13,17 +13,17 @@ def arrive(rate: ArrivalRate, rows: int, every_ns: int, begin_ns: int, end_ns: i
         rate.count(rows, now_ns)
 
 
-def test_nothing_arrived_at_first() -> None:
+def test_rate_is_zero_at_first() -> None:
     assert ArrivalRate().per_s(S) == 0
 
 
-def test_steady_arrivals_are_told_by_their_rate() -> None:
+def test_rate_of_steady_arrivals_is_measured() -> None:
     rate = ArrivalRate()
     arrive(rate, 3, 10 * MS, S, 61 * S)
     assert rate.per_s(61 * S) == pytest.approx(300, rel=0.02)
 
 
-def test_rate_follows_a_change_and_falls_when_nobody_comes() -> None:
+def test_rate_follows_a_change_and_falls_without_arrivals() -> None:
     rate = ArrivalRate()
     arrive(rate, 1, 10 * MS, S, 41 * S)
     arrive(rate, 1, MS, 41 * S, 81 * S)

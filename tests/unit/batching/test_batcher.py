@@ -1,4 +1,4 @@
-"""The batcher in situations made for it; what holds in all others is in ``test_batcher_properties``."""
+"""The batcher in single situations; ``test_batcher_properties`` tests what holds in all schedules."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -34,8 +34,8 @@ RUN_NS = 2 * MS
 
 @dataclass
 class Stage:
-    """A batcher with its fakes. ``observed`` are the batches that were reported, ``given_up`` says of each
-    instance that was given up whether it was the last.
+    """A batcher with its fakes. ``observed`` holds the sizes of the reported batches, and ``abandoned`` whether each
+    abandoned instance was the last one.
     """
 
     loop: VirtualTimeLoop
@@ -46,7 +46,7 @@ class Stage:
     batcher: Batcher
     observed: list[int]
     began_ns: int
-    given_up: list[bool]
+    abandoned: list[bool]
 
     @property
     def runner(self) -> FakeRunner:
@@ -54,7 +54,7 @@ class Stage:
 
     @property
     def now_ns(self) -> int:
-        """Since the stage was set."""
+        """Since the start of the test."""
         return self.clock() - self.began_ns
 
     def submit(
@@ -70,7 +70,7 @@ class Stage:
         return submit_in_pieces(self.batcher, (rows,), len(rows), rows.shape[1:], timing, terms)
 
     def within(self, finish_ns: int | None = None, start_ns: int | None = None, level: int = 0) -> Terms:
-        """Terms whose times count from now."""
+        """Terms with times relative to now."""
         now_ns = self.clock()
         return Terms(
             level,
@@ -79,7 +79,7 @@ class Stage:
         )
 
     def practise(self, width: int = 2) -> None:
-        """Have predictions rest on enough runs to refuse by them."""
+        """Make predictions count as based on enough runs to reject requests."""
         self.queue.shape_class((width,)).batch_latency.observations = MIN_OBSERVATIONS
 
     def began(self) -> list[int]:
@@ -104,7 +104,7 @@ def play(
     run_limits: RunLimits | None = None,
     tries_one_row: bool = False,
 ) -> None:
-    """Run ``main`` on a stage where each run takes ``run_ns``; ``known_ns`` is what the batcher believes."""
+    """Run ``main`` on a stage where each run takes ``run_ns``; ``known_ns`` is the batcher's prediction."""
 
     async def on_stage(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         runners = [FakeRunner(loop, clock, lambda rows: run_ns, compute) for _ in range(instances)]
@@ -112,7 +112,7 @@ def play(
         queue = RequestQueue(known, known, tries_one_row=tries_one_row)
         shared = SharedThreads(device_threads, loop)
         observed: list[int] = []
-        given_up: list[bool] = []
+        abandoned: list[bool] = []
         batcher = Batcher(
             runners,
             BatchPolicy(max_rows, queue_delay_ns, buckets=buckets, closed_loop_wait=closed_loop_wait),
@@ -126,9 +126,9 @@ def play(
             observe_batch=lambda rows, *_: observed.append(rows),
             name="slow",
             run_limits=run_limits,
-            run_events=RunEvents(lambda: None, lambda runner, reason, is_last: given_up.append(is_last)),
+            run_events=RunEvents(lambda: None, lambda runner, reason, is_last: abandoned.append(is_last)),
         )
-        await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock(), given_up))
+        await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock(), abandoned))
         await batcher.close()
         assert not [violation for runner in runners for violation in runner.violations]
         assert (queue.rows, queue.nbytes) == (0, 0)
@@ -142,7 +142,7 @@ def assert_answered(outputs: Arrays, rows: np.ndarray) -> None:
         np.testing.assert_array_equal(got, wanted)
 
 
-def test_requests_of_one_turn_of_the_loop_ride_together() -> None:
+def test_requests_of_one_turn_of_the_loop_share_a_batch() -> None:
     async def main(stage: Stage) -> None:
         requests = [rows_of(1), rows_of(2, 3), rows_of(4)]
         for outputs, rows in zip(await asyncio.gather(*map(stage.submit, requests)), requests, strict=True):
@@ -153,7 +153,7 @@ def test_requests_of_one_turn_of_the_loop_ride_together() -> None:
     play(main)
 
 
-def test_whoever_arrives_during_a_run_rides_in_the_next_one() -> None:
+def test_requests_that_arrive_during_a_run_share_the_next_one() -> None:
     async def main(stage: Stage) -> None:
         futures = [stage.submit(rows_of(1))]
         await asyncio.sleep(RUN_NS / 4e9)
@@ -167,7 +167,7 @@ def test_whoever_arrives_during_a_run_rides_in_the_next_one() -> None:
     play(main)
 
 
-def test_timing_is_stamped_on_the_way() -> None:
+def test_timing_has_the_time_of_each_phase() -> None:
     async def main(stage: Stage) -> None:
         early, late = Timing(stage.clock()), Timing(stage.clock())
         first = stage.submit(rows_of(1), early)
@@ -224,7 +224,7 @@ def test_each_shape_class_keeps_its_own_delay() -> None:
     play(main, queue_delay_ns=5 * MS)
 
 
-def test_strangers_shape_neither_rides_along_nor_flushes_a_batch() -> None:
+def test_request_of_another_shape_neither_joins_nor_flushes_a_batch() -> None:
     async def main(stage: Stage) -> None:
         blocker = stage.submit(rows_of(0))
         await asyncio.sleep(0)
@@ -262,7 +262,7 @@ def test_runs_again_after_a_failure_are_never_on_the_loop() -> None:
     play(main, run_ns=50 * US, known_ns=50 * US)
 
 
-def test_offender_alone_is_told_and_its_batch_mates_are_answered() -> None:
+def test_only_the_failing_request_of_a_batch_gets_the_error() -> None:
     async def main(stage: Stage) -> None:
         requests = [rows_of(value) for value in (1, 2, POISON, 4, 5)]
         timings = [Timing(stage.clock()) for _ in requests]
@@ -293,7 +293,7 @@ def test_unexpected_exception_is_not_shown_to_callers(caplog: pytest.LogCaptureF
     assert "/secret/path" in caplog.text
 
 
-def test_outputs_that_cannot_be_told_apart_are_computed_for_each_alone() -> None:
+def test_outputs_that_cannot_be_split_are_computed_for_each_request_alone() -> None:
     def compute(rows: np.ndarray) -> Arrays:
         return rows[:-1], rows.sum(axis=1)
 
@@ -307,7 +307,7 @@ def test_outputs_that_cannot_be_told_apart_are_computed_for_each_alone() -> None
     play(main, compute=compute)
 
 
-def test_cancelled_rider_does_not_delay_its_batch_mates() -> None:
+def test_cancelled_request_does_not_delay_the_others_of_its_batch() -> None:
     async def main(stage: Stage) -> None:
         kept, left, after = (stage.submit(rows_of(value)) for value in (1, 2, 3))
         await asyncio.sleep(RUN_NS / 2e9)
@@ -319,7 +319,7 @@ def test_cancelled_rider_does_not_delay_its_batch_mates() -> None:
     play(main)
 
 
-def test_rider_who_leaves_before_the_run_is_not_in_it() -> None:
+def test_request_cancelled_before_the_run_is_not_in_it() -> None:
     async def main(stage: Stage) -> None:
         left, kept = stage.submit(rows_of(1)), stage.submit(rows_of(2))
         left.cancel()
@@ -330,7 +330,7 @@ def test_rider_who_leaves_before_the_run_is_not_in_it() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_batch_whose_riders_all_left_does_not_hold_back_the_one_behind(others: int) -> None:
+def test_batch_of_cancelled_requests_does_not_delay_the_next_one(others: int) -> None:
     async def main(stage: Stage) -> None:
         left = [stage.submit(rows_of(value)) for value in (1, 2)]
         kept = [stage.submit(rows_of(value)) for value in range(3, 3 + others)]
@@ -344,7 +344,7 @@ def test_batch_whose_riders_all_left_does_not_hold_back_the_one_behind(others: i
     play(main, max_rows=2)
 
 
-def test_full_queue_refuses_at_once_and_takes_again_when_there_is_room() -> None:
+def test_full_queue_rejects_at_once_until_there_is_room() -> None:
     async def main(stage: Stage) -> None:
         running = stage.submit(rows_of(0))
         await asyncio.sleep(RUN_NS / 2e9)
@@ -367,7 +367,7 @@ def test_full_queue_refuses_at_once_and_takes_again_when_there_is_room() -> None
     play(main, max_rows=2, max_queue_rows=4)
 
 
-def test_request_larger_than_the_queue_is_let_in_while_nobody_waits() -> None:
+def test_request_larger_than_the_queue_is_accepted_by_an_empty_queue() -> None:
     async def main(stage: Stage) -> None:
         rows = rows_of(*range(1, 11))
         assert_answered(await stage.submit_in_pieces(rows), rows)
@@ -375,7 +375,7 @@ def test_request_larger_than_the_queue_is_let_in_while_nobody_waits() -> None:
     play(main, max_rows=2, max_queue_rows=4)
 
 
-def test_no_more_pieces_of_a_request_wait_than_are_of_use() -> None:
+def test_number_of_queued_pieces_of_a_request_is_limited() -> None:
     async def main(stage: Stage) -> None:
         rows = rows_of(*range(1, 1001))
         task = stage.loop.create_task(stage.submit_in_pieces(rows))
@@ -390,7 +390,7 @@ def test_no_more_pieces_of_a_request_wait_than_are_of_use() -> None:
     play(main, max_rows=2)
 
 
-def test_rows_without_a_byte_are_no_more_than_may_wait() -> None:
+def test_rows_without_bytes_count_towards_the_row_limit() -> None:
     async def main(stage: Stage) -> None:
         few, many = np.empty((4, 0), np.float32), np.empty((5, 0), np.float32)
         assert_answered(await stage.submit_in_pieces(few), few)
@@ -442,7 +442,7 @@ def test_large_request_fails_with_its_piece_and_leaves_nothing_in_the_queue() ->
     play(main, max_rows=2)
 
 
-def test_large_request_whose_caller_leaves_is_not_run_to_its_end() -> None:
+def test_cancelled_large_request_does_not_run_its_remaining_pieces() -> None:
     async def main(stage: Stage) -> None:
         task = stage.loop.create_task(stage.submit_in_pieces(rows_of(*range(1, 11))))
         await asyncio.sleep(RUN_NS / 2e9)
@@ -463,7 +463,7 @@ def test_large_request_is_an_internal_error_when_a_piece_has_other_rows() -> Non
     play(main, max_rows=2, compute=lambda rows: (rows[:1], rows[:1]))
 
 
-def test_close_answers_who_was_admitted_and_refuses_newcomers() -> None:
+def test_close_answers_admitted_requests_and_rejects_new_ones() -> None:
     async def main(stage: Stage) -> None:
         futures = [stage.submit(rows_of(value)) for value in (1, 2, 3)]
         closing = stage.loop.create_task(stage.batcher.close())
@@ -491,7 +491,7 @@ def test_close_of_an_idle_batcher_returns_at_once_and_may_be_repeated() -> None:
     play(main)
 
 
-def test_close_returns_to_each_who_asked() -> None:
+def test_each_caller_of_close_returns() -> None:
     async def main(stage: Stage) -> None:
         future = stage.submit(rows_of(1))
         await asyncio.gather(stage.batcher.close(), stage.batcher.close())
@@ -500,7 +500,7 @@ def test_close_returns_to_each_who_asked() -> None:
     play(main)
 
 
-def test_close_returns_when_everyone_who_waited_has_left() -> None:
+def test_close_returns_when_all_queued_requests_are_cancelled() -> None:
     async def main(stage: Stage) -> None:
         future = stage.submit(rows_of(1))
         closing = stage.loop.create_task(stage.batcher.close())
@@ -520,7 +520,7 @@ def test_close_waits_for_a_search_to_end() -> None:
     play(main)
 
 
-def test_close_does_not_wait_for_a_delay_that_nobody_can_use() -> None:
+def test_close_ends_the_queue_delay() -> None:
     async def main(stage: Stage) -> None:
         future = stage.submit(rows_of(1))
         await asyncio.sleep(1e-3)
@@ -615,7 +615,7 @@ def test_request_that_can_no_longer_finish_is_dropped_before_its_run() -> None:
         blocker = stage.submit(rows_of(0))
         await asyncio.sleep(0.5e-3)
         late = stage.submit(rows_of(1), terms=stage.within(finish_ns=2 * RUN_NS))
-        # Somebody who is due before comes after it was let in.
+        # A request with an earlier deadline arrives after it was admitted.
         urgent = stage.submit(rows_of(2), terms=stage.within(finish_ns=int(1.8 * RUN_NS)))
         assert_answered(await urgent, rows_of(2))
         await blocker
@@ -630,8 +630,8 @@ def test_request_that_can_no_longer_finish_is_dropped_before_its_run() -> None:
     play(main, max_rows=1, known_ns=RUN_NS)
 
 
-def test_request_let_in_by_an_idle_server_is_run_whatever_is_predicted() -> None:
-    """Else a prediction that is far too long would refuse everybody, and no run would put it right."""
+def test_request_admitted_by_an_idle_server_runs_despite_its_prediction() -> None:
+    """Otherwise a far too long prediction would reject all requests, and no run would correct it."""
 
     async def main(stage: Stage) -> None:
         stage.practise()
@@ -644,7 +644,7 @@ def test_request_let_in_by_an_idle_server_is_run_whatever_is_predicted() -> None
     play(main, known_ns=100 * RUN_NS)
 
 
-def test_passed_deadline_is_refused_before_the_queue() -> None:
+def test_passed_deadline_is_rejected_before_the_queue() -> None:
     async def main(stage: Stage) -> None:
         with pytest.raises(ServeError) as caught:
             stage.submit(rows_of(1), terms=stage.within(finish_ns=0))
@@ -668,7 +668,7 @@ def test_time_that_answers_take_to_be_written_is_taken_off_deadlines() -> None:
         assert stage.batcher.learned().answer_ms == encoding_ns / 1e6
         running = stage.submit(rows_of(2))
         await asyncio.sleep(0)
-        needed_ns = 2 * RUN_NS + encoding_ns  # the run that is on, its own, and its answer
+        needed_ns = 2 * RUN_NS + encoding_ns  # the current run, its own, and its answer
         with pytest.raises(ServeError, match="deadline cannot be met"):
             stage.submit(rows_of(3), terms=stage.within(finish_ns=needed_ns - 1))
         in_time = stage.submit(rows_of(4), terms=stage.within(finish_ns=needed_ns))
@@ -677,7 +677,7 @@ def test_time_that_answers_take_to_be_written_is_taken_off_deadlines() -> None:
     play(main, known_ns=RUN_NS)
 
 
-def test_deadline_behind_a_long_queue_is_refused_with_when_to_come_again() -> None:
+def test_deadline_behind_a_long_queue_is_rejected_with_a_retry_time() -> None:
     async def main(stage: Stage) -> None:
         stage.practise()
         waiting = [stage.submit(rows_of(0))]
@@ -697,11 +697,11 @@ def test_overdue_run_is_not_taken_for_an_idle_instance() -> None:
     async def main(stage: Stage) -> None:
         stage.practise()
         overdue = stage.submit(rows_of(0))
-        await asyncio.sleep(2 * RUN_NS / 1e9)  # of 5 that it takes; 1 was predicted
+        await asyncio.sleep(2 * RUN_NS / 1e9)  # of 5 that the run takes; 1 was predicted
         for finish_ns in (RUN_NS, 1):
             with pytest.raises(ServeError, match="deadline cannot be met") as caught:
                 stage.submit(rows_of(1), terms=stage.within(finish_ns=finish_ns))
-            # Nobody waits: only the run that may end at any moment stands in the way.
+            # No request waits: only the current run, which may end at any time, is ahead.
             assert caught.value.kind is (ErrorKind.OVERLOADED if finish_ns == RUN_NS else ErrorKind.DEADLINE)
         assert stage.batcher.decisions.refused_late == 2
         await overdue
@@ -718,7 +718,9 @@ def test_overdue_run_is_not_taken_for_an_idle_instance() -> None:
     ids=["deadline", "timeout"],
 )
 @pytest.mark.parametrize("instances", [1, 2])
-def test_who_waits_too_long_deep_in_the_queue_is_told_then_and_makes_room(bound: str, why: str, instances: int) -> None:
+def test_request_deep_in_the_queue_is_evicted_at_its_deadline_and_frees_its_place(
+    bound: str, why: str, instances: int
+) -> None:
     async def main(stage: Stage) -> None:
         running = [stage.submit(rows_of(value, value)) for value in range(instances)]
         await asyncio.sleep(1e-3)
@@ -739,26 +741,26 @@ def test_who_waits_too_long_deep_in_the_queue_is_told_then_and_makes_room(bound:
     play(main, max_rows=2, max_queue_rows=6, run_ns=100 * MS, instances=instances)
 
 
-def test_many_who_wait_too_long_are_told_in_few_looks_through_the_queue() -> None:
+def test_many_late_requests_are_evicted_in_few_sweeps_of_the_queue() -> None:
     async def main(stage: Stage) -> None:
         running = stage.submit(rows_of(0))
         await asyncio.sleep(1e-3)
         late = [stage.submit(rows_of(1), terms=stage.within(finish_ns=MS + 10 * US * number)) for number in range(1000)]
         first_ns = stage.now_ns + MS
-        told_ns = []
+        evicted_ns = []
         for number, future in enumerate(late):
             with pytest.raises(ServeError, match="its deadline came too near for an answer in the queue"):
                 await future
-            told_ns.append(stage.now_ns)
+            evicted_ns.append(stage.now_ns)
             assert 0 < stage.now_ns - (first_ns + 10 * US * number) <= 1.1 * MS
-        assert len(set(told_ns)) <= 12  # looks in the 10 ms
+        assert len(set(evicted_ns)) <= 12  # sweeps in the 10 ms
         assert not running.done()
         await running
 
     play(main, run_ns=100 * MS)
 
 
-def test_alarm_for_who_rode_in_time_rings_for_nobody() -> None:
+def test_timer_of_a_request_that_ran_in_time_evicts_no_request() -> None:
     async def main(stage: Stage) -> None:
         for value in range(50):
             rows = rows_of(value)
@@ -769,7 +771,7 @@ def test_alarm_for_who_rode_in_time_rings_for_nobody() -> None:
     play(main)
 
 
-def test_who_leaves_the_middle_of_the_queue_makes_room_at_once() -> None:
+def test_request_cancelled_in_the_middle_of_the_queue_frees_its_place_at_once() -> None:
     async def main(stage: Stage) -> None:
         running = stage.submit(rows_of(0))
         await asyncio.sleep(1e-3)
@@ -784,7 +786,7 @@ def test_who_leaves_the_middle_of_the_queue_makes_room_at_once() -> None:
     play(main, max_rows=2, max_queue_rows=6)
 
 
-def test_rows_of_who_left_are_not_reckoned_with() -> None:
+def test_predictions_do_not_count_rows_of_cancelled_requests() -> None:
     async def main(stage: Stage) -> None:
         stage.practise()
         running = stage.submit(rows_of(0))
@@ -800,7 +802,7 @@ def test_rows_of_who_left_are_not_reckoned_with() -> None:
     play(main, max_rows=1, known_ns=RUN_NS)
 
 
-def test_leaving_once_the_run_has_begun_or_ended_changes_nothing() -> None:
+def test_cancellation_after_the_run_changes_nothing() -> None:
     async def main(stage: Stage) -> None:
         outcome = stage.submit(rows_of(1))
         await outcome
@@ -827,7 +829,7 @@ def test_queue_timeout_bounds_the_start_and_not_the_run() -> None:
     play(main)
 
 
-def test_set_delay_is_cut_short_for_who_may_not_wait_so_long() -> None:
+def test_queue_delay_ends_early_for_a_tight_deadline() -> None:
     async def main(stage: Stage) -> None:
         await stage.submit(rows_of(1), terms=stage.within(start_ns=4 * MS))
         await stage.submit(rows_of(2), terms=stage.within(finish_ns=6 * MS))
@@ -846,16 +848,16 @@ def test_set_delay_is_cut_short_for_who_may_not_wait_so_long() -> None:
         ({"finish_ns": 10 * MS}, True),
     ],
 )
-def test_callers_who_come_back_are_not_waited_for_at_the_cost_of_who_waits(bounds: dict[str, int], waits: bool) -> None:
+def test_closed_loop_wait_makes_no_queued_request_late(bounds: dict[str, int], waits: bool) -> None:
     async def main(stage: Stage) -> None:
         closed_loop = stage.queue.shape_class((2,)).closed_loop
-        for number in range(100):  # five always come back within 0.6 ms
+        for number in range(100):  # five callers always return within 0.6 ms
             at_ns = stage.clock() + (number - 100) * 2 * RUN_NS
             closed_loop.on_answer(at_ns, RUN_NS)
             for come_ns in (100 * US, 300 * US, 400 * US, 500 * US, 600 * US):
                 closed_loop.on_arrival(1, at_ns + come_ns)
         closed_loop.on_answer(stage.clock(), RUN_NS)
-        # One without a deadline goes first, so that it is not only the first who counts.
+        # A request without a deadline goes first, so that not only the first request counts.
         first = stage.submit(rows_of(2), terms=Terms(1))
         await asyncio.gather(first, stage.submit(rows_of(3), terms=stage.within(**bounds, level=2)))
         assert (stage.runner.runs[-1].began_ns > stage.began_ns) == waits
@@ -891,7 +893,7 @@ def test_higher_level_overtakes() -> None:
     play(main, max_rows=1)
 
 
-def test_rows_of_callers_who_left_during_the_run_are_counted_as_wasted() -> None:
+def test_rows_cancelled_during_the_run_are_counted_as_wasted() -> None:
     async def main(stage: Stage) -> None:
         kept, left = stage.submit(rows_of(1)), stage.submit(rows_of(2, 3, 4))
         await asyncio.sleep(RUN_NS / 2e9)
@@ -979,7 +981,7 @@ def test_runs_on_the_loop_hold_no_threads_of_the_device() -> None:
         waiting = stage.submit(rows_of(9))
         await asyncio.sleep(1)
         assert not waiting.done(), "whose turn it is not does not run on the loop either"
-        assert not other.may_start()  # it waits behind
+        assert not other.may_start()  # it waits behind the first
         other.end()
         await waiting
         await asyncio.sleep(0)
@@ -988,7 +990,7 @@ def test_runs_on_the_loop_hold_no_threads_of_the_device() -> None:
     play(main, run_ns=50 * US, known_ns=50 * US, device_threads=1)
 
 
-def test_what_was_learned_is_told_in_plain_numbers() -> None:
+def test_learned_values_are_plain_numbers() -> None:
     async def main(stage: Stage) -> None:
         assert stage.batcher.learned().classes == ()
         await stage.submit(rows_of(1, width=2))
@@ -1011,8 +1013,8 @@ LIMITS = RunLimits(timeout_ns=2_000 * MS, grace_ns=500 * MS)
 def test_a_run_over_its_limit_is_ended_and_its_instance_runs_others() -> None:
     async def main(stage: Stage) -> None:
         stage.runner.latency_ns = lambda rows: 3600_000 * MS
-        told = [stage.submit(rows_of(1)), stage.submit(rows_of(2))]
-        for outcome in await asyncio.gather(*told, return_exceptions=True):
+        outcomes = [stage.submit(rows_of(1)), stage.submit(rows_of(2))]
+        for outcome in await asyncio.gather(*outcomes, return_exceptions=True):
             assert isinstance(outcome, ServeError)
             assert outcome.kind is ErrorKind.DEADLINE
             assert outcome.message == "a run of model 'slow' was terminated after 2.0 s: its limit is 2 s"
@@ -1021,12 +1023,12 @@ def test_a_run_over_its_limit_is_ended_and_its_instance_runs_others() -> None:
         stage.runner.latency_ns = lambda rows: RUN_NS
         assert_answered(await stage.submit(rows_of(3)), rows_of(3))
         assert (stage.batcher.decisions.run_timeouts, stage.batcher.decisions.retries) == (1, 0)
-        assert not stage.given_up
+        assert not stage.abandoned
 
     play(main, run_limits=LIMITS)
 
 
-def test_an_instance_whose_run_does_not_end_is_given_up_and_all_who_wait_are_refused() -> None:
+def test_instance_whose_run_does_not_end_is_abandoned_and_queued_requests_fail() -> None:
     async def main(stage: Stage) -> None:
         stage.runner.latency_ns = lambda rows: 3600_000 * MS
         stage.runner.is_endless = True
@@ -1040,17 +1042,17 @@ def test_an_instance_whose_run_does_not_end_is_given_up_and_all_who_wait_are_ref
         assert second_outcome.retry_after_s == 1
         assert stage.now_ns == pytest.approx(2_500 * MS, abs=3 * MS)
         assert stage.runner.is_abandoned
-        assert stage.given_up == [True]
+        assert stage.abandoned == [True]
         with pytest.raises(ServeError, match=r"has no instance left: a run has not ended for 2\.5 s"):
             stage.submit(rows_of(3))
-        await asyncio.sleep(3601)  # it ends after all
+        await asyncio.sleep(3601)  # the run ends later
         assert stage.runner.runs
         assert (stage.batcher.decisions.run_timeouts, stage.batcher.decisions.abandoned) == (1, 1)
 
     play(main, run_limits=LIMITS)
 
 
-def test_other_instances_go_on_when_one_is_given_up() -> None:
+def test_other_instances_continue_when_one_is_abandoned() -> None:
     async def main(stage: Stage) -> None:
         stuck, healthy = stage.runners[1], stage.runners[0]  # the last is lent first
         stuck.latency_ns = lambda rows: 3600_000 * MS
@@ -1060,7 +1062,7 @@ def test_other_instances_go_on_when_one_is_given_up() -> None:
         assert lost.done()
         for value in range(3):
             assert_answered(await stage.submit(rows_of(value)), rows_of(value))
-        assert (len(healthy.runs), stage.given_up) == (3, [False])
+        assert (len(healthy.runs), stage.abandoned) == (3, [False])
 
     play(main, run_limits=LIMITS, instances=2)
 
@@ -1076,7 +1078,7 @@ def test_a_run_of_which_all_deadlines_have_passed_is_ended() -> None:
     play(main, run_ns=10_000 * MS)
 
 
-def test_a_run_with_a_caller_who_has_no_deadline_goes_on() -> None:
+def test_run_with_a_request_without_a_deadline_is_not_ended() -> None:
     async def main(stage: Stage) -> None:
         hasty = stage.submit(rows_of(2), terms=stage.within(1_500 * MS))
         patient = stage.submit(rows_of(3))
@@ -1099,7 +1101,7 @@ def values_of_runs(stage: Stage) -> list[list[int]]:
 
 
 def test_requests_of_a_new_shape_share_a_batch_once_one_row_of_it_ran() -> None:
-    """What a model refuses of one row it may take of several, and mix them."""
+    """A model that rejects one row may accept several, and mix them."""
 
     async def main(stage: Stage) -> None:
         requests = [rows_of(1), rows_of(2), rows_of(3, 4)]
@@ -1125,7 +1127,7 @@ def test_first_request_of_a_new_shape_has_its_first_row_tried_alone_and_unpadded
     play(main, tries_one_row=True, buckets=(4, 8))
 
 
-def test_request_whose_first_row_is_refused_runs_by_itself_and_the_next_is_tried_again() -> None:
+def test_request_whose_first_row_is_rejected_runs_alone_and_the_next_is_tried_again() -> None:
     async def main(stage: Stage) -> None:
         requests = [rows_of(POISON, 2), rows_of(3), rows_of(4)]
         first, *others = await asyncio.gather(*map(stage.submit, requests), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What is particular to instances on devices: two batches at a time, too little memory, devices that are lost."""
+"""Instances on devices: two batches at a time, too little memory, lost devices."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -25,7 +25,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
 MS = 1_000_000
 RUN_NS = 10 * MS
 OVER = 1000
-"""The value of a row that there is no memory for."""
+"""A row with this value fails for lack of memory."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ def test_a_second_batch_is_chosen_late_and_computed_without_a_gap() -> None:
         answers = [stage.submit(rows_of(0))]
         await asyncio.sleep(0.001)
         answers.append(stage.submit(rows_of(1)))
-        await asyncio.sleep(0.006)  # seven of ten milliseconds: too early to choose who rides next
+        await asyncio.sleep(0.006)  # seven of ten milliseconds: too early to choose the next batch
         answers.append(stage.submit(rows_of(2)))
         for future, value in zip(answers, range(3), strict=True):
             np.testing.assert_array_equal((await future)[0], answer(rows_of(value))[0])
@@ -104,7 +104,7 @@ def test_under_a_steady_load_every_batch_is_chosen_late_and_none_waits_for_anoth
         await asyncio.gather(*await arrive())
         runs = stage.runners[0].runs
         assert [later.began_ns - earlier.ended_ns for earlier, later in pairwise(runs)] == [0] * (len(runs) - 1)
-        # Who arrived in the ten milliseconds of a run rides in the next, but for those in its last moments.
+        # Requests that arrive during a run of ten milliseconds join the next batch, except in its last moments.
         assert all(4 <= len(batch) <= 6 for batch in stage.batches[2:-2])
 
     play(main)
@@ -121,7 +121,7 @@ def test_with_one_batch_at_a_time_the_second_is_chosen_when_the_first_is_over() 
     play(main, depth=1)
 
 
-def test_what_arrives_while_two_are_on_their_way_waits_for_the_first_to_end() -> None:
+def test_request_that_arrives_during_two_batches_waits_for_the_first_to_end() -> None:
     async def main(stage: Stage) -> None:
         answers = [stage.submit(rows_of(0))]
         await asyncio.sleep(0.001)
@@ -157,7 +157,7 @@ def out_of_memory_over(limit: int) -> Callable[[np.ndarray], Arrays]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_too_little_memory_makes_batches_smaller_and_everybody_is_answered(depth: int) -> None:
+def test_too_little_memory_makes_batches_smaller_and_all_requests_are_answered(depth: int) -> None:
     async def main(stage: Stage) -> None:
         for _ in range(3):
             futures = [stage.submit(rows_of(number)) for number in range(16)]
@@ -182,7 +182,7 @@ def test_a_request_too_large_for_the_memory_fails_and_the_next_one_runs_in_piece
     play(main, compute=out_of_memory_over(4))
 
 
-def test_a_request_that_waited_with_more_rows_than_batches_may_have_now_rides_alone() -> None:
+def test_queued_request_with_more_rows_than_the_lowered_limit_runs_alone() -> None:
     async def main(stage: Stage) -> None:
         first = stage.submit(rows_of(*range(8)))
         await asyncio.sleep(0.001)
@@ -228,7 +228,7 @@ def test_a_request_in_pieces_is_put_together_though_batches_became_smaller_meanw
     play(main, compute=compute, instances=3, depth=1)
 
 
-def test_a_lost_device_is_never_run_on_again_and_everybody_is_told() -> None:
+def test_lost_device_never_runs_again_and_all_requests_fail() -> None:
     async def main(stage: Stage) -> None:
         futures = [stage.submit(rows_of(number)) for number in range(20)]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
@@ -243,7 +243,7 @@ def test_a_lost_device_is_never_run_on_again_and_everybody_is_told() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_closes_while_the_device_is_being_lost_is_not_kept_waiting(depth: int) -> None:
+def test_close_returns_while_the_device_is_being_lost(depth: int) -> None:
     async def main(stage: Stage) -> None:
         answers = [stage.submit(rows_of(0))]
         await asyncio.sleep(0.001)
@@ -257,7 +257,7 @@ def test_who_closes_while_the_device_is_being_lost_is_not_kept_waiting(depth: in
     play(main, compute=lost_device, depth=depth)
 
 
-def test_who_closes_as_soon_as_the_device_is_lost_waits_for_the_other_batch_that_is_on_its_way() -> None:
+def test_close_after_the_loss_of_the_device_waits_for_the_other_running_batch() -> None:
     async def main(stage: Stage) -> None:
         answers = [stage.submit(rows_of(0))]
         await asyncio.sleep(0.001)
@@ -272,7 +272,7 @@ def test_who_closes_as_soon_as_the_device_is_lost_waits_for_the_other_batch_that
     play(main, compute=lost_device)
 
 
-def test_what_was_learned_can_be_read_when_no_device_is_left() -> None:
+def test_learned_values_can_be_read_without_a_device() -> None:
     async def main(stage: Stage) -> None:
         await asyncio.sleep(1)
         await asyncio.gather(*[stage.submit(rows_of(number)) for number in range(3)], return_exceptions=True)

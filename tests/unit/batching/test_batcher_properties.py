@@ -1,7 +1,7 @@
-"""What holds for batchers whatever arrives, leaves, fails and closes when: random schedules in virtual time.
+"""Properties of batchers in all schedules of arrivals, cancellations, failures and closes, in virtual time.
 
-A schedule is a function of its seed. ``ORTSERVE_TEST_SCHEDULES`` is how many are tried, ``make fuzz`` tries 100,000;
-``ORTSERVE_TEST_SEED`` is where they begin, so that a failing one can be run alone.
+A schedule is a function of its seed. ``ORTSERVE_TEST_SCHEDULES`` is their number, 100,000 for ``make fuzz``;
+``ORTSERVE_TEST_SEED`` is the first seed, so that a failing schedule can run alone.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ SIGNATURE = ModelSignature(
 
 
 def answer_and(size: Callable[[np.ndarray], int]) -> Callable[[np.ndarray], Arrays]:
-    """As ``answer``, with another output that only checks look at."""
+    """As ``answer``, with another output, which only the row checks compare."""
     return lambda rows: (*answer(rows), np.full(len(rows), size(rows)))
 
 
@@ -63,10 +63,10 @@ BELIEFS: Sequence[Belief] = ("right", "none", "too long", "too short", *(() if I
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and what its batcher believes of it.
+    """A model and the predictions of its batcher.
 
-    Latency of n rows is ``base_ns + n * row_ns``. Where the model is practised, the belief counts as resting on enough
-    runs from the start.
+    Latency of n rows is ``base_ns + n * row_ns``. If the model is practised, its predictions count as based on
+    enough runs from the start.
     """
 
     policy: BatchPolicy
@@ -80,7 +80,7 @@ class Model:
     close_ns: int | None
     depth: int = 1
     checks: Literal["", "agree", "differ"] = ""
-    """Whether its rows are checked, and what that finds."""
+    """Whether its rows are checked, and the result."""
 
     def latency_ns(self, rows: int) -> int:
         return self.base_ns + rows * self.row_ns
@@ -88,7 +88,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request; times but ``at_ns`` count from its arrival."""
+    """A request; all times but ``at_ns`` are relative to its arrival."""
 
     model: int
     at_ns: int
@@ -101,7 +101,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What happens from outside."""
+    """The models, and the requests that arrive."""
 
     models: Sequence[Model]
     device_threads: int
@@ -110,16 +110,16 @@ class Schedule:
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """One request and everything that its caller was told, and when."""
+    """One request with its outcomes, and the time of the first."""
 
     arrival: Arrival
     is_piece_wise: bool
     timing: Timing = field(default_factory=lambda: Timing(0))
     terms: Terms = field(default_factory=Terms)
-    told: list[Arrays | ServeError | Literal["cancelled"]] = field(default_factory=list)
-    told_ns: int = 0
+    outcomes: list[Arrays | ServeError | Literal["cancelled"]] = field(default_factory=list)
+    settled_ns: int = 0
     runs: list[FakeRun] = field(default_factory=list)
-    """Those that it was in, in the order in which they began."""
+    """Its runs, in the order of their starts."""
 
     @property
     def is_poisoned(self) -> bool:
@@ -127,7 +127,7 @@ class Caller:
 
     @property
     def error(self) -> ServeError | None:
-        return self.told[0] if isinstance(self.told[0], ServeError) else None
+        return self.outcomes[0] if isinstance(self.outcomes[0], ServeError) else None
 
     @property
     def width(self) -> int:
@@ -136,7 +136,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """One model's part of a schedule that was played; ``runs`` of all its instances in the order they began."""
+    """One model's part of a finished schedule; ``runs`` of all its instances, in the order of their starts."""
 
     model: Model
     is_alone: bool
@@ -148,7 +148,7 @@ class Play:
     closing_ns: int | None
     closed_ns: int
     found: int = 0
-    """Checks of rows that came to an end."""
+    """Number of completed row checks."""
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -167,7 +167,7 @@ def draw_schedule(seed: int) -> Schedule:
     first_row = 1
     arrivals = []
     for _ in range(draw.randint(1, pick([6, 12, 30]))):
-        if draw.random() < 0.6:  # else in the same turn of the loop as the one before
+        if draw.random() < 0.6:  # otherwise in the same turn of the loop as the previous one
             at_ns += draw.randint(0, 2 * gap_ns)
         to = draw.randrange(len(models))
         model = models[to]
@@ -227,7 +227,7 @@ def _draw_bound(draw: random.Random, full_ns: int) -> int:
 
 
 class Theatre:
-    """Plays a schedule: the batchers with their fakes, and callers who write down what they are told."""
+    """Runs a schedule: the batchers with their fakes, and callers that record their outcomes."""
 
     def __init__(self, schedule: Schedule, loop: VirtualTimeLoop, clock: FakeClock) -> None:
         self.schedule = schedule
@@ -238,7 +238,7 @@ class Theatre:
         self.inline = InlineBudget(loop)
         self.violations: list[str] = []
         self.waiting = len(schedule.arrivals)
-        self.all_told = asyncio.Event()
+        self.all_settled = asyncio.Event()
         self.queues = [self._make_queue(model, schedule) for model in schedule.models]
         self.runners = [[self._make_runner(model) for _ in range(model.instances)] for model in schedule.models]
         self.observed: list[list[int]] = [[] for _ in schedule.models]
@@ -255,7 +255,7 @@ class Theatre:
         for caller in self.callers:
             self.loop.call_at((self.begin_ns + caller.arrival.at_ns) / 1e9, self._arrive, caller)
         closings = [self.loop.create_task(self._close(index)) for index in range(len(models))]
-        await self.all_told.wait()
+        await self.all_settled.wait()
         times = [await closing for closing in closings]
         plays = []
         for index, model in enumerate(models):
@@ -285,7 +285,7 @@ class Theatre:
         return plays
 
     def _without_checks(self, index: int, runs: Sequence[FakeRun]) -> Sequence[FakeRun]:
-        """The runs of requests: those of checks repeat what ran without failing."""
+        """The runs of requests. A run of a check repeats rows that ran without a failure."""
         checks = self.checks[index]
         if checks is None:
             return runs
@@ -300,7 +300,7 @@ class Theatre:
                 done |= set() if run.has_failed else rows
         differed_ns = self.differed_ns[index]
         counts = checks.counts
-        # Two runs find a difference; the second of one may never have been made.
+        # Two runs find a difference; the second one may not have started.
         assert len(runs) - len(kept) in {counts["agreed"] + 2 * counts["differed"] + more for more in (0, 1)}
         assert bool(counts["differed"]) is (differed_ns is not None)
         assert not counts["not_deterministic"] + counts["failed"]
@@ -308,7 +308,7 @@ class Theatre:
         return kept
 
     def _differ(self, index: int) -> None:
-        assert self.differed_ns[index] is None, "it is told once"
+        assert self.differed_ns[index] is None, "a difference is reported once"
         self.differed_ns[index] = self.clock()
 
     def _make_queue(self, model: Model, schedule: Schedule) -> RequestQueue:
@@ -368,9 +368,9 @@ class Theatre:
             else:
                 future = submit(*args)
         except ServeError as error:
-            self._tell(caller, error)
+            self._settle(caller, error)
             return
-        future.add_done_callback(lambda future: self._tell(caller, _outcome(future)))
+        future.add_done_callback(lambda future: self._settle(caller, _outcome(future)))
         if arrival.cancel_after_ns is not None:
             self.loop.call_later(arrival.cancel_after_ns / 1e9, future.cancel)
 
@@ -378,21 +378,21 @@ class Theatre:
         try:
             return await asking
         finally:
-            caller.told_ns = self.clock()  # who waits for this task hears of it later
+            caller.settled_ns = self.clock()  # the outcome of this task is recorded later
 
-    def _tell(self, caller: Caller, told: Arrays | ServeError | Literal["cancelled"]) -> None:
-        caller.told.append(told)
-        caller.told_ns = caller.told_ns or self.clock()
+    def _settle(self, caller: Caller, outcome: Arrays | ServeError | Literal["cancelled"]) -> None:
+        caller.outcomes.append(outcome)
+        caller.settled_ns = caller.settled_ns or self.clock()
         self.waiting -= 1
         if self.waiting == 0:
-            self.all_told.set()
+            self.all_settled.set()
 
     async def _close(self, index: int) -> tuple[int | None, int]:
-        """When the batcher began to close, if anybody could notice, and when it was done."""
+        """The times at which the batcher began to close, None if requests could not notice, and had closed."""
         close_ns = self.schedule.models[index].close_ns
         if close_ns is None:
-            await self.all_told.wait()
-            await asyncio.sleep(10)  # long after everything: nobody waits any more
+            await self.all_settled.wait()
+            await asyncio.sleep(10)  # long after all runs: no request waits any more
             assert self.batchers[index].queued_rows == 0
         else:
             await asyncio.sleep(close_ns / 1e9)
@@ -470,24 +470,24 @@ def test_promises_hold_where_rows_are_checked(checks: Literal["agree", "differ"]
     assert found > SCHEDULES // 200, "most schedules have no batch of several requests, and some must"
 
 
-def check_everyone_is_told_once(one: Play) -> None:
-    assert [len(caller.told) for caller in one.callers] == [1] * len(one.callers)
+def check_each_request_is_settled_once(one: Play) -> None:
+    assert [len(caller.outcomes) for caller in one.callers] == [1] * len(one.callers)
 
 
-def check_answers_are_ones_own(one: Play) -> None:
+def check_each_request_gets_its_own_answer(one: Play) -> None:
     for caller in one.callers:
-        told = caller.told[0]
-        if isinstance(told, tuple):
+        outcome = caller.outcomes[0]
+        if isinstance(outcome, tuple):
             assert not caller.is_poisoned
             wanted = answer(caller.arrival.rows)
-            assert len(told) == len(wanted)
-            assert all(map(np.array_equal, told, wanted))
-        elif told == "cancelled":
+            assert len(outcome) == len(wanted)
+            assert all(map(np.array_equal, outcome, wanted))
+        elif outcome == "cancelled":
             assert caller.arrival.cancel_after_ns is not None
 
 
-def check_failures_are_deserved(one: Play) -> None:
-    """An innocent fails only after a search was given up in which there was more than one offender."""
+def check_failures_have_a_cause(one: Play) -> None:
+    """A valid request fails only after the end of a search with more than one failing request."""
     for caller in one.callers:
         error = caller.error
         if error is None:
@@ -495,12 +495,14 @@ def check_failures_are_deserved(one: Play) -> None:
         if error.kind is ErrorKind.INTERNAL:
             failed = [run for run in caller.runs if run.has_failed]
             if error.message == "a row is poisoned":
-                assert any(len(run.parts) == 1 for run in failed), "what a run of several says may be about another"
+                assert any(len(run.parts) == 1 for run in failed), (
+                    "the error of a run of several may quote another request"
+                )
             else:
                 assert "could not be isolated" in error.message
                 assert any(len(run.parts) > 1 for run in failed)
             assert caller.timing.taken_ns > 0
-            assert caller.is_poisoned or any(run.has_failed and len(offenders(run)) > 1 for run in caller.runs)
+            assert caller.is_poisoned or any(run.has_failed and len(failing_rows(run)) > 1 for run in caller.runs)
         elif error.kind is ErrorKind.NOT_READY:
             assert one.closing_ns is not None
             assert not caller.runs
@@ -508,8 +510,8 @@ def check_failures_are_deserved(one: Play) -> None:
             assert not caller.runs or "while its batch ran again" in error.message
 
 
-def check_refusals_are_deserved(one: Play) -> None:
-    """Only a full queue refuses, or drops, whom nothing binds; a prediction only after enough runs, and not if idle."""
+def check_rejections_have_a_cause(one: Play) -> None:
+    """Requests without limits are rejected by a full queue only; predictions reject after enough runs, if not idle."""
     for caller in one.callers:
         error, terms = caller.error, caller.terms
         if error is None or error.kind not in (ErrorKind.OVERLOADED, ErrorKind.DEADLINE):
@@ -522,29 +524,29 @@ def check_refusals_are_deserved(one: Play) -> None:
         message = error.message
         if message.startswith("Exceeds maximum queue size"):
             assert one.model.limits.rows < PLENTY or one.model.limits.nbytes < 2**30
-            assert waiting_at(one, caller, caller.told_ns), "an empty queue takes anything"
+            assert waiting_at(one, caller, caller.settled_ns), "an empty queue accepts any request"
         elif "its timeout passed" in message:
             assert terms.start_by_ns is not None
-            assert terms.start_by_ns < caller.told_ns
+            assert terms.start_by_ns < caller.settled_ns
         elif "its deadline came too near" in message:
             assert terms.finish_by_ns is not None
             for_answer_ns = (terms.finish_by_ns - caller.timing.queued_ns) / 2  # at most
-            assert terms.finish_by_ns <= caller.told_ns + for_answer_ns
+            assert terms.finish_by_ns <= caller.settled_ns + for_answer_ns
         elif "met: 0.0 ms are left" in message:
             assert terms.finish_by_ns is not None
-            assert terms.finish_by_ns <= caller.told_ns + MS // 20  # of a millisecond, that is spelled as 0.0
+            assert terms.finish_by_ns <= caller.settled_ns + MS // 20  # of a millisecond, which is formatted as 0.0
         else:  # by prediction
             assert terms.finish_by_ns is not None
             assert one.model.belief != "no number"
-            succeeded = [run for run in one.runs if run.ended_ns <= caller.told_ns and not run.has_failed]
+            succeeded = [run for run in one.runs if run.ended_ns <= caller.settled_ns and not run.has_failed]
             own = sum(run.parts[0].shape[1] == caller.width for run in succeeded)
             assert one.model.is_practised or own >= MIN_OBSERVATIONS
             if message.startswith("deadline cannot be met"):
-                is_busy = running_at(one, caller.told_ns) == one.model.instances
-                assert is_busy or waiting_at(one, caller, caller.told_ns)
+                is_busy = running_at(one, caller.settled_ns) == one.model.instances
+                assert is_busy or waiting_at(one, caller, caller.settled_ns)
             else:
                 assert "can no longer be met, after a wait" in message
-                assert caller.told_ns > caller.timing.queued_ns
+                assert caller.settled_ns > caller.timing.queued_ns
 
 
 def check_batches(one: Play) -> None:
@@ -553,7 +555,7 @@ def check_batches(one: Play) -> None:
         assert run.bucket == one.model.policy.bucket_for(run.rows)
 
 
-def check_nobody_is_started_too_late(one: Play) -> None:
+def check_no_request_starts_too_late(one: Play) -> None:
     for caller in one.callers:
         if caller.runs and not caller.is_piece_wise:
             terms = caller.terms
@@ -561,19 +563,19 @@ def check_nobody_is_started_too_late(one: Play) -> None:
             assert terms.finish_by_ns is None or caller.runs[-1].began_ns <= terms.finish_by_ns
 
 
-def check_who_waits_too_long_is_told_then(one: Play) -> None:
-    """And not when a batch reaches him; runs on the loop hold everybody up."""
+def check_late_requests_are_evicted_in_time(one: Play) -> None:
+    """Not only when a batch reaches them. Runs on the loop delay evictions."""
     if not one.is_alone or any(run.is_inline for run in one.runs):
         return
     for caller in one.callers:
         terms = caller.terms
         bounds = [by_ns for by_ns in (terms.start_by_ns, terms.finish_by_ns) if by_ns is not None]
         if bounds and not caller.runs and not caller.is_piece_wise:
-            assert caller.told_ns <= max(min(bounds), caller.timing.queued_ns) + MS + TIMER_ROUNDING_NS
+            assert caller.settled_ns <= max(min(bounds), caller.timing.queued_ns) + MS + TIMER_ROUNDING_NS
 
 
 def check_order(one: Play) -> None:
-    """In a shape class higher levels go first; inside one, earlier deadlines, and without any who came earlier."""
+    """In a shape class, higher levels go first, then earlier deadlines, and without deadlines earlier arrivals."""
     ran = [caller for caller in one.callers if caller.runs and not caller.is_piece_wise]
     for first, second in combinations(ran, 2):
         if first.width != second.width:
@@ -593,8 +595,8 @@ def goes_before(a: Caller, b: Caller) -> bool:
     return by_a is not None and by_b is not None and by_a < by_b
 
 
-def check_nobody_waits_for_an_idle_instance(one: Play) -> None:
-    """But for the queue delay that was set: after it, all that may run are busy until they take him."""
+def check_no_request_waits_for_an_idle_instance(one: Play) -> None:
+    """After the queue delay, all usable instances are busy until one of them takes the request."""
     model = one.model
     if not one.is_alone or model.policy.closed_loop_wait:
         return
@@ -608,24 +610,26 @@ def check_nobody_waits_for_an_idle_instance(one: Play) -> None:
         for moment_ns in (due_ns, *ends):
             if moment_ns < taken_ns:
                 running = [run for run in one.runs if run.began_ns <= moment_ns < run.ended_ns]
-                assert len(running) >= capacity or any(run.is_inline for run in running), "a run on the loop stops it"
+                assert len(running) >= capacity or any(run.is_inline for run in running), (
+                    "a run on the loop delays the start"
+                )
 
 
 def check_searches_are_short(one: Play) -> None:
-    """A failed batch of n riders costs at most 4·⌈log2 n⌉ more runs, at most 2·⌈log2 n⌉ with a single offender."""
+    """A failed batch of n requests costs at most 4·⌈log2 n⌉ more runs, 2·⌈log2 n⌉ with a single failing request."""
     first_of: dict[int, int] = {}
     retries: dict[int, int] = {}
     for index, run in enumerate(one.runs):
         rows = [int(part[0, 0]) for part in run.parts]
         origins = {first_of.get(row, index) for row in rows}
-        assert len(origins) == 1, "only what failed runs again, and only with those who failed with it"
+        assert len(origins) == 1, "only failed requests run again, and only with requests of the same failed batch"
         first_of |= dict.fromkeys(rows, min(origins))
         if index not in origins:
             retries[min(origins)] = retries.get(min(origins), 0) + 1
     for index, count in retries.items():
         failed = one.runs[index]
         assert failed.has_failed
-        assert count <= (2 if len(offenders(failed)) == 1 else 4) * (len(failed.parts) - 1).bit_length()
+        assert count <= (2 if len(failing_rows(failed)) == 1 else 4) * (len(failed.parts) - 1).bit_length()
 
 
 def check_close(one: Play) -> None:
@@ -634,8 +638,8 @@ def check_close(one: Play) -> None:
         return
     assert all(run.ended_ns <= one.closed_ns for run in one.runs)
     for caller in one.callers:
-        assert caller.timing.queued_ns <= closing_ns, "a newcomer was let in"
-        if one.begin_ns + caller.arrival.at_ns > closing_ns and caller.told[0] != "cancelled":
+        assert caller.timing.queued_ns <= closing_ns, "a new request was admitted"
+        if one.begin_ns + caller.arrival.at_ns > closing_ns and caller.outcomes[0] != "cancelled":
             assert caller.error is not None
             assert caller.error.kind is ErrorKind.NOT_READY
 
@@ -650,7 +654,7 @@ def check_decisions_are_counted(one: Play) -> None:
     assert decisions.refused_late == sum(message.startswith("deadline cannot be met") for message in messages)
     if not any(caller.is_piece_wise for caller in one.callers):
         assert decisions.dropped_late == sum(message.startswith("Request timeout expired") for message in messages)
-        left = sum(caller.told[0] == "cancelled" and not caller.runs for caller in one.callers)
+        left = sum(caller.outcomes[0] == "cancelled" and not caller.runs for caller in one.callers)
         assert decisions.left == left
 
 
@@ -658,32 +662,32 @@ def running_at(one: Play, at_ns: int) -> int:
     return sum(run.began_ns <= at_ns < run.ended_ns for run in one.runs)
 
 
-def waiting_at(one: Play, newcomer: Caller, at_ns: int) -> list[Caller]:
-    """Who may have been in the queue then."""
+def waiting_at(one: Play, new: Caller, at_ns: int) -> list[Caller]:
+    """The requests that may have been queued then, except ``new``."""
     return [
         caller
         for caller in one.callers
-        if caller is not newcomer
+        if caller is not new
         and 0 < caller.timing.queued_ns <= at_ns
-        and caller.told_ns >= at_ns
+        and caller.settled_ns >= at_ns
         and (caller.is_piece_wise or not caller.runs or caller.runs[0].began_ns >= at_ns)
     ]
 
 
-def offenders(run: FakeRun) -> list[np.ndarray]:
+def failing_rows(run: FakeRun) -> list[np.ndarray]:
     return [part for part in run.parts if (part == POISON).any()]
 
 
 CHECKS = (
-    check_everyone_is_told_once,
-    check_answers_are_ones_own,
-    check_failures_are_deserved,
-    check_refusals_are_deserved,
+    check_each_request_is_settled_once,
+    check_each_request_gets_its_own_answer,
+    check_failures_have_a_cause,
+    check_rejections_have_a_cause,
     check_batches,
-    check_nobody_is_started_too_late,
-    check_who_waits_too_long_is_told_then,
+    check_no_request_starts_too_late,
+    check_late_requests_are_evicted_in_time,
     check_order,
-    check_nobody_waits_for_an_idle_instance,
+    check_no_request_waits_for_an_idle_instance,
     check_searches_are_short,
     check_close,
     check_decisions_are_counted,
@@ -691,21 +695,21 @@ CHECKS = (
 
 
 CHECKS_OF_ANSWERS = (
-    check_everyone_is_told_once,
-    check_answers_are_ones_own,
-    check_failures_are_deserved,
+    check_each_request_is_settled_once,
+    check_each_request_gets_its_own_answer,
+    check_failures_have_a_cause,
     check_batches,
     check_searches_are_short,
     check_close,
 )
-"""The others are of when batches leave, which is another matter where one is chosen before the one before it ends."""
+"""Without the checks of start times: a batch is chosen here before the previous one ends."""
 
 
 CHECKS_OF_CHECKED = (
-    check_everyone_is_told_once,
-    check_answers_are_ones_own,
-    check_failures_are_deserved,
+    check_each_request_is_settled_once,
+    check_each_request_gets_its_own_answer,
+    check_failures_have_a_cause,
     check_batches,
     check_close,
 )
-"""A search for an offender is not halving any more once requests run alone."""
+"""Without the bound on searches: once requests run alone, a search does not halve batches."""

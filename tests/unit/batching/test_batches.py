@@ -42,7 +42,7 @@ def test_each_request_gets_its_own_rows_and_the_times_of_the_run() -> None:
     assert all(one.timing == Timing(10, 20, 30, 40, 50, batch_rows=6) for one in requests)
 
 
-def test_cancelled_request_keeps_no_other_from_its_rows() -> None:
+def test_other_requests_get_their_rows_beside_a_cancelled_one() -> None:
     requests = [request(np.zeros((1, 1))) for _ in range(3)]
     requests[1].cancel()
     wasted = settle_batch(requests, 3, 30, result(np.arange(3)))

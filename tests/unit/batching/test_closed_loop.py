@@ -1,4 +1,4 @@
-"""Whether to wait for callers who come back, by made-up histories."""
+"""The decision to wait for returning callers, with generated histories."""
 
 import random
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def taught(
     return echo
 
 
-def test_callers_who_come_back_together_are_waited_for() -> None:
+def test_callers_that_return_together_are_waited_for() -> None:
     echo = taught(lambda draw: [100, 200, 300, 400])
     echo.on_arrival(1, 100 * US)
     until_ns = echo.wait_until(1, 64, GPU_LIKE, 100 * US)
@@ -38,7 +38,7 @@ def test_callers_who_come_back_together_are_waited_for() -> None:
     assert 300 * US <= until_ns <= 500 * US
 
 
-def test_nobody_is_waited_for_once_all_have_come() -> None:
+def test_wait_ends_once_all_callers_have_returned() -> None:
     echo = taught(lambda draw: [100, 200, 300, 400])
     for count, at_us in enumerate((100, 200, 300, 400), start=1):
         echo.on_arrival(1, at_us * US)
@@ -58,16 +58,16 @@ def test_independent_callers_are_never_waited_for() -> None:
             echo.on_arrival(1, come_ns)
             waits += echo.wait_until(1, 64, GPU_LIKE, come_ns) is not None
         at_ns = next_ns
-    assert waits < 200  # of some 20,000 arrivals: what is usual wavers a little
+    assert waits < 200  # of about 20,000 arrivals: the estimate varies a little
 
 
-def test_rows_that_share_too_little_are_not_held_up() -> None:
+def test_rows_that_gain_too_little_are_not_delayed() -> None:
     echo = taught(lambda draw: [700])
     echo.on_arrival(8, 10 * US)
     assert echo.wait_until(8, 64, CPU_LIKE, 10 * US) is None
 
 
-def test_full_batch_and_unknown_class_go_at_once() -> None:
+def test_full_batch_and_unknown_class_start_at_once() -> None:
     assert ClosedLoopWait().wait_until(1, 64, GPU_LIKE, 0) is None
     assert taught(lambda draw: [100, 200]).wait_until(64, 64, GPU_LIKE, 50 * US) is None
 
@@ -90,7 +90,7 @@ def test_class_that_gains_nothing_by_waiting_stops(more_rows: int, stays_on: boo
     assert (echo.wait_until(1, 64, GPU_LIKE, 0) is not None) == stays_on
 
 
-def test_batches_that_did_not_wait_and_waits_that_came_to_nothing_teach_nothing() -> None:
+def test_batches_without_a_wait_and_vain_waits_teach_nothing() -> None:
     echo = ClosedLoopWait()
     for _ in range(2000):
         echo.end_wait(1, GPU_LIKE, 400 * US)

@@ -1,4 +1,4 @@
-"""Which requests are evicted from the queue, by literals."""
+"""Evictions from the queue, as tables of cases."""
 
 import math
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def assert_evicted(
     assert [(eviction.request, eviction.reason) for eviction in evictions] == wanted
 
 
-def test_who_has_left_or_is_too_late_is_turned_away_and_nobody_else() -> None:
+def test_only_cancelled_and_late_requests_are_evicted() -> None:
     assert_evicted(
         [
             stays(),
@@ -96,13 +96,13 @@ def test_who_has_left_or_is_too_late_is_turned_away_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("model", [latency(MIN_OBSERVATIONS - 1), latency(ns=math.inf), LatencyModel()])
-def test_prediction_that_is_unsure_turns_nobody_away(model: LatencyModel) -> None:
+def test_unsure_prediction_evicts_no_request(model: LatencyModel) -> None:
     assert_evicted([stays(finish_by_ns=1001), Waiting(DEADLINE_PASSED, finish_by_ns=999)], model)
 
 
-def test_prediction_turns_nobody_away_whom_the_wait_has_not_made_late() -> None:
+def test_prediction_evicts_only_requests_that_the_wait_made_late() -> None:
     waiting = [
-        stays(finish_by_ns=1050, queued_ns=951),  # when it came it had 99 left already
+        stays(finish_by_ns=1050, queued_ns=951),  # at its arrival it had 99 left already
         Waiting(OUT_OF_REACH, finish_by_ns=1050, queued_ns=950),
     ]
     assert_evicted(waiting, latency())
@@ -116,14 +116,14 @@ def test_prediction_is_of_the_bucket_that_a_request_is_padded_to() -> None:
     assert_evicted([Waiting(OUT_OF_REACH, finish_by_ns=1050)], steep, BatchPolicy(8, buckets=(8,)))
 
 
-def test_no_more_are_looked_at_than_make_a_full_batch() -> None:
+def test_only_the_requests_of_a_full_batch_are_checked() -> None:
     behind = Waiting(start_by_ns=1, goes=False)
     assert_evicted([stays(4), left(8), stays(4), behind], latency())
     assert_evicted([stays(4), stays(3), left(), stays(1), behind], latency())
     assert_evicted([stays(4), stays(3), left(), Waiting(TIMEOUT_PASSED, start_by_ns=1)], latency())
 
 
-def test_sweep_finds_everybody_who_is_too_late_and_who_will_be_next() -> None:
+def test_sweep_finds_all_late_requests_and_the_next_due_time() -> None:
     waiting = [
         stays(8),
         Waiting(DEADLINE_PASSED, finish_by_ns=999, start_by_ns=1500),
@@ -140,7 +140,7 @@ def test_sweep_finds_everybody_who_is_too_late_and_who_will_be_next() -> None:
     assert found.next_ns == 1200
 
 
-def test_sweep_of_those_who_may_wait_for_ever_finds_nobody() -> None:
+def test_sweep_of_requests_without_deadlines_finds_no_request() -> None:
     found = find_expired([stays().request()] * 3, NOW)
     assert (found.evictions, found.next_ns) == ([], math.inf)
 
@@ -150,7 +150,7 @@ def test_moment_itself_is_not_too_late() -> None:
     assert (found.evictions, found.next_ns) == ([], NOW)
 
 
-def test_of_a_failed_batch_those_do_not_run_again_who_left_or_are_past_their_deadline() -> None:
+def test_cancelled_and_late_requests_of_a_failed_batch_do_not_run_again() -> None:
     waiting = [
         stays(start_by_ns=1),  # its run has begun in time
         left(),

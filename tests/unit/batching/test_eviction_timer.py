@@ -1,4 +1,4 @@
-"""When queued requests are evicted: by one timer, which sweeps the queue."""
+"""The timer that sweeps the queue and evicts requests."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -20,7 +20,7 @@ MS = 1_000_000
 
 
 class Stage:
-    """A queue of which nothing is taken, and the times at which requests were evicted, since the stage was set."""
+    """A queue without runs, and the times of evictions since the start of the test."""
 
     def __init__(self, loop: VirtualTimeLoop, clock: FakeClock) -> None:
         self.clock = clock
@@ -35,7 +35,7 @@ class Stage:
         return self.clock() - self.began_ns
 
     def wait(self, by_ns: int | None, key: object = None) -> InflightRequest:
-        """Enqueue a request with a deadline, in nanoseconds since the stage was set."""
+        """Enqueue a request with a deadline, in nanoseconds since the start of the test."""
         finish_by_ns = None if by_ns is None else self.began_ns + by_ns
         request = inflight((), 1, Timing(0, self.clock()), finish_by_ns=finish_by_ns, key=key)
         request.on_settled = lambda _: self.evicted_ns.setdefault(by_ns, self.now_ns)

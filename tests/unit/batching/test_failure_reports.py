@@ -1,4 +1,4 @@
-"""Which error each request of a failed run gets."""
+"""The errors of the requests of a failed run."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_unexpected_error_is_logged_and_not_quoted(caplog: pytest.LogCaptureFixt
     assert [record.message for record in caplog.records] == ["a run failed unexpectedly"]
 
 
-def test_lone_request_is_blamed_for_a_rejection_and_one_of_several_may_try_again() -> None:
+def test_rejection_is_final_for_a_lone_request_and_retried_for_one_of_several() -> None:
     rejection = ModelRejectionError("idx=700", "Gather")
     assert settled(1, rejection) == [rejection]
     for error in settled(3, rejection):

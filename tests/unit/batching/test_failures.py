@@ -1,4 +1,4 @@
-"""The search for offenders, played without a runner: who offends is known, the runs that it takes are counted."""
+"""The search for failing requests, without a runner: the test knows them and counts the runs of the search."""
 
 from collections import deque
 from math import ceil, log2
@@ -38,7 +38,7 @@ def search(size: int, offenders: set[int]) -> tuple[int, set[int], set[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 9, 16, 31, 64])
-def test_single_offender_stands_alone_after_twice_the_logarithm_of_runs(size: int) -> None:
+def test_single_failing_request_is_found_after_twice_the_logarithm_of_runs(size: int) -> None:
     for offender in range(size):
         runs, _, failed = search(size, {offender})
         assert failed == {offender}
@@ -46,14 +46,14 @@ def test_single_offender_stands_alone_after_twice_the_logarithm_of_runs(size: in
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16, 64])
-def test_batch_of_nothing_but_offenders_ends_after_four_times_the_logarithm_of_runs(size: int) -> None:
+def test_batch_of_failing_requests_ends_after_four_times_the_logarithm_of_runs(size: int) -> None:
     runs, answered, failed = search(size, set(range(size)))
     assert not answered
     assert len(failed) == size
     assert runs <= 4 * ceil(log2(size))
 
 
-def test_two_offenders_far_apart_are_both_found() -> None:
+def test_two_failing_requests_far_apart_are_both_found() -> None:
     runs, _, failed = search(64, {0, 63})
     assert failed == {0, 63}
     assert runs <= 4 * 6

@@ -1,4 +1,4 @@
-"""Which runs may stop the loop, and for how long in one turn."""
+"""Runs on the event loop, and their time limit per turn."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.executor import MAX_OVERRUN_NS, MAX_RUN_NS, MAX_TURN_NS, InlineBudget, InlineRuns
 
 
-def test_only_runs_known_to_be_short_are_let_in() -> None:
+def test_only_runs_known_to_be_short_are_inline() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         assert InlineBudget(loop).take(MAX_RUN_NS)
         assert not InlineBudget(loop).take(MAX_RUN_NS + 1)
@@ -32,7 +32,7 @@ def test_a_turn_of_the_loop_is_bounded_and_the_next_one_starts_afresh() -> None:
     assert run_virtual(main) == [MAX_TURN_NS // (MAX_RUN_NS - 1)] * 3
 
 
-def test_refused_run_uses_nothing_up() -> None:
+def test_rejected_run_uses_no_budget() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         budget = InlineBudget(loop)
         for _ in range(10):

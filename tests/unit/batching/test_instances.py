@@ -1,4 +1,4 @@
-"""Which instances are free, and how long the others are thought to be busy."""
+"""Free instances, and the predicted time until the others are free."""
 
 import math
 
@@ -12,7 +12,7 @@ NOW = 1000
 
 
 class Idler(NeverOverdue):
-    """Never asked to run anything here."""
+    """Never runs here."""
 
     def run(self, batch: Batch) -> BatchResult:
         raise AssertionError
@@ -21,7 +21,7 @@ class Idler(NeverOverdue):
         raise AssertionError
 
 
-def test_instance_is_lent_to_one_run_at_a_time() -> None:
+def test_instance_has_one_run_at_a_time() -> None:
     runners = [Idler(), Idler()]
     instances = Instances(runners)
     assert not instances.are_busy
@@ -33,7 +33,7 @@ def test_instance_is_lent_to_one_run_at_a_time() -> None:
     assert instances.lend(10, NOW) is lent[0]
 
 
-def test_nobody_waits_where_one_is_free_and_else_for_the_first_that_ends() -> None:
+def test_wait_is_zero_with_a_free_instance_and_else_until_the_first_run_ends() -> None:
     instances = Instances([Idler(), Idler()])
     assert instances.busy_ns(NOW) == 0
     instances.lend(500, NOW)
@@ -83,7 +83,7 @@ def test_a_second_batch_is_measured_from_the_end_of_the_first() -> None:
     assert instances.busy_ns(NOW) == 0
 
 
-def test_an_instance_that_is_lost_is_lent_no_more() -> None:
+def test_lost_instance_gets_no_more_runs() -> None:
     kept, lost = runners = [Idler(), Idler()]
     instances = Instances(runners, depth=2)
     assert instances.lend(10, NOW) is lost

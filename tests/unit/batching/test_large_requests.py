@@ -1,4 +1,4 @@
-"""Requests in pieces: cut, answered in order, put together."""
+"""Requests in pieces: split, answered in order, joined."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ def test_pieces_whose_outputs_have_other_shapes_are_not_joined(output: np.ndarra
     assert caught.value.kind is ErrorKind.INTERNAL
 
 
-def test_answer_that_would_be_larger_than_any_message_is_refused_before_it_is_made() -> None:
+def test_answer_larger_than_any_message_is_rejected_before_it_is_built() -> None:
     with pytest.raises(ServeError, match="the answer to 2000000000 rows has 8000000000 bytes") as caught:
         JoinedRows(2_000_000_000).add((np.zeros((64, 1), np.float32),), 64)
     assert caught.value.kind is ErrorKind.INVALID_INPUT

@@ -1,4 +1,4 @@
-"""What is learned of how long batches take."""
+"""The learned latency of batches."""
 
 import math
 import random
@@ -55,7 +55,7 @@ def test_first_observation_is_taken_as_it_is() -> None:
 
 def test_first_observation_of_a_size_in_part_filled_is_scaled_to_the_whole() -> None:
     latency = LatencyModel([(1, 100), (4, 400)])
-    latency.observe(6, 600)  # as the line says: then the knot at 8 is on it too
+    latency.observe(6, 600)  # on the line, so the knot at 8 stays on it too
     assert latency.predict_ns(6) == pytest.approx(600)
     assert latency.predict_ns(8) == pytest.approx(800)
     assert latency.knots().keys() == {1, 4, 8}
@@ -130,7 +130,7 @@ def test_residual_is_never_negative_and_falls_when_batches_take_as_long_as_predi
 
 
 @pytest.mark.parametrize("ns", NO_TIMES)
-def test_what_is_no_time_is_ignored(ns: float) -> None:
+def test_invalid_durations_are_ignored(ns: float) -> None:
     latency = LatencyModel([(1, 1000)])
     latency.observe(1, ns)
     latency.observe(64, ns)
@@ -139,7 +139,7 @@ def test_what_is_no_time_is_ignored(ns: float) -> None:
 
 
 @pytest.mark.parametrize("ns", NO_TIMES)
-def test_what_was_measured_before_and_is_no_time_is_ignored(ns: float) -> None:
+def test_invalid_durations_of_warm_up_are_ignored(ns: float) -> None:
     latency = LatencyModel([(1, ns), (2, 2000), (4, ns)])
     assert latency.knots() == {2: 2000}
 
@@ -161,5 +161,5 @@ def test_line_goes_through_one_row_and_the_most() -> None:
     assert LatencyModel([(1, 10), (2, 100)]).line(2) == Line(90, 0)  # nor of a batch
 
 
-def test_prediction_to_reckon_with_is_a_number() -> None:
+def test_used_prediction_is_a_number() -> None:
     assert [known_ns(ns) for ns in (None, math.nan, math.inf, 5.0)] == [0, 0, 0, 5]

@@ -1,4 +1,4 @@
-"""Who rides now, by literals."""
+"""Planned batches, as tables of cases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ def plan(
     policy: BatchPolicy,
     latency: LatencyModel = UNKNOWN,
 ) -> Take | WaitUntil:
-    riders = [
+    requests = [
         inflight(
             (),
             one.rows,
@@ -43,31 +43,31 @@ def plan(
         )
         for one in waiting
     ]
-    return plan_batch(riders, policy, latency, NOW)
+    return plan_batch(requests, policy, latency, NOW)
 
 
 @pytest.mark.parametrize(
     ("waiting", "policy", "planned"),
     [
-        # (rows, queued at) in the order of going; without a delay whoever waits rides at once
+        # (rows, queued at) in queue order; without a delay all queued requests start at once
         ([(1, 900)], BatchPolicy(8), Take(1, 1)),
         ([(1, 900), (1, 950), (1, 1000)], BatchPolicy(8), Take(3, 3)),
         ([(8, 900)], BatchPolicy(8), Take(1, 8)),
         ([(3, 1), (3, 2), (3, 3)], BatchPolicy(8), Take(2, 6)),
-        ([(5, 1), (4, 2), (1, 3)], BatchPolicy(8), Take(1, 5)),  # the third would fit, but stands behind the second
+        ([(5, 1), (4, 2), (1, 3)], BatchPolicy(8), Take(1, 5)),  # the third would fit, but is behind the second
         ([(1, 1)] * 20, BatchPolicy(1), Take(1, 1)),
-        # with a delay, which counts from when the oldest was queued, wherever it stands
+        # with a delay, which starts when the oldest request was queued, at any position
         ([(1, 900)], BatchPolicy(8, 500), WaitUntil(1400)),
         ([(1, 900), (1, 990)], BatchPolicy(8, 500), WaitUntil(1400)),
         ([(1, 990), (1, 900)], BatchPolicy(8, 500), WaitUntil(1400)),
         ([(1, 501)], BatchPolicy(8, 500), WaitUntil(1001)),
         ([(1, 500)], BatchPolicy(8, 500), Take(1, 1)),
         ([(1, 100), (1, 999)], BatchPolicy(8, 500), Take(2, 2)),
-        # a batch that is full, or that the next does not fit into, has nothing to wait for
+        # a full batch, or one that the next request does not fit into, does not wait
         ([(8, 999)], BatchPolicy(8, 500), Take(1, 8)),
         ([(4, 999), (4, 1000)], BatchPolicy(8, 500), Take(2, 8)),
         ([(5, 999), (4, 1000)], BatchPolicy(8, 500), Take(1, 5)),
-        # a preferred size leaves without the delay: the largest that whole requests make
+        # a preferred size starts without the delay: the largest that whole requests reach
         ([(1, 999)] * 2, BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(2, 2)),
         ([(1, 999)] * 3, BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(2, 2)),
         ([(1, 999)] * 5, BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(4, 4)),
@@ -75,7 +75,7 @@ def plan(
         ([(3, 999)], BatchPolicy(8, 500, preferred_rows=(2, 4)), WaitUntil(1499)),
         ([(3, 100)], BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(1, 3)),
         ([(1, 999)] * 9, BatchPolicy(8, 500, preferred_rows=(2, 4)), Take(8, 8)),  # full is better than preferred
-        ([(1, 999)] * 3, BatchPolicy(8, preferred_rows=(2,)), Take(3, 3)),  # no delay, so nothing to be spared
+        ([(1, 999)] * 3, BatchPolicy(8, preferred_rows=(2,)), Take(3, 3)),  # no delay to save
     ],
 )
 @pytest.mark.parametrize("latency", [UNKNOWN, LINEAR, NO_NUMBER], ids=["unknown", "known", "no number"])
@@ -97,12 +97,12 @@ def test_requests_without_deadlines(
         ([(1, 1110), (1, None), (1, None)], Take(1, 1)),
         ([(2, 1160), (3, None), (2, None)], Take(2, 5)),
         ([(1, 9999)] * 8, Take(8, 8)),
-        # of several deadlines the first counts, wherever it stands
+        # of several deadlines the earliest counts, at any position
         ([(1, 1180), (1, 1125), (1, None)], Take(2, 2)),
-        # where no size meets it, a small batch helps nobody
+        # if no size meets it, a small batch helps no request
         ([(1, 1109), (1, None), (1, None)], Take(3, 3)),
         ([(1, 1000), (1, 1000), (1, 1000)], Take(3, 3)),
-        # one who cannot be in time holds nobody back who stands before it
+        # a late request does not delay the requests before it
         ([(1, None), (1, None), (1, 1050), (1, None)], Take(2, 2)),
     ],
 )
@@ -116,7 +116,7 @@ def test_without_a_prediction_deadlines_make_no_batch_smaller(latency: LatencyMo
     assert plan(waiting, BatchPolicy(8, buckets=(2, 4, 8)), latency) == Take(8, 8)
 
 
-def test_deadline_is_reckoned_with_the_bucket_that_the_batch_is_padded_to() -> None:
+def test_deadline_is_compared_with_the_time_of_the_padded_bucket() -> None:
     waiting = [Waiting(1, 900, 1150), *[Waiting(1, 900)] * 4]
     assert plan(waiting, BatchPolicy(8), LINEAR) == Take(5, 5)
     assert plan(waiting, BatchPolicy(8, buckets=(4, 8)), LINEAR) == Take(4, 4)
@@ -136,14 +136,14 @@ def test_batch_cut_short_by_a_deadline_does_not_wait_for_the_delay() -> None:
         (Waiting(1, 900, start_by_ns=1400), Take(1, 1)),
     ],
 )
-def test_delay_does_not_hold_back_whom_it_would_make_late(one: Waiting, planned: Take | WaitUntil) -> None:
+def test_delay_makes_no_request_late(one: Waiting, planned: Take | WaitUntil) -> None:
     assert plan([one], BatchPolicy(8, 500), LINEAR) == planned
 
 
 @pytest.mark.parametrize(
     ("rows", "known", "planned"),
     [
-        # steep: two batches of 4 cost no more than one of 8, so 5 rows go as 4 now
+        # steep: two batches of 4 cost no more than one of 8, so of 5 rows 4 run now
         ([1] * 5, [(4, 100), (8, 200)], Take(4, 4)),
         ([1] * 7, [(4, 100), (8, 200)], Take(4, 4)),  # 100/4 < 200/7
         ([1] * 8, [(4, 100), (8, 200)], Take(8, 8)),
@@ -151,15 +151,15 @@ def test_delay_does_not_hold_back_whom_it_would_make_late(one: Waiting, planned:
         ([1] * 5, [(4, 100), (8, 110)], Take(5, 5)),
         ([1] * 5, [(4, 100), (8, 125)], Take(5, 5)),  # equal: fewer runs
         ([1] * 5, [(4, 100), (8, 126)], Take(4, 4)),
-        # whole requests: what fits below may be padded too
+        # whole requests: the smaller batch may be padded too
         ([3, 3], [(4, 100), (8, 200)], Take(2, 6)),  # 100/3 = 200/6
         ([3, 2], [(4, 100), (8, 200)], Take(1, 3)),  # 100/3 < 200/5
         ([5], [(4, 100), (8, 1000)], Take(1, 5)),  # it cannot be split
         ([5, 1], [(4, 100), (8, 1000)], Take(2, 6)),
-        # nothing is below the smallest
+        # no bucket is below the smallest
         ([1], [(4, 100), (8, 1000)], Take(1, 1)),
         ([1] * 3, [(4, 100), (8, 1000)], Take(3, 3)),
-        # nothing known: as many as wait
+        # without a prediction: all queued requests
         ([1] * 5, [], Take(5, 5)),
     ],
 )
@@ -183,29 +183,29 @@ def practised() -> LatencyModel:
 
 
 TIGHT_NS = NOW + 120
-"""Enough for a batch of 2."""
+"""Enough time for a batch of 2."""
 
 
 @pytest.mark.parametrize(
     ("waiting", "taken"),
     [
-        # full batches behind it could not be in time after a small one: it is given up for one of them
-        ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9], Take(8, 8, given_up=1)),
-        ([*[Waiting(1, 0, TIGHT_NS)] * 2, *[Waiting(1, 0, NOW + 290)] * 9], Take(8, 8, given_up=2)),
-        # nobody is late for the small batch: all are answered
+        # full batches behind it would be late after a small one: it is evicted for one of them
+        ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9], Take(8, 8, evicted=1)),
+        ([*[Waiting(1, 0, TIGHT_NS)] * 2, *[Waiting(1, 0, NOW + 290)] * 9], Take(8, 8, evicted=2)),
+        # the small batch makes no request late: all are answered
         ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 300)] * 9], Take(2, 2)),
         ([Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0)] * 9], Take(2, 2)),
-        # giving up would save too few to be worth it
+        # an eviction would save too few requests
         ([*[Waiting(1, 0, TIGHT_NS)] * 2, Waiting(1, 0, NOW + 125)], Take(2, 2)),
-        # it has not waited, so that going at once must do
+        # it has not waited, so it may run at once
         ([Waiting(1, NOW, TIGHT_NS), *[Waiting(1, NOW, NOW + 299)] * 9], Take(2, 2)),
     ],
 )
-def test_who_could_only_be_saved_by_making_others_late_is_given_up(waiting: Sequence[Waiting], taken: Take) -> None:
+def test_request_that_would_make_others_late_is_evicted(waiting: Sequence[Waiting], taken: Take) -> None:
     assert plan(waiting, BatchPolicy(8), practised()) == taken
 
 
-def test_nobody_is_given_up_for_lower_levels_or_by_an_unsure_prediction() -> None:
+def test_no_request_is_evicted_for_lower_levels_or_by_an_unsure_prediction() -> None:
     waiting = [Waiting(1, 0, TIGHT_NS), *[Waiting(1, 0, NOW + 299)] * 9]
     assert plan(waiting, BatchPolicy(8), LINEAR) == Take(2, 2)
     lower = [waiting[0], *[replace(one, level=2) for one in waiting[1:]]]

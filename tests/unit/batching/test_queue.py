@@ -1,4 +1,4 @@
-"""Who waits in which order, how much that is, and which shape classes are remembered."""
+"""The order of the queue, its size, and the shape classes that it keeps."""
 
 import random
 from collections.abc import Hashable
@@ -45,7 +45,7 @@ def keys(classes: list[ShapeClass]) -> list[object]:
     return [shape_class.key for shape_class in classes]
 
 
-def test_riders_of_a_class_come_out_in_the_order_they_went_in() -> None:
+def test_requests_of_a_class_are_dequeued_in_order() -> None:
     queue = RequestQueue()
     waiting = [request(queued_ns=number) for number in range(5)]
     shape_class = push(queue, "a", *waiting)
@@ -53,7 +53,7 @@ def test_riders_of_a_class_come_out_in_the_order_they_went_in() -> None:
     assert queue.take(shape_class, 3) == waiting[2:]
 
 
-def test_higher_level_goes_first_and_inside_one_the_earlier_deadline() -> None:
+def test_higher_level_goes_first_and_within_a_level_the_earlier_deadline() -> None:
     queue = known_queue()
     late, early, urgent, same = (
         request(level=level, finish_by_ns=by_ns) for level, by_ns in ((2, 900), (2, 500), (1, 5000), (2, 500))
@@ -71,12 +71,12 @@ def test_request_without_a_deadline_counts_as_due_after_ten_full_batches() -> No
     assert queue.take(shape_class, 4) == [just_before, free, at_once, just_after]
 
 
-def test_stream_of_deadlines_does_not_starve_who_has_none() -> None:
+def test_stream_of_deadlines_does_not_starve_requests_without_one() -> None:
     queue = known_queue()
     free = request()
     shape_class = push(queue, "a", free)
     served_ns = None
-    for now_ns in range(0, 100 * FULL_NS, FULL_NS):  # each run takes one of two who came with a deadline meanwhile
+    for now_ns in range(0, 100 * FULL_NS, FULL_NS):  # each run takes one of two new requests with deadlines
         push(queue, "a", *[request(queued_ns=now_ns, finish_by_ns=now_ns + 2 * FULL_NS) for _ in range(2)])
         if queue.take(shape_class, 1) == [free]:
             served_ns = now_ns
@@ -101,7 +101,7 @@ def test_requests_without_deadlines_keep_their_order_whatever_is_learned_meanwhi
     assert [one for one in taken if one.finish_by_ns is None] == waiting
 
 
-def test_prediction_that_was_far_too_long_is_forgotten_once_nobody_waits_by_it() -> None:
+def test_far_too_long_prediction_is_forgotten_once_no_request_waits_by_it() -> None:
     queue = RequestQueue([(MAX_ROWS, 10**6)])
     shape_class = push(queue, "a", request())
     queue.take(shape_class, 1)
@@ -114,7 +114,7 @@ def test_prediction_that_was_far_too_long_is_forgotten_once_nobody_waits_by_it()
 
 @pytest.mark.parametrize("ns", [float("nan"), float("inf")])
 @interpreted_only
-def test_prediction_that_is_no_number_leaves_the_order_of_arrival(ns: float) -> None:
+def test_prediction_that_is_not_a_number_leaves_the_order_of_arrival(ns: float) -> None:
     queue = RequestQueue()
     shape_class = queue.shape_class("a")
     shape_class.batch_latency = no_number(ns)
@@ -137,7 +137,7 @@ def test_class_whose_head_is_due_first_comes_first() -> None:
     assert keys(queue.waiting()) == ["d", "c", "a", "b"]
 
 
-def test_rows_and_bytes_count_everyone_who_waits_and_return_to_zero() -> None:
+def test_rows_and_bytes_count_all_queued_requests_and_return_to_zero() -> None:
     queue = RequestQueue()
     left = request(rows=3, nbytes=30)
     a = push(queue, "a", left)
@@ -155,7 +155,7 @@ def test_rows_and_bytes_count_everyone_who_waits_and_return_to_zero() -> None:
 
 
 @pytest.mark.parametrize("gone", [[0], [4], [1, 3], [0, 1, 2, 3, 4]])
-def test_removed_riders_leave_the_others_in_order(gone: list[int]) -> None:
+def test_removal_of_requests_keeps_the_order_of_the_others(gone: list[int]) -> None:
     queue = RequestQueue()
     waiting = [request(queued_ns=number) for number in range(5)]
     shape_class = push(queue, "a", *waiting)
@@ -183,17 +183,17 @@ def test_rows_ahead_are_those_that_go_first() -> None:
     assert [a.rows_ahead(order) for order in ((2, 0), (2, 1))] == [7, 15]
 
 
-def test_strangers_are_the_other_classes_in_which_somebody_waits() -> None:
+def test_other_waiting_classes_are_those_with_queued_requests() -> None:
     queue = RequestQueue()
     a, b, c = (push(queue, key, request()) for key in "abc")
-    queue.shape_class("nobody waits")
+    queue.shape_class("empty")
     assert list(queue.others(b)) == [a, c]
     queue.take(a, 1)
     assert list(queue.others(b)) == [c]
-    assert list(queue.others(queue.shape_class("nobody waits"))) == [b, c]
+    assert list(queue.others(queue.shape_class("empty"))) == [b, c]
 
 
-def test_wait_for_callers_is_over_when_nobody_is_left_who_waits() -> None:
+def test_wait_for_callers_ends_when_no_request_is_queued() -> None:
     queue = RequestQueue()
     first, second = request(), request()
     shape_class = push(queue, None, first, second)
@@ -205,7 +205,7 @@ def test_wait_for_callers_is_over_when_nobody_is_left_who_waits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_rider_leaves_from_wherever_it_stands_and_only_once(seed: int) -> None:
+def test_request_is_removed_from_any_position_and_only_once(seed: int) -> None:
     draw = random.Random(seed)
     queue = RequestQueue()
     waiting = [
@@ -246,7 +246,7 @@ def test_least_recently_used_idle_class_is_forgotten_first() -> None:
     assert queue.shape_class(1) is not known[1]
 
 
-def test_class_that_somebody_waits_in_is_never_forgotten() -> None:
+def test_class_with_a_queued_request_is_never_forgotten() -> None:
     queue = RequestQueue()
     busy = [push(queue, key, request()) for key in range(3 * MAX_CLASSES)]
     assert queue.waiting() == busy
@@ -255,7 +255,7 @@ def test_class_that_somebody_waits_in_is_never_forgotten() -> None:
     assert [queue.shape_class(shape_class.key) for shape_class in busy] == busy
 
 
-def test_no_more_idle_classes_stay_than_may_when_a_rush_of_shapes_is_over() -> None:
+def test_number_of_idle_classes_is_limited_after_a_burst_of_shapes() -> None:
     queue = RequestQueue()
     busy = [push(queue, key, request()) for key in range(3 * MAX_CLASSES)]
     for shape_class in busy:
@@ -276,7 +276,7 @@ class WatchedLevel(int):
 
 
 @interpreted_only
-def test_counting_the_requests_of_a_level_looks_at_none_of_them() -> None:
+def test_counting_the_requests_of_a_level_visits_no_request() -> None:
     queue = known_queue()
     for key in "ab":
         push(queue, key, *[request(level=WatchedLevel(1)) for _ in range(1000)])
@@ -285,7 +285,7 @@ def test_counting_the_requests_of_a_level_looks_at_none_of_them() -> None:
     assert WatchedLevel.comparisons <= 1
 
 
-def test_requests_of_a_level_are_counted_however_they_come_and_go() -> None:
+def test_requests_of_a_level_are_counted_correctly() -> None:
     queue, rng = known_queue(), random.Random(0)
     for _ in range(300):
         key = rng.choice("ab")

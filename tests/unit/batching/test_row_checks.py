@@ -1,4 +1,4 @@
-"""Requests that shared a batch and run again alone: which, when, and what their answers lead to."""
+"""Row checks: requests of a batch that run again alone, their choice, their time, and their outcome."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -40,14 +40,14 @@ SIGNATURE = ModelSignature(
 
 
 def mixing(rows: np.ndarray) -> Arrays:
-    """Rows meet, where one is loud: the others have another answer than alone."""
+    """A loud row changes the answers of the other rows of its batch."""
     y, total = answer(rows)
     return (y + ((rows != LOUD) & (rows == LOUD).any()), total)
 
 
 @dataclass
 class Stage:
-    """A batcher with its fakes. ``differences`` are those that it reported."""
+    """A batcher with its fakes. ``differences`` holds the reported differences."""
 
     loop: VirtualTimeLoop
     clock: FakeClock
@@ -66,11 +66,11 @@ class Stage:
         return await asyncio.gather(*[self.submit(rows) for rows in requests])
 
     def sizes(self) -> list[list[int]]:
-        """Of each run, the rows of each request."""
+        """The rows of each request, by run."""
         return [run.sizes for run in self.runner.runs]
 
     async def rest(self) -> None:
-        """Let whatever is to run while no request waits do so."""
+        """Let the checks run that start while no request waits."""
         await asyncio.sleep(10)
 
 
@@ -149,7 +149,7 @@ def test_short_check_runs_on_the_event_loop_as_any_short_run() -> None:
     play(main, run_ns=lambda rows: 10_000, is_inline=True)
 
 
-def test_difference_has_each_request_run_alone_and_loses_no_request() -> None:
+def test_after_a_difference_each_request_runs_alone_and_no_request_is_lost() -> None:
     async def main(stage: Stage) -> None:
         wrong, _ = await stage.ask(rows_of(1), rows_of(LOUD))
         assert not np.array_equal(wrong[0], answer(rows_of(1))[0])
@@ -207,7 +207,7 @@ def test_parts_of_a_failed_batch_that_are_still_to_run_are_separated_as_well() -
     play(main)
 
 
-def test_answer_that_two_runs_alone_do_not_share_blames_no_batch() -> None:
+def test_answer_that_differs_between_two_runs_alone_is_no_difference() -> None:
     drawn = iter(range(1000))
 
     async def main(stage: Stage) -> None:
@@ -222,7 +222,7 @@ def test_answer_that_two_runs_alone_do_not_share_blames_no_batch() -> None:
     play(main, lambda rows: (answer(rows)[0] + next(drawn), answer(rows)[1]))
 
 
-def test_check_that_fails_blames_no_batch() -> None:
+def test_failed_check_is_no_difference() -> None:
     def refuses_one(rows: np.ndarray) -> Arrays:
         if len(rows) == 1:
             raise ServeError(ErrorKind.INTERNAL, "one row is too few")
@@ -317,7 +317,7 @@ def test_inputs_are_those_of_the_batch_although_their_memory_is_written_to_after
 
 
 class TooLargeToCopy(np.ndarray):
-    """An array of which no copy finds memory."""
+    """An array whose copies fail for lack of memory."""
 
     def copy(self, order: str | None = "C") -> "TooLargeToCopy":
         raise MemoryError
@@ -357,7 +357,7 @@ def test_large_request_is_not_kept() -> None:
     play(main)
 
 
-def test_wrong_number_of_rows_is_no_sample() -> None:
+def test_output_with_a_wrong_number_of_rows_is_not_sampled() -> None:
     async def main(stage: Stage) -> None:
         await stage.ask(rows_of(1), rows_of(2))
         await stage.rest()
@@ -424,7 +424,7 @@ def test_server_that_stops_begins_no_check_and_waits_for_the_one_that_runs() -> 
     play(during)
 
 
-def test_check_that_does_not_end_is_ended_and_its_instance_given_up_as_for_any_run() -> None:
+def test_check_that_does_not_end_is_terminated_and_its_instance_abandoned_as_for_any_run() -> None:
     async def main(stage: Stage) -> None:
         stage.runner.is_endless = True
         await stage.ask(rows_of(1), rows_of(2))

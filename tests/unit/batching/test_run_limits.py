@@ -1,4 +1,4 @@
-"""How long runs may last; the batcher's tests show what becomes of those that last longer."""
+"""Time limits of runs; the tests of the batcher show runs over them."""
 
 import math
 
@@ -29,14 +29,14 @@ def test_an_open_limit_follows_the_predicted_time(predicted_ns: float | None, li
 
 
 @pytest.mark.parametrize("predicted_ns", [None, 1000.0, 30.0 * S])
-def test_a_configured_limit_holds_whatever_is_predicted(predicted_ns: float | None) -> None:
+def test_configured_limit_ignores_the_prediction(predicted_ns: float | None) -> None:
     assert RunLimits(2 * S).limit_ns(predicted_ns) == 2 * S
 
 
-def test_a_group_is_late_once_all_of_its_riders_are() -> None:
+def test_group_is_late_once_all_of_its_requests_are() -> None:
     def late_ns(*deadlines: int | None) -> float:
-        riders = [inflight((), 1, Timing(0), finish_by_ns=deadline) for deadline in deadlines]
-        return latest_deadline_ns(RequestGroup(RequestQueue().shape_class(None), riders, len(riders)))
+        requests = [inflight((), 1, Timing(0), finish_by_ns=deadline) for deadline in deadlines]
+        return latest_deadline_ns(RequestGroup(RequestQueue().shape_class(None), requests, len(requests)))
 
     assert late_ns(5, 9, 7) == 9
     assert late_ns(5, None) == math.inf

@@ -1,4 +1,4 @@
-"""The signal to start more servers by."""
+"""The saturation, which autoscaling uses."""
 
 import math
 
@@ -18,7 +18,7 @@ from ortserve.batching.statistics import saturation
         (80.0, 1, 100e6, 2, 4.0),
     ],
 )
-def test_it_is_the_offered_rate_by_that_of_full_batches(
+def test_saturation_is_the_offered_rate_divided_by_that_of_full_batches(
     offered_rows_per_s: float, batch_rows: int, batch_ns: float, parallel_batches: int, expected: float
 ) -> None:
     found = saturation(offered_rows_per_s, batch_rows=batch_rows, batch_ns=batch_ns, parallel_batches=parallel_batches)
@@ -26,10 +26,10 @@ def test_it_is_the_offered_rate_by_that_of_full_batches(
 
 
 @pytest.mark.parametrize("batch_ns", [None, math.nan, math.inf, 0.0])
-def test_nothing_is_said_of_batches_that_nothing_is_known_of(batch_ns: float | None) -> None:
+def test_saturation_is_unknown_without_a_batch_latency(batch_ns: float | None) -> None:
     assert saturation(1.0, batch_rows=8, batch_ns=batch_ns, parallel_batches=1) is None
     assert saturation(0.0, batch_rows=8, batch_ns=batch_ns, parallel_batches=1) == 0
 
 
-def test_nothing_is_said_where_no_instance_is_left() -> None:
+def test_saturation_is_unknown_without_an_instance() -> None:
     assert saturation(1.0, batch_rows=8, batch_ns=100e6, parallel_batches=0) is None

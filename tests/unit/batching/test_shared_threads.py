@@ -1,4 +1,4 @@
-"""Models that share threads: who goes next, and that threads come back."""
+"""Models that share threads: the order of runs, and the release of threads."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ S = 1000 * MS
 
 
 class Stage:
-    """Shared threads and those who were woken, in order."""
+    """Shared threads and the names of the woken models, in order."""
 
     def __init__(self, loop: VirtualTimeLoop, threads: int) -> None:
         self.shared = SharedThreads(threads, loop)
@@ -61,7 +61,7 @@ def test_runs_go_side_by_side_while_there_are_threads() -> None:
     on_stage(main, threads=2)
 
 
-def test_run_that_wants_more_threads_than_there_are_takes_them_all() -> None:
+def test_run_that_requests_more_threads_than_exist_takes_all() -> None:
     async def main(stage: Stage) -> None:
         large = stage.share("large", threads=64)
         run(large)
@@ -72,7 +72,7 @@ def test_run_that_wants_more_threads_than_there_are_takes_them_all() -> None:
     on_stage(main, threads=4)
 
 
-def test_who_had_least_goes_first() -> None:
+def test_model_with_the_least_time_goes_first() -> None:
     async def main(stage: Stage) -> None:
         a, b, c = (stage.share(name) for name in "abc")
         for share, ns in ((a, 30), (b, 10), (c, 20)):
@@ -93,7 +93,7 @@ def test_who_had_least_goes_first() -> None:
     on_stage(main)
 
 
-def test_those_who_had_the_same_go_in_the_order_they_asked() -> None:
+def test_models_with_equal_time_go_in_the_order_of_their_requests() -> None:
     async def main(stage: Stage) -> None:
         shares = {name: stage.share(name) for name in "abc"}
         blocker = stage.share("blocker")
@@ -110,7 +110,7 @@ def test_those_who_had_the_same_go_in_the_order_they_asked() -> None:
     on_stage(main)
 
 
-def test_nobody_overtakes_a_run_that_needs_more_threads() -> None:
+def test_no_run_overtakes_one_that_needs_more_threads() -> None:
     async def main(stage: Stage) -> None:
         small, other, large = stage.share("small"), stage.share("other"), stage.share("large", threads=2)
         run(small)
@@ -125,7 +125,7 @@ def test_nobody_overtakes_a_run_that_needs_more_threads() -> None:
     on_stage(main, threads=2)
 
 
-def test_who_withdraws_passes_the_turn_on() -> None:
+def test_withdrawal_lets_the_next_run_start() -> None:
     async def main(stage: Stage) -> None:
         blocker, a, b = (stage.share(name) for name in ("blocker", "a", "b"))
         run(blocker)
@@ -137,14 +137,14 @@ def test_who_withdraws_passes_the_turn_on() -> None:
         await asyncio.sleep(0)
         assert stage.woken == ["a", "b"]
         run(b)
-        a.withdraw()  # it does not wait: nothing to give up
+        a.withdraw()  # it does not wait: no effect
         b.end()
         assert stage.shared.free_threads == 1
 
     on_stage(main)
 
 
-def test_idle_model_gets_no_credit_for_the_time_it_did_not_want() -> None:
+def test_idle_model_gets_no_credit() -> None:
     async def main(stage: Stage) -> None:
         busy, idle = stage.share("busy"), stage.share("idle")
         for _ in range(1000):
@@ -171,7 +171,7 @@ def test_idle_model_gets_no_credit_for_the_time_it_did_not_want() -> None:
 
 
 @pytest.mark.parametrize("predicted_ns", [None, float("nan"), float("inf")])
-def test_unknown_work_counts_nothing_and_does_no_harm(predicted_ns: float | None) -> None:
+def test_unknown_work_counts_as_zero(predicted_ns: float | None) -> None:
     async def main(stage: Stage) -> None:
         shares = {name: stage.share(name) for name in "ab"}
         went: list[str] = []
@@ -193,7 +193,7 @@ def test_unknown_work_counts_nothing_and_does_no_harm(predicted_ns: float | None
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_threads_are_never_overdrawn_and_all_come_back(seed: int) -> None:
+def test_threads_in_use_never_exceed_the_limit_and_all_are_released(seed: int) -> None:
     draw = random.Random(seed)
     threads = draw.randint(1, 6)
 
@@ -247,7 +247,7 @@ def test_runs_on_the_loop_count_as_much_as_others() -> None:
     on_stage(main)
 
 
-def test_nobody_who_had_more_overtakes_whom_a_run_on_the_loop_has_not_satisfied() -> None:
+def test_run_on_the_loop_does_not_let_models_with_more_time_overtake() -> None:
     async def main(stage: Stage) -> None:
         inline, other = stage.share("inline"), stage.share("other")
         run(other, 1000)
@@ -266,7 +266,7 @@ def test_nobody_who_had_more_overtakes_whom_a_run_on_the_loop_has_not_satisfied(
     on_stage(main)
 
 
-def test_work_is_slower_by_as_much_as_is_wanted_more_than_there_is() -> None:
+def test_work_is_slower_by_the_ratio_of_requested_to_existing_threads() -> None:
     async def main(stage: Stage) -> None:
         a, b, c = stage.share("a", 2), stage.share("b", 2), stage.share("c", 4)
         assert a.slowdown() == 1
@@ -382,7 +382,7 @@ def test_model_of_many_threads_gets_its_share_beside_one_of_many_instances() -> 
     play_backlogged(main, threads=4)
 
 
-def test_model_that_comes_late_shares_at_once_and_takes_over_nothing() -> None:
+def test_late_model_gets_its_share_at_once_and_no_more() -> None:
     async def main(backlogged: Backlogged) -> None:
         backlogged.add(5 * MS)
         await asyncio.sleep(10)

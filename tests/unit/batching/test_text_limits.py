@@ -1,4 +1,4 @@
-"""How much text runs together."""
+"""Limits on the text in a batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Being woken when it was asked for: in real time, because that is what an alarm is about."""
+"""Timers that fire on time; in real time, which is their purpose."""
 
 import asyncio
 import statistics
@@ -14,7 +14,7 @@ from ortserve.batching.timers import FileDescriptorTimer, LoopTimer, best_timer
 US = 1_000
 
 
-def test_alarm_rings_within_a_fraction_of_a_millisecond_of_its_moment() -> None:
+def test_timer_fires_within_a_fraction_of_a_millisecond_of_its_time() -> None:
     async def main() -> list[int]:
         loop = asyncio.get_running_loop()
         rung = asyncio.Event()
@@ -36,7 +36,7 @@ def test_alarm_rings_within_a_fraction_of_a_millisecond_of_its_moment() -> None:
     assert statistics.median(late_ns) < 400 * US  # the loop's own timers are late by up to 1,000
 
 
-def test_alarm_set_again_rings_only_at_the_new_moment() -> None:
+def test_timer_set_again_fires_only_at_the_new_time() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         rings: list[int] = []
@@ -58,7 +58,7 @@ def test_alarm_set_again_rings_only_at_the_new_moment() -> None:
     asyncio.run(main())
 
 
-def test_moment_that_has_passed_rings_at_once() -> None:
+def test_timer_of_a_passed_time_fires_at_once() -> None:
     async def main() -> None:
         rung = asyncio.Event()
         alarm = best_timer(asyncio.get_running_loop(), rung.set)
@@ -70,7 +70,7 @@ def test_moment_that_has_passed_rings_at_once() -> None:
     asyncio.run(main())
 
 
-def test_closed_alarm_never_rings_and_may_be_set_and_closed_again() -> None:
+def test_closed_timer_never_fires_and_may_be_set_and_closed_again() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         rings: list[None] = []
         alarm = LoopTimer(loop, lambda: rings.append(None))

@@ -1,4 +1,4 @@
-"""The loop in virtual time, on which the other tests of this room rest."""
+"""The event loop in virtual time, which the other tests of batching use."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ def test_timers_fire_in_the_order_of_their_time_at_their_time() -> None:
     assert run_virtual(main) == [(100, 100), (200, 200), (300, 300)]
 
 
-def test_waiting_for_what_cannot_come_is_an_error() -> None:
+def test_wait_that_cannot_end_is_an_error() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
         await asyncio.Event().wait()
 
@@ -44,11 +44,11 @@ def test_waiting_for_what_cannot_come_is_an_error() -> None:
 
 def test_another_thread_wakes_the_loop() -> None:
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> str:
-        told: asyncio.Future[str] = loop.create_future()
-        thread = threading.Thread(target=loop.call_soon_threadsafe, args=(told.set_result, "hello"))
+        result: asyncio.Future[str] = loop.create_future()
+        thread = threading.Thread(target=loop.call_soon_threadsafe, args=(result.set_result, "hello"))
         thread.start()
         thread.join()
-        return await told
+        return await result
 
     assert run_virtual(main) == "hello"
 

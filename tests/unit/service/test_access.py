@@ -1,4 +1,4 @@
-"""Who is let in, what is said to the others, and that the time of an answer tells nothing of the keys."""
+"""Accepted and rejected keys, the errors, and that the time of a check does not depend on the key."""
 
 import hmac
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def refusal(access: Access, group: Group, authorizations: Iterable[str | bytes])
 
 @pytest.mark.parametrize("key", [KEY, BOTH])
 @pytest.mark.parametrize("spelled", ["Bearer %s", "bearer %s", "BEARER   %s  "])
-def test_key_of_the_group_lets_its_caller_in(key: bytes, spelled: str) -> None:
+def test_key_of_the_group_is_accepted(key: bytes, spelled: str) -> None:
     value = spelled % key.decode()
     access().guards[Group.INFER].check([value])
     access().guards[Group.INFER].check([value.encode()])
@@ -52,7 +52,7 @@ def test_key_of_another_group_is_forbidden() -> None:
     assert "group 'infer'" in error.message
 
 
-def test_two_authorizations_are_refused_though_both_are_good() -> None:
+def test_two_authorizations_are_rejected_even_if_both_are_valid() -> None:
     value = b"Bearer " + KEY
     error = refusal(access(), Group.INFER, [value, value])
     assert error.kind is ErrorKind.INVALID_INPUT
@@ -63,7 +63,7 @@ def test_groups_without_keys_have_no_guard() -> None:
     assert set(access().guards) == {Group.INFER, Group.CONTROL}
 
 
-def test_refusals_are_counted_by_group_and_kind() -> None:
+def test_rejections_are_counted_by_group_and_kind() -> None:
     counted: list[tuple[Group, ErrorKind]] = []
     asked = access(counted)
     for value in (None, b"Bearer " + OTHER, b"Bearer unknown"):
@@ -76,7 +76,7 @@ def test_refusals_are_counted_by_group_and_kind() -> None:
     ]
 
 
-def test_guards_go_by_the_keys_of_the_moment() -> None:
+def test_guards_use_the_current_keys() -> None:
     asked = access()
     new = b"a-new-key-0123456789"
     asked.keyring = Keyring({Group.INFER: [digest_of(new)]})
@@ -101,11 +101,11 @@ def test_every_key_is_compared_whichever_matches(shown: str) -> None:
 
 
 @interpreted_only
-def test_nothing_that_is_kept_or_said_holds_a_key() -> None:
+def test_no_object_and_no_error_contains_a_key() -> None:
     asked = access()
     errors = [refusal(asked, Group.INFER, values) for values in ([b"Bearer " + OTHER], [b"Bearer secret"], [KEY])]
     guard = asked.guards[Group.INFER]
     kept = [vars(asked), vars(asked.keyring), vars(guard), *(vars(error) for error in errors)]
-    told = repr([asked, asked.keyring, guard, *errors, kept])
+    text = repr([asked, asked.keyring, guard, *errors, kept])
     for key in (KEY, OTHER, BOTH, b"secret"):
-        assert key.decode() not in told
+        assert key.decode() not in text

@@ -1,4 +1,4 @@
-"""Polling turn by turn, on a loop of two lists and a clock that the tests move."""
+"""Polling turn by turn, on a fake loop and a clock that the tests set."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ TURN_NS = 1_000
 
 
 class Turns:
-    """Of a loop only what is due in its next turn."""
+    """A loop that only has the callbacks of its next turn."""
 
     def __init__(self) -> None:
         self.due: list[Callable[..., object]] = []
@@ -28,7 +28,7 @@ class Turns:
 
 
 class World:
-    """A server whose one client sends the next request ``GAP_NS`` after each answer, until a test wants otherwise."""
+    """A server whose one client sends the next request ``GAP_NS`` after each answer, until a test changes it."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -38,13 +38,13 @@ class World:
         self.polling = BusyPolling(loop, self.clock, PollPolicy(200_000), lambda _: self.is_allowed)
 
     def serve(self) -> None:
-        """A request comes and is answered in the same turn."""
+        """A request arrives and is answered in the same turn."""
         self.polling.on_request(self.clock.now_ns)
         self.clock.advance(20_000)
         self.polling.on_end(self.clock.now_ns)
 
     def wait(self, gap_ns: int) -> int:
-        """Turn for as long as the loop does not sleep, at most ``gap_ns``. Returns how often it turned."""
+        """Run turns until the loop sleeps, for at most ``gap_ns``. Returns their number."""
         until_ns = self.clock.now_ns + gap_ns
         turned = 0
         while self.turns.due and self.clock.now_ns < until_ns:

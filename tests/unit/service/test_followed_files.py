@@ -1,4 +1,4 @@
-"""What becomes of content that changes, settles, cannot be used or cannot be had. Looks are taken by hand."""
+"""Followed files whose content changes, settles, cannot be used or cannot be read. The tests make each check."""
 
 import asyncio
 from typing import Final
@@ -9,11 +9,11 @@ from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.service.followed_files import FollowedFiles
 
 LONG_S: Final = 30.0
-"""A wait that only a failing test sees the end of."""
+"""Only a failing test waits so long."""
 
 
 class Files:
-    """Holds a text, and what is to be raised in the place of it or of its use; notes what was made of it."""
+    """Holds a text, and errors to raise when it is read or accepted; records the calls."""
 
     def __init__(self) -> None:
         self.content = "old"
@@ -25,14 +25,14 @@ class Files:
         self.followed = FollowedFiles(
             self.content,
             read=self._read,
-            take=self._take,
-            refuse=lambda reason: self._note(f"refused: {reason}"),
+            accept=self._accept,
+            reject=lambda reason: self._note(f"rejected: {reason}"),
             recover=lambda: self._note("recovered"),
         )
 
-    async def look(self, times: int) -> list[str]:
+    async def check(self, times: int) -> list[str]:
         for _ in range(times):
-            await self.followed.look()
+            await self.followed.check()
         return self.notes
 
     def _read(self) -> str:
@@ -42,68 +42,68 @@ class Files:
             raise self.unreadable
         return self.content
 
-    async def _take(self, content: str) -> None:
+    async def _accept(self, content: str) -> None:
         if self.unusable is not None:
             raise self.unusable
-        self._note(f"took {content}")
+        self._note(f"accepted {content}")
 
     def _note(self, note: str) -> None:
         self.notes.append(note)
         self.news.set()
 
 
-async def test_content_is_taken_once_when_two_looks_agree() -> None:
+async def test_content_is_accepted_once_when_two_checks_agree() -> None:
     files = Files()
     files.content = "half"
-    assert await files.look(1) == []
+    assert await files.check(1) == []
     files.content = "new"
-    assert await files.look(1) == []
-    assert await files.look(3) == ["took new"]
+    assert await files.check(1) == []
+    assert await files.check(3) == ["accepted new"]
 
 
 async def test_content_that_goes_back_before_it_settles_changes_nothing() -> None:
     files = Files()
     files.content = "new"
-    await files.look(1)
+    await files.check(1)
     files.content = "old"
-    assert await files.look(3) == []
+    assert await files.check(3) == []
 
 
 @pytest.mark.parametrize("where", ["unreadable", "unusable"])
-async def test_trouble_is_told_once_for_each_content_and_forgotten_when_it_is_over(where: str) -> None:
+async def test_problem_is_reported_once_per_content_and_again_after_a_recovery(where: str) -> None:
     files = Files()
     files.content = "bad"
     setattr(files, where, invalid_input("no PEM"))
-    assert await files.look(5) == ["refused: no PEM"]
+    assert await files.check(5) == ["rejected: no PEM"]
     files.content, files.unreadable, files.unusable = "old", None, None
-    assert await files.look(3) == ["refused: no PEM", "recovered"]
+    assert await files.check(3) == ["rejected: no PEM", "recovered"]
     files.content = "bad"
     setattr(files, where, invalid_input("no PEM"))
-    assert await files.look(5) == ["refused: no PEM", "recovered", "refused: no PEM"]
+    assert await files.check(5) == ["rejected: no PEM", "recovered", "rejected: no PEM"]
     files.content, files.unreadable, files.unusable = "new", None, None
-    assert (await files.look(3))[3:] == ["took new"]
+    assert (await files.check(3))[3:] == ["accepted new"]
 
 
-async def test_content_that_may_do_later_is_tried_again_and_told_once() -> None:
+async def test_content_that_is_not_ready_is_tried_again_and_reported_once() -> None:
     files = Files()
     files.content = "early"
     files.unusable = ServeError(ErrorKind.NOT_READY, "not yet")
-    assert await files.look(5) == ["refused: not yet"]
+    assert await files.check(5) == ["rejected: not yet"]
     files.unusable = None
-    assert await files.look(3) == ["refused: not yet", "took early"]
+    assert await files.check(3) == ["rejected: not yet", "accepted early"]
 
 
-async def test_content_that_will_never_do_is_not_tried_again() -> None:
+async def test_invalid_content_is_not_tried_again() -> None:
     files = Files()
     files.content = "bad"
     files.unusable = invalid_input("no PEM")
-    await files.look(2)
+    await files.check(2)
     files.unusable = None
-    assert await files.look(3) == ["refused: no PEM"]
+    assert await files.check(3) == ["rejected: no PEM"]
 
 
-async def test_faults_are_told_once_and_do_not_end_the_following(caplog: pytest.LogCaptureFixture) -> None:
-    """A key that is taken out later would count for ever."""
+async def test_faults_are_reported_once_and_do_not_end_the_checks(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise a key that is removed later would stay valid."""
     files = Files()
     files.content = "new"
     files.faults = [RuntimeError("cannot start another thread") for _ in range(3)]
@@ -111,11 +111,11 @@ async def test_faults_are_told_once_and_do_not_end_the_following(caplog: pytest.
     async with asyncio.timeout(LONG_S):
         await files.news.wait()
     following.cancel()
-    assert files.notes == ["took new"]
-    assert [record.getMessage() for record in caplog.records] == ["followed files could not be looked at"]
+    assert files.notes == ["accepted new"]
+    assert [record.getMessage() for record in caplog.records] == ["followed files could not be checked"]
 
 
-async def test_unsettled_content_is_looked_at_again_before_a_long_interval_is_over(
+async def test_unsettled_content_is_checked_again_before_a_long_interval_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files = Files()

@@ -1,4 +1,4 @@
-"""How many bytes of bodies the server holds at one time."""
+"""The limit on the bytes of all request bodies."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.gate import BodyGate
 
 
-def test_bytes_are_held_for_as_long_as_the_block_lasts() -> None:
+def test_bytes_are_reserved_during_the_block() -> None:
     gate = BodyGate(100)
     with gate.hold(60):
         with gate.hold(40):
@@ -15,7 +15,7 @@ def test_bytes_are_held_for_as_long_as_the_block_lasts() -> None:
     assert gate.held_bytes == 0
 
 
-def test_too_much_is_refused_and_leaves_nothing_behind() -> None:
+def test_rejected_reservation_reserves_no_bytes() -> None:
     gate = BodyGate(100)
     with gate.hold(60):
         with pytest.raises(ServeError, match="max_inflight_bytes") as caught:
@@ -27,7 +27,7 @@ def test_too_much_is_refused_and_leaves_nothing_behind() -> None:
             assert gate.held_bytes == 100
 
 
-def test_server_that_holds_nothing_lets_anything_in() -> None:
+def test_server_that_holds_nothing_admits_any_body() -> None:
     gate = BodyGate(100)
     with gate.hold(1000):
         assert gate.held_bytes == 1000
@@ -37,10 +37,10 @@ def test_server_that_holds_nothing_lets_anything_in() -> None:
         assert gate.held_bytes == 1
 
 
-def test_body_grows_while_there_is_room() -> None:
+def test_reservation_grows_up_to_the_limit() -> None:
     gate = BodyGate(100)
     with gate.hold(0) as body:
-        body.grow(500)  # it is alone
+        body.grow(500)  # it is the only body
         body.grow(500)
         assert gate.held_bytes == 1000
     with gate.hold(50), gate.hold(10) as body:
@@ -51,14 +51,14 @@ def test_body_grows_while_there_is_room() -> None:
     assert gate.held_bytes == 0
 
 
-def test_bytes_come_back_when_the_block_fails() -> None:
+def test_bytes_are_released_when_the_block_fails() -> None:
     gate = BodyGate(100)
     with pytest.raises(ZeroDivisionError), gate.hold(60):
         raise ZeroDivisionError
     assert gate.held_bytes == 0
 
 
-def test_hold_is_resized_up_to_the_bound_and_counted_beyond_it() -> None:
+def test_hold_is_resized_up_to_the_limit_and_counted_beyond_it() -> None:
     gate = BodyGate(100)
     with gate.hold(50), gate.hold(0) as body:
         body.resize(50)
@@ -67,7 +67,7 @@ def test_hold_is_resized_up_to_the_bound_and_counted_beyond_it() -> None:
         with pytest.raises(ServeError, match="max_inflight_bytes"):
             body.resize(51)
         assert gate.held_bytes == 70
-        body.count(80)  # it is there, whether or not there is room
+        body.count(80)  # the bytes are in memory already, so no limit applies
         assert gate.held_bytes == 130
         body.shrink(10)
         assert gate.held_bytes == 120

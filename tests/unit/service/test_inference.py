@@ -1,4 +1,4 @@
-"""Requests through the service, over a registry with real models: what is answered, what is counted."""
+"""Requests through the service with real models: their answers and their metrics."""
 
 import asyncio
 import threading
@@ -145,7 +145,7 @@ def poisoned(request_id: str = "") -> InferRequest:
     return request("poison", array, datatype=DataType.INT64, request_id=request_id)
 
 
-async def test_answer_names_what_ran_and_echoes_the_id(stage: Stage) -> None:
+async def test_answer_has_the_model_the_version_and_the_id(stage: Stage) -> None:
     response = await stage.infer(request(request_id="42", outputs=("y",)))
     assert (response.model_name, response.model_version, response.id) == ("double", "1", "42")
     (tensor,) = response.outputs
@@ -154,7 +154,7 @@ async def test_answer_names_what_ran_and_echoes_the_id(stage: Stage) -> None:
     assert (await stage.infer(request("slow"))).model_version == "3"
 
 
-async def test_each_outcome_is_counted_once_where_it_belongs(stage: Stage) -> None:
+async def test_each_outcome_is_counted_once_with_its_labels(stage: Stage) -> None:
     def fail_to_decode() -> InferRequest:
         raise ServeError(ErrorKind.INVALID_INPUT, "no JSON")
 
@@ -184,7 +184,7 @@ async def test_each_outcome_is_counted_once_where_it_belongs(stage: Stage) -> No
         ("", "", "http", "invalid_input"): 1,
         ("", "", "http", "internal"): 1,
     }
-    # A run that failed was no refusal: work was done for it.
+    # A failed run is not a rejection: it was started.
     assert stage.rejected() == {
         ("", "not_found"): 1,
         ("double", "not_found"): 1,
@@ -211,9 +211,9 @@ async def test_full_queue_is_counted_as_overloaded(stage: Stage) -> None:
     assert stage.counts()["slow", "3", "http", "ok"] == 2 - len(refused) >= 1
 
 
-async def test_caller_who_leaves_is_counted_as_cancelled_and_no_refusal(stage: Stage) -> None:
+async def test_cancelled_call_is_counted_as_cancelled_and_not_as_rejected(stage: Stage) -> None:
     task = asyncio.create_task(stage.infer(request("slow")))
-    await asyncio.sleep(0)  # it is in the queue, and is to be chosen in the next turn
+    await asyncio.sleep(0)  # it is queued and would be chosen in the next turn
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -259,9 +259,9 @@ async def test_many_classes_are_the_same_off_the_loop(stage: Stage) -> None:
     assert answer.tolist() == [[f"{row.max():f}:{row.argmax()}"] for row in rows]
 
 
-async def test_caller_of_classes_who_leaves_is_counted_once_and_leaves_the_queue(stage: Stage) -> None:
+async def test_cancelled_call_with_classes_is_counted_once_and_leaves_the_queue(stage: Stage) -> None:
     asked = replace(request("slow"), outputs=[RequestedOutput("y", classes=1)])
-    for steps in (0, 2):  # before the task that waits for the classes has begun, and after
+    for steps in (0, 2):  # before and after the task for the classes has started
         call, outcomes = stage.service.receive("http"), list[object]()
         stage.service.start(call, Given(lambda: asked), AS_IS, outcomes.append, outcomes.append)
         for _ in range(steps):
@@ -273,25 +273,25 @@ async def test_caller_of_classes_who_leaves_is_counted_once_and_leaves_the_queue
     await stage.infer(asked)
     learned = stage.registry.find("slow", "").learned()
     assert learned.queued_rows == 0
-    assert learned.decisions.batches <= 2  # the last one, and the first, which may have begun before its caller left
+    assert learned.decisions.batches <= 2  # the last one, and the first, which may have started before its cancellation
 
 
-async def test_failed_run_of_classes_is_counted_and_told_like_any_other(stage: Stage) -> None:
+async def test_failed_run_with_classes_is_counted_and_reported_like_any_other(stage: Stage) -> None:
     error = await stage.refusal(replace(poisoned("7"), outputs=[RequestedOutput("y", classes=1)]))
     assert error.kind is ErrorKind.REJECTED_BY_MODEL
     assert error.message.startswith("[request id: 7] ")
     assert stage.counts() == {("poison", "1", "http", "rejected_by_model"): 1}
 
 
-async def test_request_that_a_thread_reads_is_answered_and_counted_like_any_other(stage: Stage) -> None:
+async def test_request_decoded_on_a_thread_is_answered_and_counted_like_any_other(stage: Stage) -> None:
     on_thread = Given(lambda: request(request_id="1"), Reading.THREAD)
     response = await stage.service.serve(stage.service.receive("grpc"), on_thread, AS_IS)
     assert (response.id, response.outputs[0].array.tolist()) == ("1", [[2, 2, 2, 2]])
     assert stage.counts() == {("double", "1", "grpc", "ok"): 1}
-    assert stage.service.hold(1000).size == 1000  # nothing of it is held any more
+    assert stage.service.hold(1000).size == 1000  # no bytes are held any more
 
 
-async def test_errors_of_a_request_that_a_thread_reads_are_counted_where_they_belong(stage: Stage) -> None:
+async def test_errors_of_a_request_decoded_on_a_thread_are_counted_with_their_labels(stage: Stage) -> None:
     def fail() -> InferRequest:
         raise ServeError(ErrorKind.INVALID_INPUT, "no JSON")
 
@@ -328,7 +328,7 @@ async def test_json_beyond_the_bound_and_reading_without_room_are_rejected(stage
         await stage.service.serve(stage.service.receive("http"), Given(request, Reading.THREAD, 29, 900), AS_IS)
 
 
-async def test_memory_is_held_until_the_thread_has_read_although_the_caller_left(stage: Stage) -> None:
+async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(stage: Stage) -> None:
     release = threading.Event()
 
     def read() -> InferRequest:
@@ -369,7 +369,7 @@ async def test_long_answer_is_encoded_on_a_thread(stage: Stage) -> None:
     assert stage.counts() == {("two", "1", "http", "ok"): 1, ("two", "1", "http", "internal"): 1}
 
 
-async def test_request_of_a_sequence_is_refused_by_name(stage: Stage) -> None:
+async def test_request_of_a_sequence_is_rejected_by_its_parameter(stage: Stage) -> None:
     error = await stage.refusal(request(parameters={"sequence_id": 5, "sequence_start": True}))
     assert error.kind is ErrorKind.UNSUPPORTED
     assert error.message == (
@@ -419,7 +419,7 @@ async def test_error_of_a_request_whose_model_is_known_begins_with_its_id(
         ({"model_version": "9"}, "Request for unknown model: 'double' version 9 is not found"),
     ],
 )
-async def test_model_is_looked_for_before_the_bytes_of_tensors_are_minded(
+async def test_unknown_model_is_reported_before_malformed_tensors(
     stage: Stage, body: dict[str, Any], text: str
 ) -> None:
     message = ModelInferRequest(**{"model_name": "double", "id": "7"} | body)
@@ -433,13 +433,13 @@ async def test_model_is_looked_for_before_the_bytes_of_tensors_are_minded(
     assert stage.counts() == {("", "", "grpc", outcome) if body else ("double", "1", "grpc", outcome): 1}
 
 
-async def test_error_of_a_run_knows_the_version_that_ran(stage: Stage) -> None:
+async def test_error_of_a_run_has_the_version_that_ran(stage: Stage) -> None:
     assert (await stage.refusal(poisoned("1"))).version == "1"
     assert (await stage.refusal(request("none"))).version == ""
 
 
-async def test_callers_of_one_failed_batch_get_errors_of_their_own(stage: Stage) -> None:
-    # So many offenders that the search for them ends before each has failed alone.
+async def test_requests_of_one_failed_batch_get_separate_errors(stage: Stage) -> None:
+    # So many failing requests that the search ends before each has failed alone.
     ids = [str(number) for number in range(32)]
     outcomes = await asyncio.gather(*(stage.infer(poisoned(one)) for one in ids), return_exceptions=True)
     errors = [outcome for outcome in outcomes if isinstance(outcome, ServeError)]
@@ -447,13 +447,13 @@ async def test_callers_of_one_failed_batch_get_errors_of_their_own(stage: Stage)
     assert all(error.message.count("[request id") == 1 for error in errors)
 
 
-async def test_request_refused_before_its_body_was_complete_is_counted(stage: Stage) -> None:
+async def test_request_rejected_before_its_body_is_complete_is_counted(stage: Stage) -> None:
     stage.service.count_refused_body("http", ErrorKind.TOO_LARGE, time.monotonic_ns())
     assert stage.counts() == {("", "", "http", "too_large"): 1}
     assert stage.rejected() == {("", "too_large"): 1}
 
 
-async def test_names_that_callers_make_up_are_no_labels(stage: Stage) -> None:
+async def test_unknown_model_names_are_no_labels(stage: Stage) -> None:
     for name in ("made", "up", "x" * 1000):
         await stage.refusal(request(name))
         await stage.refusal(request(name, version="1"))
@@ -472,16 +472,14 @@ async def test_answers_do_not_change_when_the_model_runs_again(stage: Stage) -> 
     ("asked", "answered"),
     [((), ["y", "z"]), (("z", "y"), ["z", "y"]), (("z",), ["z"])],
 )
-async def test_outputs_come_in_the_order_they_were_asked_for(
-    stage: Stage, asked: tuple[str, ...], answered: list[str]
-) -> None:
+async def test_outputs_have_the_requested_order(stage: Stage, asked: tuple[str, ...], answered: list[str]) -> None:
     response = await stage.infer(request("two", outputs=asked))
     assert [tensor.name for tensor in response.outputs] == answered
     values = {"y": [[-1] * 4], "z": [[1] * 4]}
     assert [tensor.array.tolist() for tensor in response.outputs] == [values[name] for name in answered]
 
 
-async def test_deadline_that_has_passed_is_refused_and_counted(stage: Stage) -> None:
+async def test_passed_deadline_is_rejected_and_counted(stage: Stage) -> None:
     error = await stage.refusal(request(request_id="7"), timeout_ns=0)
     assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
     assert error.message.startswith("[request id: 7] deadline cannot be met: 0.0 ms are left")
@@ -513,7 +511,7 @@ async def test_parameter_timeout_bounds_the_wait_in_microseconds(stage: Stage) -
 
 @pytest.mark.parametrize("name", ["priority", "timeout"])
 @pytest.mark.parametrize("value", ["1", -1, 1.5, True, ""])
-async def test_parameter_that_is_no_unsigned_integer_is_told(stage: Stage, name: str, value: Parameter) -> None:
+async def test_error_of_an_invalid_parameter_names_it(stage: Stage, name: str, value: Parameter) -> None:
     error = await stage.refusal(request(parameters={name: value}))
     assert error.kind is ErrorKind.INVALID_INPUT
     assert error.message == (
@@ -526,7 +524,7 @@ async def test_priority_that_the_model_does_not_have_is_its_default(stage: Stage
     assert (await stage.infer(request(parameters={"priority": priority}))).model_name == "double"
 
 
-async def test_bodies_are_held_up_to_the_limit(stage: Stage) -> None:
+async def test_bodies_are_admitted_up_to_the_limit(stage: Stage) -> None:
     with stage.service.hold(900):
         with pytest.raises(ServeError) as caught:
             stage.service.hold(200)
@@ -537,7 +535,7 @@ async def test_bodies_are_held_up_to_the_limit(stage: Stage) -> None:
         pass
 
 
-async def test_all_points_of_the_way_are_stamped_when_a_call_is_answered(stage: Stage) -> None:
+async def test_answered_call_has_the_time_of_each_phase(stage: Stage) -> None:
     call = stage.service.receive("http")
     await stage.service.serve(call, Given(request), AS_IS)
     timing = call.timing
@@ -564,7 +562,7 @@ def region(stage: Stage) -> Iterator[str]:
 
 
 def in_region(model: str, region: str) -> InferRequest:
-    """A request whose input x lies at the beginning of the region and whose output y is to follow it."""
+    """A request with the input x at the start of the region and the output y after it."""
     given = RegionInput("x", DataType.FP32, (1, 4), RegionSpan(region, 0, 16))
     use = RegionUse([given], {"y": RegionSpan(region, 16, 16)})
     return InferRequest(model, "", "", (), [RequestedOutput("y")], {}, regions=use)
@@ -589,11 +587,11 @@ async def test_request_in_regions_that_fails_is_counted_once_and_holds_nothing(s
     poisoned = await stage.refusal(replace(in_region("two", region), outputs=[RequestedOutput("none")]))
     assert poisoned.kind is ErrorKind.INVALID_INPUT
     assert stage.counts() == {("two", "1", "http", "not_found"): 1, ("two", "1", "http", "invalid_input"): 1}
-    with stage.service.hold(1000):  # all of it: nothing else is held
+    with stage.service.hold(1000):  # the whole limit, so no other bytes are held
         pass
 
 
-async def test_version_that_took_over_while_inputs_were_copied_answers(
+async def test_version_that_became_ready_during_the_copy_of_inputs_answers(
     stage: Stage, region: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [stage.registry.find("double", ""), stage.registry.find("two", "")]

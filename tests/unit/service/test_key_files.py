@@ -1,4 +1,4 @@
-"""Files of keys: what is read of them, and that a bad one changes nothing."""
+"""Key files: their content, and that an invalid file changes nothing."""
 
 import logging
 from collections.abc import Set
@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class Opened:
-    """What goes by the files of some groups. Looks are taken by hand."""
+    """A keyring that follows the files of some groups. The tests make each check."""
 
     def __init__(self, paths: dict[Group, Path]) -> None:
         files = KeyFiles(paths)
@@ -35,10 +35,10 @@ class Opened:
     def groups_of(self, key: str) -> Set[Group]:
         return self.access.keyring.groups_of(key.encode())
 
-    async def look(self, times: int = 1) -> None:
+    async def check(self, times: int = 1) -> None:
         for _ in range(times):
             for files in self._followed:
-                await files.look()
+                await files.check()
 
 
 def put(file: Path, text: str) -> None:
@@ -53,12 +53,12 @@ def write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-def do_spoil(file: Path, spoil: str) -> None:
+def spoil_file(file: Path, spoil: str) -> None:
     if spoil == "gone":
         file.unlink()
     elif spoil == "unreadable":
         file.unlink()
-        file.symlink_to(file.name)  # a circle
+        file.symlink_to(file.name)  # a loop
     else:
         put(file, "" if spoil == "empty" else "short")
 
@@ -72,7 +72,7 @@ def do_spoil(file: Path, spoil: str) -> None:
         f"{THIRD}\n{FIRST}\n{THIRD}\n",
     ],
 )
-def test_keys_stand_one_a_line_beside_comments(file: Path, text: str) -> None:
+def test_each_line_holds_a_key_or_a_comment(file: Path, text: str) -> None:
     file.write_text(text)
     assert read_keys(file) == digests(FIRST, THIRD)
 
@@ -89,7 +89,7 @@ def test_folder_is_read_file_by_file_as_kubernetes_mounts_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "expected at least one key, got none"),
         ("# all gone\n\n", "expected at least one key, got none"),
@@ -101,16 +101,16 @@ def test_folder_is_read_file_by_file_as_kubernetes_mounts_it(tmp_path: Path) -> 
         ("#" * 70_000, "expected at most 65536 bytes, got more"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_without_its_content(file: Path, text: str, told: str) -> None:
+def test_error_of_a_file_does_not_contain_its_content(file: Path, text: str, message: str) -> None:
     file.write_text(text)
     with pytest.raises(ServeError) as caught:
         read_keys(file)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
-    assert told in caught.value.message
+    assert message in caught.value.message
     assert not text.strip() or text not in caught.value.message
 
 
-def test_key_in_the_place_of_a_path_is_not_repeated(tmp_path: Path) -> None:
+def test_error_of_a_key_given_as_a_path_does_not_contain_it(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"^infer_keys_file: expected a file of keys.*: No such file") as caught:
         KeyFiles({Group.INFER: tmp_path / FIRST})
     assert FIRST not in caught.value.message
@@ -123,17 +123,17 @@ def test_bad_file_in_a_folder_is_named(tmp_path: Path) -> None:
         KeyFiles({Group.CONTROL: tmp_path})
 
 
-async def test_changed_file_counts_when_two_looks_agree(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_changed_file_takes_effect_when_two_checks_agree(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     opened = Opened({Group.INFER: file})
-    await opened.look()
+    await opened.check()
     put(file, f"{FIRST}\n{SECOND}\n")
-    await opened.look()
+    await opened.check()
     assert not opened.groups_of(SECOND)
-    await opened.look()
+    await opened.check()
     assert opened.groups_of(FIRST) == opened.groups_of(SECOND) == {Group.INFER}
     put(file, SECOND)
-    await opened.look(2)
+    await opened.check(2)
     assert not opened.groups_of(FIRST)
     fields = [vars(record)["fields"] for record in caplog.records]
     assert fields == [
@@ -146,40 +146,40 @@ async def test_half_written_file_changes_nothing(file: Path, caplog: pytest.LogC
     opened = Opened({Group.INFER: file})
     for half in ("", SECOND[:-3], f"{SECOND}\n{THIRD[:-4]}"):
         write(file, half)
-        await opened.look()
+        await opened.check()
         assert opened.groups_of(FIRST)
     assert not opened.groups_of(SECOND[:-3])
     write(file, f"{SECOND}\n{THIRD}")
-    await opened.look(2)
+    await opened.check(2)
     assert not opened.groups_of(FIRST)
     assert opened.groups_of(SECOND) == opened.groups_of(THIRD) == {Group.INFER}
     assert not caplog.records
 
 
 @pytest.mark.parametrize("spoil", ["empty", "malformed", "gone", "unreadable"])
-async def test_spoilt_file_leaves_the_old_keys_and_says_so_once(
+async def test_invalid_file_leaves_the_old_keys_and_is_logged_once(
     file: Path, spoil: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     opened = Opened({Group.INFER: file})
-    do_spoil(file, spoil)
+    spoil_file(file, spoil)
     for _ in range(4):
-        await opened.look()
+        await opened.check()
         assert opened.groups_of(FIRST) == {Group.INFER}
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "new keys cannot be used, old ones still count")
+        ("WARNING", "the new keys cannot be used, the old ones stay valid")
     ]
     put(file, FIRST)
-    await opened.look(2)
+    await opened.check(2)
     assert caplog.records[-1].getMessage() == "keys can be read again"
 
 
-async def test_one_spoilt_file_does_not_hold_up_another(file: Path) -> None:
+async def test_invalid_file_does_not_delay_another(file: Path) -> None:
     control = file.with_name("control")
     control.write_text(SECOND)
     opened = Opened({Group.INFER: file, Group.CONTROL: control})
     put(file, "")
     put(control, THIRD)
-    await opened.look(2)
+    await opened.check(2)
     assert opened.groups_of(FIRST) == {Group.INFER}
     assert opened.groups_of(THIRD) == {Group.CONTROL}

@@ -1,4 +1,4 @@
-"""How busy a server says that it is, by clocks that tests turn."""
+"""Load reports, with clocks that the tests set."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ TIMING = Timing(1, 2, 3, 4, 5, 6)
 
 @dataclass
 class Stage:
-    """A server of four processors, with a model that is asked and one that never is."""
+    """A server with four processors, a model with requests and one without."""
 
     now_ns: int = 0
     process_ns: int = 0
@@ -35,7 +35,7 @@ class Stage:
         )
 
     def pass_time(self, seconds: float, *, process: float = 0.0, loop: float = 0.0, answered: int = 0) -> None:
-        """Let time pass, in which parts of processors were used and requests answered."""
+        """Advance the clocks, with some processor time and answered requests."""
         self.now_ns += round(seconds * SECOND_NS)
         self.process_ns += round(seconds * process * SECOND_NS)
         self.loop_ns += round(seconds * loop * SECOND_NS)
@@ -60,7 +60,7 @@ def test_first_report_is_the_mean_since_the_start(stage: Stage) -> None:
     assert report.eps == pytest.approx(2 / 2)
 
 
-def test_utilization_is_that_of_whatever_is_fuller_the_models_or_the_loop(stage: Stage) -> None:
+def test_utilization_is_the_maximum_of_the_models_and_the_loop(stage: Stage) -> None:
     stage.model.set_saturation_source(lambda: 1.25)
     stage.pass_time(1, loop=0.5, answered=1)
     assert stage.meter.report().application_utilization == pytest.approx(1.25)
@@ -99,7 +99,7 @@ def test_old_load_is_forgotten_within_seconds(stage: Stage) -> None:
     assert after.rps_fractional < 5
 
 
-def test_an_unloaded_model_takes_no_requests_back(stage: Stage) -> None:
+def test_rates_are_not_negative_after_an_unload(stage: Stage) -> None:
     stage.pass_time(1, answered=100)
     stage.meter.report()
     stage.metrics.forget("m", "1")

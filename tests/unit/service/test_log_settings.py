@@ -24,7 +24,7 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> LogSettings:
     return LogSettings(LogSwitches("info"))
 
 
-def test_log_settings_change_one_by_one_and_are_returned_whole(logs: LogSettings) -> None:
+def test_log_settings_change_one_by_one_and_all_are_returned(logs: LogSettings) -> None:
     assert logs.read() == LOG_START
     assert logs.update({"log_info": False}) == {**LOG_START, "log_info": False}
     changed = {**LOG_START, "log_info": False, "log_verbose_level": 3, "log_format": "ISO8601"}
@@ -46,7 +46,7 @@ def test_log_settings_change_one_by_one_and_are_returned_whole(logs: LogSettings
         ({"log_file": "x"}, ErrorKind.UNSUPPORTED, "log file location can not be updated through network protocol"),
     ],
 )
-def test_log_setting_that_cannot_be_is_refused_and_changes_nothing(
+def test_invalid_log_setting_is_rejected_and_changes_nothing(
     logs: LogSettings, changes: dict[str, Any], kind: ErrorKind, text: str
 ) -> None:
     with pytest.raises(ServeError) as caught:

@@ -33,7 +33,7 @@ from ortserve.telemetry.metrics import Metrics
 
 
 class Breakable(HostDevice):
-    """A device that is lost when it is told to."""
+    """A device that the test can break."""
 
     is_broken = False
 
@@ -74,7 +74,7 @@ async def test_a_server_whose_device_is_lost_is_neither_ready_nor_live(tmp_path:
         registry.find("one", "")
     assert refused.value.kind is ErrorKind.NOT_READY
 
-    device.is_broken = False  # it would seem to work again, but a context that was lost is not to be trusted
+    device.is_broken = False  # it seems to work again, but a lost context is never used again
     with pytest.raises(ServeError, match="host:0 is lost"):
         await ask(served[1])
     await registry.close()
@@ -85,7 +85,7 @@ LOST = "CUDA failure 719: unspecified launch failure"
 
 
 class FailsOnce(HostDevice):
-    """A device that fails once, and seems to work again, at a step of a load that is yet to come."""
+    """A device that fails once at a step of a later load, and then seems to work again."""
 
     step = ""
     error = LOST
@@ -117,7 +117,7 @@ class FailsOnce(HostDevice):
 
 
 class FailingSession:
-    """A session that fails at a step of the device's, in plain runs, which go by no device of host memory."""
+    """A session that fails at the device's step in plain runs, which do not use the fake device."""
 
     def __init__(self, session: ort.InferenceSession, device: FailsOnce) -> None:
         self._session = session
@@ -159,7 +159,7 @@ class Loading:
         return self.models.is_live(), self.models.is_ready()
 
     async def load_late(self, step: str, error: str) -> ServeError:
-        """How a load ends that fails at a step."""
+        """The outcome of a load that fails at a step."""
         self.device.step, self.device.error = step, error
         with pytest.raises(ServeError, match="failed to load 'late'") as failed:
             await self.registry.load("late")
@@ -197,9 +197,9 @@ async def test_device_that_is_lost_while_a_model_loads_is_lost_for_the_server(
     assert (record.state, record.reason) == (State.FAILED, server.models.lost)
     assert "device is lost" in caplog.messages
 
-    with pytest.raises(ServeError, match="host:0 is lost"):  # who served before does not any more
+    with pytest.raises(ServeError, match="host:0 is lost"):  # the model that served before fails now
         await ask(served)
-    with pytest.raises(ServeError, match="host:0 is lost"):  # and nothing is loaded, although it would seem to work
+    with pytest.raises(ServeError, match="host:0 is lost"):  # and no model is loaded, although the device seems to work
         await server.registry.load("late")
     await server.registry.close()
 
@@ -228,7 +228,7 @@ async def test_load_that_fails_for_another_reason_leaves_the_server_live_and_rea
 
 
 @pytest.mark.parametrize("step", ["making the session", "capturing", "replaying", "making buffers"])
-async def test_model_that_runs_plainly_as_something_failed_leaves_the_server_live_and_ready(
+async def test_model_that_runs_plainly_after_a_failure_leaves_the_server_live_and_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     server = Loading(tmp_path, monkeypatch)
@@ -241,7 +241,7 @@ async def test_model_that_runs_plainly_as_something_failed_leaves_the_server_liv
     await server.registry.close()
 
 
-async def test_device_that_is_lost_at_the_start_is_told_before_all_is_loaded(
+async def test_device_lost_at_the_start_is_reported_before_loading_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Loading(tmp_path, monkeypatch)

@@ -32,7 +32,7 @@ async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
     await registry.close()
 
 
-async def test_numbers_of_one_version_of_a_model_and_of_all(registry: Registry) -> None:
+async def test_statistics_of_a_version_of_a_model_and_of_all_models(registry: Registry) -> None:
     service = StatisticsService(registry, time.monotonic_ns)
 
     def named(name: str = "", version: str = "") -> list[tuple[str, str]]:
@@ -52,13 +52,15 @@ async def test_numbers_of_one_version_of_a_model_and_of_all(registry: Registry) 
         ("a", "3", "requested model version is not available for model 'a'"),
     ],
 )
-async def test_what_does_not_serve_has_no_numbers(registry: Registry, name: str, version: str, text: str) -> None:
+async def test_version_that_does_not_serve_has_no_statistics(
+    registry: Registry, name: str, version: str, text: str
+) -> None:
     with pytest.raises(ServeError) as caught:
         StatisticsService(registry, time.monotonic_ns).statistics(name, version)
     assert (caught.value.kind, caught.value.message) == (ErrorKind.INVALID_INPUT, text)
 
 
-async def test_last_inference_is_told_by_the_wall_clock(registry: Registry) -> None:
+async def test_last_inference_has_the_time_of_the_wall_clock(registry: Registry) -> None:
     service = StatisticsService(registry, lambda: 5_000_000_000, lambda: 1_700_000_000_000_000_000)
     registry.find("b", "").metrics.observe_success("http", Timing(1, 2, 3, 4, 5, 2_000_000_000), 1)
     assert [one.last_inference_ms for one in service.statistics()] == [0, 0, 1_700_000_000_000 - 3_000]

@@ -21,7 +21,7 @@ from ortserve.telemetry.metrics import Metrics
 
 @pytest_asyncio.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
-    """Not loaded yet: ``m`` in versions 2 and 3, all of them to be served."""
+    """``m`` in versions 2 and 3, both to be served, not loaded yet."""
     for version in ("2", "3"):
         (tmp_path / "m" / version).mkdir(parents=True)
         builders.identity(tmp_path / "m" / version / "model.onnx")
@@ -46,7 +46,7 @@ async def test_server_is_live_from_the_start_and_ready_when_loading_is_over(regi
     assert models.is_model_ready("m", ""), "requests are answered for a while"
 
 
-async def test_whoever_waits_for_news_hears_of_loading_and_of_the_end(registry: Registry) -> None:
+async def test_readiness_news_report_loading_and_the_end(registry: Registry) -> None:
     models = service(registry)
     before = models.readiness_news()
     assert not before.is_set()
@@ -72,7 +72,7 @@ async def test_whoever_waits_for_news_hears_of_loading_and_of_the_end(registry: 
         ({"1/model.onnx": "", "model.yaml": "\tmax_rows: lots\n# required: true"}, True),
     ],
 )
-async def test_model_that_must_serve_holds_readiness_back_whatever_is_wrong_with_it(
+async def test_required_model_with_any_problem_prevents_readiness(
     registry: Registry, tmp_path: Path, files: dict[str, str], is_ready: bool
 ) -> None:
     for name, text in files.items():
@@ -86,7 +86,7 @@ async def test_model_that_must_serve_holds_readiness_back_whatever_is_wrong_with
 @pytest.mark.parametrize(
     ("options", "strict", "is_ready"), [("", False, True), ("", True, False), ("required: true", False, False)]
 )
-async def test_failed_model_holds_readiness_back_only_where_it_must_serve(
+async def test_failed_model_prevents_readiness_only_if_it_is_required(
     registry: Registry, tmp_path: Path, options: str, strict: bool, is_ready: bool
 ) -> None:
     (tmp_path / "bad" / "1").mkdir(parents=True)
@@ -101,7 +101,7 @@ async def test_failed_model_holds_readiness_back_only_where_it_must_serve(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-async def test_readiness_outlives_a_reload_and_does_not_miss_what_was_unloaded(
+async def test_server_stays_ready_after_a_failed_reload_and_after_an_unload(
     registry: Registry, tmp_path: Path, strict: bool
 ) -> None:
     (tmp_path / "m" / "model.yaml").write_text("required: true")
@@ -129,7 +129,7 @@ async def test_readiness_of_versions(registry: Registry) -> None:
     assert not models.is_model_ready("none", "")
 
 
-async def test_server_metadata_lists_only_what_is_served(registry: Registry) -> None:
+async def test_server_metadata_lists_only_served_extensions(registry: Registry) -> None:
     metadata = service(registry).server_metadata()
     assert (metadata.name, metadata.version) == ("my server", __version__)
     assert metadata.extensions == EXTENSIONS

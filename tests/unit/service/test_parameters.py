@@ -13,7 +13,7 @@ def refusal(**parameters: Parameter) -> ServeError:
     return caught.value
 
 
-def test_place_in_the_queue_is_read_and_all_else_left_to_the_model() -> None:
+def test_scheduling_parameters_are_read_and_others_ignored() -> None:
     assert read_scheduling({}) == Scheduling(0, 0)
     assert read_scheduling({"priority": 2, "timeout": 1000, "own": "x", "headers": 1.5}) == Scheduling(2, 1000)
     assert read_scheduling({"binary_data_output": True}) == Scheduling()
@@ -21,7 +21,7 @@ def test_place_in_the_queue_is_read_and_all_else_left_to_the_model() -> None:
 
 @pytest.mark.parametrize("name", ["priority", "timeout"])
 @pytest.mark.parametrize("odd", [-1, 1.0, True, "1"])
-def test_place_that_is_no_unsigned_integer_is_refused(name: str, odd: Parameter) -> None:
+def test_scheduling_parameter_that_is_not_an_unsigned_integer_is_rejected(name: str, odd: Parameter) -> None:
     error = refusal(**{name: odd})
     assert error.kind is ErrorKind.INVALID_INPUT
     assert error.message == f"parameter '{name}': expected an unsigned integer, got {odd!r}"
@@ -30,13 +30,13 @@ def test_place_that_is_no_unsigned_integer_is_refused(name: str, odd: Parameter)
 @pytest.mark.parametrize(
     "parameters", [{"sequence_id": 7}, {"sequence_id": "a"}, {"sequence_start": True}, {"sequence_end": True}]
 )
-def test_sequence_is_refused_by_name_rather_than_run_without_its_state(parameters: dict[str, Parameter]) -> None:
+def test_request_of_a_sequence_is_rejected_with_the_parameters_name(parameters: dict[str, Parameter]) -> None:
     error = refusal(**parameters)
     assert error.kind is ErrorKind.UNSUPPORTED
     assert error.message.startswith(f"parameter '{next(iter(parameters))}' is not supported")
 
 
-def test_request_that_says_it_is_part_of_no_sequence_is_taken() -> None:
+def test_request_with_empty_sequence_parameters_is_accepted() -> None:
     for none in (0, ""):
         assert read_scheduling({"sequence_id": none, "sequence_start": False, "sequence_end": False}) == Scheduling()
 
@@ -44,5 +44,5 @@ def test_request_that_says_it_is_part_of_no_sequence_is_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "odd"), [("sequence_id", True), ("sequence_id", 1.5), ("sequence_id", -1), ("sequence_start", 1)]
 )
-def test_sequence_parameter_of_the_wrong_type_is_refused(name: str, odd: Parameter) -> None:
+def test_sequence_parameter_of_the_wrong_type_is_rejected(name: str, odd: Parameter) -> None:
     assert refusal(**{name: odd}).kind is ErrorKind.INVALID_INPUT

@@ -1,4 +1,4 @@
-"""When the loop polls and for how long, on times that the tests make up."""
+"""Whether and how long the loop polls, with generated times."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +16,12 @@ def policy_after(*gaps_ns: int) -> PollPolicy:
     return policy
 
 
-def test_nothing_is_polled_for_before_gaps_are_known() -> None:
+def test_loop_does_not_poll_before_gaps_are_known() -> None:
     assert PollPolicy(MAX_NS).budget_ns(S) == 0
     assert policy_after(*[50_000] * 5).budget_ns(S) == 0
 
 
-def test_twice_the_usual_gap_is_polled_for() -> None:
+def test_loop_polls_for_twice_the_usual_gap() -> None:
     assert policy_after(*[50_000] * 8).budget_ns(S) == 100_000
 
 
@@ -39,7 +39,7 @@ def test_three_long_gaps_of_eight_end_it_and_short_ones_begin_it_again() -> None
     assert policy.budget_ns(3 * S) == 100_000
 
 
-def test_long_gaps_do_not_change_what_is_usual_of_the_short_ones() -> None:
+def test_long_gaps_do_not_change_the_mean_of_the_short_ones() -> None:
     assert policy_after(*[50_000] * 8, S).budget_ns(S) == 100_000
 
 
@@ -50,7 +50,7 @@ def test_longest_of_zero_never_polls() -> None:
     assert policy.budget_ns(S) == 0
 
 
-def test_waste_is_paid_back_by_time() -> None:
+def test_wasted_polling_is_recovered_over_time() -> None:
     policy = policy_after(*[50_000] * 8)
     now_ns = S
     misses = 0
@@ -64,7 +64,7 @@ def test_waste_is_paid_back_by_time() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 400_000), st.integers(0, 5_000_000)), max_size=300))
 def test_waste_stays_below_a_twentieth_of_the_time(steps: list[tuple[int, int]]) -> None:
-    """Whatever comes: gaps as callers choose them, of which each is polled for as long as allowed."""
+    """For all gaps, if the loop polls for the whole budget each time."""
     policy = PollPolicy(MAX_NS)
     began_ns = now_ns = S
     wasted_ns = 0

@@ -1,4 +1,4 @@
-"""Bodies that are nothing but a tensor's bytes, explained by signatures."""
+"""Bodies with the bytes of one tensor, whose shape follows from the signature."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_body_is_one_row_of_the_configured_datatype_and_is_not_copied(datatype: 
         ((-1, 3), True, (1, 3)),
     ],
 )
-def test_free_dimension_is_as_long_as_the_body_makes_it(
+def test_free_dimension_follows_from_the_length_of_the_body(
     shape: tuple[int, ...], unbatched: bool, deduced: tuple[int, ...]
 ) -> None:
     taken = signature(DataType.INT32, *shape, unbatched=unbatched)
@@ -66,11 +66,11 @@ def test_string_is_the_body_itself() -> None:
     assert read_raw_input(b"", signature(DataType.BYTES, 1, unbatched=True), "m").array.tolist() == [""]
 
 
-def test_string_that_is_not_utf8_is_refused() -> None:
+def test_string_that_is_not_utf8_is_rejected() -> None:
     assert "not valid UTF-8" in refusal(b"\xff", signature(DataType.BYTES, -1, 1))
 
 
-def test_what_cannot_be_deduced_is_refused() -> None:
+def test_body_without_a_deducible_shape_is_rejected() -> None:
     two = ModelSignature((TensorSpec("a", DataType.FP32, (-1,)), TensorSpec("b", DataType.FP32, (-1,))), ())
     assert refusal(bytes(4), two) == (
         "Raw request must only have 1 input (found 1) to be deduced but got 2 inputs in 'm' model configuration"
@@ -89,7 +89,7 @@ def test_what_cannot_be_deduced_is_refused() -> None:
     assert "the model must have input shape [1], got [-1,2]" in refusal(b"a", signature(DataType.BYTES, -1, 2))
 
 
-def test_checked_request_runs_on_what_was_deduced() -> None:
+def test_checked_request_has_the_deduced_tensor() -> None:
     request = InferRequest("m", "", "", (), (), {}, binary_output=True, raw_input=bytes(8))
     arrays, rows = check_request(request, signature(DataType.INT32, -1, 2), "m")
     assert [array.shape for array in arrays] == [(1, 2)]

@@ -77,7 +77,7 @@ async def test_inputs_are_copied_out_of_their_regions(regions: SharedMemory, own
     assert (y.name, y.datatype, y.array.tolist()) == ("y", DataType.INT16, [[0x0201, 0x0403]])
 
 
-async def test_input_must_be_exactly_as_large_as_its_tensor(regions: SharedMemory) -> None:
+async def test_span_of_an_input_must_have_the_size_of_its_tensor(regions: SharedMemory) -> None:
     use = RegionUse([RegionInput("x", DataType.INT32, (2,), RegionSpan("r", 0, 9))], {})
     with RegionTransfer(regions, use, BodyGate(1000)) as transfer, pytest.raises(ServeError) as caught:
         await transfer.fetch("m")
@@ -85,7 +85,7 @@ async def test_input_must_be_exactly_as_large_as_its_tensor(regions: SharedMemor
     assert caught.value.message == "input byte size mismatch for input 'x' for model 'm'. Expected 8, got 9"
 
 
-async def test_outputs_are_written_where_they_are_wanted_and_nowhere_else(regions: SharedMemory, owned: Owned) -> None:
+async def test_outputs_are_written_only_to_their_spans(regions: SharedMemory, owned: Owned) -> None:
     outputs = [
         Tensor("a", DataType.BYTES, np.array(["é", ""], dtype=object)),
         Tensor("b", DataType.UINT8, np.full(4, 255, np.uint8)),
@@ -134,7 +134,7 @@ async def test_large_tensors_are_copied_on_a_thread_while_the_loop_goes_on(
     assert owned.content() == b"\1" * LARGE
 
 
-async def test_region_stays_open_for_a_copy_whose_caller_has_left(
+async def test_region_stays_open_during_the_copy_of_a_cancelled_call(
     large: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, go_on, closed = asyncio.Event(), threading.Event(), threading.Event()
@@ -171,7 +171,7 @@ async def test_region_stays_open_for_a_copy_whose_caller_has_left(
     assert gate.held_bytes == 0
 
 
-async def test_copy_that_fails_after_its_caller_has_left_is_nobodys_concern(
+async def test_failed_copy_of_a_cancelled_call_is_not_reported(
     large: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complaints: list[object] = []
@@ -206,11 +206,11 @@ async def test_copy_that_fails_after_its_caller_has_left_is_nobodys_concern(
     go_on.set()
     await closed.wait()
     assert gate.held_bytes == 0
-    gc.collect()  # a future whose failure nobody asked for complains when it goes
+    gc.collect()  # a future with an unretrieved exception is reported when it is freed
     assert complaints == []
 
 
-async def test_inputs_count_among_the_bytes_that_the_server_holds(regions: SharedMemory) -> None:
+async def test_memory_of_inputs_is_reserved(regions: SharedMemory) -> None:
     gate = BodyGate(16)
     with RegionTransfer(regions, RegionUse([given(8), given(4)], {}), gate):
         assert gate.held_bytes == 12
@@ -220,7 +220,7 @@ async def test_inputs_count_among_the_bytes_that_the_server_holds(regions: Share
     assert gate.held_bytes == 0
 
 
-def test_inputs_larger_than_the_server_may_hold_are_refused_even_when_it_holds_nothing(regions: SharedMemory) -> None:
+def test_inputs_larger_than_the_limit_are_rejected_even_if_the_server_holds_nothing(regions: SharedMemory) -> None:
     with pytest.raises(ServeError, match="expected at most 16 bytes, got 17") as caught:
         RegionTransfer(regions, RegionUse([given(17)], {}), BodyGate(16))
     assert caught.value.kind is ErrorKind.TOO_LARGE

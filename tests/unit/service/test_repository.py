@@ -1,4 +1,4 @@
-"""The modes of a repository service, and what its callers may ask."""
+"""The modes of a repository service, and the valid requests in each."""
 
 import time
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from ortserve.telemetry.metrics import Metrics
 
 @pytest_asyncio.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
-    """Nothing loaded yet of the models ``a`` and ``b``."""
+    """The models ``a`` and ``b``, not loaded yet."""
     for name in ("a", "b"):
         builders.identity(tmp_path / f"{name}.onnx")
     registry = Registry([tmp_path], LoadOptions(warmup_s=0), Metrics(CollectorRegistry()), time.monotonic_ns)
@@ -37,7 +37,7 @@ async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
         ("explicit", ("*",), ["a", "b"]),
     ],
 )
-async def test_mode_says_what_is_loaded_at_the_start(
+async def test_mode_decides_the_models_that_are_loaded_at_the_start(
     registry: Registry, mode: ControlMode, names: tuple[str, ...], ready: list[str]
 ) -> None:
     service = RepositoryService(registry, mode=mode, load_models=names)
@@ -47,7 +47,7 @@ async def test_mode_says_what_is_loaded_at_the_start(
     assert [entry.name for entry in await service.index()] == ["a", "b"]
 
 
-async def test_model_to_load_that_lies_nowhere_is_shown_and_keeps_no_other_from_loading(registry: Registry) -> None:
+async def test_missing_model_is_listed_and_does_not_prevent_other_loads(registry: Registry) -> None:
     service = RepositoryService(registry, mode="explicit", load_models=("none", "a"))
     await service.start()
     assert await service.index() == [
@@ -64,12 +64,12 @@ async def test_model_to_load_that_lies_nowhere_is_shown_and_keeps_no_other_from_
         ("../a", {}, "invalid model name '../a', model name must not contain path traversal characters"),
         ("..", {}, "invalid model name '..', model name must not contain path traversal characters"),
         ("a", {"made_up": 1}, "unrecognized load parameter 'made_up'."),
-        ("a", {"config": 1}, "parameter 'config': expected JSON in a text, got int"),
-        ("a", {"config": b"{}"}, "parameter 'config': expected JSON in a text, got bytes"),
+        ("a", {"config": 1}, "parameter 'config': expected JSON text, got int"),
+        ("a", {"config": b"{}"}, "parameter 'config': expected JSON text, got bytes"),
         ("a", {"config": "{}", "file:1/x": "y"}, "parameter 'file:1/x': expected bytes, got str"),
     ],
 )
-async def test_load_that_makes_no_sense_is_refused(
+async def test_invalid_load_is_rejected(
     registry: Registry, name: str, parameters: dict[str, LoadParameter], text: str
 ) -> None:
     service = RepositoryService(registry, mode="explicit")
@@ -80,7 +80,7 @@ async def test_load_that_makes_no_sense_is_refused(
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
-async def test_only_the_explicit_mode_takes_loads_and_unloads(registry: Registry, mode: ControlMode) -> None:
+async def test_only_the_explicit_mode_accepts_loads_and_unloads(registry: Registry, mode: ControlMode) -> None:
     service = RepositoryService(registry, mode=mode)
     for change in (service.load("a", {}), service.unload("a", {})):
         with pytest.raises(ServeError, match="explicit model load / unload is not allowed if polling") as caught:
@@ -88,6 +88,6 @@ async def test_only_the_explicit_mode_takes_loads_and_unloads(registry: Registry
         assert caught.value.kind is ErrorKind.NOT_READY
 
 
-async def test_watching_ends_at_once_where_there_is_nothing_to_follow(registry: Registry) -> None:
+async def test_watch_returns_at_once_outside_the_poll_mode(registry: Registry) -> None:
     await RepositoryService(registry, mode="explicit").watch(3600)
     await RepositoryService(registry, mode="none").watch(3600)

@@ -31,7 +31,7 @@ def test_each_row_has_its_own_classes_largest_first() -> None:
     assert texts([[0.5, 2, -1], [7, 200, 8]], 2) == [["2.000000:1", "0.500000:0"], ["200.000000:1", "8.000000:2"]]
 
 
-def test_rows_are_flat_whatever_their_shape() -> None:
+def test_rows_of_any_shape_are_flattened() -> None:
     assert texts([[[1, 9], [3, 4]]], 2, DataType.INT64) == [["9:1", "4:3"]]
     assert texts([5, 6], 3, DataType.INT64) == [["5:0"], ["6:0"]]
 
@@ -41,11 +41,11 @@ def test_model_without_a_batch_has_one_row_of_classes() -> None:
     assert texts(7, 3, DataType.INT8, batch=False) == ["7:0"]
 
 
-def test_labels_are_named_where_there_are_any() -> None:
+def test_existing_labels_are_appended() -> None:
     assert texts([[1, 2, 3, 0]], 4, DataType.UINT8, ["cat", "", "dog"]) == [["3:2:dog", "2:1", "1:0:cat", "0:3"]]
 
 
-def test_no_more_classes_than_elements_and_none_of_none() -> None:
+def test_number_of_classes_is_limited_to_the_elements() -> None:
     assert texts([[1, 2]], 9, DataType.INT32) == [["2:1", "1:0"]]
     assert texts(np.empty((2, 0)), 3) == [[], []]
     assert classify(Tensor("y", DataType.FP32, np.empty((0, 3))), 2, (), is_batched=True).array.shape == (0, 2)
@@ -64,7 +64,7 @@ def test_every_ordered_datatype_is_ordered_to_the_ends_of_its_range(datatype: Da
     assert texts([values], 3, datatype) == expected
 
 
-def test_what_is_no_number_comes_last() -> None:
+def test_nan_comes_last() -> None:
     assert texts([[np.nan, 1, -np.inf, 2]], 2) == [["2.000000:3", "1.000000:1"]]
     assert texts([[np.nan, 1]], 2) == [["1.000000:1", "nan:0"]]
 
@@ -76,7 +76,7 @@ def test_equal_elements_keep_the_order_of_their_indices(values: list[int], class
 
 
 @pytest.mark.parametrize("datatype", [DataType.BOOL, DataType.FP16, DataType.BF16, DataType.BYTES])
-def test_datatype_without_an_order_or_too_coarse_is_refused(datatype: DataType) -> None:
+def test_unordered_datatype_is_rejected(datatype: DataType) -> None:
     with pytest.raises(ServeError, match=f"unsupported type '{datatype.value}'") as caught:
         check_classifiable(TensorSpec("y", datatype, (-1,)), "m")
     assert caught.value.kind is ErrorKind.INVALID_INPUT
@@ -87,7 +87,7 @@ def test_other_datatypes_are_classified() -> None:
         check_classifiable(TensorSpec("y", datatype, (-1,)), "m")
 
 
-def test_too_many_elements_are_refused_and_many_leave_the_loop() -> None:
+def test_too_many_elements_are_rejected_and_many_are_classified_on_a_thread() -> None:
     with pytest.raises(ServeError, match="at most 1000000 elements, got 1000001") as caught:
         classify(Tensor("y", DataType.INT8, np.empty((1, MAX_ELEMENTS + 1), np.int8)), 1, (), is_batched=True)
     assert caught.value.kind is ErrorKind.INVALID_INPUT

@@ -37,7 +37,7 @@ def is_open(key: str) -> bool:
 
 
 def settle(regions: SharedMemory) -> None:
-    """Wait for everything that was given to the threads."""
+    """Wait for all work on the threads."""
     regions.threads.shutdown()
 
 
@@ -47,7 +47,7 @@ def refusal(regions: SharedMemory, name: str = "r", key: str = "/none", offset: 
     return caught.value
 
 
-def test_registered_regions_are_described_in_their_order(regions: SharedMemory, key: str) -> None:
+def test_registered_regions_are_described_in_the_order_of_registration(regions: SharedMemory, key: str) -> None:
     regions.register("b", key, 8, 16)
     regions.register("a", key[1:], 0, 64)
     assert regions.status("") == [RegionStatus("b", key, 8, 16), RegionStatus("a", key[1:], 0, 64)]
@@ -57,7 +57,7 @@ def test_registered_regions_are_described_in_their_order(regions: SharedMemory, 
     assert caught.value.kind is ErrorKind.NOT_FOUND
 
 
-def test_name_that_is_taken_is_refused_until_it_is_free(regions: SharedMemory, key: str) -> None:
+def test_name_in_use_is_rejected_until_it_is_free(regions: SharedMemory, key: str) -> None:
     regions.register("r", key, 0, 8)
     error = refusal(regions, key=key)
     assert (error.kind, error.message) == (ErrorKind.ALREADY_EXISTS, "shared memory region 'r' already in manager")
@@ -65,7 +65,7 @@ def test_name_that_is_taken_is_refused_until_it_is_free(regions: SharedMemory, k
     regions.register("r", key, 0, 8)
 
 
-def test_unregistering_closes_one_or_all_and_never_complains(regions: SharedMemory, key: str) -> None:
+def test_unregistering_closes_one_region_or_all_and_never_fails(regions: SharedMemory, key: str) -> None:
     for name in "abc":
         regions.register(name, key, 0, 8)
     regions.unregister("b")
@@ -84,7 +84,7 @@ def test_leased_region_outlives_its_registration(regions: SharedMemory, key: str
     span = RegionSpan("r", 4, 2)
     first, second = regions.lease([span, span]), regions.lease([span])
     regions.unregister("r")
-    regions.register("r", key, 0, 8)  # another region of that name is none of theirs
+    regions.register("r", key, 0, 8)  # the leases do not refer to the new region
     assert first.memory(span).read(4, 2) == bytes([12, 13])
     first.release()
     assert second.memory(span).read(4, 2) == bytes([12, 13])
@@ -103,7 +103,7 @@ def test_leased_region_outlives_its_registration(regions: SharedMemory, key: str
         (RegionSpan("r", 1, 2**200), "Invalid offset + byte size for shared memory region: 'r'"),
     ],
 )
-def test_span_that_its_region_does_not_hold_is_refused(
+def test_span_beyond_the_end_of_its_region_is_rejected(
     regions: SharedMemory, key: str, span: RegionSpan, text: str
 ) -> None:
     regions.register("r", key, 8, 16)
@@ -116,13 +116,13 @@ def test_span_that_its_region_does_not_hold_is_refused(
     assert not is_open(key)  # nothing was leased
 
 
-def test_span_of_no_region_is_not_found(regions: SharedMemory) -> None:
+def test_span_of_an_unknown_region_is_not_found(regions: SharedMemory) -> None:
     with pytest.raises(ServeError, match="Unable to find shared memory region: 'r'") as caught:
         regions.lease([RegionSpan("r", 0, 1)])
     assert caught.value.kind is ErrorKind.NOT_FOUND
 
 
-async def test_nothing_but_forgetting_is_allowed_where_the_operator_does_not_allow_it(key: str) -> None:
+async def test_only_unregistering_works_if_the_operator_does_not_allow_regions(key: str) -> None:
     regions = SharedMemory(is_allowed=False)
     with pytest.raises(ServeError) as leased:
         regions.lease([RegionSpan("r", 0, 1)])
@@ -136,7 +136,7 @@ async def test_nothing_but_forgetting_is_allowed_where_the_operator_does_not_all
     assert regions.status("") == []
 
 
-async def test_without_gpus_regions_on_them_are_refused_and_never_there(regions: SharedMemory) -> None:
+async def test_regions_on_gpus_are_rejected_without_gpus(regions: SharedMemory) -> None:
     with pytest.raises(ServeError) as caught:
         await regions.register_cuda("r", bytes(64), 0, 8)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
@@ -150,18 +150,18 @@ async def test_without_gpus_regions_on_them_are_refused_and_never_there(regions:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 1025])
-def test_name_has_a_length(regions: SharedMemory, key: str, name: str) -> None:
+def test_name_of_an_invalid_length_is_rejected(regions: SharedMemory, key: str, name: str) -> None:
     assert refusal(regions, name, key).kind is ErrorKind.INVALID_INPUT
 
 
 @pytest.mark.parametrize(("offset", "size"), [(-1, 8), (0, -1), (2**63, 0), (0, 2**64), (0, 0)])
-def test_sizes_that_no_region_has_are_refused(regions: SharedMemory, key: str, offset: int, size: int) -> None:
+def test_invalid_sizes_are_rejected(regions: SharedMemory, key: str, offset: int, size: int) -> None:
     error = refusal(regions, key=key, offset=offset, size=size)
     assert error.kind is ErrorKind.INVALID_INPUT
     assert "invalid args" in error.message
 
 
-def test_regions_are_bounded_so_that_descriptors_are_left_for_connections(key: str) -> None:
+def test_number_of_regions_is_limited_to_leave_descriptors_for_connections(key: str) -> None:
     regions = SharedMemory(is_allowed=True, max_regions=2)
     regions.register("a", key, 0, 8)
     regions.register("b", key, 0, 8)
@@ -173,7 +173,7 @@ def test_regions_are_bounded_so_that_descriptors_are_left_for_connections(key: s
 
 
 @pytest.mark.parametrize(("limit", "regions"), [(8, 2), (1, 1), (resource.RLIM_INFINITY, 16384)])
-def test_bound_is_a_quarter_of_the_descriptors(
+def test_default_limit_is_a_quarter_of_the_descriptors(
     monkeypatch: pytest.MonkeyPatch, key: str, limit: int, regions: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
@@ -187,7 +187,7 @@ def test_bound_is_a_quarter_of_the_descriptors(
 
 
 class OnGpu(RegionMemory):
-    """Memory that is opened when the test says so."""
+    """Memory on a GPU, faked in host memory."""
 
     may_wait = True
 
@@ -206,7 +206,7 @@ class OnGpu(RegionMemory):
 
 
 class Gpus:
-    """Opens memory of 16 bytes, once it may."""
+    """Opens memory of 16 bytes, once ``may_open`` is set."""
 
     def __init__(self) -> None:
         self.may_open = threading.Event()
@@ -221,7 +221,7 @@ class Gpus:
         return self.opened[-1]
 
 
-async def test_regions_on_gpus_are_apart_from_others_but_for_their_names(key: str) -> None:
+async def test_regions_on_gpus_share_only_the_name_space_with_others(key: str) -> None:
     gpus = Gpus()
     regions = SharedMemory(is_allowed=True, open_on_device=gpus.open)
     regions.register("host", key, 0, 8)
@@ -252,7 +252,7 @@ async def test_regions_on_gpus_are_apart_from_others_but_for_their_names(key: st
     assert [memory.is_open for memory in gpus.opened] == [False]
 
 
-async def test_region_of_no_bytes_on_a_gpu_is_refused_unopened() -> None:
+async def test_region_of_0_bytes_on_a_gpu_is_rejected_unopened() -> None:
     gpus = Gpus()
     regions = SharedMemory(is_allowed=True, open_on_device=gpus.open)
     with pytest.raises(ServeError, match="invalid args: expected byte_size to be at least 1, got 0"):
@@ -260,7 +260,7 @@ async def test_region_of_no_bytes_on_a_gpu_is_refused_unopened() -> None:
     assert gpus.asked == []
 
 
-async def test_a_name_that_was_taken_while_memory_was_opened_is_refused_and_the_memory_closed(key: str) -> None:
+async def test_memory_is_closed_if_its_name_was_taken_while_it_was_opened(key: str) -> None:
     gpus = Gpus()
     gpus.may_open.clear()
     regions = SharedMemory(is_allowed=True, open_on_device=gpus.open)
@@ -275,7 +275,7 @@ async def test_a_name_that_was_taken_while_memory_was_opened_is_refused_and_the_
     assert regions.cuda_status("") == []
 
 
-async def test_memory_whose_caller_left_while_it_was_opened_is_closed() -> None:
+async def test_memory_is_closed_if_its_registration_was_cancelled_while_it_was_opened() -> None:
     gpus = Gpus()
     gpus.may_open.clear()
     regions = SharedMemory(is_allowed=True, open_on_device=gpus.open)

@@ -1,4 +1,4 @@
-"""A caller's shared memory object, whatever its owner does to it meanwhile."""
+"""A caller's shared memory object, including changes by its owner during use."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ CONTENT = bytes(range(64))
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """A name in the folder of shared memory objects where there is nothing yet."""
+    """An unused name in the folder of shared memory objects."""
     path = FOLDER / f"ortserve-test-{uuid4().hex}"
     yield path
     path.unlink(missing_ok=True)
@@ -51,7 +51,7 @@ def test_object_is_opened_by_its_name_with_or_without_the_slash(owned: Path, sla
     assert owned.read_bytes() == CONTENT[:9] + b"ab" + CONTENT[11:]
 
 
-def test_what_was_read_does_not_change_when_the_owner_writes(owned: Path) -> None:
+def test_copy_does_not_change_when_the_owner_writes(owned: Path) -> None:
     opened = SharedObject("r", owned.name, 0, 64)
     read = opened.read(0, 64)
     owned.write_bytes(bytes(64))
@@ -82,7 +82,7 @@ def test_shortened_object_is_an_error_and_is_not_made_longer(owned: Path) -> Non
     opened.close()
 
 
-def test_system_that_copies_less_than_asked_is_asked_again(owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_reads_and_writes_are_continued(owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, pwrite = os.preadv, os.pwrite
     monkeypatch.setattr(os, "preadv", lambda file, parts, offset: preadv(file, [parts[0][:7]], offset))
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:7], offset))
@@ -93,7 +93,7 @@ def test_system_that_copies_less_than_asked_is_asked_again(owned: Path, monkeypa
     opened.close()
 
 
-def test_memory_that_the_system_does_not_have_is_an_error(owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_without_memory_is_an_error(owned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -122,20 +122,20 @@ def test_memory_that_the_system_does_not_have_is_an_error(owned: Path, monkeypat
         f"/{RESERVED_PREFIX}1",
     ],
 )
-def test_key_that_is_no_name_of_an_object_is_refused_unopened(key: str) -> None:
+def test_invalid_key_is_rejected_unopened(key: str) -> None:
     error = refusal(key)
     assert error.kind is ErrorKind.INVALID_INPUT
     assert error.message.startswith("failed to register shared memory region 'r': invalid args: ")
 
 
-@pytest.mark.parametrize("key", ["ortserve-test-nobody-made-this", "x" * 300, "\ud800"])
-def test_object_that_is_not_there_is_refused(key: str) -> None:
+@pytest.mark.parametrize("key", ["ortserve-test-missing", "x" * 300, "\ud800"])
+def test_missing_object_is_rejected(key: str) -> None:
     error = refusal(key)
     assert error.kind is ErrorKind.INTERNAL
     assert error.message == f"Unable to open shared memory region: '{key}'"
 
 
-def test_what_is_no_object_is_refused_whatever_it_is(path: Path, tmp_path: Path) -> None:
+def test_key_of_a_link_folder_pipe_or_socket_is_rejected(path: Path, tmp_path: Path) -> None:
     before = open_descriptors()
     target = tmp_path / "elsewhere"
     target.write_bytes(CONTENT)
@@ -155,7 +155,7 @@ def test_what_is_no_object_is_refused_whatever_it_is(path: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("offset", "byte_size"), [(0, 65), (64, 1), (65, 0), (2**63 - 1, 2**63 - 1)])
-def test_bytes_beyond_the_end_are_refused(owned: Path, offset: int, byte_size: int) -> None:
+def test_bytes_beyond_the_end_are_rejected(owned: Path, offset: int, byte_size: int) -> None:
     before = open_descriptors()
     error = refusal(owned.name, offset, byte_size)
     assert error.kind is ErrorKind.INVALID_INPUT

@@ -1,4 +1,4 @@
-"""Trace settings, as clients of either protocol change them, and what they make of requests."""
+"""Trace settings, as clients of either protocol change them, and the requests that they select."""
 
 import time
 from collections.abc import AsyncIterator
@@ -53,11 +53,11 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
 
 
 def taken(settings: TraceSettings, model: str, requests: int) -> list[int]:
-    """Which of so many requests for a model are traced, by their number from 1."""
+    """The numbers, from 1, of the traced requests among ``requests`` for a model."""
     return [number for number in range(1, requests + 1) if settings.of(model).take()]
 
 
-async def test_model_follows_the_server_where_it_has_no_setting_of_its_own(stage: Stage) -> None:
+async def test_model_uses_the_servers_settings_unless_it_has_its_own(stage: Stage) -> None:
     traces = stage.settings()
     assert traces.read() == traces.read("m") == START
     changed = {**START, "trace_rate": "7", "trace_count": "5"}
@@ -69,7 +69,7 @@ async def test_model_follows_the_server_where_it_has_no_setting_of_its_own(stage
     assert traces.update({"trace_rate": [], "trace_count": None, "log_frequency": None, "trace_level": None}) == START
 
 
-async def test_what_is_taken_back_is_as_the_options_have_it(stage: Stage) -> None:
+async def test_reset_setting_has_the_value_of_the_option(stage: Stage) -> None:
     traces = stage.settings(trace_level="TIMESTAMPS", trace_rate=3, trace_count=20, trace_log_frequency=4)
     start = {**START, "trace_level": ["TIMESTAMPS"], "trace_rate": "3", "trace_count": "20", "log_frequency": "4"}
     assert traces.read() == start
@@ -77,13 +77,13 @@ async def test_what_is_taken_back_is_as_the_options_have_it(stage: Stage) -> Non
     assert traces.update({"trace_level": None, "trace_rate": None, "trace_count": None, "log_frequency": None}) == start
 
 
-async def test_one_of_rate_requests_is_traced_and_each_change_counts_anew(stage: Stage) -> None:
+async def test_one_of_rate_requests_is_traced_and_each_change_restarts_the_count(stage: Stage) -> None:
     traces = stage.settings(trace_level="TIMESTAMPS", trace_rate=3)
     assert taken(traces, "m", 7) == [3, 6]
     assert taken(traces, "n", 2) == [2]  # m's seventh was their first
     traces.update({"trace_rate": 2})
     assert taken(traces, "n", 5) == [2, 4]
-    traces.update({})  # a question
+    traces.update({})  # only reads
     assert taken(traces, "n", 1) == [1]
 
 
@@ -109,7 +109,7 @@ async def test_count_decreases_to_zero_and_ends_tracing(stage: Stage) -> None:
     assert taken(traces, "m", 2) == [2]
 
 
-async def test_what_is_left_of_a_count_outlives_changes_of_other_settings(stage: Stage) -> None:
+async def test_remaining_count_survives_changes_of_other_settings(stage: Stage) -> None:
     traces = stage.settings(trace_level="TIMESTAMPS", trace_rate=1)
     traces.update({"trace_count": 10})
     traces.update({"trace_count": 5}, "m")
@@ -154,7 +154,7 @@ async def test_old_names_of_levels_mean_timestamps(stage: Stage, level: Any) -> 
         ({"made_up": 1}, ErrorKind.INVALID_INPUT, "unknown trace setting 'made_up'"),
     ],
 )
-async def test_setting_that_cannot_be_is_refused_and_changes_nothing(
+async def test_invalid_trace_setting_is_rejected_and_changes_nothing(
     stage: Stage, changes: dict[str, Any], kind: ErrorKind, text: str
 ) -> None:
     traces = stage.settings()
@@ -167,7 +167,7 @@ async def test_setting_that_cannot_be_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("file", ["x", "trace.json", "/etc/cron.d/x", "../x", "a\0b", "", ["x"]])
-async def test_clients_cannot_say_where_traces_are_written(stage: Stage, file: Any) -> None:
+async def test_clients_cannot_choose_the_trace_file(stage: Stage, file: Any) -> None:
     traces = stage.settings()
     with pytest.raises(ServeError, match="trace file location can not be updated through network protocol") as caught:
         traces.update({"trace_file": file})
@@ -175,7 +175,7 @@ async def test_clients_cannot_say_where_traces_are_written(stage: Stage, file: A
     assert traces.read() == START
 
 
-async def test_without_a_file_settings_are_kept_and_tracing_is_refused(stage: Stage) -> None:
+async def test_without_a_file_settings_are_stored_and_tracing_is_rejected(stage: Stage) -> None:
     traces = TraceSettings(stage.registry, TraceFileOptions(), None)
     assert traces.update({"trace_rate": 1}) == {**START, "trace_rate": "1", "trace_file": ""}
     with pytest.raises(ServeError, match=r"expected OFF, got 'TIMESTAMPS': .* without --trace-file") as caught:

@@ -1,4 +1,4 @@
-"""Traces of requests through the service, whatever becomes of them."""
+"""Traces of requests that are answered, fail or are cancelled."""
 
 import asyncio
 import json
@@ -87,11 +87,11 @@ async def test_answered_request_is_traced_from_its_head_to_its_sent_answer(stage
     assert later[-1] <= time.monotonic_ns()
 
 
-async def test_request_that_fails_is_traced_as_far_as_it_came(stage: Stage) -> None:
+async def test_failed_request_is_traced_up_to_its_failure(stage: Stage) -> None:
     with pytest.raises(ServeError):
         await stage.infer("grpc", request("double", name="other"))
     with pytest.raises(ServeError):
-        await stage.infer("grpc", request("nobody"))  # whose trace would it be?
+        await stage.infer("grpc", request("unknown"))  # without a model there is no trace
     (trace,) = await stage.traces()
     assert names(trace) == [
         "GRPC_WAITREAD_START",
@@ -103,7 +103,7 @@ async def test_request_that_fails_is_traced_as_far_as_it_came(stage: Stage) -> N
     ]
 
 
-async def test_request_whose_caller_left_is_traced_and_has_not_been_sent(stage: Stage) -> None:
+async def test_cancelled_request_is_traced_without_a_sent_answer(stage: Stage) -> None:
     task = asyncio.create_task(stage.infer("http", request("slow")))
     await asyncio.sleep(0)
     task.cancel()
@@ -114,7 +114,7 @@ async def test_request_whose_caller_left_is_traced_and_has_not_been_sent(stage: 
     assert names(trace)[-1] == "REQUEST_END"
 
 
-async def test_trace_of_a_caller_that_left_ends_there_although_its_batch_goes_on(stage: Stage) -> None:
+async def test_trace_of_a_cancelled_request_ends_although_its_batch_continues(stage: Stage) -> None:
     call = stage.service.receive("http")
     outcomes = list[object]()
     stage.service.start(call, Given(lambda: request("slow")), AS_IS, outcomes.append, outcomes.append)

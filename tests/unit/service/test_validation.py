@@ -1,4 +1,4 @@
-"""Requests against signatures: each error by its text."""
+"""Requests against signatures, with the text of each error."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def expect_invalid(request: InferRequest, text: str, signature: ModelSignature =
     assert caught.value.message == text
 
 
-def test_arrays_come_out_in_the_order_of_the_signature_with_their_rows() -> None:
+def test_arrays_have_the_order_of_the_signature() -> None:
     a, b = tensor("a", FP32, 3, 4), tensor("b", INT32, 3, 7, 2)
     for inputs in ((a, b), (b, a)):
         arrays, rows = check_request(request(*inputs, outputs=["z"]), BATCHED, "m")
@@ -127,7 +127,7 @@ GOOD_A, GOOD_B = tensor("a", FP32, 2, 4), tensor("b", INT32, 2, 1, 2)
         ),
     ],
 )
-def test_what_does_not_fit_a_batched_model_is_refused(wrong: InferRequest, text: str) -> None:
+def test_invalid_request_of_a_batched_model_is_rejected(wrong: InferRequest, text: str) -> None:
     expect_invalid(wrong, text)
 
 
@@ -151,7 +151,7 @@ def test_what_does_not_fit_a_batched_model_is_refused(wrong: InferRequest, text:
         ),
     ],
 )
-def test_what_does_not_fit_an_unbatched_model_is_refused(a: Tensor, s: Tensor, text: str) -> None:
+def test_invalid_request_of_an_unbatched_model_is_rejected(a: Tensor, s: Tensor, text: str) -> None:
     expect_invalid(request(a, s), text, UNBATCHED)
 
 
@@ -172,7 +172,7 @@ ALL_OPTIONAL = ModelSignature(
 )
 
 
-def test_optional_inputs_that_are_left_out_are_absent_in_their_places() -> None:
+def test_omitted_optional_inputs_are_placeholders() -> None:
     a, b, w = tensor("a", FP32, 3, 4), tensor("b", INT32, 3), tensor("w", FP32, 2)
     for given in ([b], [b, a], [w, b], [a, b, w]):
         arrays, rows = check_request(request(*given), OPTIONAL, "m")
@@ -205,18 +205,18 @@ def test_optional_inputs_that_are_left_out_are_absent_in_their_places() -> None:
         ),
     ],
 )
-def test_optional_inputs_are_checked_where_they_are_brought(wrong: InferRequest, text: str) -> None:
+def test_present_optional_inputs_are_checked(wrong: InferRequest, text: str) -> None:
     expect_invalid(wrong, text, OPTIONAL)
 
 
 @pytest.mark.parametrize("given", [(), (tensor("w", FP32, 2),)])
-def test_rows_must_be_told_by_some_input(given: tuple[Tensor, ...]) -> None:
+def test_some_input_must_have_rows(given: tuple[Tensor, ...]) -> None:
     expect_invalid(
         request(*given), "model 'm' needs at least one of its inputs 'a' to tell how many rows there are", ALL_OPTIONAL
     )
 
 
-def test_model_without_rows_may_be_brought_nothing() -> None:
+def test_request_without_inputs_is_valid_for_a_model_without_rows() -> None:
     signature = ModelSignature((TensorSpec("a", FP32, (4,), is_optional=True),), (TensorSpec("y", FP32, ()),), "reason")
     (array,), rows = check_request(request(), signature, "m")
     assert is_absent(array)
@@ -236,14 +236,14 @@ def test_model_without_rows_may_be_brought_nothing() -> None:
         ),
     ],
 )
-def test_what_the_model_has_but_nobody_can_have_is_unsupported(wanted: InferRequest, text: str) -> None:
+def test_tensor_that_is_not_served_is_unsupported(wanted: InferRequest, text: str) -> None:
     with pytest.raises(ServeError) as caught:
         check_request(wanted, OPTIONAL, "m")
     assert caught.value.kind is ErrorKind.UNSUPPORTED
     assert caught.value.message == text
 
 
-def test_any_shape_is_taken_where_the_model_declares_none() -> None:
+def test_any_shape_is_accepted_if_the_model_declares_none() -> None:
     signature = ModelSignature((TensorSpec("a", FP32, (), has_any_shape=True),), (), "reason")
     for shape in ((), (3,), (0, 2), (1, 2, 3)):
         (array,), _ = check_request(request(tensor("a", FP32, *shape)), signature, "m")

@@ -180,7 +180,7 @@ class Connection:
             a request may be on its way.
         is_closing: Whether the last response is written and no exchange may start any more.
         is_lingering: Whether the last response is sent, and received bytes are dropped until the caller closes.
-        is_given_up: Whether received bytes are ignored, because an error is sent or waits for its turn.
+        ignores_input: Whether received bytes are ignored, because an error is sent or waits for its turn.
         is_read_paused: Whether the transport does not read.
         is_write_paused: Whether the caller reads its responses too slowly.
     """
@@ -203,7 +203,7 @@ class Connection:
         self.is_old = False
         self.is_closing = False
         self.is_lingering = False
-        self.is_given_up = False
+        self.ignores_input = False
         self.is_read_paused = False
         self.is_write_paused = False
         self._waiting: deque[Exchange] = deque()
@@ -244,7 +244,7 @@ class Connection:
         ``in_body`` says whether its head is complete, so that it is the newest exchange.
         """
         newest = self.newest
-        self.is_given_up = True
+        self.ignores_input = True
         if newest is not None and newest.more_body:
             newest.abandon()
         if newest is not None and in_body and newest.response_started:
@@ -270,7 +270,7 @@ class Connection:
 
     def linger(self) -> None:
         """End the sending side, and drop received bytes until the caller ends its own side, or for a while."""
-        self.is_lingering = self.is_given_up = True
+        self.is_lingering = self.ignores_input = True
         if self.has_ended:
             self.transport.close()
         else:

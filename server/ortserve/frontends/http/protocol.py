@@ -120,7 +120,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         connection = self.connection
-        if self._stage is not _REQUEST or self._n_unknown_heads > _MAX_UNKNOWN_HEADS or connection.is_given_up:
+        if self._stage is not _REQUEST or self._n_unknown_heads > _MAX_UNKNOWN_HEADS or connection.ignores_input:
             self._read(data)
             return
         found = split_head(data)
@@ -149,7 +149,7 @@ class HttpProtocol(asyncio.Protocol):
         connection.has_ended = True
         if connection.is_lingering or not self._limits.answers_half_closed:
             self.transport.close()
-        elif not connection.is_given_up and self._stage is not _REQUEST:
+        elif not connection.ignores_input and self._stage is not _REQUEST:
             part = "headers" if self._stage is _HEADERS else "body"
             self._reject_in_turn(invalid_input(f"incomplete request: the connection ended within its {part}"))
         else:
@@ -226,7 +226,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def _read(self, data: bytes) -> None:
         connection = self.connection
-        if connection.is_given_up:
+        if connection.ignores_input:
             connection.drop(len(data))
             return
         self._data_bytes = len(data)
@@ -339,7 +339,7 @@ class HttpProtocol(asyncio.Protocol):
         Also offer the exchange to receive the rest of a large body into its memory.
         """
         connection = self.connection
-        if connection.is_given_up:
+        if connection.ignores_input:
             return
         limits = self._limits
         if self._unfinished[0] is not self._headers or self._unfinished[1] is not self._stage:
@@ -368,7 +368,7 @@ class HttpProtocol(asyncio.Protocol):
         """Reject a body for the announced size of its last chunk, which began in ``data``, before the chunk arrives."""
         size = announced_chunk_bytes(data, self._body_bytes - self._chunk_begin)
         self._chunk_begin = -1
-        if size > self._limits.max_chunk_bytes and not self.connection.is_given_up:
+        if size > self._limits.max_chunk_bytes and not self.connection.ignores_input:
             self._reject_in_turn(body_too_large(size, self._limits.max_chunk_bytes))
 
     def _reject_in_turn(self, error: ServeError) -> None:

@@ -131,9 +131,9 @@ class ServerCertificate:
         self._followed = FollowedFiles(
             self._serving.certificate.contents,
             read=partial(read_files, files),
-            take=self._take,
-            refuse=self._refuse,
-            recover=lambda: log_event(logger, logging.INFO, "the files hold the certificate again that serves"),
+            accept=self._accept,
+            reject=self._reject,
+            recover=lambda: log_event(logger, logging.INFO, "the files hold the certificate in use again"),
         )
 
     @property
@@ -171,11 +171,11 @@ class ServerCertificate:
         """Follow the files until cancelled."""
         await self._followed.follow(LOOK_S)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Check the files once, and use their certificate if it is new, settled and valid."""
-        await self._followed.look()
+        await self._followed.check()
 
-    async def _take(self, contents: FileContents) -> None:
+    async def _accept(self, contents: FileContents) -> None:
         if self._built.certificate.contents != contents:  # else it is built already and not valid yet
             self._built = await asyncio.to_thread(self._build, contents)
         reason = _reason_to_wait(self._serving.certificate, self._built.certificate, self._now_s())
@@ -184,9 +184,9 @@ class ServerCertificate:
         self._metrics.certificate_reloaded(is_ok=True)
         self._serve(self._built)
 
-    def _refuse(self, reason: str) -> None:
+    def _reject(self, reason: str) -> None:
         self._metrics.certificate_reloaded(is_ok=False)
-        message = "the new certificate cannot be used, the old one serves on"
+        message = "the new certificate cannot be used, the old one stays in use"
         log_event(logger, logging.ERROR, message, reason=reason)
 
     def _serve(self, serving: _Serving) -> None:

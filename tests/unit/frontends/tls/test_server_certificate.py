@@ -76,13 +76,13 @@ async def test_new_files_serve_once_they_are_the_same_in_two_looks(served: Serve
     old = served.serial()
     expires = datetime.now(UTC).replace(microsecond=0) + timedelta(days=7)
     new = served.secret.renew(expires=expires)
-    await served.certificate.look()
+    await served.certificate.check()
     assert served.serial() == old
-    await served.certificate.look()
+    await served.certificate.check()
     ports: tuple[Port, ...] = ("http", "grpc", "metrics")
     assert [served.serial(port) for port in ports] == [new] * 3
     assert served.counts.expires_s == expires.timestamp()
-    await served.certificate.look()
+    await served.certificate.check()
     assert served.counts.reloads == [True]
 
 
@@ -92,10 +92,10 @@ async def test_files_that_are_copied_one_after_the_other_are_not_taken_half(
     made = served.secret.authority.issue_cert("127.0.0.1")
     cert, key = made.cert_chain_pems[0].bytes(), made.private_key_pem.bytes()
     served.secret.put(cert, served.secret.key.read_bytes())
-    await served.certificate.look()
+    await served.certificate.check()
     served.secret.put(cert, key)
-    await served.certificate.look()
-    await served.certificate.look()
+    await served.certificate.check()
+    await served.certificate.check()
     assert served.serial() == serial_of(cert)
     assert served.counts.reloads == [True]
     assert "cannot be used" not in caplog.text
@@ -131,18 +131,18 @@ async def test_bad_certificate_changes_nothing_and_is_told_once(
             other = served.secret.authority.issue_cert("127.0.0.1")
             served.secret.put(served.secret.cert.read_bytes(), other.private_key_pem.bytes())
     for _ in range(5):
-        await served.certificate.look()
+        await served.certificate.check()
     assert served.serial() == old
     (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert told.getMessage() == "the new certificate cannot be used, the old one serves on"
+    assert told.getMessage() == "the new certificate cannot be used, the old one stays in use"
     option = "tls_key_file" if fault == "mismatched" else "tls_cert_file"
     assert told.__dict__["fields"]["reason"].startswith(f"{option}: expected ")
     assert served.counts.reloads == [False]
 
     if fault != "missing":
         new = served.secret.renew()
-        await served.certificate.look()
-        await served.certificate.look()
+        await served.certificate.check()
+        await served.certificate.check()
         assert served.serial() == new
         assert served.counts.reloads == [False, True]
 
@@ -157,16 +157,16 @@ async def test_certificate_that_is_not_valid_now_leaves_the_old_one_while_that_i
     else:
         new = served.secret.renew(begins=datetime.now(UTC) + timedelta(hours=1))
     for _ in range(5):
-        await served.certificate.look()
+        await served.certificate.check()
     assert (served.serial(), served.counts.expires_s) == (old, old_expires_s)
     (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert told.getMessage() == "the new certificate cannot be used, the old one serves on"
+    assert told.getMessage() == "the new certificate cannot be used, the old one stays in use"
     reason = told.__dict__["fields"]["reason"]
     assert reason.startswith("tls_cert_file: expected a certificate that is valid now, got one from 20")
     assert served.counts.reloads == [False]
 
     served.now_s += 2 * 3600 if fault == "not yet valid" else 31 * 86400  # when the one is valid, or the other not
-    await served.certificate.look()
+    await served.certificate.check()
     blind = served.secret.client_context()
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
     assert served.serial(client=blind) == new
@@ -179,8 +179,8 @@ async def test_renewed_authority_refuses_clients_of_the_old_one(tmp_path: Path) 
     assert served.serial(client=of_old)
     served.secret.authority = Secret(tmp_path / "other").authority
     served.secret.renew()
-    await served.certificate.look()
-    await served.certificate.look()
+    await served.certificate.check()
+    await served.certificate.check()
     served.secret.authority.configure_trust(of_old)
     with pytest.raises(ssl.SSLCertVerificationError):
         served.serial(client=of_old)

@@ -1,4 +1,4 @@
-"""The time limits of the calls of one connection: deadlines, stalled requests, and answers that nobody reads."""
+"""The time limits of the calls of one connection: deadlines, stalled requests, and unread answers."""
 
 import asyncio
 from collections.abc import Mapping
