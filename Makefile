@@ -1,5 +1,6 @@
 # make serve   the bundled example models on 127.0.0.1: HTTP 8000, gRPC 8001, metrics 8002
 # make test    all tests
+# make test-quick   those of the inner loop: most unit tests and the import arrows, in about a minute
 # make check   lint, types, import arrows, generated files
 # make docs    the documentation as a site, in site/; broken links fail
 # make wheel   the compiled wheel, in dist/, tested in an environment of its own (needs a C compiler)
@@ -25,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CASES ?= 100000
 SEED ?= 1
 
-.PHONY: serve test docs wheel test-compiled fuzz check audit protos reference clean
+.PHONY: serve test test-quick docs wheel test-compiled fuzz check audit protos reference clean
 
 serve: .venv/serve.done
 	@locale -a | grep -qix 'en_US\.utf-\?8' || echo 'The locale en_US.UTF-8 is missing, which models with a' \
@@ -34,6 +35,13 @@ serve: .venv/serve.done
 
 test: .venv/dev.done
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+
+# Unit tests that take long or need sessions of ONNX Runtime; the quick target leaves them out, with all other folders.
+SLOW_UNIT_TESTS := rows engine device registry/load frontends/grpc/native batching/test_batcher_properties.py \
+	batching/test_shared_threads.py telemetry/test_cost_reports.py app/test_watchdog.py
+
+test-quick: .venv/dev.done
+	$(BIN)/python -m pytest $(PARALLEL) $(SLOW_UNIT_TESTS:%=--ignore=tests/unit/%) tests/unit tests/repo/test_arrows.py $(PYTEST_ARGS)
 
 # Without --quiet, which hides warnings from --strict.
 docs: .venv/docs.done

@@ -40,6 +40,7 @@ DOORS = {
     "starlette": {"frontends"},
     "fastapi": {"frontends"},
     "uvicorn": {"frontends"},
+    "httptools": {"frontends"},
     "uvloop": {"app"},
     "orjson": {"codecs", "frontends"},
     "google": {"_pb", "codecs", "frontends"},
