@@ -75,7 +75,7 @@ def test_what_fails_says_why_and_what_comes_behind_it_is_written(tmp_path: Path)
     run = run_script("--device", "cuda", "--out", str(out))
     assert run.returncode == 1
     head, checks, *others = out.read_text().split("\n## ")
-    assert "a GPU that cupy tells nothing of" in head
+    assert "a GPU without properties from cupy" in head
     assert "\nFAILED: RuntimeError: pytest ended with 1\n" in checks, "no test may be skipped there"
     assert len(others) == 3
     for section in others:
