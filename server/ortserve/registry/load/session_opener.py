@@ -133,23 +133,28 @@ class SessionOpener:
             ServeError: As ``open_session``; overloaded if the weights alone do not fit on the device.
             DeviceLostError: The device is lost, now or before. The device is marked as lost.
         """
-        profiled = self.with_profile(choice) if choice.name == TENSORRT and not self._learns_shapes else choice
         began_ns = self._clock()
+        if choice.name in GPU_PROVIDERS or self._runtime.devices.has(choice.name):
+            opened = self._open_with_profile(choice, threads)
+        else:
+            opened = OpenedSession(self._session(choice, threads))
+        opened.opening_s = (self._clock() - began_ns) / 1e9
+        return opened
+
+    def _open_with_profile(self, choice: ProviderChoice, threads: int) -> OpenedSession:
+        """Open on a provider of a device; TensorRT with profiles, unless it turns out that it needs more of them."""
+        profiled = self.with_profile(choice) if choice.name == TENSORRT and not self._learns_shapes else choice
         try:
-            opened = self._open(profiled, threads)
-            opened.opening_s = (self._clock() - began_ns) / 1e9
-            return opened
+            return self._open_on_provider(profiled, threads)
         except ServeError as error:
             if profiled is choice or not wants_more_profiles(error):
                 raise
         self._learns_shapes = True
-        return self._open(choice, threads)
+        return self._open_on_provider(choice, threads)
 
-    def _open(self, choice: ProviderChoice, threads: int) -> OpenedSession:
+    def _open_on_provider(self, choice: ProviderChoice, threads: int) -> OpenedSession:
         """Open with these options, and with streams if the device can have buffers."""
         devices = self._runtime.devices
-        if choice.name not in GPU_PROVIDERS and not devices.has(choice.name):
-            return OpenedSession(self._session(choice, threads))
         wants_graphs = self._options.graph_replay or choice.wants_graphs
         device: OpenDevice | str = "device_buffers is off"
         if self._options.device_buffers:
