@@ -1,6 +1,9 @@
-"""Which of the server's functions the interpreter runs for each infer request, told as JSON: name → calls a request.
+"""Profile the functions of the package that the interpreter runs for each inference request.
 
-A process of its own: the profiler is everybody's, and so is what a server makes of logging and garbage collection.
+    PYTHONPATH=server:tests/support python tests/support/calls_profile.py json|binary|grpc [--summary]
+
+Prints JSON, function to calls per request, or with ``--summary`` the number of calls and of files. It is a process of its
+own, because a profiler and the server's settings of logging and garbage collection hold for a whole process.
 """
 
 import asyncio
@@ -104,4 +107,10 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         (Path(temporary) / "mlp" / "1").mkdir(parents=True)
         builders.mlp(Path(temporary) / "mlp" / "1" / "model.onnx")
-        json.dump(runner.run(profile(Path(temporary), sys.argv[1])), sys.stdout)
+        calls = runner.run(profile(Path(temporary), sys.argv[1]))
+    if "--summary" in sys.argv:
+        usual = {name: count for name, count in calls.items() if count >= 0.5}
+        files = {max((module for module in sys.modules if name.startswith(f"{module}.")), key=len) for name in usual}
+        print(f"{sum(usual.values()):.0f} calls in {len(files)} files per request")
+    else:
+        json.dump(calls, sys.stdout)
