@@ -2,8 +2,8 @@
 
     PYTHONPATH=server:tests/support python tests/support/calls_profile.py json|binary|grpc [--summary]
 
-Prints JSON, function to calls per request, or with ``--summary`` the number of calls and of files. It is a process of its
-own, because a profiler and the server's settings of logging and garbage collection hold for a whole process.
+Prints JSON, function to calls per request, or with ``--summary`` the number of calls and of files. It is a process of
+its own, because a profiler and the server's settings of logging and garbage collection hold for a whole process.
 """
 
 import asyncio
