@@ -142,9 +142,10 @@ def test_scrape_of_a_thousand_models_is_bounded_in_time_and_size(is_used: bool, 
 
     begin_s = time.thread_time()
     text = world.read()
-    taken_s = time.thread_time() - begin_s
+    own_s = time.thread_time() - begin_s
+    generate_latest(world.registry)
+    library_s = time.thread_time() - begin_s - own_s
 
     assert text.count("\n") < max_lines * MODELS
-    # Of the processor's time, on a machine of which little is known; prometheus_client's writer takes 1.1 s where this
-    # takes 0.09 s (``loadtests/metrics_cost.py``).
-    assert taken_s < 0.6
+    # The ratio is 0.1 for used models (``loadtests/metrics_cost.py``), on fast and on slow machines.
+    assert own_s < 0.5 * library_s
