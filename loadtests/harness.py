@@ -155,14 +155,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def circumstances() -> str:
-    """Machine, versions, commit and command, for the head of a report."""
+def circumstances(build: str = "compiled" if IS_COMPILED else "interpreted") -> str:
+    """Machine, versions, build of the package, commit and command, for the head of a report."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     packages = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "uvicorn", "fastapi", "grpcio", "numpy"))
     processors = len(os.sched_getaffinity(0))
-    way = "compiled" if IS_COMPILED else "interpreted"
     return (
-        f"{processors} processors ({platform.machine()}), Python {platform.python_version()}, {packages}; {way}, "
+        f"{processors} processors ({platform.machine()}), Python {platform.python_version()}, {packages}; {build}, "
         f"commit {commit.strip() or 'unknown'}; `python {' '.join(sys.argv)}`; {time.strftime('%Y-%m-%d')}."
     )
 

@@ -92,10 +92,10 @@ def neighbour(pipe: Pipe, name: str, ports: Ports) -> None:
         asks = cycle(chosen.prepare(ports, stack))
         pipe.send("prepared")
         while pipe.recv() is not None:
-            pipe.send(_send_until_told(pipe, asks, chosen.every_s))
+            pipe.send(_send_until_stopped(pipe, asks, chosen.every_s))
 
 
-def _send_until_told(pipe: Pipe, asks: Iterator[Ask], every_s: float) -> Counter[str]:
+def _send_until_stopped(pipe: Pipe, asks: Iterator[Ask], every_s: float) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     due = time.monotonic()
     while not pipe.poll(max(0.0, due - time.monotonic())):

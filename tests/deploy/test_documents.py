@@ -52,7 +52,7 @@ def test_compose_commands_name_services_and_profiles_that_are_there() -> None:
 
 
 def without_files(words: list[str]) -> Iterator[str]:
-    """A command of Compose without the files that it is told to read, which are there."""
+    """A command of Compose without the files that its variables name, which are there."""
     rest = iter(words)
     for word in rest:
         if word == "-f":
@@ -131,12 +131,12 @@ def test_traces_of_the_page_reach_the_collector_and_its_name(tmp_path: Path) -> 
 
 def test_timings_of_the_page_are_those_of_the_manifests() -> None:
     base = installation("base, by its files")
-    told = KUBERNETES[KUBERNETES.index("A pod ends in this order") :]
-    assert f"waits {base.server['lifecycle']['preStop']['sleep']['seconds']} s (`preStop`)" in told
-    assert f"`ORTSERVE_DRAIN_DELAY_S` ({base.environment['ORTSERVE_DRAIN_DELAY_S']} s)" in told
-    assert f"`ORTSERVE_DRAIN_TIMEOUT_S` ({base.environment['ORTSERVE_DRAIN_TIMEOUT_S']} s)" in told
-    assert f"`terminationGracePeriodSeconds` ({base.pod['spec']['terminationGracePeriodSeconds']})" in told
-    assert "(`ORTSERVE_GRPC_MAX_CONNECTION_AGE_S`)" in told
+    section = KUBERNETES[KUBERNETES.index("A pod ends in this order") :]
+    assert f"waits {base.server['lifecycle']['preStop']['sleep']['seconds']} s (`preStop`)" in section
+    assert f"`ORTSERVE_DRAIN_DELAY_S` ({base.environment['ORTSERVE_DRAIN_DELAY_S']} s)" in section
+    assert f"`ORTSERVE_DRAIN_TIMEOUT_S` ({base.environment['ORTSERVE_DRAIN_TIMEOUT_S']} s)" in section
+    assert f"`terminationGracePeriodSeconds` ({base.pod['spec']['terminationGracePeriodSeconds']})" in section
+    assert "(`ORTSERVE_GRPC_MAX_CONNECTION_AGE_S`)" in section
     assert base.environment["ORTSERVE_GRPC_MAX_CONNECTION_AGE_S"] == "300"  # "five minutes old"
 
 

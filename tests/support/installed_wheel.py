@@ -41,8 +41,8 @@ def main() -> None:
     for name in COMPILED:
         file = import_module(name).__file__ or ""
         assert file.endswith(".so"), f"{name}: expected a compiled module, got {file}"
-    told = subprocess.run([sys.executable, "-Im", "ortserve", "version"], capture_output=True, text=True, check=True)
-    assert "request path compiled" in told.stdout, told.stdout
+    version = subprocess.run([sys.executable, "-Im", "ortserve", "version"], capture_output=True, text=True, check=True)
+    assert "request path compiled" in version.stdout, version.stdout
 
     command = [sys.executable, "-Im", "ortserve", "serve", "--example", "--log-format", "json"]
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
@@ -61,7 +61,7 @@ def main() -> None:
         finally:
             guard.cancel()
             server.kill()
-    print(told.stdout + "REST and gRPC answered, and the server drained")
+    print(version.stdout + "REST and gRPC answered, and the server drained")
 
 
 def wait_until_ready(lines: Iterable[str]) -> dict[str, int]:

@@ -1,0 +1,128 @@
+"""Two builds of the package, measured in turns: what ``compiled_cost`` and ``package_cost`` share."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, TypeAlias
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
+import numpy as np  # noqa: E402
+import onnxruntime as ort  # noqa: E402
+import psutil  # noqa: E402
+
+from grpc_latency import METHOD, Way, calls_us  # noqa: E402
+from harness import checking, circumstances, serving, spread, table, wrk  # noqa: E402
+from models.builders import mlp  # noqa: E402
+from ortserve._pb import grpc_service_pb2 as pb  # noqa: E402
+
+REST_CPU: Final = "REST, 32 connections, CPU µs"
+REST_RATE: Final = "REST, 32 connections, requests/s"
+REST_P50: Final = "REST, one connection, p50 µs"
+CALL_P50: Final = "gRPC, one call at a time, p50 µs"
+CALLS_CPU: Final = "gRPC, 64 calls at a time, CPU µs"
+
+_FIRST_PORT: Final = 18400
+
+Load: TypeAlias = Callable[[Way, Path], Mapping[str, float]]
+"""Loads one server, with a folder for files, and returns figures by their names."""
+
+Measured: TypeAlias = Mapping[str, Mapping[str, Sequence[float]]]
+"""Figures of all rounds, by the name of the build and of the figure."""
+
+
+def measure(environments: Mapping[str, Mapping[str, str]], loads: Sequence[Load], *, rounds: int) -> Measured:
+    """Load a server in each environment in turns. A first round is not counted.
+
+    Args:
+        environments: Two, by the name of the build: variables of the server, such as PYTHONPATH.
+        loads: Applied one after the other; answers are checked meanwhile.
+        rounds: That count.
+    """
+    measured: dict[str, dict[str, list[float]]] = {name: {} for name in environments}
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as servers:
+        folder = Path(temporary)
+        (folder / "models" / "mlp" / "1").mkdir(parents=True)
+        file = mlp(folder / "models" / "mlp" / "1" / "model.onnx")
+        row = np.random.default_rng(0).uniform(-1, 1, (1, 64)).astype(np.float32)
+        session = ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        expected = session.run(None, {"x": row})[0].ravel()
+        ways: list[tuple[str, Way]] = []
+        for index, (name, environment) in enumerate(environments.items()):
+            port = _FIRST_PORT + 10 * index
+            server = servers.enter_context(serving(folder / "models", port, environment=environment))
+            ways.append((name, Way(server, port, row, expected)))
+        for number in range(rounds + 1):
+            for name, way in ways if number % 2 else reversed(ways):
+                for load in loads:
+                    with checking(way.check):
+                        figures = load(way, folder)
+                    print(f"round {number} {name:12} {dict(figures)}", flush=True)
+                    for what, value in figures.items() if number else ():
+                        measured[name].setdefault(what, []).append(value)
+    return measured
+
+
+def load_by_wrk(seconds: int) -> Load:
+    """REST JSON with 32 connections and with one, for this time each."""
+
+    def load(way: Way, folder: Path) -> Mapping[str, float]:
+        many = wrk(way.url, way.body, folder, pid=way.pid, connections=32, seconds=seconds)
+        one = wrk(way.url, way.body, folder, pid=way.pid, connections=1, seconds=seconds)
+        return {REST_CPU: many.cpu_us, REST_RATE: many.requests_per_s, REST_P50: one.p50_ms * 1e3}
+
+    return load
+
+
+def load_by_grpcio(calls: int) -> Load:
+    """GRPC calls of one grpcio client, one after the other."""
+    return lambda way, _: {CALL_P50: calls_us(way, "mlp", way.row, way.expected, calls)}
+
+
+def load_by_h2load(calls: int) -> Load:
+    """GRPC calls of 8 connections with 8 streams each."""
+
+    def load(way: Way, folder: Path) -> Mapping[str, float]:
+        message = folder / "message"
+        message.write_bytes(_grpc_message(way.row))
+        headers = ("-H", "content-type: application/grpc", "-H", "te: trailers")
+        url = f"http://127.0.0.1:{way.port + 1}{METHOD}"
+        server = psutil.Process(way.pid)
+        before = server.cpu_times()
+        command = ["h2load", "-n", str(calls), "-c", "8", "-m", "8", "-d", str(message), *headers, url]
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        after = server.cpu_times()
+        if f"{calls} succeeded" not in printed:
+            raise RuntimeError(f"expected {calls} answers, got: {printed}")
+        return {CALLS_CPU: (after.user + after.system - before.user - before.system) / calls * 1e6}
+
+    return load
+
+
+def comparison(title: str, measured: Measured, figures: Sequence[str], *, rounds: int) -> str:
+    """A page with each figure of both builds, and their ratio."""
+    (first, old), (second, new) = measured.items()
+    rows = []
+    for what in figures:
+        ratios = [one / other for one, other in zip(new[what], old[what], strict=True)]
+        rows.append([what, spread(old[what]), spread(new[what]), spread(ratios)])
+    explained = (
+        f"Tiny MLP, medians (lowest to highest) of {rounds} rounds in which the servers took turns; CPU of the server "
+        "per request. Samples and last answers were compared with ONNX Runtime's own."
+    )
+    header = ["figure", first, second, f"{second} / {first}"]
+    return "\n\n".join(
+        [f"# {title}", circumstances(f"the builds {first} and {second}"), explained, table(header, rows)]
+    )
+
+
+def _grpc_message(row: np.ndarray) -> bytes:
+    """A request for the model in the frame of a gRPC message."""
+    request = pb.ModelInferRequest(model_name="mlp")
+    request.inputs.add(name="x", datatype="FP32", shape=row.shape)
+    request.raw_input_contents.append(row.tobytes())
+    data = request.SerializeToString()
+    return b"\0" + len(data).to_bytes(4, "big") + data
