@@ -114,9 +114,8 @@ def comparison(title: str, measured: Measured, figures: Sequence[str], *, rounds
         "per request. Samples and last answers were compared with ONNX Runtime's own."
     )
     header = ["figure", first, second, f"{second} / {first}"]
-    return "\n\n".join(
-        [f"# {title}", circumstances(f"the builds {first} and {second}"), explained, table(header, rows)]
-    )
+    head = circumstances(f"the builds {first} and {second}")
+    return "\n\n".join([f"# {title}", head, explained, table(header, rows)])
 
 
 def _grpc_message(row: np.ndarray) -> bytes:

@@ -232,10 +232,10 @@ def test_second_provider_of_a_plug_in_is_found_whichever_is_asked_for_first(tmp_
     with serving(tmp_path, *SHORT_WARMUP, env=environment) as server:
         assert [properties(server, model)["execution_provider"] for model in "abcd"] == [second, OPENVINO, CPU, CPU]
         for model in "cd":
-            told = (
+            reason = (
                 f"{OPENVINO}.NO_SUCH finds no device that it supports, according to the package onnxruntime_ep_openvino"
             )
-            assert properties(server, model)["execution_providers_passed_over"] == told
+            assert properties(server, model)["execution_providers_passed_over"] == reason
 
 
 def test_plug_in_named_by_its_library_is_not_registered_again_for_its_package(tmp_path: Path) -> None:

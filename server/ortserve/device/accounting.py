@@ -1,4 +1,4 @@
-"""What this process uses of a device: bytes by owner and purpose, and counts of an instance's runs and copies.
+"""The use of a device by this process: bytes by owner and purpose, and counts of an instance's runs and copies.
 
 Pinned host memory for copies to and from the device is accounted beside the device's memory, and never added to it.
 """

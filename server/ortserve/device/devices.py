@@ -81,7 +81,7 @@ class OpenDevice:
 
     Attributes:
         device: The device.
-        ledger: Who uses how much of its memory.
+        ledger: Accounts of its memory, by owner.
         capture_lock: The process's lock for GPU work.
         lost: Why the device is lost; empty while it is not. Never reset.
     """

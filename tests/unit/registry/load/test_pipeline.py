@@ -516,8 +516,8 @@ def test_failures_to_open_and_to_run_are_told_together(tmp_path: Path, monkeypat
         return real(path, name, options)
 
     monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_some)
-    told = rf"^it cannot be opened there; execution_providers: {OTHER} opens the model, but fails on .* nullptr!$"
-    with pytest.raises(ServeError, match=told):
+    expected = rf"^it cannot be opened there; execution_providers: {OTHER} opens the model, but fails on .* nullptr!$"
+    with pytest.raises(ServeError, match=expected):
         load_on(builders.mlp(tmp_path / "model.onnx"), [AZURE, OTHER], allow_fallback=True)
 
 

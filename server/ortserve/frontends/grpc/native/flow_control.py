@@ -61,9 +61,9 @@ class AnswerHolder(Protocol):
 class UnsentBudget:
     """Bounds the bytes of answers that callers of all connections have not read. Loop thread only.
 
-    Answers are counted apart from requests (``service/gate``), so that callers who do not read answers cannot keep
-    others from sending requests. The answers exist already, so the budget cannot reject them: it ends the oldest calls
-    of the connection with the most unsent bytes. Callers who read their answers are seldom affected.
+    Answers are counted apart from requests (``service/gate``), so that unread answers do not use up the memory of
+    requests. The answers exist already, so the budget cannot reject them: it ends the oldest calls of the connection
+    with the most unsent bytes. Calls whose answers are read are seldom affected.
 
     Attributes:
         max_bytes: Above this calls are ended.
