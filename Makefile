@@ -106,7 +106,7 @@ clean:
 	touch $@
 
 .venv/dev.done: .venv/made pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[cpu,otel,compile,dev,docs]'
+	$(INSTALL) --editable '.[cpu,otel,tools,compile,dev,docs]'
 	touch $@ .venv/serve.done .venv/docs.done
 
 .venv/docs.done: .venv/made pyproject.toml constraints.txt

@@ -21,7 +21,7 @@ LEVELS = (
     ("device",),
     ("registry",),
     ("service",),
-    ("frontends", "example"),
+    ("frontends", "example", "tools"),
     ("app",),
     ("cli",),
 )
@@ -29,25 +29,30 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 # Library: the rooms that may import it. The scripts that make the example models run offline, never in the server.
 DOORS = {
-    "onnxruntime": {"engine", "device", "app", "example"},
+    "onnxruntime": {"engine", "device", "app", "example", "tools"},
     "cupy": {"device"},
-    "pynvml": {"device"},
+    "pynvml": {"device", "tools"},
     "prometheus_client": {"telemetry", "app"},
     "opentelemetry": {"telemetry"},
-    "grpc": {"frontends"},
+    "grpc": {"frontends", "tools"},
     "hpack": {"frontends"},
     "cryptography": {"frontends"},
     "starlette": {"frontends"},
     "fastapi": {"frontends"},
     "uvicorn": {"frontends"},
-    "httptools": {"frontends"},
+    "httptools": {"frontends", "tools"},
     "uvloop": {"app"},
-    "orjson": {"codecs", "frontends"},
-    "google": {"_pb", "codecs", "frontends"},
-    "pydantic": {"config", "frontends", "cli"},  # cli: flags are made from the declarations of the options
+    "orjson": {"codecs", "frontends", "tools"},
+    "google": {"_pb", "codecs", "frontends", "tools"},
+    "pydantic": {"config", "frontends", "cli", "tools"},  # cli: flags are made from the declarations of the options
     "pydantic_settings": {"config"},
     "yaml": {"config"},
-    "onnx": {"example"},
+    "onnx": {"example", "tools"},
+    "jinja2": {"tools"},
+    "matplotlib": {"tools"},
+    "psutil": {"tools"},
+    "rich": {"tools"},
+    "squarify": {"tools"},
     "sklearn": {"example"},
     "torch": {"example"},
 }

@@ -4,11 +4,15 @@ import argparse
 import platform
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 
 from ortserve import __version__
 from ortserve.cli import health, serve
 from ortserve.cli.serve import installed_runtimes
 from ortserve.core.compiled import IS_COMPILED
+
+_TOOLS_NEED = ("onnxruntime", "rich", "jinja2", "onnx", "matplotlib", "psutil", "squarify")
 
 _USAGE = """\
 usage: ortserve COMMAND ...
@@ -18,6 +22,10 @@ Serve ONNX models with ONNX Runtime over REST and gRPC.
 commands:
   serve     serve the models of one or more repositories
   health    check whether the server on this machine is ready
+  inspect   show what a model contains, and what limits its speed
+  profile   show what each operator of a model costs
+  bench     measure latency and throughput of a server or a model
+  doctor    check what this machine, its ONNX Runtime and a server can do
   version   print the versions of ortserve, Python and ONNX Runtime
 
 Run ortserve COMMAND --help for the options of a command.
@@ -33,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return serve.main(arguments)
             case "health":
                 return health.main(arguments)
+            case "inspect" | "profile" | "bench" | "doctor":
+                return run_tool(command, arguments)
             case "version" | "--version":
                 return print_versions(arguments)
             case "help" | "--help" | "-h":
@@ -43,6 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem = f"unknown command {command!r}" if command else "expected a command, got none"
     sys.stderr.write(f"ortserve: {problem}\n\n{_USAGE}")
     return 2
+
+
+def run_tool(command: str, arguments: Sequence[str]) -> int:
+    """Run one of ``ortserve.tools``, if the packages that they need are installed."""
+    if missing := [name for name in _TOOLS_NEED if find_spec(name) is None]:
+        sys.stderr.write(f"ortserve {command} needs {', '.join(missing)}: pip install 'ortserve[tools]'\n")
+        return 1
+    # Imported here, because no other command needs it.
+    tool = import_module(f"ortserve.tools.{command}.command")
+    return int(tool.main(arguments))
 
 
 def print_versions(arguments: Sequence[str]) -> int:

@@ -1,3 +1,3 @@
 """The load pipeline: from a model file to warm instances, and to a model that serves requests."""
 
-__all__ = ["assembly", "capture_trial", "coordination", "loaded_model", "pipeline"]
+__all__ = ["assembly", "capture_trial", "coordination", "inputs", "loaded_model", "pipeline", "row_axes"]

@@ -1,0 +1,97 @@
+"""What all tools have in common: flags, output for people, programs and browsers, and the exit status."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from ortserve.errors import ErrorKind, ServeError
+from ortserve.tools.console import print_report
+from ortserve.tools.page import render_page
+from ortserve.tools.report import Report
+
+OK: Final = 0
+FAILED: Final = 1
+"""The command did what it was asked for, and the result is bad: a finding that the caller wants to fail on, a missed
+bound; or it could not do it."""
+INVALID: Final = 2
+"""Arguments or input files are wrong."""
+INTERRUPTED: Final = 130
+"""As shells report Ctrl-C."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a command.
+
+    Attributes:
+        result: A dataclass, which ``--json`` writes. Its first field is ``schema``, such as ``ortserve.inspect/1``.
+        report: The same for people.
+        status: Exit status.
+    """
+
+    result: Any
+    report: Report
+    status: int = OK
+
+
+class ToolParser(argparse.ArgumentParser):
+    """The arguments of a tool. Adds ``--json`` and ``-o``."""
+
+    def __init__(self, name: str, description: str, **more: Any) -> None:
+        super().__init__(
+            prog=f"ortserve {name}",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+            **more,
+        )
+        output = self.add_argument_group("output")
+        output.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
+        output.add_argument("-o", "--output", type=Path, metavar="PAGE.html", help="Also write a page for browsers.")
+
+
+def run_tool(name: str, run: Callable[[argparse.Namespace], Outcome], arguments: argparse.Namespace) -> int:
+    """Run a tool and write its output. Returns the exit status; errors are one line on standard error."""
+    page: Path | None = arguments.output
+    try:
+        if page is not None and not page.absolute().parent.is_dir():
+            return _fail(name, f"-o: expected a file in an existing folder, got '{page}'", INVALID)
+        outcome = run(arguments)
+        if page is not None:
+            page.write_text(render_page(outcome.report), encoding="utf-8")
+        if arguments.json:
+            sys.stdout.write(json_text(outcome.result))
+        else:
+            print_report(outcome.report)
+        sys.stdout.flush()
+    except ServeError as error:
+        return _fail(name, error.message, INVALID if error.kind is ErrorKind.INVALID_INPUT else FAILED)
+    except KeyboardInterrupt:
+        return _fail(name, "interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader of the pipe has what it wants; nothing more can be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except OSError as error:
+        return _fail(name, f"{error.filename or 'output'}: {error.strerror or error}", FAILED)
+    return outcome.status
+
+
+def json_text(result: Any) -> str:
+    """A result as JSON with a line feed at the end. Numbers that JSON does not have become null."""
+    return TypeAdapter(type(result)).dump_json(result, indent=2).decode() + "\n"
+
+
+def json_schema(result: type) -> dict[str, Any]:
+    """The JSON Schema of a result."""
+    return TypeAdapter(result).json_schema(mode="serialization")
+
+
+def _fail(name: str, problem: str, status: int) -> int:
+    sys.stderr.write(f"ortserve {name}: {problem}\n")
+    return status

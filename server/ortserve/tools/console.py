@@ -1,0 +1,116 @@
+"""A report on the terminal, and the progress of long work. Both adapt to pipes, narrow terminals and ASCII."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TextIO, TypeAlias
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+from rich.text import Text as RichText
+
+from ortserve.tools.report import Cell, Facts, Findings, Picture, Report, Table, Text, cell_text
+
+_PIPE_WIDTH: Final = 120
+_STYLES: Final = {"problem": "bold red", "warning": "yellow", "advice": "cyan"}
+
+
+def print_report(report: Report) -> None:
+    """Print a report to standard output."""
+    console = _console(sys.stdout)
+    console.print(RichText(report.title, "bold"))
+    for block in report.blocks:
+        if isinstance(block, Picture):
+            continue
+        console.print()
+        match block:
+            case Text():
+                console.print(RichText(block.text))
+            case Facts():
+                console.print(_facts(block, console))
+            case Table():
+                _print_table(block, console)
+            case Findings():
+                _print_findings(block, console)
+
+
+Step: TypeAlias = Callable[[float, str], None]
+"""Called with what is done of the total, and what is being done now; an empty text keeps the words."""
+
+
+@contextmanager
+def progress(doing: str, total: float | None = None) -> Iterator[Step]:
+    """Show a bar on standard error while the block runs, if it is a terminal. Nothing is shown in pipes."""
+    console = _console(sys.stderr)
+    if not sys.stderr.isatty():
+        yield lambda done, now: None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task(doing, total=total)
+
+        def step(done: float, now: str) -> None:
+            bars.update(bar, completed=done, description=now or doing)
+
+        yield step
+
+
+def _console(stream: TextIO) -> Console:
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")  # streams in ASCII cannot show µ
+    is_terminal = stream.isatty()
+    # Set here, because FORCE_COLOR would otherwise put codes for terminals into pipes.
+    return Console(
+        file=stream,
+        force_terminal=is_terminal,
+        width=None if is_terminal else _PIPE_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def _box(console: Console) -> box.Box:
+    return box.SIMPLE_HEAD if console.encoding.lower().startswith("utf") else box.ASCII
+
+
+def _facts(block: Facts, console: Console) -> RichTable:
+    table = RichTable(
+        title=RichText(block.title, "bold"), title_justify="left", box=None, show_header=False, pad_edge=False
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in block.entries.items():
+        table.add_row(RichText(name), RichText(cell_text(value)))
+    return table
+
+
+def _print_table(block: Table, console: Console) -> None:
+    table = RichTable(title=RichText(block.title, "bold"), title_justify="left", box=_box(console), pad_edge=False)
+    for index, name in enumerate(block.columns):
+        is_number = any(_is_number(row[index]) for row in block.rows)
+        table.add_column(RichText(name), justify="right" if is_number else "left", overflow="fold")
+    shown = block.rows if block.most_rows is None else block.rows[: block.most_rows]
+    for row in shown:
+        table.add_row(*(RichText(cell_text(cell)) for cell in row))
+    console.print(table)
+    if len(shown) < len(block.rows):
+        console.print(RichText(f"and {len(block.rows) - len(shown):,} more rows, in --json and in pages (-o)", "dim"))
+    if block.note:
+        console.print(RichText(block.note, "dim"))
+
+
+def _print_findings(block: Findings, console: Console) -> None:
+    console.print(RichText(block.title, "bold"))
+    if not block.findings:
+        console.print(RichText("nothing to report"))
+    for finding in block.findings:
+        console.print(RichText.assemble((f"{finding.level}: ", _STYLES[finding.level]), finding.seen))
+        console.print(RichText(f"  {finding.matters}", "dim"))
+        console.print(RichText(f"  → {finding.remedy}"))
+
+
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, int | float) and not isinstance(cell, bool)

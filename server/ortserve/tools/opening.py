@@ -1,0 +1,111 @@
+"""Opening a model in this process, as the server would open it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ortserve.config.session import SessionSettings
+from ortserve.core.signature import ModelSignature
+from ortserve.engine.model_signature import read_signature
+from ortserve.engine.process_limits import cpu_budget, intra_op_threads
+from ortserve.engine.provider_options import CPU, GPU_PROVIDERS
+from ortserve.engine.providers import ProviderChoice, choose_provider
+from ortserve.engine.runs import PlainRun, run_options
+from ortserve.engine.session import Session, SessionOptions, open_session
+from ortserve.errors import ServeError, invalid_input
+from ortserve.model_file.graph import UNREADABLE, Model
+from ortserve.model_file.reading import read_model
+from ortserve.registry.load.row_axes import RowAxes, find_row_axes
+from ortserve.registry.repository.model_files import operator_libraries
+from ortserve.tools.subject import Subject
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """An open model.
+
+    Attributes:
+        subject: The model on disk.
+        graph: Its content without weights.
+        rows: Along which axes its rows run together, and on what grounds.
+        session: The session.
+        signature: Its inputs and outputs, with the row axes.
+        choice: The execution provider.
+        threads: Threads of a run.
+        opening_s: How long ONNX Runtime took to open it.
+    """
+
+    subject: Subject
+    graph: Model
+    rows: RowAxes
+    session: Session
+    signature: ModelSignature
+    choice: ProviderChoice
+    threads: int
+    opening_s: float
+
+    def runner(self) -> PlainRun:
+        """Runs of the session on arrays that ``for_model`` has prepared."""
+        return PlainRun(self.session, self.signature, run_options(self.subject.options.session))
+
+    def for_model(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Arrays with their rows on axis 0 in the model's own form: contiguous, with the rows where it has them."""
+        moved = (
+            array if spec.batch_axis in (None, 0) else np.moveaxis(array, 0, spec.batch_axis)
+            for spec, array in zip(self.signature.inputs, arrays, strict=True)
+        )
+        return [np.ascontiguousarray(array) if array.ndim else array for array in moved]
+
+
+def open_model(
+    subject: Subject,
+    *,
+    provider: str | None = None,
+    threads: int | None = None,
+    settings: dict[str, Any] | None = None,
+) -> OpenModel:
+    """Open a model. Blocks until ONNX Runtime has.
+
+    Args:
+        subject: The model on disk.
+        provider: The only execution provider to use, such as ``cpu``; None for the configured ones.
+        threads: Threads of a run; None for the configured number, or for all processors.
+        settings: Replace session settings of the configuration, by their names in ``SessionSettings``.
+
+    Raises:
+        ServeError: The file is no model, ONNX Runtime refuses it, or no execution provider can be used.
+    """
+    options = subject.options
+    graph = read_model(subject.path)
+    if graph is UNREADABLE:
+        raise invalid_input(f"{subject.path}: expected an ONNX model, it is not one or is truncated")
+    choice = choose_provider([provider] if provider else options.execution_providers)
+    session_settings = options.session.model_copy(update=settings or {})
+    count = threads or options.intra_op_threads or usual_threads(choice, session_settings)
+    opening = SessionOptions(choice, count, session_settings, operator_libraries(options, subject.folder))
+    began = time.perf_counter()
+    try:
+        session = open_session(subject.path, subject.name, opening, graph)
+    except ServeError as error:
+        raise ServeError(error.kind, f"{subject.path}: {error.message}") from None
+    opening_s = time.perf_counter() - began
+    rows = find_row_axes(graph, options)
+    signature = rows.apply(read_signature(session, graph))
+    return OpenModel(subject, graph, rows, session, signature, choice, count, opening_s)
+
+
+def usual_threads(choice: ProviderChoice, settings: SessionSettings) -> int:
+    """Threads of a run on this machine, if the configuration does not say."""
+    branches = settings.inter_op_threads if settings.execution_mode == "parallel" else 1
+    return intra_op_threads(cpu_budget(), on_gpu=choice.name in GPU_PROVIDERS, inter_op_threads=branches)
+
+
+def on_cpu(model: OpenModel) -> OpenModel:
+    """The same model on the CPU, the reference for outputs; the model itself if it runs there already."""
+    if model.choice.name == CPU and not model.choice.behind:
+        return model
+    reference = open_model(model.subject, provider="cpu", threads=model.threads)
+    return replace(reference, rows=model.rows)

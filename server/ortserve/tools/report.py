@@ -1,0 +1,138 @@
+"""A result for people, as blocks that the terminal and the page both show. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+Cell: TypeAlias = str | int | float | None
+"""Numbers are aligned to the right and written with three digits; None is shown as a dash."""
+
+NOTHING: Final = "\u2013"
+"""A dash, for a cell without a value."""
+
+Level: TypeAlias = Literal["problem", "warning", "advice"]
+"""How a finding matters: something does not work; it costs time, memory or safety; it may gain something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that was seen, why it matters, and what to do.
+
+    Attributes:
+        kind: A stable name for programs: ``unfused_attention``.
+        level: How it matters.
+        seen: The evidence: names, counts, values.
+        matters: Why it matters.
+        remedy: What to do, if possible a command or a setting.
+        where: The nodes, tensors, files or options that it is about.
+    """
+
+    kind: str
+    level: Level
+    seen: str
+    matters: str
+    remedy: str
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values."""
+
+    title: str
+    entries: Mapping[str, Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of equal length.
+
+    Attributes:
+        title: Above it.
+        columns: Names of the columns, with units.
+        rows: Cells.
+        note: Below it; empty for none.
+        most_rows: The number of rows that the terminal shows; the page shows all. None for no limit.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+    most_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was found, the worst first; says so if there is nothing."""
+
+    findings: Sequence[Finding]
+    title: str = "Findings"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An SVG image, which only pages show. ``svg`` begins with ``<svg`` and refers to nothing outside itself."""
+
+    title: str
+    svg: str
+    note: str = ""
+
+
+Block: TypeAlias = Facts | Table | Findings | Text | Picture
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A title and blocks from top to bottom."""
+
+    title: str
+    blocks: Sequence[Block] = field(default_factory=tuple)
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell as text."""
+    if cell is None:
+        return NOTHING
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    return number_text(cell) if isinstance(cell, float) else cell
+
+
+def number_text(value: float) -> str:
+    """A number with three significant digits, never as a power of ten below a million: ``12,300``, ``1.23``."""
+    if value != value:
+        return NOTHING
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6 or abs(value) < 1e-4:
+        return f"{value:.3g}"
+    rounded = float(f"{value:.3g}")
+    digits = max(0, 2 - int(f"{abs(rounded):e}".partition("e")[2]))
+    return f"{rounded:,.{digits}f}"
+
+
+def bytes_text(nbytes: float) -> str:
+    """A number of bytes in a unit that fits: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024 or unit == "GiB":
+            return f"{number_text(float(nbytes)) if unit != 'B' else int(nbytes)} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in a unit that fits: ``12.3 ms``."""
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if abs(seconds) * factor >= 1:
+            return f"{number_text(seconds * factor)} {unit}"
+    return f"{number_text(seconds * 1e6)} µs"

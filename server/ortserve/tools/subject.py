@@ -1,0 +1,66 @@
+"""The model that a tool looks at: a file, or a model of a repository with its configuration."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ortserve.config.model import LoadOptions, ModelOptions
+from ortserve.errors import invalid_input
+from ortserve.registry.repository.source import ModelSource, read_source
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model on disk.
+
+    Attributes:
+        name: Of the model.
+        path: The file to open.
+        folder: Of the model, with the files that its configuration names; None for a single file.
+        options: Its configuration; the defaults for a single file.
+        version: Of the model; None for a single file.
+    """
+
+    name: str
+    path: Path
+    folder: Path | None = None
+    options: ModelOptions = field(default_factory=ModelOptions)
+    version: int | None = None
+
+
+def is_url(text: str) -> bool:
+    """Whether an argument names a server instead of a model."""
+    return text.startswith(("http://", "https://", "grpc://", "grpcs://"))
+
+
+def find_model(text: str) -> Subject:
+    """Find a model: ``model.onnx``, ``REPOSITORY/name`` or ``REPOSITORY/name/version``. Blocks on the disk.
+
+    A model of a repository has its configuration, and without a version the highest one that would serve.
+
+    Raises:
+        ServeError: invalid_input, if there is no such model, or its configuration is wrong.
+    """
+    path = Path(text)
+    if path.is_file():
+        return Subject(path.stem, path)
+    folder, version = path, None
+    if path.name.isdigit() and path.parent.is_dir() and not (path.parent / f"{path.name}.onnx").is_file():
+        folder, version = path.parent, int(path.name)
+    source = read_source(folder.name, [folder.parent], LoadOptions()) if folder.parent.is_dir() else None
+    if source is None:
+        raise invalid_input(f"{text}: expected a model file or REPOSITORY/name[/version], found neither")
+    return _version(source, version, text)
+
+
+def _version(source: ModelSource, version: int | None, text: str) -> Subject:
+    if source.problem:
+        raise invalid_input(f"{text}: {source.problem}")
+    if not source.versions:
+        raise invalid_input(f"{text}: expected a model with versions, it has none")
+    number = max(source.versions) if version is None else version
+    found = source.versions.get(number)
+    if found is None:
+        raise invalid_input(f"{text}: expected a version out of {', '.join(map(str, source.versions))}, got {version}")
+    if found.problem:
+        raise invalid_input(f"{text}: {found.problem}")
+    return Subject(source.name, found.path, found.folder, found.configuration.options, number)

@@ -1,0 +1,141 @@
+"""Reports on the terminal and as pages."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from ortserve.tools.console import print_report, progress
+from ortserve.tools.page import render_page
+from ortserve.tools.pictures import chart
+from ortserve.tools.report import (
+    Facts,
+    Finding,
+    Findings,
+    Picture,
+    Report,
+    Table,
+    Text,
+    bytes_text,
+    duration_text,
+    number_text,
+)
+
+FINDING = Finding("two_casts", "warning", "2 casts <in> a [row]", "they cost time", "remove them", ("a", "b"))
+
+
+def report() -> Report:
+    return Report(
+        "Model [x]",
+        [
+            Text("A paragraph with [brackets] & <tags>."),
+            Facts("Facts", {"nodes": 12345, "share": 0.1234, "unknown": None, "is dynamic": True}),
+            Table("Nodes", ["name", "ms"], [["[a]", 1.5], ["b", None], ["c", 3.0]], note="a note", most_rows=2),
+            Findings([FINDING]),
+            Picture("Chart", chart(lambda axes: axes.plot([1, 2], [3, 4]), name="first")),
+            Picture("Chart 2", chart(lambda axes: axes.plot([1, 2], [3, 4]), name="second")),
+        ],
+    )
+
+
+def test_terminal_shows_texts_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(report())
+
+    shown = capsys.readouterr().out
+
+    for text in (
+        "Model [x]",
+        "[brackets] & <tags>",
+        "12,345",
+        "0.123",
+        "yes",
+        "[a]",
+        "a note",
+        "warning: 2 casts <in> a",
+    ):
+        assert text in shown
+    assert "and 1 more rows" in shown
+    assert "\x1b" not in shown, "no codes for terminals in a pipe"
+
+
+def test_findings_that_are_empty_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(Report("x", [Findings([])]))
+
+    assert "nothing to report" in capsys.readouterr().out
+
+
+def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("running", 3) as step:
+        step(1, "")
+        step(2, "more")
+
+    assert capsys.readouterr().err == ""
+
+
+class Page(HTMLParser):
+    """Collects the ids of a page, and what it would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        target = given.get("src") or given.get("href") or given.get("xlink:href") or ""
+        if tag in ("script", "link", "iframe", "img", "image") or (target and not target.startswith("#")):
+            self.loads.append(f"{tag} {target}")
+
+
+def test_page_is_self_contained() -> None:
+    page = render_page(report())
+
+    parsed = Page()
+    parsed.feed(page)
+    assert parsed.loads == []
+    assert len(set(parsed.ids)) == len(parsed.ids), "two pictures have different ids"
+    assert not re.search(r"url\((?!#)|@import", page)
+    for number in re.findall(r"url\(#([^)]+)\)", page):
+        assert number in parsed.ids
+
+
+def test_page_escapes_texts_and_shows_all_rows() -> None:
+    page = render_page(report())
+
+    assert "&lt;in&gt;" in page
+    assert "<in>" not in page
+    assert "&amp; &lt;tags&gt;" in page
+    assert '<td class="number">3.00</td>' in page
+
+
+def test_same_chart_gives_same_text() -> None:
+    assert chart(lambda axes: axes.plot([1]), name="x") == chart(lambda axes: axes.plot([1]), name="x")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1.0, "1.00"),
+        (12.345, "12.3"),
+        (1234.5, "1,230"),
+        (0.012345, "0.0123"),
+        (9.999, "10.0"),
+        (2.5e7, "2.5e+07"),
+    ],
+)
+def test_number_text(value: float, text: str) -> None:
+    assert number_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(12, "12 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB"), (5 * 2**40, "5,120 GiB")]
+)
+def test_bytes_text(nbytes: int, text: str) -> None:
+    assert bytes_text(nbytes) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.2e-6, "4.20 µs")])
+def test_duration_text(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
