@@ -20,6 +20,8 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from prometheus_client.parser import text_string_to_metric_families
 
+from preloaded import PreloadedProcess
+
 LONG_S: Final = 60.0
 """A wait that only a failing test sees the end of."""
 
@@ -35,7 +37,7 @@ class ServerProcess:
 
     ``http``, ``grpc`` and ``metrics`` are ``host:port`` once the server listens; ``client`` is the context of a client
     of its HTTP port where that speaks TLS. ``through`` is a command that ends by replacing itself with its arguments:
-    it sets limits for the server.
+    it sets limits for the server. A server without it, and without other variables than options, starts preloaded.
     """
 
     def __init__(
@@ -46,13 +48,19 @@ class ServerProcess:
         through: Sequence[str] = (),
     ) -> None:
         self.client = client
-        self._process = subprocess.Popen(
-            [*through, sys.executable, "-m", "ortserve", "serve", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=_clean_environment() | dict(env or {}),
-        )
+        words = ["serve", *map(str, arguments)]
+        environment = _clean_environment() | dict(env or {})
+        self._process: subprocess.Popen[str] | PreloadedProcess
+        if through or not all(name.startswith("ORTSERVE_") for name in env or ()):
+            self._process = subprocess.Popen(
+                [*through, sys.executable, "-m", "ortserve", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
+        else:
+            self._process = PreloadedProcess(words, environment)
         self.lines: list[str] = []
         self._is_closed = False
         self._news = threading.Condition()
