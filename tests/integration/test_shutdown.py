@@ -170,7 +170,7 @@ async def test_every_admitted_request_is_answered_when_the_server_ends_under_loa
 
 @ON_BOTH_TRANSPORTS
 def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, ways: tuple[str, ...]) -> None:
-    add_model(tmp_path, "slow", builders.slow, steps=200_000)
+    add_model(tmp_path, "slow", builders.slow, steps=80_000)
     row = np.zeros((1, 4), np.float32)
     with serving(tmp_path, "--max-rows", "1", "--warmup-s", "0", *ways) as server, ThreadPoolExecutor(4) as pool:
         expected = rest_json(server, "slow", {"x": row})["y"]
