@@ -57,7 +57,7 @@ def all_routes() -> list[Route]:
             return None
 
     services: Any = Nothing()
-    app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1", max_body_bytes=1)
+    app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1")
     app.include_router(generate_routes(services, nothing, max_body_bytes=1, clock=lambda: 0))
     known = iter_route_contexts(app.routes)
     return [Route(route.path or "", answer_nothing, methods=list(route.methods or ())) for route in known]

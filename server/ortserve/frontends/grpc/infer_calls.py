@@ -11,7 +11,7 @@ from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
 from ortserve.codecs.load_report import read_load_format
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,
     CallHead,
@@ -29,7 +29,7 @@ from ortserve.frontends.grpc.calls import (
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import Call
-from ortserve.service.gate import Hold
+from ortserve.service.gate import BodyAdmission, Hold
 from ortserve.telemetry.tracing import Trace, Tracing
 
 _MODEL_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelInfer")
@@ -40,16 +40,8 @@ T = TypeVar("T")
 class Inference(Protocol):
     """The parts of the inference service that this frontend uses."""
 
-    def hold(self, size: int) -> Hold:
-        """Reserve memory for a body. Raises ServeError: overloaded."""
-        ...
-
     def receive(self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None) -> Call:
         """Start the timing of a call whose message is complete."""
-        ...
-
-    def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
-        """Count a request that was rejected before it was read."""
         ...
 
     async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
@@ -77,9 +69,14 @@ class InferCalls:
     service = SERVICE_NAME
 
     def __init__(
-        self, inference: Inference, tracing: Tracing | None = None, load_reports: LoadReports | None = None
+        self,
+        inference: Inference,
+        admission: BodyAdmission,
+        tracing: Tracing | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
         self._inference = inference
+        self._admission = admission
         self._tracing = tracing
         self._load_reports = load_reports
 
@@ -100,7 +97,7 @@ class InferCalls:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
         call = self._inference.receive("grpc", timeout_ns, trace)
         try:
-            hold = hold_request(self._inference, call, len(data))
+            hold = self._admission.admit(None, call.timing.received_ns, trace, len(data))
         except ServeError as error:
             on_failure(error)
             return None
@@ -137,7 +134,7 @@ class InferCalls:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, context.invocation_metadata())
         call = self._inference.receive("grpc", time_left_ns(context), trace)
         try:
-            with hold_request(self._inference, call, len(data)):
+            with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
         except Exception as error:  # noqa: BLE001 - grpc would send the text of the exception
             status = status_of(seen(error))
@@ -161,19 +158,6 @@ def _fail(hold: Hold, on_failure: OnFailure, error: ServeError) -> None:
 def _cancel(call: Call, hold: Hold) -> None:
     hold.release()
     call.cancel()
-
-
-def hold_request(inference: Inference, call: Call, size: int) -> Hold:
-    """Reserve memory for the message of a call.
-
-    Raises:
-        ServeError: overloaded; the rejected call is counted.
-    """
-    try:
-        return inference.hold(size)
-    except ServeError as error:
-        inference.count_refused_body(call.protocol, error.kind, call.timing.received_ns, call.trace)
-        raise
 
 
 def asked_load_format(context: Context) -> str:
