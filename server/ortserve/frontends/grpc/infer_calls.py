@@ -9,7 +9,6 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
-from ortserve.codecs.load_report import read_load_format
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest
 from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
@@ -18,7 +17,6 @@ from ortserve.frontends.grpc.calls import (
     Context,
     Handlers,
     Metadata,
-    MetadataEntry,
     OnAnswer,
     OnFailure,
     abort,
@@ -123,7 +121,7 @@ class InferCalls:
         try:
             report = None
             if self._load_reports is not None:
-                report = load_report(self._load_reports, head.load_format)
+                report = self._load_reports.metadata(head.load_format)
             on_answer(answer, call.timing.server_timing(), report)
         except Exception as error:  # noqa: BLE001 - it would be lost, and the caller would wait for ever
             on_failure(seen(error))
@@ -141,7 +139,7 @@ class InferCalls:
         else:
             trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
             if self._load_reports is not None:
-                report = load_report(self._load_reports, asked_load_format(context))
+                report = self._load_reports.metadata(asked_load_format(context))
                 if report is not None:
                     trailing += (report,)
             context.set_trailing_metadata(trailing)
@@ -164,11 +162,6 @@ def asked_load_format(context: Context) -> str:
     """The format in which the caller asks for a load report; empty if it does not ask."""
     metadata = context.invocation_metadata() or ()
     return next((str(value).strip() for name, value in metadata if name == LOAD_FORMAT_HEADER), "")
-
-
-def load_report(reports: LoadReports, asked: str) -> MetadataEntry | None:
-    """The load report for the trailing metadata of a call; None if the caller gets none."""
-    return reports.metadata(read_load_format(asked) if asked else None)
 
 
 def time_left_ns(context: Context) -> int | None:

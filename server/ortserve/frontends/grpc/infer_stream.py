@@ -23,7 +23,7 @@ from ortserve.frontends.grpc.calls import (
     streaming,
     write,
 )
-from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, load_report, time_left_ns
+from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, time_left_ns
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
@@ -117,7 +117,7 @@ class InferStreamCalls:
         if failure is not None:
             await abort(context, failure)
         if self._load_reports is not None:
-            report = load_report(self._load_reports, asked_load_format(context))
+            report = self._load_reports.metadata(asked_load_format(context))
             if report is not None:
                 context.set_trailing_metadata((report,))
 
