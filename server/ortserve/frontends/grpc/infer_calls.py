@@ -123,7 +123,7 @@ class InferCalls:
             if self._load_reports is not None:
                 report = self._load_reports.metadata(head.load_format)
             on_answer(answer, call.timing.server_timing(), report)
-        except Exception as error:  # noqa: BLE001 - it would be lost, and the caller would wait for ever
+        except Exception as error:  # noqa: BLE001 - the loop would swallow it, and the caller would never be answered
             on_failure(seen(error))
 
     async def _model_infer(self, data: bytes | memoryview, context: Context) -> bytes | memoryview:

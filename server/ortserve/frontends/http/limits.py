@@ -94,7 +94,7 @@ def header_bytes(url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> int:
 
 
 class Stage(Enum):
-    """What a connection waits for."""
+    """The event that a connection waits for."""
 
     REQUEST = auto()
     HEADERS = auto()
@@ -104,7 +104,7 @@ class Stage(Enum):
 
 
 class Due(Enum):
-    """What to do with a connection now."""
+    """The next action on a connection."""
 
     NOTHING = auto()
     CLOSE = auto()
