@@ -59,9 +59,13 @@ class Frontend:
         self.streams = Streams(chosen.grpc_max_streams)
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)
         calls: list[Calls] = [
-            InferCalls(inference),
+            InferCalls(inference, inference.admission),
             InferStreamCalls(
-                inference, self.streams, max_requests=chosen.grpc_stream_requests, max_bytes=chosen.grpc_stream_bytes
+                inference,
+                inference.admission,
+                self.streams,
+                max_requests=chosen.grpc_stream_requests,
+                max_bytes=chosen.grpc_stream_bytes,
             ),
             ModelCalls(models),
             SharedMemoryCalls(SharedMemory(is_allowed=True)),
@@ -78,7 +82,7 @@ class Frontend:
         else:
             self.server = NativeGrpcServer(
                 router.find,
-                {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference).begin},
+                {f"/{SERVICE_NAME}/ModelInfer": InferCalls(inference, inference.admission).begin},
                 self.streams,
                 inference.hold,
                 connection_limits(chosen, max_message_bytes=max_body_bytes),

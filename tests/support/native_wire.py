@@ -1,7 +1,7 @@
 """A connection of the native gRPC transport without a socket, in virtual time, and the ``h2`` library as its client."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,10 +14,22 @@ from h2.settings import SettingCodes, Settings
 
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
+from fakes.transport import FakeTransport
 from ortserve.core.inflight import CANCELLED, InflightRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
-from ortserve.frontends.grpc.calls import CallHead, Context, Handler, MetadataEntry, read, streaming, unary, write
+from ortserve.frontends.grpc.calls import (
+    CallHead,
+    Context,
+    Handler,
+    OnAnswer,
+    OnFailure,
+    QuickCall,
+    read,
+    streaming,
+    unary,
+    write,
+)
 from ortserve.frontends.grpc.native.connection import Connection
 from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
@@ -36,135 +48,23 @@ SLOW: Final = "/test/Slow"
 STREAM: Final = "/test/Stream"
 """A handler: answers each message with itself."""
 BOOM: Final = "/test/Boom"
-"""A handler that raises what it should not."""
+"""A handler with a fault: it raises an exception that is no ServeError."""
 
 HEADERS: Final = ((":method", "POST"), (":scheme", "http"), (":authority", "x"), ("te", "trailers"))
 
 
 def framed(message: bytes, *, flag: int = 0) -> bytes:
-    """A gRPC message as it travels."""
+    """A gRPC message with its prefix."""
     return bytes((flag,)) + len(message).to_bytes(4, "big") + message
 
 
-_READ_BYTES: Final = 256 * 1024
-"""What uvloop reads at once for a protocol without buffers of its own."""
-
-
-class FakeTransport(asyncio.Transport):
-    """Takes what is written, in so many ``writes``; while ``is_stuck`` nothing leaves it, so that it fills up.
-
-    What it receives it gives to its protocol as uvloop does, of which ``placed_bytes`` into the protocol's own buffers.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.BaseProtocol) -> None:
-        super().__init__()
-        self._loop = loop
-        self._protocol = protocol
-        self._high = 65536
-        self._buffer = bytearray()
-        self._is_paused = False
-        self._is_closing = False
-        self.is_lost = False
-        self.is_stuck = False
-        self.writes = 0
-        self.placed_bytes = 0
-        self._reads = True
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._high = high or self._high
-
-    def write(self, data: "bytes | bytearray | memoryview[Any]") -> None:
-        assert not self._is_closing
-        self.writes += 1
-        self._buffer += data
-        if len(self._buffer) > self._high and not self._is_paused:
-            self._is_paused = True
-            self._protocol.pause_writing()
-
-    def writelines(self, list_of_data: "Iterable[bytes | bytearray | memoryview[Any]]") -> None:
-        self.write(b"".join(list_of_data))
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._protocol = protocol
-
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._protocol
-
-    def receive(self, data: bytes) -> None:
-        """Let bytes arrive."""
-        rest = memoryview(data)
-        while rest and not self._is_closing:
-            if isinstance(self._protocol, asyncio.BufferedProtocol):
-                buffer = memoryview(self._protocol.get_buffer(-1))
-                count = min(len(buffer), len(rest))
-                buffer[:count] = rest[:count]
-                self._protocol.buffer_updated(count)
-                self.placed_bytes += count
-            else:
-                assert isinstance(self._protocol, asyncio.Protocol)
-                count = min(_READ_BYTES, len(rest))
-                self._protocol.data_received(bytes(rest[:count]))
-            rest = rest[count:]
-
-    def take(self) -> bytes:
-        """What has left so far and was not taken yet."""
-        if self.is_stuck:
-            return b""
-        data, self._buffer = bytes(self._buffer), bytearray()
-        if self._is_paused:
-            self._is_paused = False
-            self._protocol.resume_writing()
-        if self._is_closing:
-            self._lose()
-        return data
-
-    def receive_eof(self) -> None:
-        """Let the peer's FIN arrive."""
-        assert isinstance(self._protocol, asyncio.Protocol | asyncio.BufferedProtocol)
-        if not self._protocol.eof_received():
-            self.close()
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def get_write_buffer_size(self) -> int:
-        return len(self._buffer)
-
-    def pause_reading(self) -> None:
-        self._reads = False
-
-    def resume_reading(self) -> None:
-        self._reads = True
-
-    def is_reading(self) -> bool:
-        return self._reads
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def close(self) -> None:
-        self._is_closing = True
-        if not self._buffer:
-            self._lose()
-
-    def abort(self) -> None:
-        self._is_closing = True
-        self._buffer.clear()
-        self._lose()
-
-    def _lose(self) -> None:
-        if not self.is_lost:
-            self.is_lost = True
-            self._loop.call_soon(self._protocol.connection_lost, None)
-
-
 class Wire:
-    """A connection, its calls and its room.
+    """A connection, its calls and its memory limits.
 
     Attributes:
         running: Calls that have begun and not ended.
-        cancelled: How many were cancelled.
-        timeouts_ns: What each quick call was told of its deadline.
+        cancelled: Number of cancelled calls.
+        timeouts_ns: The timeout of each quick call.
         cut_answers: The cause of each.
         connection_errors: The code of each.
     """
@@ -192,7 +92,7 @@ class Wire:
         self.connections: set[Connection] = set()
         self._loop = loop
         self._releases: list[InflightRequest | asyncio.Future[None]] = []
-        quick = {ECHO: self._echo, FAIL: self._fail, HOLD: self._hold}
+        quick = {ECHO: self._answering(self._complete_soon), FAIL: _fail, HOLD: self._answering(self._keep)}
         max_message_bytes = limits.max_message_bytes
         self.work = CallDispatcher(
             self._find, quick, self.gate.hold, max_message_bytes=lambda _: max_message_bytes, encoding=encoding
@@ -217,21 +117,21 @@ class Wire:
         )
 
     def feed(self, data: bytes) -> None:
-        """Let bytes arrive."""
+        """Pass bytes to the connection, as if they arrived."""
         self.transport.receive(data)
 
     async def turn(self) -> bytes:
-        """Let the loop do all that it can do now, and take what was sent."""
+        """Run the loop until it has nothing to do now. Returns the sent bytes."""
         for _ in range(8):
             await asyncio.sleep(0)
         return self.transport.take()
 
     def lose(self) -> None:
-        """The peer is gone."""
+        """Reset the connection, as a peer that has exited."""
         self.transport.abort()
 
     def release(self) -> None:
-        """Let the calls go on that wait for it."""
+        """Answer the calls that wait for their release."""
         releases, self._releases = self._releases, []
         for held in releases:
             if isinstance(held, InflightRequest):
@@ -239,59 +139,39 @@ class Wire:
             elif not held.done():
                 held.set_result(None)
 
-    def _echo(
-        self,
-        message: bytes | memoryview,
-        timeout_ns: int | None,
-        _head: CallHead,
-        on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        on_failure: Callable[[ServeError], None],
-    ) -> Callable[[], object]:
-        request = InflightRequest(Timing(0))
+    def _complete_soon(self, request: InflightRequest) -> None:
         self._loop.call_soon(request.complete, ())
-        return self._later(bytes(message), timeout_ns, on_answer, request)
 
-    def _hold(
-        self,
-        message: bytes | memoryview,
-        timeout_ns: int | None,
-        _head: CallHead,
-        on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        on_failure: Callable[[ServeError], None],
-    ) -> Callable[[], object]:
-        request = InflightRequest(Timing(0))
+    def _keep(self, request: InflightRequest) -> None:
         self._releases.append(request)
-        return self._later(bytes(message), timeout_ns, on_answer, request)
 
-    def _later(
-        self,
-        message: bytes,
-        timeout_ns: int | None,
-        on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        request: InflightRequest,
-    ) -> Callable[[], object]:
-        self.timeouts_ns.append(timeout_ns)
-        self.running += 1
+    def _answering(self, start: Callable[[InflightRequest], object]) -> QuickCall:
+        """A quick call that answers with its message when the request that ``start`` gets is settled."""
 
-        def finish(request: InflightRequest) -> None:
-            self.running -= 1
-            if request.state == CANCELLED:
-                self.cancelled += 1
-            else:
-                on_answer(message, b"all;dur=1", None)
+        def begin(
+            message: bytes | memoryview,
+            timeout_ns: int | None,
+            _head: CallHead,
+            on_answer: OnAnswer,
+            _on_failure: OnFailure,
+        ) -> Callable[[], object]:
+            answer = bytes(message)
+            self.timeouts_ns.append(timeout_ns)
+            self.running += 1
 
-        request.on_settled = finish
-        return request.cancel
+            def finish(request: InflightRequest) -> None:
+                self.running -= 1
+                if request.state == CANCELLED:
+                    self.cancelled += 1
+                else:
+                    on_answer(answer, b"all;dur=1", None)
 
-    def _fail(
-        self,
-        _message: bytes | memoryview,
-        _timeout_ns: int | None,
-        _head: CallHead,
-        _on_answer: Callable[[bytes, bytes, MetadataEntry | None], None],
-        on_failure: Callable[[ServeError], None],
-    ) -> None:
-        on_failure(ServeError(ErrorKind.INVALID_INPUT, "it is 100 % wrong: ü"))
+            request = InflightRequest(Timing(0))
+            request.on_settled = finish
+            start(request)
+            return request.cancel
+
+        return begin
 
     def _find(self, path: str) -> Handler:
         handlers = {STREAM: streaming(self._stream), SLOW: unary(self._slow), BOOM: unary(self._boom)}
@@ -317,6 +197,16 @@ class Wire:
         raise RuntimeError("/secret/path")
 
 
+def _fail(
+    _message: bytes | memoryview,
+    _timeout_ns: int | None,
+    _head: CallHead,
+    _on_answer: OnAnswer,
+    on_failure: OnFailure,
+) -> None:
+    on_failure(ServeError(ErrorKind.INVALID_INPUT, "it is 100 % wrong: ü"))
+
+
 async def _refuse(context: Context) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such call")
 
@@ -335,7 +225,7 @@ class _Counted:
 
 @dataclass
 class Answer:
-    """What came of a stream."""
+    """The received parts of an answer."""
 
     headers: dict[bytes, bytes] = field(default_factory=dict)
     data: bytes = b""
@@ -345,7 +235,7 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """``grpc-status``, from wherever it was."""
+        """``grpc-status``, from the trailers or from the only headers."""
         return int((self.trailers or self.headers)[b"grpc-status"])
 
     @property
@@ -354,7 +244,7 @@ class Answer:
 
     @property
     def messages(self) -> list[bytes]:
-        """The messages, of which none may be cut short."""
+        """The messages. Fails if one of them is incomplete."""
         messages, rest = [], self.data
         while rest:
             end = 5 + int.from_bytes(rest[1:5], "big")
@@ -370,8 +260,8 @@ class Client:
     Attributes:
         answers: By stream.
         goaways: Code and text of each GOAWAY.
-        pongs: What answers to PINGs carried.
-        reads: Whether it gives room again for what it reads.
+        pongs: The payloads of answers to PINGs.
+        reads: Whether it returns the window for the bytes that it has read.
     """
 
     def __init__(self, wire: Wire, settings: "dict[SettingCodes, int] | None" = None) -> None:
@@ -388,7 +278,7 @@ class Client:
         self.h2.initiate_connection()
 
     async def exchange(self) -> None:
-        """Carry bytes to and fro until both sides have nothing more to say."""
+        """Transfer bytes until both sides have nothing more to send."""
         while True:
             out = self.h2.data_to_send()
             if out:
@@ -409,23 +299,23 @@ class Client:
         return stream_id
 
     def send(self, stream_id: int, data: bytes, *, is_end: bool = False, pad: int | None = None) -> None:
-        """Send DATA in as few frames as may be; there must be room for it."""
+        """Send DATA in as few frames as possible. The window must be large enough."""
         size = self.h2.max_outbound_frame_size - 256
         parts = [data[begin : begin + size] for begin in range(0, len(data), size)] or [b""]
         for number, part in enumerate(parts):
             self.h2.send_data(stream_id, part, end_stream=is_end and number == len(parts) - 1, pad_length=pad)
 
     async def send_all(self, stream_id: int, data: bytes) -> None:
-        """Send DATA as there is room for it, and end the stream."""
+        """Send DATA as the window allows, and end the stream."""
         while data:
             await self.exchange()
             room = min(self.h2.local_flow_control_window(stream_id), self.h2.max_outbound_frame_size)
-            assert room > 0, "the server gives no room"
+            assert room > 0, "the server returns no window"
             self.h2.send_data(stream_id, data[:room], end_stream=len(data) <= room)
             data = data[room:]
 
     async def call(self, path: str, message: bytes, *metadata: tuple[str, str]) -> Answer:
-        """Call with one message; the answer as far as it came."""
+        """Call with one message. Returns the received part of the answer."""
         stream_id = self.open(path, *metadata)
         self.send(stream_id, framed(message), is_end=True)
         await self.exchange()
@@ -451,9 +341,9 @@ class Client:
 
 
 def on_wire(test: Callable[[Wire, Client], Coroutine[Any, Any, None]], **traits: Any) -> None:
-    """Run a test on a connection that has shaken hands; at its end nothing may be left of any call.
+    """Run a test on a connection after its handshake. At its end no call may hold memory.
 
-    ``traits`` are those of ``Wire``, and ``settings`` of the client.
+    ``traits`` are the arguments of ``Wire``, and ``settings`` those of the client.
     """
     settings = traits.pop("settings", None)
 
@@ -468,7 +358,7 @@ def on_wire(test: Callable[[Wire, Client], Coroutine[Any, Any, None]], **traits:
 
 
 async def end(wire: Wire) -> None:
-    """Let the peer go, and see that the connection let go of everything."""
+    """Reset the connection, and check that it has released everything."""
     wire.transport.is_stuck = False
     wire.lose()
     await wire.turn()

@@ -47,6 +47,7 @@ from ortserve.frontends.trace_headers import HttpTraces
 from ortserve.registry.registry import Registry
 from ortserve.service.access import Access, Group, Guard
 from ortserve.service.codec_threads import CodecThreads
+from ortserve.service.gate import BodyAdmission
 from ortserve.service.inference import InferenceService
 from ortserve.service.key_files import KeyFiles
 from ortserve.service.load import LoadMeter
@@ -215,11 +216,10 @@ class _Frontends:
             self.models,
             self.management,
             self.shared_memory,
-            self.inference.hold,
+            self._load_admission("http"),
             self.codec_threads.read_load,
             title=options.server_name,
             version=__version__,
-            max_body_bytes=options.max_body_bytes,
             guarded=self.guards,
         )
         control.include_router(
@@ -259,8 +259,12 @@ class _Frontends:
         options = self.options
         streams = Streams(options.grpc_max_streams)
         self.metrics.set_streams_source(lambda: streams.open_count)
-        infer = InferCalls(self.inference, self.tracing, self.load_reports)
-        router = Router(self._calls(infer, streams), self.guards)
+        inference = self.inference
+        admission = BodyAdmission(
+            "grpc", inference.hold, inference.count_refused_body, max_body_bytes=options.max_body_bytes
+        )
+        infer = InferCalls(inference, admission, self.tracing, self.load_reports)
+        router = Router(self._calls(infer, admission, streams), self.guards)
         if options.grpc_transport == "grpcio":
             return GrpcioServer(
                 router,
@@ -276,7 +280,7 @@ class _Frontends:
             router.find,
             {f"/{SERVICE_NAME}/ModelInfer": infer.begin},
             streams,
-            self.inference.hold,
+            inference.hold,
             connection_limits(options, max_message_bytes=options.max_body_bytes),
             host=options.host,
             port=options.grpc_port,
@@ -301,13 +305,18 @@ class _Frontends:
             alpn=alpn,
         )
 
-    def _calls(self, infer: InferCalls, streams: Streams) -> list[Calls]:
+    def _load_admission(self, protocol: str) -> BodyAdmission:
+        """Of the bodies that load models. They are no requests of a model, so rejected ones are not counted."""
+        return BodyAdmission(protocol, self.inference.hold, None, max_body_bytes=self.options.max_body_bytes)
+
+    def _calls(self, infer: InferCalls, admission: BodyAdmission, streams: Streams) -> list[Calls]:
         """The handlers of all RPCs."""
         options = self.options
         calls: list[Calls] = [
             infer,
             InferStreamCalls(
                 self.inference,
+                admission,
                 streams,
                 max_requests=options.grpc_stream_requests,
                 max_bytes=options.grpc_stream_bytes,
@@ -315,7 +324,7 @@ class _Frontends:
                 load_reports=self.load_reports,
             ),
             ModelCalls(self.models),
-            ManagementCalls(self.management, self.inference.hold),
+            ManagementCalls(self.management, self._load_admission("grpc")),
             SharedMemoryCalls(self.shared_memory),
         ]
         services = (SERVICE_NAME, HealthCalls.service, *REFLECTION_SERVICES)

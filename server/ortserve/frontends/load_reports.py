@@ -7,7 +7,14 @@ Names and formats are those of ORCA, as Envoy and Triton use them over HTTP, and
 import base64
 from typing import Final
 
-from ortserve.codecs.load_report import LoadFormat, LoadReport, encode_json, encode_message, encode_text
+from ortserve.codecs.load_report import (
+    LoadFormat,
+    LoadReport,
+    encode_json,
+    encode_message,
+    encode_text,
+    read_load_format,
+)
 from ortserve.service.load import LoadMeter
 
 LOAD_FORMAT_HEADER: Final = "endpoint-load-metrics-format"
@@ -41,9 +48,9 @@ class LoadReports:
             header = self._headers[chosen] = (name.encode(), text)
         return header
 
-    def metadata(self, requested: LoadFormat | None) -> tuple[str, str | bytes] | None:
-        """The same for the trailing metadata of a gRPC call."""
-        chosen = requested or self._default
+    def metadata(self, asked: str) -> tuple[str, str | bytes] | None:
+        """The same for the trailing metadata of a gRPC call; ``asked`` is the value of its header, empty without it."""
+        chosen = (read_load_format(asked) if asked else None) or self._default
         return None if chosen is None else self._entry(self._renew(), chosen)
 
     def _entry(self, report: LoadReport, chosen: LoadFormat) -> tuple[str, str | bytes]:

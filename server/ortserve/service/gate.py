@@ -50,11 +50,13 @@ class BodyAdmission:
         self._count_rejected: Final = count_rejected
         self._guard: Final = guard
 
-    def admit(self, head: BodyHead, received_ns: int, trace: Trace | None, body_bytes: int | None = None) -> "Hold":
+    def admit(
+        self, head: BodyHead | None, received_ns: int, trace: Trace | None, body_bytes: int | None = None
+    ) -> "Hold":
         """Check the key, the headers, the size and the memory, in this order.
 
         Args:
-            head: Of the request.
+            head: Of the request; None if its key and its headers are checked already, and ``body_bytes`` is given.
             received_ns: When the head was complete.
             trace: Of the request, ends if it is rejected.
             body_bytes: The real size of a body that has arrived already, which ``head`` may not know.
@@ -66,10 +68,14 @@ class BodyAdmission:
             ServeError: The request is rejected and counted.
         """
         try:
-            if self._guard is not None:
-                self._guard.check(head.credentials())
-            announced = head.body_bytes()
-            size = announced if body_bytes is None else body_bytes
+            size = body_bytes
+            if head is not None:
+                if self._guard is not None:
+                    self._guard.check(head.credentials())
+                announced = head.body_bytes()
+                if size is None:
+                    size = announced
+            assert size is not None, "without a head the size is given"
             if size > self.max_body_bytes:
                 raise body_too_large(size, self.max_body_bytes)
             return self._hold(size)

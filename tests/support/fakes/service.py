@@ -20,7 +20,7 @@ from ortserve.core.tensor import Tensor
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 from ortserve.service.call import Call
-from ortserve.service.gate import BodyGate, Hold
+from ortserve.service.gate import BodyAdmission, BodyGate, Hold
 from ortserve.service.models import ModelMetadata, ServerMetadata
 from ortserve.telemetry.tracing import Trace
 
@@ -48,6 +48,11 @@ class FakeInferenceService:
     def __post_init__(self) -> None:
         if IS_COMPILED:  # where what is begun here would be refused: it names no model that is served
             pytest.skip(WHY)
+
+    @property
+    def admission(self) -> BodyAdmission:
+        """For gRPC; the transports enforce the limit of a message."""
+        return BodyAdmission("grpc", self.hold, self.count_refused_body, max_body_bytes=2**31)
 
     def hold(self, size: int) -> Hold:
         return self.gate.hold(size)

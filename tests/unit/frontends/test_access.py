@@ -1,4 +1,4 @@
-"""Every call belongs to a group, on both protocols to the same one, and no spelling of a path leads past its guard."""
+"""Every call belongs to a group, the same on both protocols; spellings of paths; the groups that need no key."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from ortserve.frontends.access import GRPC_GROUPS, http_group, is_unambiguous
+from ortserve.frontends.access import GRPC_GROUPS, http_group, is_unambiguous, unguarded_groups
 from ortserve.frontends.grpc.calls import answering
 from ortserve.frontends.grpc.router import Router
 from ortserve.frontends.http.control_app import make_control_app
@@ -57,7 +57,7 @@ def all_routes() -> list[Route]:
             return None
 
     services: Any = Nothing()
-    app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1", max_body_bytes=1)
+    app = make_control_app(nothing, services, nothing, nothing, nothing, title="t", version="1")
     app.include_router(generate_routes(services, nothing, max_body_bytes=1, clock=lambda: 0))
     known = iter_route_contexts(app.routes)
     return [Route(route.path or "", answer_nothing, methods=list(route.methods or ())) for route in known]
@@ -151,3 +151,22 @@ def test_call_without_a_group_stops_the_start() -> None:
 
     with pytest.raises(ValueError, match="no group for /inference"):
         Router([Unheard()])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"])
+def test_nothing_is_open_on_the_loopback_address(host: str) -> None:
+    assert unguarded_groups(host, (), loads_models=True, shares_memory=True) == ()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "server.example.com"])
+def test_all_groups_without_keys_are_open_elsewhere(host: str) -> None:
+    groups = unguarded_groups(host, (), loads_models=False, shares_memory=False)
+    assert groups == ("infer", "metadata", "control (log settings)", "metrics")
+
+
+def test_groups_with_keys_are_not_open() -> None:
+    assert unguarded_groups("::", (Group.INFER, Group.METADATA), loads_models=True, shares_memory=True) == (
+        "control (log settings, loading models, shared memory)",
+        "metrics",
+    )
+    assert unguarded_groups("::", tuple(Group), loads_models=True, shares_memory=True) == ()

@@ -1,4 +1,4 @@
-"""Who gets a load report, and in which format."""
+"""The responses that carry a load report, and its format."""
 
 import base64
 
@@ -17,12 +17,12 @@ def reports(*, is_always: bool) -> LoadReports:
     return LoadReports(LoadMeter(Metrics(CollectorRegistry()), processors=1, clock=clock), is_always=is_always)
 
 
-def test_who_does_not_ask_gets_one_only_where_all_do() -> None:
+def test_response_without_a_request_for_it_carries_a_report_only_if_all_do() -> None:
     asked = reports(is_always=False)
-    assert (asked.header(None), asked.metadata(None)) == (None, None)
+    assert (asked.header(None), asked.metadata("")) == (None, None)
 
     always = reports(is_always=True)
-    header, entry = always.header(None), always.metadata(None)
+    header, entry = always.header(None), always.metadata("")
     assert header is not None
     assert header[0] == b"endpoint-load-metrics-bin"
     OrcaLoadReport.FromString(base64.b64decode(header[1], validate=True))
@@ -34,9 +34,9 @@ def test_who_does_not_ask_gets_one_only_where_all_do() -> None:
 
 @pytest.mark.parametrize("is_always", [False, True])
 @pytest.mark.parametrize(("asked", "begins"), [(LoadFormat.TEXT, "TEXT "), (LoadFormat.JSON, "JSON {")])
-def test_who_asks_gets_one_in_the_format_that_was_asked_for(asked: LoadFormat, begins: str, is_always: bool) -> None:
-    told = reports(is_always=is_always)
-    header, entry = told.header(asked), told.metadata(asked)
+def test_report_has_the_requested_format(asked: LoadFormat, begins: str, is_always: bool) -> None:
+    encoder = reports(is_always=is_always)
+    header, entry = encoder.header(asked), encoder.metadata(asked.value)
     assert header is not None
     assert header[0] == b"endpoint-load-metrics"
     assert header[1].startswith(begins.encode())

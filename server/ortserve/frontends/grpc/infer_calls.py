@@ -9,16 +9,14 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ortserve.codecs.grpc_answer import GrpcEncoder
 from ortserve.codecs.grpc_infer import GrpcRequest
-from ortserve.codecs.load_report import read_load_format
 from ortserve.core.encoded import AnswerEncoder, EncodedRequest
-from ortserve.errors import ErrorKind, ServeError
+from ortserve.errors import ServeError
 from ortserve.frontends.grpc.calls import (
     SERVICE_NAME,
     CallHead,
     Context,
     Handlers,
     Metadata,
-    MetadataEntry,
     OnAnswer,
     OnFailure,
     abort,
@@ -29,7 +27,7 @@ from ortserve.frontends.grpc.calls import (
 from ortserve.frontends.load_reports import LOAD_FORMAT_HEADER, LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
 from ortserve.service.call import Call
-from ortserve.service.gate import Hold
+from ortserve.service.gate import BodyAdmission, Hold
 from ortserve.telemetry.tracing import Trace, Tracing
 
 _MODEL_INFER: Final = grpc_method(f"{SERVICE_NAME}/ModelInfer")
@@ -40,16 +38,8 @@ T = TypeVar("T")
 class Inference(Protocol):
     """The parts of the inference service that this frontend uses."""
 
-    def hold(self, size: int) -> Hold:
-        """Reserve memory for a body. Raises ServeError: overloaded."""
-        ...
-
     def receive(self, protocol: str, timeout_ns: int | None = None, trace: Trace | None = None) -> Call:
         """Start the timing of a call whose message is complete."""
-        ...
-
-    def count_refused_body(self, protocol: str, kind: ErrorKind, received_ns: int, trace: Trace | None = None) -> None:
-        """Count a request that was rejected before it was read."""
         ...
 
     async def serve(self, call: Call, encoded: EncodedRequest, encoder: AnswerEncoder[T]) -> T:
@@ -77,9 +67,14 @@ class InferCalls:
     service = SERVICE_NAME
 
     def __init__(
-        self, inference: Inference, tracing: Tracing | None = None, load_reports: LoadReports | None = None
+        self,
+        inference: Inference,
+        admission: BodyAdmission,
+        tracing: Tracing | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
         self._inference = inference
+        self._admission = admission
         self._tracing = tracing
         self._load_reports = load_reports
 
@@ -100,7 +95,7 @@ class InferCalls:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, head.metadata)
         call = self._inference.receive("grpc", timeout_ns, trace)
         try:
-            hold = hold_request(self._inference, call, len(data))
+            hold = self._admission.admit(None, call.timing.received_ns, trace, len(data))
         except ServeError as error:
             on_failure(error)
             return None
@@ -126,9 +121,9 @@ class InferCalls:
         try:
             report = None
             if self._load_reports is not None:
-                report = load_report(self._load_reports, head.load_format)
+                report = self._load_reports.metadata(head.load_format)
             on_answer(answer, call.timing.server_timing(), report)
-        except Exception as error:  # noqa: BLE001 - it would be lost, and the caller would wait for ever
+        except Exception as error:  # noqa: BLE001 - the loop would swallow it, and the caller would never be answered
             on_failure(seen(error))
 
     async def _model_infer(self, data: bytes | memoryview, context: Context) -> bytes | memoryview:
@@ -137,14 +132,14 @@ class InferCalls:
             trace = begin_grpc_trace(self._tracing, _MODEL_INFER, context.invocation_metadata())
         call = self._inference.receive("grpc", time_left_ns(context), trace)
         try:
-            with hold_request(self._inference, call, len(data)):
+            with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
         except Exception as error:  # noqa: BLE001 - grpc would send the text of the exception
             status = status_of(seen(error))
         else:
             trailing: Metadata = (("server-timing", call.timing.server_timing().decode()),)
             if self._load_reports is not None:
-                report = load_report(self._load_reports, asked_load_format(context))
+                report = self._load_reports.metadata(asked_load_format(context))
                 if report is not None:
                     trailing += (report,)
             context.set_trailing_metadata(trailing)
@@ -163,28 +158,10 @@ def _cancel(call: Call, hold: Hold) -> None:
     call.cancel()
 
 
-def hold_request(inference: Inference, call: Call, size: int) -> Hold:
-    """Reserve memory for the message of a call.
-
-    Raises:
-        ServeError: overloaded; the rejected call is counted.
-    """
-    try:
-        return inference.hold(size)
-    except ServeError as error:
-        inference.count_refused_body(call.protocol, error.kind, call.timing.received_ns, call.trace)
-        raise
-
-
 def asked_load_format(context: Context) -> str:
     """The format in which the caller asks for a load report; empty if it does not ask."""
     metadata = context.invocation_metadata() or ()
     return next((str(value).strip() for name, value in metadata if name == LOAD_FORMAT_HEADER), "")
-
-
-def load_report(reports: LoadReports, asked: str) -> MetadataEntry | None:
-    """The load report for the trailing metadata of a call; None if the caller gets none."""
-    return reports.metadata(read_load_format(asked) if asked else None)
 
 
 def time_left_ns(context: Context) -> int | None:

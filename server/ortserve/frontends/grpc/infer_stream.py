@@ -23,10 +23,11 @@ from ortserve.frontends.grpc.calls import (
     streaming,
     write,
 )
-from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, hold_request, load_report, time_left_ns
+from ortserve.frontends.grpc.infer_calls import Inference, asked_load_format, time_left_ns
 from ortserve.frontends.grpc.streams import Streams
 from ortserve.frontends.load_reports import LoadReports
 from ortserve.frontends.trace_headers import begin_grpc_trace, grpc_method
+from ortserve.service.gate import BodyAdmission
 from ortserve.telemetry.tracing import Trace, Tracing
 
 _ENCODER: Final = StreamEncoder()
@@ -78,6 +79,7 @@ class InferStreamCalls:
     def __init__(
         self,
         inference: Inference,
+        admission: BodyAdmission,
         streams: Streams,
         *,
         max_requests: int,
@@ -89,6 +91,7 @@ class InferStreamCalls:
 
         Args:
             inference: Answers each request.
+            admission: Admits the message of each request.
             streams: Counts the open streams.
             max_requests: Unanswered requests of one stream at which reading stops.
             max_bytes: Bytes of unanswered requests and unsent answers of one stream at which reading stops.
@@ -96,6 +99,7 @@ class InferStreamCalls:
             load_reports: Added to the trailing metadata of streams that end without an error; None to add nothing.
         """
         self._inference = inference
+        self._admission = admission
         self._streams = streams
         self._max_requests = max_requests
         self._max_bytes = max_bytes
@@ -108,11 +112,12 @@ class InferStreamCalls:
     async def _model_stream_infer(self, context: Context) -> None:
         with self._streams.open():
             quota = StreamQuota(self._max_requests, self._max_bytes)
-            failure = await InferStream(self._inference, self._streams, context, quota, self._tracing).serve()
+            stream = InferStream(self._inference, self._admission, self._streams, context, quota, self._tracing)
+            failure = await stream.serve()
         if failure is not None:
             await abort(context, failure)
         if self._load_reports is not None:
-            report = load_report(self._load_reports, asked_load_format(context))
+            report = self._load_reports.metadata(asked_load_format(context))
             if report is not None:
                 context.set_trailing_metadata((report,))
 
@@ -121,9 +126,16 @@ class InferStream:
     """One stream. Its unanswered requests are cancelled when its caller disconnects or its deadline passes."""
 
     def __init__(
-        self, inference: Inference, streams: Streams, context: Context, quota: StreamQuota, tracing: Tracing | None
+        self,
+        inference: Inference,
+        admission: BodyAdmission,
+        streams: Streams,
+        context: Context,
+        quota: StreamQuota,
+        tracing: Tracing | None,
     ) -> None:
         self._inference = inference
+        self._admission = admission
         self._tracing = tracing
         self._streams = streams
         self._context = context
@@ -189,7 +201,7 @@ class InferStream:
             trace = begin_grpc_trace(self._tracing, _MODEL_STREAM_INFER, self._context.invocation_metadata())
         call = self._inference.receive("grpc", time_left_ns(self._context), trace)
         try:
-            with hold_request(self._inference, call, len(data)):
+            with self._admission.admit(None, call.timing.received_ns, trace, len(data)):
                 answer = await self._inference.serve(call, GrpcRequest(data), _ENCODER)
         except ServeError as error:
             if self._ends_at_error:

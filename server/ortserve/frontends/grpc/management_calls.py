@@ -1,6 +1,6 @@
 """RPCs that manage the server: its repository, statistics, settings, and regions of shared memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from google.protobuf.message import Message
 
@@ -10,7 +10,7 @@ from ortserve.codecs.grpc_infer import parse_message, require_version_number
 from ortserve.codecs.json_text import LoadParameter
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 from ortserve.frontends.grpc.calls import SERVICE_NAME, Handlers, answering, awaiting
-from ortserve.service.gate import Hold
+from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import Management, ModelStatistics, Setting
 from ortserve.service.shared_memory import SharedMemory
 from ortserve.telemetry.statistics import Duration
@@ -21,13 +21,13 @@ class ManagementCalls:
 
     service = SERVICE_NAME
 
-    def __init__(self, management: Management, hold: Callable[[int], Hold]) -> None:
-        """``hold`` reserves memory for the message of a load, in bytes; raises ServeError: overloaded."""
+    def __init__(self, management: Management, load_admission: BodyAdmission) -> None:
+        """``load_admission`` admits the messages of loads."""
         self._repository = management.repository
         self._statistics = management.statistics
         self._logs = management.logs
         self._traces = management.traces
-        self._hold = hold
+        self._load_admission = load_admission
 
     def handlers(self) -> Handlers:
         return {
@@ -53,7 +53,7 @@ class ManagementCalls:
         )
 
     async def _load(self, data: bytes) -> Message:
-        with self._hold(len(data)):
+        with self._load_admission.admit(None, 0, None, len(data)):
             request = parse_message(pb.RepositoryModelLoadRequest, data)
             _require_no_repository(request.repository_name)
             await self._repository.load(request.model_name, _parameters(request.parameters))

@@ -96,11 +96,6 @@ class AsgiExchange(Exchange):
         self._task: asyncio.Task[None] | None = None
         self.has_response_body = method != "HEAD"
 
-    @property
-    def has_left(self) -> bool:
-        """Whether the caller has left."""
-        return self.connection.has_left
-
     def start(self) -> None:
         connection = self.connection
         if connection.has_left or self._is_disconnected:

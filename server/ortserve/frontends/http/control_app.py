@@ -28,7 +28,7 @@ from ortserve.frontends.http.management_routes import repository_routes, setting
 from ortserve.frontends.http.model_routes import as_response, health_routes, model_routes, statistics_routes
 from ortserve.frontends.http.responses import failure
 from ortserve.service.access import Group
-from ortserve.service.gate import Hold
+from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import Management
 from ortserve.service.models import ModelService
 from ortserve.service.shared_memory import SharedMemory
@@ -38,12 +38,11 @@ def make_control_app(
     models: ModelService,
     management: Management,
     shared_memory: SharedMemory,
-    hold: Callable[[int], Hold],
+    load_admission: BodyAdmission,
     read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
     *,
     title: str,
     version: str,
-    max_body_bytes: int,
     guarded: Container[Group | None] = (),
 ) -> FastAPI:
     """The application. Its OpenAPI document also describes the infer routes, which ``InferExchange`` answers.
@@ -52,11 +51,10 @@ def make_control_app(
         models: Answers questions about models.
         management: Answers repository, statistics and settings calls.
         shared_memory: Registers regions.
-        hold: Reserves memory for bodies that may be large.
+        load_admission: Admits the bodies of load calls.
         read_load: Decodes the body of a load call.
         title: Of the document.
         version: Of the document.
-        max_body_bytes: Of a load call.
         guarded: Groups whose operations need a key, for the document; ``AsgiEndpoint`` checks the key.
     """
     app = FastAPI(
@@ -68,7 +66,7 @@ def make_control_app(
     )
     app.include_router(health_routes(models))
     app.include_router(statistics_routes(management.statistics))
-    app.include_router(repository_routes(management.repository, hold, read_load, max_body_bytes=max_body_bytes))
+    app.include_router(repository_routes(management.repository, load_admission, read_load))
     app.include_router(settings_routes(management.logs, management.traces))
     app.include_router(model_routes(models))
     app.include_router(shared_memory_routes(shared_memory))

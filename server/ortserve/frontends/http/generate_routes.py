@@ -40,7 +40,7 @@ def generate_routes(
     traces: HttpTraces | None = None,
     load_reports: LoadReports | None = None,
 ) -> APIRouter:
-    """The four routes. The body is read as bytes, whatever its Content-Type."""
+    """The four routes. The body is read as bytes; its Content-Type is ignored."""
     router = APIRouter(prefix="/v2/models/{model}", tags=["inference"])
     generation = _Generation(
         inference, models, max_body_bytes=max_body_bytes, clock=clock, traces=traces, load_reports=load_reports
@@ -121,8 +121,7 @@ class _Generation:
             ServeError: The request failed before the response began.
         """
         received_ns = self._clock()
-        exchange = exchange_of(request.scope)
-        exchange.cancels_with_caller = True
+        exchange_of(request.scope).cancels_with_caller = True
         inference, admission = self._inference, self._admission
         trace: Trace | None = None
         if self._traces is not None:

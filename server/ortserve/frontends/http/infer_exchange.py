@@ -86,7 +86,7 @@ class InferExchange(Exchange):
     def __init__(
         self, connection: Connection, endpoint: InferEndpoint, head: InferHead, body: bytes | None = None
     ) -> None:
-        """``body`` is the body of a request that arrived whole, whatever its length in ``head``; else None."""
+        """``body`` is the body of a request that arrived whole; its length in ``head`` may be another. Else None."""
         super().__init__(connection, keep_alive=head.keep_alive, more_body=body is None)
         self.head: Final = head
         self.rejection: ServeError | None = None

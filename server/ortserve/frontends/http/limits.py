@@ -23,6 +23,9 @@ LINGER_BYTES: Final = 8 * 2**20
 
 _VERSIONS: Final = ("1.1", "1.0")
 
+_FRAMING_FACTOR: Final = 16
+"""Bytes of a chunked body for each byte of its content, at most. A chunk of one byte takes six."""
+
 _OTHER_VERSIONS: Final = ("Invalid HTTP version", "Pause on PRI/Upgrade")
 """The parser's messages for an unknown version and for the preface of HTTP/2."""
 
@@ -91,7 +94,7 @@ def header_bytes(url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> int:
 
 
 class Stage(Enum):
-    """What a connection waits for."""
+    """The event that a connection waits for."""
 
     REQUEST = auto()
     HEADERS = auto()
@@ -101,7 +104,7 @@ class Stage(Enum):
 
 
 class Due(Enum):
-    """What to do with a connection now."""
+    """The next action on a connection."""
 
     NOTHING = auto()
     CLOSE = auto()
@@ -160,6 +163,59 @@ class StageTimer:
         self._stage, self._subject, self._since_ns, self._since_bytes = stage, subject, now_ns, n_bytes
 
 
+class UnfinishedInput:
+    """Limits the bytes that the parser keeps of an incomplete request: its head, or the framing of its body. Pure.
+
+    Attributes:
+        received_bytes: Bytes of the current stage that arrived so far, without those of the first read in a body.
+    """
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._headers: list[tuple[bytes, bytes]] | None = None
+        self._stage = Stage.REQUEST
+        self._content_begin = 0
+        self.received_bytes = 0
+
+    def includes(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Whether a part of the request with these headers, by identity, was incomplete before."""
+        return self._headers is headers
+
+    def check(
+        self, stage: Stage, url: bytes, headers: list[tuple[bytes, bytes]], read_bytes: int, content_bytes: int
+    ) -> ServeError | None:
+        """Count the bytes of the last read.
+
+        Args:
+            stage: ``HEADERS`` or ``BODY``.
+            url: The received part.
+            headers: The received ones of the request, which they identify.
+            read_bytes: Of the last read.
+            content_bytes: Of all bodies on the connection so far, without framing.
+
+        Returns:
+            The error for a request that exceeds a limit.
+        """
+        limits = self._limits
+        if headers is not self._headers or stage is not self._stage:
+            # The received bytes may hold other requests before it, so only its visible part counts.
+            self._headers, self._stage = headers, stage
+            self.received_bytes = 0 if stage is Stage.BODY else header_bytes(url, headers)
+            self._content_begin = content_bytes
+        else:
+            self.received_bytes += read_bytes
+        kept, allowed = self.received_bytes, limits.max_header_bytes
+        if stage is Stage.BODY:
+            content = content_bytes - self._content_begin
+            kept -= content
+            allowed += _FRAMING_FACTOR * content
+        if kept > allowed:
+            return too_large_headers(kept, limits)
+        if len(headers) > limits.max_headers:
+            return too_many_headers(len(headers), limits)
+        return None
+
+
 class InvalidHeadError(Exception):
     """Stops the parser. ``error`` is the response to the request."""
 
@@ -215,6 +271,24 @@ def too_many_headers(count: int, limits: HttpLimits) -> ServeError:
 def too_large_headers(size: int, limits: HttpLimits) -> ServeError:
     text = f"http_max_header_bytes: expected at most {limits.max_header_bytes} bytes of headers, got {size} or more"
     return ServeError(ErrorKind.HEADERS_TOO_LARGE, text)
+
+
+def too_slow_headers(limits: HttpLimits) -> ServeError:
+    text = f"http_header_timeout_s: the headers of the request took {limits.header_timeout_s:g} s or longer"
+    return ServeError(ErrorKind.TOO_SLOW, text)
+
+
+def too_slow_body(limits: HttpLimits) -> ServeError:
+    text = (
+        f"http_body_timeout_s: less than {limits.min_body_bytes_per_s} bytes a second came of the body "
+        f"for {limits.body_timeout_s:g} s"
+    )
+    return ServeError(ErrorKind.TOO_SLOW, text)
+
+
+def too_many_connections(limits: HttpLimits) -> ServeError:
+    text = f"http_max_connections: {limits.max_connections} connections are open and no more may be"
+    return ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1)
 
 
 def announced_chunk_bytes(data: bytes, content_bytes: int) -> int:

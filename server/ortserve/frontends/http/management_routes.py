@@ -30,8 +30,7 @@ from ortserve.frontends.http.documents import (
     request_body,
 )
 from ortserve.frontends.http.request_body import read_body, read_json_object
-from ortserve.frontends.http.request_head import Header
-from ortserve.service.gate import BodyAdmission, Hold
+from ortserve.service.gate import BodyAdmission
 from ortserve.service.management import LogSettings
 from ortserve.service.repository import RepositoryService
 from ortserve.service.shared_memory import CudaRegionStatus, RegionStatus, SharedMemory
@@ -60,20 +59,16 @@ _CUDA_REGISTRATION_BODY: Final = {
 
 def repository_routes(
     repository: RepositoryService,
-    hold: Callable[[int], Hold],
+    admission: BodyAdmission,
     read_load: Callable[[bytes | memoryview], Awaitable[dict[str, LoadParameter]]],
-    *,
-    max_body_bytes: int,
 ) -> APIRouter:
     """Routes for the models in the repositories.
 
     Args:
         repository: Carries out the calls.
-        hold: Reserves memory for the body of a load.
+        admission: Admits the bodies of loads.
         read_load: Decodes that body off the event loop; raises ServeError: invalid_input, overloaded.
-        max_body_bytes: Of a load.
     """
-    admission = BodyAdmission("http", hold, None, max_body_bytes=max_body_bytes)
     router = APIRouter(prefix="/v2/repository", tags=["repository"])
 
     @router.post("/index", response_model=list[IndexEntryDocument], openapi_extra=request_body(IndexRequestDocument))
@@ -94,8 +89,10 @@ def repository_routes(
         takes the place of the model's own until the next load; and files in base64 by `file:` and their path in the
         model's folder, such as `file:1/model.onnx`, which need a `config`, if only `{}`.
         """
-        with admission.admit(_LoadHead(request.scope["headers"]), 0, None) as held:
-            body = await read_body(request.receive, held, max_bytes=max_body_bytes)
+        # The HTTP parser has checked that the length is a number.
+        announced_bytes = int(request.headers.get("content-length", 0))
+        with admission.admit(None, 0, None, announced_bytes) as held:
+            body = await read_body(request.receive, held, max_bytes=admission.max_body_bytes)
             await repository.load(model, await read_load(body))
         return _nothing()
 
@@ -112,20 +109,6 @@ def repository_routes(
         raise ServeError(ErrorKind.UNSUPPORTED, "'repository_name' specification is not supported")
 
     return router
-
-
-class _LoadHead:
-    """The head of a load request, for admission. ``AsgiEndpoint`` has checked the key."""
-
-    def __init__(self, headers: list[Header]) -> None:
-        self._headers = headers
-
-    def credentials(self) -> list[bytes]:
-        return []
-
-    def body_bytes(self) -> int:
-        # The HTTP parser has checked that it is a number.
-        return next((int(value) for name, value in self._headers if name == b"content-length"), 0)
 
 
 def settings_routes(logs: LogSettings, traces: TraceSettings) -> APIRouter:

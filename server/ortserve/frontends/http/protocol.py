@@ -20,12 +20,15 @@ from ortserve.frontends.http.limits import (
     InvalidHeadError,
     Stage,
     StageTimer,
+    UnfinishedInput,
     announced_chunk_bytes,
     check_head,
     header_bytes,
     parse_error,
     too_large_headers,
-    too_many_headers,
+    too_many_connections,
+    too_slow_body,
+    too_slow_headers,
 )
 from ortserve.frontends.http.request_head import (
     Header,
@@ -45,9 +48,6 @@ _MAX_UNKNOWN_HEADS: Final = 16
 
 _MAX_REJECTED_CONNECTIONS: Final = 64
 """Connections over the limit that are answered before they are closed; those over this number are closed at once."""
-
-_FRAMING_FACTOR: Final = 16
-"""Bytes of a chunked body for each byte of its content, at most. A chunk of one byte takes six."""
 
 # Read once, because each request uses them several times.
 _REQUEST: Final = Stage.REQUEST
@@ -91,9 +91,7 @@ class HttpProtocol(asyncio.Protocol):
         self._n_unknown_heads = 0
         self._data_bytes = 0
         self._body_bytes = 0
-        self._unfinished: tuple[object, Stage] = (None, _REQUEST)
-        self._unfinished_bytes = 0
-        self._framed_bytes = 0
+        self._unfinished = UnfinishedInput(context.limits)
         self._chunk_begin = -1
         self._timer = StageTimer(context.limits)
         self._tick: asyncio.TimerHandle | None = None
@@ -328,39 +326,21 @@ class HttpProtocol(asyncio.Protocol):
         if self._offers_upgrade and parser.get_method() == b"CONNECT":
             raise InvalidHeadError(ServeError(ErrorKind.UNSUPPORTED, "CONNECT: this server is no proxy"))
         # A head that arrived at once is no larger than the received bytes.
-        if self._data_bytes > limits.max_header_bytes or self._unfinished[0] is self._headers:
+        if self._data_bytes > limits.max_header_bytes or self._unfinished.includes(self._headers):
             size = header_bytes(self._url, self._headers)
             if size > limits.max_header_bytes:
                 raise InvalidHeadError(too_large_headers(size, limits))
 
     def _on_unfinished(self) -> None:
-        """Limit the bytes that the parser keeps: incomplete headers, and the framing of a chunked body.
-
-        Also offer the exchange to receive the rest of a large body into its memory.
-        """
+        """Limit the bytes that the parser keeps, and offer to receive the rest of a large body into its memory."""
         connection = self.connection
         if connection.ignores_input:
             return
-        limits = self._limits
-        if self._unfinished[0] is not self._headers or self._unfinished[1] is not self._stage:
-            # The received bytes may hold other requests before it, so only its visible part counts.
-            self._unfinished = (self._headers, self._stage)
-            self._unfinished_bytes = 0 if self._stage is _BODY else header_bytes(self._url, self._headers)
-            self._framed_bytes = self._body_bytes
-        else:
-            self._unfinished_bytes += self._data_bytes
-        kept, allowed = self._unfinished_bytes, limits.max_header_bytes
-        if self._stage is _BODY:
-            content = self._body_bytes - self._framed_bytes
-            kept -= content
-            allowed += _FRAMING_FACTOR * content
-        exchange = connection.newest
-        if kept > allowed:
-            self._reject_in_turn(too_large_headers(kept, limits))
-        elif len(self._headers) > limits.max_headers:
-            self._reject_in_turn(too_many_headers(len(self._headers), limits))
-        elif self._stage is _BODY and exchange is not None:
-            large = exchange.on_unfinished()
+        error = self._unfinished.check(self._stage, self._url, self._headers, self._data_bytes, self._body_bytes)
+        if error is not None:
+            self._reject_in_turn(error)
+        elif self._stage is _BODY and connection.newest is not None:
+            large = connection.newest.on_unfinished()
             if large is not None:
                 self.transport.set_protocol(_BodyReceiver(self, large))
 
@@ -380,9 +360,7 @@ class HttpProtocol(asyncio.Protocol):
             self._context.on_rejected(ErrorKind.OVERLOADED)
             self.transport.abort()
             return
-        most = self._limits.max_connections
-        text = f"http_max_connections: {most} connections are open and no more may be"
-        self.connection.reject(ServeError(ErrorKind.OVERLOADED, text, retry_after_s=1))
+        self.connection.reject(too_many_connections(self._limits))
 
     def _on_age(self) -> None:
         self.connection.is_old = True
@@ -402,25 +380,15 @@ class HttpProtocol(asyncio.Protocol):
         if unsent or connection.is_read_paused or not (is_answered or stage is _BODY):
             stage = Stage.RESPONSE
         subject = self._headers if stage is _HEADERS else exchange
-        due = self._timer.check(time.monotonic_ns(), stage, subject, self._unfinished_bytes, unsent)
+        due = self._timer.check(time.monotonic_ns(), stage, subject, self._unfinished.received_bytes, unsent)
         if due is Due.ABORT:
             self.transport.abort()
         elif due is Due.CLOSE:
             self.transport.close()
-        elif due is Due.REJECT:
-            self._reject_slow_request(stage, exchange)
-
-    def _reject_slow_request(self, stage: Stage, exchange: Exchange | None) -> None:
-        limits = self._limits
-        if stage is _HEADERS:
-            text = f"http_header_timeout_s: the headers of the request took {limits.header_timeout_s:g} s or longer"
-            self.connection.reject(ServeError(ErrorKind.TOO_SLOW, text))
-        elif exchange is not None:
-            text = (
-                f"http_body_timeout_s: less than {limits.min_body_bytes_per_s} bytes a second came of the body "
-                f"for {limits.body_timeout_s:g} s"
-            )
-            exchange.reject_body(ServeError(ErrorKind.TOO_SLOW, text))
+        elif due is Due.REJECT and stage is _HEADERS:
+            connection.reject(too_slow_headers(self._limits))
+        elif due is Due.REJECT and exchange is not None:
+            exchange.reject_body(too_slow_body(self._limits))
 
 
 class _BodyReceiver(Receiver):

@@ -132,7 +132,7 @@ async def read_body(receive: Receive, hold: Hold, *, max_bytes: int) -> bytes | 
 
 
 async def read_json_object(receive: Receive) -> dict[str, Any]:
-    """Read a small JSON object from ASGI, whatever its content type; an empty body counts as ``{}``.
+    """Read a small JSON object from ASGI; its content type is ignored, and an empty body counts as ``{}``.
 
     Raises:
         ServeError: too_large, cancelled, or invalid_input if the body is not a JSON object.

@@ -131,7 +131,7 @@ def _cached_infer_path(path: bytes) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class InferHeaders:
-    """What the headers of an inference request say about its body and about the expected response.
+    """The content of the headers of an inference request: about its body, and about the expected response.
 
     Attributes:
         body_bytes: Announced length, 0 for a chunked body.

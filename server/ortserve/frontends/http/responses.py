@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
@@ -111,8 +111,10 @@ def compresses_inline(response: HttpResponse) -> bool:
     return len(response.body) <= _INLINE_COMPRESSION_BYTES
 
 
-class CorkedTransport(asyncio.Transport):
+class CorkedTransport:
     """Collects the writes of one loop turn and passes them on together, without a copy. Loop thread only.
+
+    It has those methods of ``asyncio.Transport`` that the server uses, under their names.
 
     uvloop makes a system call for each write. For a small response a second call costs as much as decoding the
     request.
@@ -130,10 +132,6 @@ class CorkedTransport(asyncio.Transport):
         if not self._pending:
             self._loop.call_soon(self._flush)
         self._pending.append(data)
-
-    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
-        for data in list_of_data:
-            self.write(data)
 
     def write_out(self, *data: bytes | memoryview) -> None:
         """Write at once, behind the collected data: for exchanges that write once in a loop turn."""
@@ -169,14 +167,8 @@ class CorkedTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + sum(map(len, self._pending))
 
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._transport.get_protocol()
-
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._transport.set_protocol(protocol)
-
-    def is_reading(self) -> bool:
-        return self._transport.is_reading()
 
     def pause_reading(self) -> None:
         self._transport.pause_reading()

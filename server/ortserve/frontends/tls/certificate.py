@@ -111,7 +111,7 @@ class ServerCertificate:
         metrics: CertificateMetrics,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """Read the files. Their certificate is used whatever its dates, because there is no other.
+        """Read the files. Their certificate is used with any dates, because there is no other.
 
         Args:
             files: Their paths.

@@ -100,7 +100,14 @@ def watch() -> Handler:
 
 
 def infer_stream() -> Handler:
-    return of(InferStreamCalls(FakeInferenceService(), Streams(5), max_requests=5, max_bytes=10**6).handlers())
+    inference = FakeInferenceService()
+    calls = InferStreamCalls(inference, inference.admission, Streams(5), max_requests=5, max_bytes=10**6)
+    return of(calls.handlers())
+
+
+def model_infer() -> Handler:
+    inference = FakeInferenceService()
+    return of(InferCalls(inference, inference.admission).handlers())
 
 
 CALLS: Mapping[str, Callable[[], Handler]] = {
@@ -108,7 +115,7 @@ CALLS: Mapping[str, Callable[[], Handler]] = {
     "awaiting": partial(awaiting, parse_later),
     "with a cause": partial(answering, chained),
     "streaming": partial(streaming, read_and_parse),
-    "ModelInfer": lambda: of(InferCalls(FakeInferenceService()).handlers()),
+    "ModelInfer": model_infer,
     "ModelStreamInfer": infer_stream,
     "Watch": watch,
     "reflection": lambda: of(ReflectionCalls("grpc.reflection.v1.ServerReflection", Streams(5), ()).handlers()),

@@ -49,6 +49,7 @@ class SlowCaller:
 @pytest.mark.parametrize("name", ["Watch", "ServerReflectionInfo", "ModelStreamInfer"])
 async def test_what_is_being_written_at_a_drain_is_written_before_the_stream_ends(name: str) -> None:
     streams = Streams(1)
+    inference = FakeInferenceService()
     calls: dict[str, tuple[Calls, bytes]] = {
         "Watch": (HealthCalls(FakeModelService(), streams, ()), b""),
         "ServerReflectionInfo": (
@@ -56,7 +57,7 @@ async def test_what_is_being_written_at_a_drain_is_written_before_the_stream_end
             reflection_v1_pb2.ServerReflectionRequest(list_services="").SerializeToString(),
         ),
         "ModelStreamInfer": (
-            InferStreamCalls(FakeInferenceService(), streams, max_requests=2, max_bytes=2**20),
+            InferStreamCalls(inference, inference.admission, streams, max_requests=2, max_bytes=2**20),
             infer_request(),
         ),
     }

@@ -9,6 +9,7 @@ from ortserve.frontends.http.limits import (
     HttpLimits,
     Stage,
     StageTimer,
+    UnfinishedInput,
     announced_chunk_bytes,
     header_bytes,
     parse_error,
@@ -140,3 +141,34 @@ def test_fault_of_a_request_is_the_parsers_reason() -> None:
         ErrorKind.INVALID_INPUT,
         "malformed HTTP request: invalid method encountered",
     )
+
+
+def test_head_that_arrives_in_parts_is_limited_by_all_its_bytes() -> None:
+    unfinished = UnfinishedInput(LIMITS)
+    headers = [(b"host", b"x")]
+    assert not unfinished.includes(headers)
+    assert unfinished.check(Stage.HEADERS, b"/v2", headers, 5000, 0) is None, "most of the read is another request"
+    assert unfinished.includes(headers)
+    visible = header_bytes(b"/v2", headers)
+    assert unfinished.check(Stage.HEADERS, b"/v2", headers, 1000 - visible, 0) is None
+    error = unfinished.check(Stage.HEADERS, b"/v2", headers, 1, 0)
+    assert error is not None
+    assert error.kind is ErrorKind.HEADERS_TOO_LARGE
+    assert unfinished.check(Stage.HEADERS, b"/v2", [(b"host", b"y")], 1000, 0) is None, "another request"
+
+
+def test_framing_of_a_body_is_limited_by_its_content() -> None:
+    unfinished = UnfinishedInput(LIMITS)
+    headers = [(b"host", b"x")]
+    assert unfinished.check(Stage.BODY, b"/v2", headers, 5000, 100) is None, "its first read holds the head, too"
+    assert unfinished.check(Stage.BODY, b"/v2", headers, 1000 + 17 * 50, 150) is None
+    error = unfinished.check(Stage.BODY, b"/v2", headers, 1, 150)
+    assert error is not None
+    assert error.kind is ErrorKind.HEADERS_TOO_LARGE
+
+
+def test_incomplete_head_with_too_many_headers_is_rejected() -> None:
+    headers = [(b"a", b"1")] * 11
+    error = UnfinishedInput(LIMITS).check(Stage.HEADERS, b"/v2", headers, 100, 0)
+    assert error is not None
+    assert "http_max_headers" in error.message

@@ -3,7 +3,7 @@
 import pytest
 
 from fakes.clock import FakeClock
-from ortserve.frontends.tls.transport import RecordBudget
+from ortserve.frontends.tls.record_budget import RecordBudget
 
 KEY_UPDATE = 27
 RECORD = 5 + 16 * 1024 + 17

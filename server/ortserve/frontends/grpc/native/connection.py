@@ -1,6 +1,7 @@
 """One HTTP/2 connection of gRPC callers (RFC 9113; gRPC over HTTP/2): its begin, its ticks, its drain and its end.
 
-``FrameReader`` finds the frames, ``Receiving`` turns them into calls, ``Sending`` sends the answers.
+``FrameReader`` finds the frames, ``Receiving`` turns them into calls, ``Sending`` sends the answers
+through a ``FrameWriter``.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from ortserve.frontends.grpc.native.dispatcher import CallDispatcher
 from ortserve.frontends.grpc.native.flood_limits import ConnectionErrors
 from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREAM_WINDOW, UnsentBudget
 from ortserve.frontends.grpc.native.frame_reader import MAX_DATA_BYTES, FrameReader
+from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import MAX_LIST_BYTES
 from ortserve.frontends.grpc.native.limits import STALL_S, Due, Lifetime, Limits
@@ -78,10 +80,11 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
+        self._writer = writer = FrameWriter(self._loop, self._transport)
         self._sending = sending = Sending(
             self._loop,
             self._clock,
-            self._transport,
+            writer,
             self._life,
             self._budget,
             on_cut_answer=self._on_cut_answer,
@@ -89,7 +92,7 @@ class Connection(asyncio.Protocol):
         )
         self._timeouts = CallTimeouts(self._loop, sending.streams, sending, self._limits)
         self._receiving = Receiving(
-            self._dispatcher, self._limits, sending, self._timeouts, self._life, self._end_drain
+            self._dispatcher, self._limits, sending, writer, self._timeouts, self._life, self._end_drain
         )
         self._reader = FrameReader(self._receiving)
         if len(self._connections) >= self._limits.max_connections:
@@ -105,8 +108,8 @@ class Connection(asyncio.Protocol):
             frames.MAX_FRAME_SIZE: MAX_DATA_BYTES,
             frames.MAX_HEADER_LIST_SIZE: MAX_LIST_BYTES,
         }
-        sending.control(frames.settings(ours))
-        sending.control(frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW))
+        writer.control(frames.settings(ours))
+        writer.control(frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW))
         self._tick = self._loop.call_later(self._limits.tick_s, self._on_tick)
 
     def data_received(self, data: bytes) -> None:
@@ -143,10 +146,11 @@ class Connection(asyncio.Protocol):
             self.closed.set_result(None)
 
     def pause_writing(self) -> None:
-        self._sending.pause()
+        self._writer.pause()
 
     def resume_writing(self) -> None:
-        self._sending.resume()
+        self._writer.resume()
+        self._sending.on_window()
 
     # Called by the receiver of large messages
 
@@ -191,8 +195,8 @@ class Connection(asyncio.Protocol):
             return
         self._life.begin_drain(self._clock(), grace_s)
         # Calls that are on their way are accepted until the answer to the PING arrives.
-        self._sending.control(frames.goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR))
-        self._sending.control(frames.frame(frames.PING, 0, 0, DRAIN_PING))
+        self._writer.control(frames.goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR))
+        self._writer.control(frames.frame(frames.PING, 0, 0, DRAIN_PING))
         self._drain_end = self._loop.call_later(_LAST_CALLS_S, self._end_drain)
 
     def abort(self) -> None:
@@ -210,7 +214,7 @@ class Connection(asyncio.Protocol):
         elif due is Due.DRAIN:
             self.begin_drain()
         elif due is Due.PING:
-            self._sending.control(frames.frame(frames.PING, 0, 0, bytes(8)))
+            self._writer.control(frames.frame(frames.PING, 0, 0, bytes(8)))
         if self._timeouts.end_late(now_ns):
             self._transport.abort()
 
@@ -228,15 +232,15 @@ class Connection(asyncio.Protocol):
 
     def _probe(self) -> None:
         """Write a PING, which a peer that has exited answers with a reset; bytes in the write buffer do the same."""
-        if not self._transport.is_closing() and not self._transport.get_write_buffer_size():
-            self._sending.control(frames.frame(frames.PING, 0, 0, bytes(8)))
+        if not self._transport.is_closing() and not self._writer.buffered_bytes:
+            self._writer.control(frames.frame(frames.PING, 0, 0, bytes(8)))
 
     def _end_drain(self) -> None:
         receiving = self._receiving
         if not self._life.is_draining or receiving.goaway_id != frames.MAX_STREAM_ID:
             return
         receiving.goaway_id = receiving.last_id
-        self._sending.control(frames.goaway(receiving.last_id, ErrorCode.NO_ERROR))
+        self._writer.control(frames.goaway(receiving.last_id, ErrorCode.NO_ERROR))
         self._close_if_drained()
 
     def _close_if_drained(self) -> None:
@@ -249,12 +253,12 @@ class Connection(asyncio.Protocol):
         peer = self._transport.get_extra_info("peername")
         self._errors.report(error, peer, len(self._sending.streams))
         self._receiving.close("connection_error")
-        self._sending.control(frames.goaway(self._receiving.last_id, error.code, error.text.encode()))
+        self._writer.control(frames.goaway(self._receiving.last_id, error.code, error.text.encode()))
         self._close()
 
     def _close(self) -> None:
         """Close after the unsent bytes were sent, or after ``STALL_S``."""
-        self._sending.flush()
+        self._writer.flush()
         self._life.abort_by(self._clock(), STALL_S)
         self._transport.close()
 

@@ -27,7 +27,7 @@ common: HAProxy returns 16,320 bytes, then the 64 that did not fit into its buff
 """
 
 PART_CREDIT: Final = 2 * WINDOW_UPDATE_BYTES
-"""Added for each part of a message that is sent whole, whatever its size: some peers answer every DATA frame with two
+"""Added for each part of a message that is sent whole, of any size: some peers answer every DATA frame with two
 WINDOW_UPDATEs, for the stream and for the connection. A frame that the window cuts counts its bytes alone."""
 
 _RAPID_NS: Final = 1_000_000

@@ -22,6 +22,7 @@ from ortserve.frontends.grpc.native.flood_limits import (
     TokenBucket,
 )
 from ortserve.frontends.grpc.native.flow_control import CONNECTION_WINDOW, STREAM_WINDOW, ReceiveWindow
+from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError
 from ortserve.frontends.grpc.native.header_blocks import HeaderReader, Headers
 from ortserve.frontends.grpc.native.limits import Lifetime, Limits
@@ -54,6 +55,7 @@ class Receiving:
         dispatcher: CallDispatcher,
         limits: Limits,
         sending: Sending,
+        writer: FrameWriter,
         timeouts: CallTimeouts,
         life: Lifetime,
         on_drain_answer: Callable[[], None],
@@ -62,6 +64,7 @@ class Receiving:
         self._dispatcher = dispatcher
         self._limits = limits
         self._sending = sending
+        self._writer = writer
         self._timeouts = timeouts
         self._life = life
         self._on_drain_answer = on_drain_answer
@@ -88,7 +91,7 @@ class Receiving:
             raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "DATA exceeds the window of the connection")
         credit = self._window.credit()
         if credit:
-            self._sending.control(frames.window_update(0, credit))
+            self._writer.control(frames.window_update(0, credit))
         if length == 0 and (stream is None or not is_end):
             self._charge()
         self._data_stream, self._data_is_end = stream, is_end
@@ -331,7 +334,7 @@ class Receiving:
             self._pings.reset()
         if not self._pings.admit(self._life.heard_ns, has_calls=bool(self._streams)):
             raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
-        self._sending.control(frames.frame(frames.PING, frames.ACK, 0, payload))
+        self._writer.control(frames.frame(frames.PING, frames.ACK, 0, payload))
 
     def _on_rst_stream(self, stream_id: int, payload: bytes) -> None:
         _check(len(payload) == 4, ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM: expected 4 bytes")
@@ -352,7 +355,7 @@ class Receiving:
             if stream.is_half_closed:
                 continue
             if stream.announced_left or stream.reader.length >= 0 or stream.reader.prefix:
-                self._sending.control(frames.rst_stream(stream.id, ErrorCode.CANCEL))
+                self._writer.control(frames.rst_stream(stream.id, ErrorCode.CANCEL))
                 self._sending.drop(stream, "disconnected")
             else:
                 self._half_close(stream)
@@ -365,7 +368,7 @@ class Receiving:
 
     def _reset(self, stream_id: int, code: ErrorCode) -> None:
         self._charge()
-        self._sending.control(frames.rst_stream(stream_id, code))
+        self._writer.control(frames.rst_stream(stream_id, code))
         stream = self._streams.get(stream_id)
         if stream is not None:
             self._sending.drop(stream, "stream_error")

@@ -1,7 +1,7 @@
-"""The sending half of a connection: sends frames as far as both windows and the transport allow, and ends streams.
+"""The sending half of a connection: sends answers as far as both windows and the transport allow, and ends streams.
 
-Frames of one turn of the loop are passed to the transport together. A stream whose own window is full waits for that
-window only. All other streams with unsent bytes are in one queue and get their turns.
+A stream whose own window is full waits for that window only. All other streams with unsent bytes are in one queue and
+get their turns.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from ortserve.frontends.grpc.calls import status_of
 from ortserve.frontends.grpc.native import frames
 from ortserve.frontends.grpc.native.flood_limits import PART_CREDIT
 from ortserve.frontends.grpc.native.flow_control import UnsentBudget
+from ortserve.frontends.grpc.native.frame_writer import FrameWriter
 from ortserve.frontends.grpc.native.frames import ErrorCode, Http2ConnectionError, PeerSettings
 from ortserve.frontends.grpc.native.header_blocks import (
     OK_STATUS,
@@ -31,14 +32,8 @@ from ortserve.frontends.grpc.native.stream import Stream
 _TURN_BYTES: Final = 256 * 1024
 """Bytes of one stream's message that are sent before other streams get their turn."""
 
-_MAX_PIECES: Final = 256
-"""Passed to the transport at once."""
-
 _MAX_FRAME_BYTES: Final = 64 * 1024
 """Limit of a DATA frame, if the peer accepts larger ones, so that other streams do not wait long for its end."""
-
-_MAX_PAUSED_BYTES: Final = 256 * 1024
-"""Bytes of frames outside flow control that are queued while the peer reads nothing; then reading stops, too."""
 
 _ENDS: Final = frames.END_HEADERS | frames.END_STREAM
 _HEADERS_BEFORE_DATA: Final = len(RESPONSE_HEADERS) << 8 | frames.HEADERS
@@ -61,7 +56,7 @@ class Sending:
         self,
         loop: asyncio.AbstractEventLoop,
         clock: Clock,
-        transport: asyncio.Transport,
+        writer: FrameWriter,
         life: Lifetime,
         budget: UnsentBudget,
         *,
@@ -81,16 +76,11 @@ class Sending:
         self.window_credit = 0
         self.has_answered = False
         self._sent_bytes = 0  # of messages that had to wait, of all streams
-        self._written_bytes = 0  # all that the transport got
         self._max_frame_size = frames.MIN_FRAME_SIZE
         self._resize = b""
         self._has_resized = False
         self._loop = loop
-        self._transport = transport
-        self._out: list[bytes | memoryview] = []
-        self._is_flush_due = False
-        self._is_paused = False
-        self._paused_bytes = 0
+        self._writer = writer
         self._waiting: dict[int, Stream] = {}
         self._is_pump_due = False
         self._life = life
@@ -98,24 +88,13 @@ class Sending:
         self._on_cut_answer = on_cut_answer
         self._on_stream_drained = on_stream_drained
 
-    # Frames outside flow control
-
-    def control(self, frame: bytes) -> None:
-        """Send a frame that no window limits."""
-        self._out.append(frame)
-        self._flush_soon()
-        if self._is_paused:
-            self._paused_bytes += len(frame)
-            if self._paused_bytes > _MAX_PAUSED_BYTES:
-                self._transport.pause_reading()  # a peer that reads no answers must not cause more of them
-
     def credit(self, stream: Stream) -> None:
         """Return the consumed part of a stream's window to the caller."""
         if not stream.is_half_closed and not stream.is_over:
             credit = stream.window.credit()
             if credit:
                 self.has_answered = True
-                self.control(frames.window_update(stream.id, credit))
+                self._writer.control(frames.window_update(stream.id, credit))
 
     # Answers
 
@@ -126,7 +105,7 @@ class Sending:
             size > frames.MIN_FRAME_SIZE
             or size > stream.send_window
             or size > self.window
-            or self._is_paused
+            or self._writer.is_paused
             or self._waiting
             or self._resize
             or stream.has_headers
@@ -136,7 +115,7 @@ class Sending:
             self._finish(stream, OK_STATUS + trailing)
             return
         header, stream_id = frames.pack_header, stream.id
-        self._out.append(
+        self._writer.put(
             b"".join(
                 (
                     header(_HEADERS_BEFORE_DATA, frames.END_HEADERS, stream_id),
@@ -158,9 +137,9 @@ class Sending:
         stream.has_headers = True
         self._close(stream)
         if self.streams:
-            self._flush_soon()
+            self._writer.flush_soon()
         else:
-            self.flush()  # no other answer can be sent with it
+            self._writer.flush()  # no other answer can be sent with it
 
     def send_message(self, stream: Stream, message: bytes | memoryview, *, is_compressed: bool = False) -> None:
         """Queue a message, and the headers before the first one."""
@@ -222,8 +201,8 @@ class Sending:
     # The peer's windows and settings
 
     def on_window(self) -> None:
-        """The window of the connection has grown."""
-        if self._waiting and not self._is_paused:
+        """The window of the connection has grown, or the transport accepts more."""
+        if self._waiting and not self._writer.is_paused:
             self._pump_soon()
 
     def on_stream_window(self, stream: Stream) -> None:
@@ -249,7 +228,7 @@ class Sending:
             # its size to 0 once is enough.
             self._has_resized = True
             self._resize = RESIZED_TO_NOTHING
-        self.control(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        self._writer.control(frames.frame(frames.SETTINGS, frames.ACK, 0))
         if settings.initial_window is None:
             return
         # The windows of open streams change by the same amount, also below 0 (RFC 9113, section 6.9.2).
@@ -276,53 +255,25 @@ class Sending:
         A stream that waits for the connection, not for its own window, makes progress as the connection does: while the
         transport is full, as that empties.
         """
-        buffered = self._transport.get_write_buffer_size()
-        of_connection = self._written_bytes - buffered if self._is_paused else self._sent_bytes
+        writer = self._writer
+        of_connection = writer.sent_bytes if writer.is_paused else self._sent_bytes
         sent = {
             stream.id: of_connection if stream.id in self._waiting else stream.sent_bytes
             for stream in self.streams.values()
             if stream.unsent
         }
-        if buffered:
-            sent[0] = self._written_bytes - buffered
+        if writer.buffered_bytes:
+            sent[0] = writer.sent_bytes
         return sent
 
-    # The transport
-
-    def pause(self) -> None:
-        self._is_paused = True
-
-    def resume(self) -> None:
-        self._is_paused = False
-        if self._paused_bytes > _MAX_PAUSED_BYTES:
-            self._transport.resume_reading()
-        self._paused_bytes = 0
-        self.on_window()
-
-    def flush(self) -> None:
-        self._is_flush_due = False
-        out, self._out = self._out, []
-        if out and not self._transport.is_closing():
-            if len(out) == 1:
-                self._written_bytes += len(out[0])
-                self._transport.write(out[0])
-            else:
-                self._written_bytes += sum(map(len, out))
-                self._transport.writelines(out)
-
-    def _flush_soon(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._loop.call_soon(self.flush)
-        elif len(self._out) > _MAX_PIECES:
-            self.flush()  # so that the transport can pause the writing
+    # Internals
 
     def _headers(self, stream: Stream, block: bytes, *, is_end: bool = False) -> None:
         if self._resize:
             block = self._resize + block
             self._resize = b""
         self.has_answered = True
-        self.control(frames.header_block(stream.id, block, self._max_frame_size, is_end=is_end))
+        self._writer.control(frames.header_block(stream.id, block, self._max_frame_size, is_end=is_end))
 
     def _finish(self, stream: Stream, block: bytes) -> None:
         if stream.is_over:
@@ -341,11 +292,11 @@ class Sending:
         while unsent:
             part = unsent[0]
             allowed = min(stream.send_window, self.window, self._max_frame_size)
-            if allowed <= 0 or self._is_paused or budget <= 0:
+            if allowed <= 0 or self._writer.is_paused or budget <= 0:
                 if stream.send_window > 0:
                     self._waiting[stream.id] = stream
-                if allowed > 0 and not self._is_paused:
-                    self.flush()  # so that the transport can pause the writing
+                if allowed > 0 and not self._writer.is_paused:
+                    self._writer.flush()  # so that the transport can pause the writing
                     self._pump_soon()
                 return
             if len(part) <= allowed:
@@ -363,8 +314,8 @@ class Sending:
             stream.sent_bytes += size
             budget -= size
             self.has_answered = True
-            self.control(frames.frame_header(frames.DATA, 0, stream.id, size))
-            self._out.append(part)
+            self._writer.control(frames.frame_header(frames.DATA, 0, stream.id, size))
+            self._writer.put(part)
         stream.wake_writer()
         if stream.trailers is not None:
             self._send_trailers(stream)
@@ -377,11 +328,11 @@ class Sending:
     def _pump(self) -> None:
         self._is_pump_due = False
         for stream in list(self._waiting.values()):
-            if self._is_paused or self.window <= 0:
+            if self._writer.is_paused or self.window <= 0:
                 return
             if self._waiting.pop(stream.id, None) is not None:  # it re-enters at the end of the queue
                 self._send_data(stream)
-        self.flush()
+        self._writer.flush()
 
     def _send_trailers(self, stream: Stream) -> None:
         assert stream.trailers is not None
@@ -390,7 +341,7 @@ class Sending:
 
     def _close(self, stream: Stream) -> None:
         if not stream.is_half_closed:  # the rest of the request is not needed (RFC 9113, section 8.1)
-            self.control(frames.rst_stream(stream.id, ErrorCode.NO_ERROR))
+            self._writer.control(frames.rst_stream(stream.id, ErrorCode.NO_ERROR))
         self._end_stream(stream)
 
     def _end_stream(self, stream: Stream) -> None:

@@ -9,6 +9,7 @@ from h2.settings import SettingCodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fakes.transport import FakeTransport
 from native_wire import (
     BOOM,
     ECHO,
@@ -19,7 +20,6 @@ from native_wire import (
     STREAM,
     Answer,
     Client,
-    FakeTransport,
     Wire,
     framed,
     on_wire,

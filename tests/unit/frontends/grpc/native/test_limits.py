@@ -1,5 +1,7 @@
 """Limits by the options, and when a connection is pinged, drained or aborted."""
 
+from dataclasses import asdict
+
 import pytest
 
 from ortserve.config.option_groups import GrpcOptions
@@ -12,43 +14,28 @@ def test_defaults_are_those_of_the_options() -> None:
     assert connection_limits(GrpcOptions(), max_message_bytes=Limits().max_message_bytes) == Limits()
 
 
-def test_every_option_of_connections_has_its_limit() -> None:
-    options = GrpcOptions(
-        grpc_max_connection_calls=1,
-        grpc_max_connection_age_s=2,
-        grpc_max_connection_age_grace_s=3,
-        grpc_max_connection_idle_s=4,
-        grpc_keepalive_time_s=5,
-        grpc_keepalive_timeout_s=6,
-        grpc_keepalive_permit_without_calls=True,
-        grpc_http2_max_pings_without_data=7,
-        grpc_http2_min_recv_ping_interval_without_data_s=8,
-        grpc_http2_max_ping_strikes=9,
-        grpc_max_connections=11,
-        grpc_message_timeout_s=12,
-        grpc_min_message_bytes_per_s=13,
-        grpc_send_timeout_s=14,
-        grpc_unsent_bytes=15,
-    )
-    expected = Limits(
-        max_streams=1,
-        max_message_bytes=10,
-        max_age_s=2,
-        max_age_grace_s=3,
-        max_idle_s=4,
-        keepalive_s=5,
-        keepalive_timeout_s=6,
-        pings_without_calls=True,
-        max_useless_pings=7,
-        min_ping_interval_s=8,
-        max_ping_strikes=9,
-        max_connections=11,
-        message_timeout_s=12,
-        min_message_bytes_per_s=13,
-        send_timeout_s=14,
-        max_unsent_bytes=15,
-    )
-    assert connection_limits(options, max_message_bytes=10) == expected
+def test_every_limit_has_its_option() -> None:
+    options = {
+        "grpc_keepalive_permit_without_calls": "pings_without_calls",
+        "grpc_max_connection_calls": "max_streams",
+        "grpc_max_connection_age_s": "max_age_s",
+        "grpc_max_connection_age_grace_s": "max_age_grace_s",
+        "grpc_max_connection_idle_s": "max_idle_s",
+        "grpc_keepalive_time_s": "keepalive_s",
+        "grpc_keepalive_timeout_s": "keepalive_timeout_s",
+        "grpc_http2_max_pings_without_data": "max_useless_pings",
+        "grpc_http2_min_recv_ping_interval_without_data_s": "min_ping_interval_s",
+        "grpc_http2_max_ping_strikes": "max_ping_strikes",
+        "grpc_max_connections": "max_connections",
+        "grpc_message_timeout_s": "message_timeout_s",
+        "grpc_min_message_bytes_per_s": "min_message_bytes_per_s",
+        "grpc_send_timeout_s": "send_timeout_s",
+        "grpc_unsent_bytes": "max_unsent_bytes",
+    }
+    values = {option: number for number, option in enumerate(options, 1)}  # the first is a boolean
+    limits = connection_limits(GrpcOptions.model_validate(values), max_message_bytes=100)
+    expected = {limit: values[option] for option, limit in options.items()}
+    assert asdict(limits) == expected | {"max_message_bytes": 100}
 
 
 def test_connection_may_have_all_streams_of_the_server_and_calls_beside_them() -> None:

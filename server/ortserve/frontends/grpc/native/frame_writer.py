@@ -1,0 +1,81 @@
+"""Writes the frames of one connection to its transport, those of one turn of the loop together."""
+
+import asyncio
+from typing import Final
+
+_MAX_PIECES: Final = 256
+"""Passed to the transport at once."""
+
+_MAX_PAUSED_BYTES: Final = 256 * 1024
+"""Bytes of frames outside flow control that are queued while the peer reads nothing; then reading stops, too."""
+
+
+class FrameWriter:
+    """Loop thread only.
+
+    Attributes:
+        is_paused: Whether the transport accepts no more, because the peer reads too slowly.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._pending: list[bytes | memoryview] = []
+        self._is_flush_due = False
+        self.is_paused = False
+        self._paused_bytes = 0
+        self._written_bytes = 0
+
+    def control(self, frame: bytes) -> None:
+        """Write a frame that no window limits, at the end of this turn of the loop."""
+        self._pending.append(frame)
+        self.flush_soon()
+        if self.is_paused:
+            self._paused_bytes += len(frame)
+            if self._paused_bytes > _MAX_PAUSED_BYTES:
+                self._transport.pause_reading()  # a peer that reads no answers must not cause more of them
+
+    def put(self, part: bytes | memoryview) -> None:
+        """Add bytes that the next flush writes; the caller flushes."""
+        self._pending.append(part)
+
+    def flush_soon(self) -> None:
+        """Flush at the end of this turn of the loop."""
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self.flush)
+        elif len(self._pending) > _MAX_PIECES:
+            self.flush()  # so that the transport can pause the writing
+
+    def flush(self) -> None:
+        """Pass all pending bytes to the transport."""
+        self._is_flush_due = False
+        pending, self._pending = self._pending, []
+        if pending and not self._transport.is_closing():
+            if len(pending) == 1:
+                self._written_bytes += len(pending[0])
+                self._transport.write(pending[0])
+            else:
+                self._written_bytes += sum(map(len, pending))
+                self._transport.writelines(pending)
+
+    def pause(self) -> None:
+        """The transport accepts no more."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """The transport accepts more."""
+        self.is_paused = False
+        if self._paused_bytes > _MAX_PAUSED_BYTES:
+            self._transport.resume_reading()
+        self._paused_bytes = 0
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes that the transport has not sent yet."""
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def sent_bytes(self) -> int:
+        """All bytes that the transport has sent."""
+        return self._written_bytes - self._transport.get_write_buffer_size()
