@@ -10,13 +10,13 @@ from ortserve.errors import ErrorKind, ServeError
 def form_batch(requests: Sequence[InflightRequest], rows: int, bucket: int) -> Batch:
     """Collect the arrays of the requests, input by input, without a copy."""
     if len(requests) == 1:
-        return Batch(tuple((array,) for array in requests[0].inputs), rows, bucket)
+        return Batch(tuple([(array,) for array in requests[0].inputs]), rows, bucket)
     return Batch(tuple(zip(*[request.inputs for request in requests], strict=True)), rows, bucket)
 
 
 def form_first_row(request: InflightRequest) -> Batch:
     """A batch of the first row of a request only."""
-    return Batch(tuple((array[:1],) for array in request.inputs), 1, 1)
+    return Batch(tuple([(array[:1],) for array in request.inputs]), 1, 1)
 
 
 def settle_batch(requests: Sequence[InflightRequest], rows: int, taken_ns: int, result: BatchResult) -> int:

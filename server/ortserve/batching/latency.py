@@ -1,6 +1,5 @@
 """The latency model: how long a batch of n rows takes, learned in warm-up and from every batch since."""
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ _GAIN: Final = 0.1
 _MOST: Final = 2.0
 """An observation counts as at most twice and at least half of the prediction, so that one batch that was interrupted
 for milliseconds does not mislead the next hundred."""
+_MAX_NS: Final = 2.0**63
+"""Longer times are no measurements. Knots and predictions stay finite because of this limit."""
 _QUANTILE: Final = 0.95
 _QUANTILE_GAIN: Final = 0.1
 
@@ -23,11 +24,6 @@ class Line:
 
     a_ns: float
     b_ns: float
-
-
-def known_ns(predicted_ns: float | None) -> float:
-    """A prediction as a number: 0 if it is missing or not finite, so that it delays nothing."""
-    return predicted_ns if predicted_ns is not None and math.isfinite(predicted_ns) else 0.0
 
 
 class LatencyModel:
@@ -57,7 +53,7 @@ class LatencyModel:
 
     def observe(self, rows: int, ns: float) -> None:
         """Learn from a batch. A time that is not a positive number is ignored."""
-        if not 0.0 < ns < math.inf:
+        if not _is_time(ns):
             return
         self.observations += 1
         size = 1 << (rows - 1).bit_length()
@@ -89,7 +85,7 @@ class LatencyModel:
         self._knots[below] *= 1 + _GAIN * (1 - share) * ratio
 
     def predict_ns(self, rows: int) -> float | None:
-        """L(rows); None without any knot. Beyond the largest knot the last slope continues."""
+        """L(rows), positive and finite; None without any knot. Beyond the largest knot the last slope continues."""
         known = self._knots.get(rows)
         if known is not None:
             return known
@@ -109,7 +105,7 @@ class LatencyModel:
     def line(self, max_rows: int) -> Line | None:
         """The straight line through L(1) and L(max_rows); None without any knot."""
         one, most = self.predict_ns(1), self.predict_ns(max_rows)
-        if one is None or most is None or not (_is_time(one) and _is_time(most)):
+        if one is None or most is None:
             return None
         a_ns = max(0.0, (most - one) / (max_rows - 1)) if max_rows > 1 else 0.0
         return Line(a_ns, max(0.0, one - a_ns))
@@ -135,4 +131,4 @@ class LatencyModel:
 
 
 def _is_time(ns: float) -> bool:
-    return ns > 0 and math.isfinite(ns)
+    return 0.0 < ns < _MAX_NS

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Final
 
 from ortserve.batching.closed_loop import ClosedLoopWait
-from ortserve.batching.latency import LatencyModel, known_ns
+from ortserve.batching.latency import LatencyModel
 from ortserve.core.inflight import QUEUED, RUNNING, InflightRequest
 from ortserve.core.terms import Alone
 
@@ -102,7 +102,7 @@ class ShapeClass:
         observations = self.batch_latency.observations
         if self._due_after_computed < observations:
             self._due_after_computed = observations + _DUE_AFTER_BATCHES
-            self._due_after_ns = OPEN_DUE_RUNS * known_ns(self.batch_latency.predict_ns(max_rows))
+            self._due_after_ns = OPEN_DUE_RUNS * (self.batch_latency.predict_ns(max_rows) or 0.0)
         return self._due_after_ns
 
     def rows_ahead(self, order: tuple[int, float]) -> int:
