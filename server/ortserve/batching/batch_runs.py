@@ -346,7 +346,7 @@ class BatchRuns:
         fail_group(group, taken_ns, error)
 
     def _run_whole(self, group: RequestGroup) -> None:
-        """Run all rows of a request whose first row was tried, whatever came of that."""
+        """Run all rows of a request whose first row was tried, also if that row failed."""
         self._scheduler.run_again([RequestGroup(group.shape_class, group.requests, group.rows)])
 
     def _on_abandoned_last(self, reason: str) -> None:

@@ -30,13 +30,13 @@ def settle_batch(requests: Sequence[InflightRequest], rows: int, taken_ns: int, 
             than the batch: its slices could be rows of other requests.
     """
     if len(requests) == 1:
-        _stamp(requests[0], rows, taken_ns, result)
+        _record_times(requests[0], rows, taken_ns, result)
         return 0 if requests[0].complete(result.outputs) else rows
     check_rows(result.outputs, rows)
     first = wasted = 0
     for request in requests:
         after = first + request.rows
-        _stamp(request, rows, taken_ns, result)
+        _record_times(request, rows, taken_ns, result)
         if not request.complete(tuple([output[first:after] for output in result.outputs])):
             wasted += request.rows
         first = after
@@ -52,7 +52,7 @@ def check_rows(outputs: Arrays, rows: int) -> None:
             )
 
 
-def _stamp(request: InflightRequest, batch_rows: int, taken_ns: int, result: BatchResult) -> None:
+def _record_times(request: InflightRequest, batch_rows: int, taken_ns: int, result: BatchResult) -> None:
     timing = request.timing
     timing.batch_rows = batch_rows
     timing.taken_ns = taken_ns

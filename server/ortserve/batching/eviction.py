@@ -112,8 +112,8 @@ def _out_of_reach(request: InflightRequest, policy: BatchPolicy, latency: Latenc
     if by_ns is None or latency.observations < MIN_OBSERVATIONS:
         return None
     least_ns = policy.batch_ns(request.rows, latency)
-    # Only if the wait made it late. Admission accepts any request while the server is idle, whatever the prediction
-    # says; such a request must run, or a wrong prediction would never be corrected.
+    # Only if the wait made it late. An idle server admits a request even if the prediction is too long for it; such a
+    # request must run, or a wrong prediction would never be corrected.
     return OUT_OF_REACH if by_ns - now_ns < least_ns <= by_ns - request.timing.queued_ns else None
 
 

@@ -12,8 +12,9 @@ _GAIN: Final = 0.1
 _MOST: Final = 2.0
 """An observation counts as at most twice and at least half of the prediction, so that one batch that was interrupted
 for milliseconds does not mislead the next hundred."""
-_MAX_NS: Final = 2.0**63
-"""Longer times are no measurements. Knots and predictions stay finite because of this limit."""
+_LEAST_NS: Final = 1.0
+_MOST_NS: Final = 2.0**63
+"""A clock measures no shorter and no longer times. Knots keep these limits, so predictions are positive and finite."""
 _QUANTILE: Final = 0.95
 _QUANTILE_GAIN: Final = 0.1
 
@@ -38,8 +39,8 @@ class LatencyModel:
         """Begin with known times.
 
         Args:
-            known: Rows and nanoseconds that were measured before, such as in warm-up. Times that are not positive
-                numbers are ignored.
+            known: Rows and nanoseconds that were measured before, such as in warm-up. Times that no clock
+                measures are ignored.
             most: An observation counts as at most this multiple of its prediction, and at least the inverse.
         """
         self._most = most
@@ -48,12 +49,12 @@ class LatencyModel:
         self.observations = 0
         self.residual_ns = 0.0
         for rows, ns in known:
-            if _is_time(ns):
+            if _LEAST_NS <= ns < _MOST_NS:
                 self._set_knot(rows, ns)
 
     def observe(self, rows: int, ns: float) -> None:
-        """Learn from a batch. A time that is not a positive number is ignored."""
-        if not _is_time(ns):
+        """Learn from a batch. A time that no clock measures, such as 0, is ignored."""
+        if not _LEAST_NS <= ns < _MOST_NS:
             return
         self.observations += 1
         size = 1 << (rows - 1).bit_length()
@@ -81,8 +82,9 @@ class LatencyModel:
             return
         below = self._sizes[index - 1]
         share = (rows - below) / (above - below)
-        self._knots[above] *= 1 + _GAIN * share * ratio
-        self._knots[below] *= 1 + _GAIN * (1 - share) * ratio
+        # A knot far below its neighbour would otherwise vanish before the neighbour has learned.
+        self._knots[above] = max(_LEAST_NS, self._knots[above] * (1 + _GAIN * share * ratio))
+        self._knots[below] = max(_LEAST_NS, self._knots[below] * (1 + _GAIN * (1 - share) * ratio))
 
     def predict_ns(self, rows: int) -> float | None:
         """L(rows), positive and finite; None without any knot. Beyond the largest knot the last slope continues."""
@@ -125,10 +127,6 @@ class LatencyModel:
 
     def _set_knot(self, rows: int, ns: float) -> None:
         is_new = rows not in self._knots
-        self._knots[rows] = ns  # before its size is listed: a scrape on another thread may read both
+        self._knots[rows] = min(ns, _MOST_NS)  # before its size is listed: a scrape on another thread may read both
         if is_new:
             insort(self._sizes, rows)
-
-
-def _is_time(ns: float) -> bool:
-    return 0.0 < ns < _MAX_NS

@@ -75,15 +75,15 @@ class Scheduler:
         if isinstance(plan, WaitUntil):
             self._decisions.delayed += 1
             return plan
-        return self._wait_for_closed_loop(shape_class, plan, policy, now_ns) if policy.closed_loop_wait else plan
+        if policy.closed_loop_wait and shape_class.closed_loop.is_pending(now_ns):
+            return self._wait_for_closed_loop(shape_class, plan, policy, now_ns)
+        return plan
 
     def _wait_for_closed_loop(
         self, shape_class: ShapeClass, plan: Take, policy: BatchPolicy, now_ns: int
     ) -> Take | WaitUntil:
         """Delay a batch for a moment if the class's callers usually send their next request that soon."""
         latency, closed_loop, max_rows = shape_class.batch_latency, shape_class.closed_loop, policy.max_rows
-        if not closed_loop.is_pending(now_ns):
-            return plan
         line = latency.line(max_rows)
         if line is None:
             return plan

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ortserve.batching.latency import LatencyModel, Line
 
 US = 1_000
-NO_TIMES = [0, -1, -math.inf, math.inf, math.nan, 2.0**63]
+NO_TIMES = [0, 0.5, -1, -math.inf, math.inf, math.nan, 2.0**63]
 TIMES = st.one_of(st.integers(1, 2**63 - 1), st.floats(allow_nan=True, allow_infinity=True))
 
 
@@ -179,3 +179,11 @@ def test_prediction_is_positive_and_finite(
     predicted_ns = latency.predict_ns(rows)
     assert predicted_ns is None or 0 < predicted_ns < math.inf
     assert 0 <= latency.residual_ns < math.inf
+
+
+def test_time_of_fewer_rows_is_known_again_soon_after_its_neighbour_was_far_off() -> None:
+    latency = LatencyModel([(64, 100 * US), (128, 1e9)])
+    teach(latency, 65, 100 * US, 10_000)
+    assert latency.predict_ns(65) == pytest.approx(100 * US, rel=0.01)
+    teach(latency, 64, 100 * US, 300)
+    assert latency.predict_ns(64) == pytest.approx(100 * US, rel=0.01)
