@@ -138,9 +138,9 @@ class BatchRuns:
         if self.instances.free or self.instances.lends_ahead:
             self._wake()
 
-    def stop_delays(self, closed_because: str) -> None:
-        """Delay no batch any more, because no more requests are admitted, so waiting for them gains nothing."""
-        self.closed_because = self.closed_because or closed_because
+    def begin_close(self, reason: str) -> None:
+        """Admit no more requests, and delay no batch any more: waiting for more requests gains nothing."""
+        self.closed_because = self.closed_because or reason
         self.policy = replace(self.policy, queue_delay_ns=0, closed_loop_wait=False)
         if self._scheduler:
             self._wake()

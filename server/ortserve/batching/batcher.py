@@ -83,7 +83,7 @@ class Batcher:
 
     async def close(self) -> None:
         """Reject new requests and return when every admitted one is settled."""
-        self._runs.stop_delays(_STOPPING)
+        self._runs.begin_close(_STOPPING)
         if self._divided:
             self._no_divided = self._no_divided or asyncio.Event()
             await self._no_divided.wait()

@@ -115,7 +115,7 @@ def plan_batch(
     """
     count = rows = texts = 0
     is_full = False
-    finish_by_ns = math.inf
+    finish_by_ns: int | None = None  # the first of all deadlines
     for request in waiting:
         texts += request.text_units
         if count and (rows + request.rows > policy.max_rows or texts > MAX_TEXT_UNITS):
@@ -123,9 +123,10 @@ def plan_batch(
             break
         count += 1
         rows += request.rows
-        if request.finish_by_ns is not None and request.finish_by_ns < finish_by_ns:
-            finish_by_ns = request.finish_by_ns
-    if finish_by_ns < math.inf and now_ns + policy.batch_ns(rows, latency) > finish_by_ns:
+        by_ns = request.finish_by_ns
+        if by_ns is not None and (finish_by_ns is None or by_ns < finish_by_ns):
+            finish_by_ns = by_ns
+    if finish_by_ns is not None and now_ns + policy.batch_ns(rows, latency) > finish_by_ns:
         forecast = _Forecast(policy, latency, now_ns)
         small = _most_in_time(waiting, count, forecast)
         if small is not None:
