@@ -26,6 +26,7 @@ import uvloop  # noqa: E402
 from harness import circumstances, running, spread, wrk  # noqa: E402
 from models.builders import mlp  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
+from ortserve.batching.batch_runs import BatchRuns  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
 from ortserve.batching.executor import InlineBudget, InlineRuns  # noqa: E402
 from ortserve.batching.planner import BatchPolicy  # noqa: E402
@@ -71,11 +72,10 @@ async def batcher_us() -> float:
     outputs = np.arange(CALLERS * 10, dtype=np.float32).reshape(CALLERS, 10)
     runner = InstantRunner(outputs)
     known = [(1, 1_000.0), (CALLERS, 1_000.0)]
-    batcher = Batcher(
+    runs = BatchRuns(
         [runner],
         BatchPolicy(CALLERS, closed_loop_wait=True),
         RequestQueue(known, known),
-        limits=QueueLimits(4096, 2**30),
         shared=SharedThreads(1, loop),
         threads=1,
         inline=InlineRuns(InlineBudget(loop)),
@@ -83,6 +83,7 @@ async def batcher_us() -> float:
         clock=monotonic_ns,
         observe_batch=lambda *_: None,
     )
+    batcher = Batcher(runs, QueueLimits(4096, 2**30), monotonic_ns)
     rows = np.zeros((1, 64), np.float32)
 
     async def turn() -> list[tuple[np.ndarray, ...]]:

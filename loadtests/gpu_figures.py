@@ -48,6 +48,7 @@ import gpu_models  # noqa: E402
 from ortserve.core.inflight import InflightRequest  # noqa: E402
 from ortserve.batching.admission import QueueLimits  # noqa: E402
 from ortserve.batching.timers import best_timer  # noqa: E402
+from ortserve.batching.batch_runs import BatchRuns  # noqa: E402
 from ortserve.batching.batcher import Batcher  # noqa: E402
 from ortserve.batching.shared_threads import SharedThreads  # noqa: E402
 from ortserve.batching.planner import BatchPolicy  # noqa: E402
@@ -412,12 +413,13 @@ async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, se
     """Rows a second of callers in a closed loop, a row each, four times as many as fit into a batch."""
     loop = asyncio.get_running_loop()
     known = [(size.rows, size.round_trip_ns) for size in loaded.warm_up.latencies]
-    batcher = Batcher(
+    runs = BatchRuns(
         [instance], BatchPolicy(max_rows, buckets=loaded.on_device.sizes), RequestQueue(known, known),
-        limits=QueueLimits(2**20, 2**40), shared=SharedThreads(instance.depth, loop), threads=1, inline=None,
+        shared=SharedThreads(instance.depth, loop), threads=1, inline=None,
         loop=loop, clock=time.monotonic_ns, observe_batch=lambda *_: None,
         make_timer=lambda ring: best_timer(loop, ring), depth=instance.depth,
     )  # fmt: skip
+    batcher = Batcher(runs, QueueLimits(2**20, 2**40), time.monotonic_ns)
     inputs = synthetic_inputs(loaded.signature, 1, 3)
     answered = 0
     ends = time.perf_counter() + 1.25 * seconds

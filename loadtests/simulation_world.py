@@ -15,6 +15,7 @@ from typing import Final
 from fakes.clock import FakeClock
 from fakes.loop import VirtualTimeLoop, run_virtual
 from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
@@ -135,11 +136,10 @@ def set_stage(
     runner = SimulatedRunner(machine, loop, clock, seed)
     sizes = {1 << power for power in range(machine.max_rows.bit_length())} | {machine.max_rows}
     known = [(rows, machine.latency_ns(rows)) for rows in sorted(sizes)]
-    batcher = Batcher(
+    runs = BatchRuns(
         [runner],
         BatchPolicy(machine.max_rows, queue_delay_ns, closed_loop_wait=closed_loop_wait),
         RequestQueue(known, known),
-        limits=limits,
         shared=shared or SharedThreads(1, loop),
         threads=1,
         inline=InlineRuns(InlineBudget(loop)),
@@ -147,6 +147,7 @@ def set_stage(
         clock=clock,
         observe_batch=lambda *_: None,
     )
+    batcher = Batcher(runs, limits, clock)
     return Stage(loop, clock, runner, batcher)
 
 
@@ -264,7 +265,7 @@ def open_loop(
         return Outcome(
             latency_ns,
             arrivals_ns[-1] - arrivals_ns[first],
-            stage.batcher.decisions,
+            stage.batcher.learned().decisions,
             runner.rows / max(1, runner.batches),
         )
 
@@ -334,7 +335,7 @@ def closed_loop(
             standard_error(rates),
             statistics.fmean(latency_ns[warm_up:]),
             stage.runner.rows / stage.runner.batches,
-            stage.batcher.decisions,
+            stage.batcher.learned().decisions,
         )
 
     return run_virtual(main)

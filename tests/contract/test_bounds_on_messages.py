@@ -1,4 +1,4 @@
-"""Messages that would become very many objects are refused, named, and hold up nobody else meanwhile.
+"""Messages that would become very many objects are rejected with a named reason, and delay no other caller.
 
 One table for both protocols. Beside each message another caller asks for liveness every 5 ms; the server's processor
 time and memory are its own counts, so that a loaded machine does not change them. Waits are wall time: a message is
@@ -30,11 +30,11 @@ MIB: Final = 2**20
 MOST_WAIT_S: Final = 0.15
 """For liveness, beside any message."""
 MOST_CPU_S: Final = 0.5
-"""Of the server, to refuse a message; the inflating of 60 MB takes a third of it."""
+"""Of the server, to reject a message; the inflating of 60 MB takes a third of it."""
 MOST_JSON_CPU_S: Final = 6.0
-"""Of the process that reads large JSON at a low priority: what is wrong with a document is known when it is parsed."""
+"""Of the process that reads large JSON at a low priority: it finds an error in a document when it parses it."""
 JSON_COPIES: Final = 36
-"""Of JSON, which is what the server counts for reading it, and the body itself."""
+"""Of JSON: the memory that the server counts for decoding it, and the body itself."""
 CERTAIN_S: Final = 1.0
 """A wait that no loaded machine explains."""
 ATTEMPTS: Final = 3
@@ -53,7 +53,7 @@ LONG: Final = 60_000_000
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A body or gRPC message. One that is to be sent compressed is so already, and ``size`` is what it becomes."""
+    """A body or gRPC message. A compressed one is compressed already, and ``size`` is that of its content."""
 
     data: bytes
     size: int
@@ -62,7 +62,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``names`` is what a refusal's text must match; ``copies`` is the memory allowed, in sizes of the message.
+    """The text of a rejection must match ``names``; ``copies`` is the memory allowed, in sizes of the message.
 
     ``model`` is asked for inference; one that begins with ``/`` is the path of another call. ``cpu_s`` bounds the
     processor time of a refusal, ``wait_s`` the wait for liveness.
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What became of a message, and what it cost."""
+    """The outcome of a message, and its cost."""
 
     outcome: int | str
     text: str
@@ -375,7 +375,7 @@ ANSWERED: Final = (
     *(200, 400, 404, 405, 409, 413, 415, 422, 429, 501, 503),
     *("OK", "NOT_FOUND", "UNIMPLEMENTED", "UNAVAILABLE", "FAILED_PRECONDITION", *REFUSED[3:]),
 )
-"""Whatever blames the caller, or says what the server does not do."""
+"""Statuses that blame the caller, or name a feature that the server does not have."""
 
 
 @pytest.fixture(scope="module")
@@ -407,39 +407,37 @@ def liveness(server: ServerProcess) -> Iterator[LivenessCaller]:
 
 
 @pytest.mark.parametrize("name", REST)
-def test_rest_body_of_many_objects_holds_up_nobody(server: ServerProcess, liveness: LivenessCaller, name: str) -> None:
+def test_rest_body_of_many_objects_delays_no_caller(server: ServerProcess, liveness: LivenessCaller, name: str) -> None:
     hold_rest_to_bounds(server, liveness, REST[name])
 
 
 @pytest.mark.parametrize("path", OTHER_REST)
-def test_no_other_route_is_held_up_by_many_objects(server: ServerProcess, liveness: LivenessCaller, path: str) -> None:
+def test_many_objects_delay_no_other_route(server: ServerProcess, liveness: LivenessCaller, path: str) -> None:
     body = _plain(lambda: crafted.repeated_json('{"parameters":{"a":[', "[]", 5 * MILLION, "]}}"))
     hold_rest_to_bounds(server, liveness, Case(path, body, "", ANSWERED))
 
 
 @pytest.mark.parametrize("name", GRPC)
-def test_grpc_message_of_many_objects_holds_up_nobody(
+def test_grpc_message_of_many_objects_delays_no_caller(
     server: ServerProcess, liveness: LivenessCaller, name: str
 ) -> None:
     hold_grpc_to_bounds(server, liveness, GRPC[name])
 
 
 @pytest.mark.parametrize("method", OTHER_GRPC)
-def test_no_other_method_is_held_up_by_many_objects(
-    server: ServerProcess, liveness: LivenessCaller, method: str
-) -> None:
+def test_many_objects_delay_no_other_method(server: ServerProcess, liveness: LivenessCaller, method: str) -> None:
     message = _plain(lambda: crafted.empty_fields(OTHER_GRPC[method], 2 * MILLION))
     hold_grpc_to_bounds(server, liveness, Case(f"/inference.GRPCInferenceService/{method}", message, "", ANSWERED))
 
 
 @pytest.mark.parametrize("name", ["empty lists as inputs", "numbers", "short binary texts"])
-def test_asgi_holds_the_bounds_but_for_what_it_copies(plain_server: ServerProcess, name: str) -> None:
+def test_asgi_keeps_the_bounds_except_for_its_copies(plain_server: ServerProcess, name: str) -> None:
     with asking_for_liveness(plain_server.http) as liveness:
         hold_rest_to_bounds(plain_server, liveness, replace(REST[name], wait_s=CERTAIN_S))
 
 
 @pytest.mark.parametrize("name", ["plain empty raw_input_contents", "plain empty inputs", "short texts", "varints"])
-def test_grpcio_holds_the_bounds_but_for_what_it_copies(plain_server: ServerProcess, name: str) -> None:
+def test_grpcio_keeps_the_bounds_except_for_its_copies(plain_server: ServerProcess, name: str) -> None:
     with asking_for_liveness(plain_server.http) as liveness:
         hold_grpc_to_bounds(plain_server, liveness, replace(GRPC[name], wait_s=CERTAIN_S))
 
@@ -522,9 +520,9 @@ def _broken_bounds(case: Case, message: Message, seen: Seen) -> list[str]:
 def _call_compressed(server: ServerProcess, message: Message) -> tuple[int | str, str]:
     body = b"\1" + len(message.data).to_bytes(4, "big") + message.data
     assert len(body) < 65_536, "it must fit the first window of HTTP/2"
-    told = end_of_call(server.grpc, METHOD, body, {"grpc-encoding": "gzip"})
-    code = next(code for code in grpc.StatusCode if code.value[0] == int(told["grpc-status"]))
-    return code.name, told.get("grpc-message", "")
+    trailers = end_of_call(server.grpc, METHOD, body, {"grpc-encoding": "gzip"})
+    code = next(code for code in grpc.StatusCode if code.value[0] == int(trailers["grpc-status"]))
+    return code.name, trailers.get("grpc-message", "")
 
 
 def _of_processes(pid: int, read: Callable[[psutil.Process], float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Outputs asked for as their largest elements, over both protocols and both forms of an answer."""
+"""Outputs requested as their largest elements, over both protocols and both forms of an answer."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_json_answer_is_a_bytes_tensor_of_the_classes(server: ServerProcess) -> 
     ]
 
 
-def test_output_without_an_order_is_refused_by_its_type(server: ServerProcess) -> None:
+def test_output_without_an_order_is_rejected_by_its_type(server: ServerProcess) -> None:
     text = np.array([["a"]], object)
     with triton_clients(server) as (http, grpc):
         for library, client in ((triton_http, http), (triton_grpc, grpc)):

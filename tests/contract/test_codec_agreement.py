@@ -1,4 +1,4 @@
-"""One request and one answer are the same whatever they are encoded in, for every datatype."""
+"""A request and an answer are the same in every encoding, for every datatype."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ SAMPLES = wire.samples()
 
 
 def requests(datatype: DataType, array: np.ndarray) -> list[InferRequest]:
-    """What each codec makes of the same request."""
+    """The same request as each codec decodes it."""
     bodies = (wire.rest_json_request(datatype, array), wire.rest_binary_request(datatype, array))
     messages = (wire.grpc_raw_request(datatype, array), wire.grpc_typed_request(datatype, array))
     return [

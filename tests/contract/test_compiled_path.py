@@ -1,7 +1,7 @@
-"""Where the way of a request is compiled, nothing of ours on it is left to the interpreter.
+"""If the request path is compiled, a request runs no interpreted function of the package.
 
-What dataclasses and enumerations make for themselves is interpreted also where their module is compiled; of those that
-are made for each request ``__init__`` is written out.
+Functions that dataclasses and enumerations generate are interpreted even in compiled modules. So classes of which each
+request makes an object write out their ``__init__``.
 """
 
 import json
@@ -18,7 +18,9 @@ PROFILE = Path(__file__).parents[1] / "support" / "calls_profile.py"
 
 @pytest.mark.skipif(not IS_COMPILED, reason="is about the compiled package")
 @pytest.mark.parametrize("protocol", ["json", "binary", "grpc"])
-def test_nothing_of_ours_is_interpreted_for_each_request(protocol: str) -> None:
-    told = subprocess.run([sys.executable, PROFILE, protocol], check=True, capture_output=True, text=True, timeout=120)
-    per_request = json.loads(told.stdout)
+def test_request_runs_no_interpreted_function_of_the_package(protocol: str) -> None:
+    profile = subprocess.run(
+        [sys.executable, PROFILE, protocol], check=True, capture_output=True, text=True, timeout=120
+    )
+    per_request = json.loads(profile.stdout)
     assert {name: count for name, count in per_request.items() if count >= 1} == {}

@@ -1,4 +1,4 @@
-"""Compressed bodies of requests and answers, and how much they may become."""
+"""Compressed bodies of requests and answers, and the limit of their decompressed size."""
 
 import gzip
 import zlib
@@ -36,7 +36,7 @@ def binary_request(array: np.ndarray) -> tuple[bytes, dict[str, str]]:
 
 
 def post(server: ServerProcess, body: bytes, headers: dict[str, str]) -> httpx.Response:
-    # httpx asks for compression by itself, unless told not to.
+    # httpx asks for compression by itself, unless it is switched off.
     return httpx.post(
         rest_url(server, "echo"), content=body, headers={"Accept-Encoding": "identity"} | headers, timeout=LONG_S
     )
@@ -69,7 +69,7 @@ def test_compressed_json_request_is_answered(server: ServerProcess, encoding: st
 
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)
-def test_large_answer_is_compressed_whole_where_it_is_asked_for(server: ServerProcess, encoding: str) -> None:
+def test_large_answer_is_compressed_whole_if_requested(server: ServerProcess, encoding: str) -> None:
     body, headers = binary_request(LARGE)
     answer = post(server, body, headers | {"Accept-Encoding": encoding})
     assert answer.headers["content-encoding"] == encoding
@@ -82,7 +82,7 @@ def test_large_answer_is_compressed_whole_where_it_is_asked_for(server: ServerPr
     [(SMALL, "gzip"), (NOISE, "gzip"), (LARGE, "identity"), (LARGE, "br"), (LARGE, "identity, gzip;q=0.9")],
     ids=["small", "noise", "identity", "unknown", "identity-preferred"],
 )
-def test_answer_that_would_gain_nothing_or_was_not_asked_for_is_plain(
+def test_answer_is_plain_if_compression_gains_nothing_or_is_not_requested(
     server: ServerProcess, array: np.ndarray, asked: str
 ) -> None:
     body, headers = binary_request(array)
@@ -111,7 +111,7 @@ def test_unmodified_client_compresses_both_ways(server: ServerProcess, encoding:
         assert np.array_equal(result.as_numpy("y"), array)
 
 
-async def test_asyncio_client_which_always_asks_reads_either_answer(server: ServerProcess) -> None:
+async def test_asyncio_client_that_always_requests_compression_reads_either_answer(server: ServerProcess) -> None:
     async with triton_aio.InferenceServerClient(server.http) as client:
         for array in (SMALL, LARGE):
             for encoding in (None, *COMPRESSIONS):
@@ -134,7 +134,7 @@ def test_body_that_inflates_beyond_the_limit_is_413(narrow_server: ServerProcess
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)
 @pytest.mark.parametrize("body", [b"", b"{}", b"\x1f\x8b", b"x" * 100_000])
-def test_body_that_is_not_what_it_says_is_400_and_the_connection_stays(
+def test_body_in_another_encoding_than_announced_is_400_and_the_connection_stays(
     server: ServerProcess, encoding: str, body: bytes
 ) -> None:
     good, headers = binary_request(SMALL)

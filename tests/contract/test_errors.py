@@ -1,4 +1,4 @@
-"""What callers get for bad requests: the exact status, a text that names the thing, and a server that goes on."""
+"""Answers to bad requests: the exact status, a text that names the thing, and a server that goes on."""
 
 import json
 import socket
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What came back; ``headers`` are trailing metadata on gRPC, the keys in lower case."""
+    """An answer; ``headers`` are trailing metadata on gRPC, the keys in lower case."""
 
     status: int | StatusCode
     text: str
@@ -148,7 +148,7 @@ def refusal(came: Refusal | None) -> Refusal:
 
 @pytest.fixture(autouse=True)
 def _server_goes_on(server: ServerProcess) -> Iterator[None]:
-    """After whatever a test did to the server, both protocols answer a good request."""
+    """After each test, both protocols answer a good request."""
     yield
     for send in (*REST, *GRPC):
         assert send(server, GOOD) is None
@@ -304,7 +304,7 @@ def test_string_that_is_not_utf8_is_rejected(server: ServerProcess, send: Send) 
     assert "'text' is not valid UTF-8" in came.text
 
 
-def test_unready_model_is_refused_with_the_time_to_come_back(server: ServerProcess) -> None:
+def test_unready_model_is_rejected_with_the_time_to_retry(server: ServerProcess) -> None:
     request = replace(GOOD, model="broken")
     assert refusal(send_rest_json(server, request)).headers["retry-after"] == "1"
     assert refusal(send_grpc_raw(server, request)).headers["grpc-retry-pushback-ms"] == "1000"
@@ -354,7 +354,7 @@ BAD_BODIES: Final[dict[str, tuple[bytes, str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_BODIES)
-def test_malformed_body_is_400_and_says_where(server: ServerProcess, case: str) -> None:
+def test_malformed_body_is_400_and_its_error_is_located(server: ServerProcess, case: str) -> None:
     body, word = BAD_BODIES[case]
     came = refusal(post(server, GOOD, body))
     assert came.status == 400, came.text
@@ -402,7 +402,7 @@ def test_wrong_length_of_the_json_part_is_400(server: ServerProcess, announced: 
     assert word in came.text
 
 
-def test_absent_length_of_the_json_part_is_400_where_binary_follows(server: ServerProcess) -> None:
+def test_absent_length_of_the_json_part_is_400_if_binary_data_follow(server: ServerProcess) -> None:
     body, _ = _binary_body(bytes(128))
     assert refusal(post(server, GOOD, body)).status == 400
 
@@ -425,14 +425,14 @@ def test_garbage_instead_of_a_protobuf_message_is_invalid(server: ServerProcess)
 
 
 @pytest.mark.parametrize("version", ["latest", "-1", "1.0", "²"])
-def test_version_that_is_no_number_is_refused(server: ServerProcess, version: str) -> None:
+def test_version_that_is_not_a_number_is_rejected(server: ServerProcess, version: str) -> None:
     came = refusal(send_grpc_raw(server, replace(GOOD, version=version)))
     assert came.status is StatusCode.INVALID_ARGUMENT
     assert f"'{version}'" in came.text
     assert refusal(send_rest_json(server, replace(GOOD, version=version))).status == 404
 
 
-def test_typed_and_raw_contents_together_are_refused(server: ServerProcess) -> None:
+def test_typed_and_raw_contents_together_are_rejected(server: ServerProcess) -> None:
     message = _message(GOOD)
     message.inputs[0].contents.int_contents.extend(range(16))
     message.raw_input_contents.extend([bytes(64), bytes(64)])
@@ -467,7 +467,7 @@ def test_call_that_does_not_exist_is_unimplemented(server: ServerProcess) -> Non
         ("POST", "/v2", 405, "Method Not Allowed"),
     ],
 )
-def test_unknown_path_and_wrong_method_are_told_in_json(
+def test_unknown_path_and_wrong_method_get_json_errors(
     server: ServerProcess, method: str, path: str, status: int, text: str
 ) -> None:
     answer = httpx.request(method, f"http://{server.http}{path}", timeout=LONG_S)
@@ -486,7 +486,9 @@ def test_unknown_path_and_wrong_method_are_told_in_json(
         ("PUT", "/v2/logging", "GET, HEAD, POST"),
     ],
 )
-def test_wrong_method_is_told_which_are_right(server: ServerProcess, method: str, path: str, allowed: str) -> None:
+def test_answer_to_a_wrong_method_names_the_right_ones(
+    server: ServerProcess, method: str, path: str, allowed: str
+) -> None:
     answer = httpx.request(method, f"http://{server.http}{path}", timeout=LONG_S)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 
@@ -501,7 +503,7 @@ def test_head_is_answered_as_get_without_its_body(server: ServerProcess) -> None
 
 @pytest.fixture(scope="module")
 def narrow_server(ways: tuple[str, ...]) -> Iterator[ServerProcess]:
-    """Takes only short bodies."""
+    """Accepts only short bodies."""
     with serving("--example", *SHORT_WARMUP, "--max-body-bytes", str(BODY_LIMIT), *ways) as server:
         yield server
         assert send_rest_json(server, GOOD) is None
@@ -520,7 +522,7 @@ def test_body_that_grows_too_large_in_chunks_is_413(narrow_server: ServerProcess
     assert f"at most {BODY_LIMIT} bytes" in came.text
 
 
-def test_body_of_just_the_limit_is_taken(narrow_server: ServerProcess) -> None:
+def test_body_of_just_the_limit_is_accepted(narrow_server: ServerProcess) -> None:
     entries = [{"name": i.name, "datatype": "INT32", "shape": [1, 16], "data": list(range(16))} for i in GOOD.inputs]
     body = json.dumps({"inputs": entries}).encode().ljust(BODY_LIMIT)
     assert post(narrow_server, GOOD, body) is None
@@ -528,7 +530,7 @@ def test_body_of_just_the_limit_is_taken(narrow_server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("size", [BODY_LIMIT * 10, 8 * 1024 * 1024])
-def test_caller_that_sends_all_of_a_far_too_large_body_still_reads_why_it_was_refused(
+def test_caller_that_sends_all_of_a_far_too_large_body_still_reads_the_error(
     narrow_server: ServerProcess, size: int
 ) -> None:
     host, port = narrow_server.http.split(":")
@@ -544,7 +546,7 @@ def test_message_over_the_limit_is_resource_exhausted(narrow_server: ServerProce
     assert refusal(send_grpc_raw(narrow_server, replace(GOOD, inputs=tensors))).status is StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_caller_that_leaves_in_the_middle_of_its_body_harms_nobody(server: ServerProcess) -> None:
+def test_caller_that_disconnects_in_the_middle_of_its_body_harms_no_other(server: ServerProcess) -> None:
     host, port = server.http.split(":")
     for part in (
         b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
@@ -555,7 +557,7 @@ def test_caller_that_leaves_in_the_middle_of_its_body_harms_nobody(server: Serve
             connection.sendall(part)
 
 
-def test_what_is_no_http_is_400(server: ServerProcess) -> None:
+def test_bytes_that_are_not_http_are_400(server: ServerProcess) -> None:
     host, port = server.http.split(":")
     with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
@@ -580,7 +582,7 @@ BAD_EVERY: Final = 32
 """So that there are two in a batch at the most: of more, not all may be found."""
 
 
-def test_batch_mates_of_a_bad_request_are_answered_right(server: ServerProcess) -> None:
+def test_other_requests_of_the_batch_of_a_bad_one_are_answered_right(server: ServerProcess) -> None:
     def ask(number: int) -> None:
         rows = np.full((1 + number % 3, 4), number % 16)
         if number % BAD_EVERY == 5:

@@ -50,11 +50,11 @@ def test_arrays_are_rows_and_come_back_flat(server: ServerProcess) -> None:
     assert post(server, "simple", document).json()["OUTPUT0"] == list(range(1, 17))
 
 
-def test_keys_that_mean_nothing_here_are_parameters_as_infer_has_them(server: ServerProcess) -> None:
+def test_unknown_keys_are_parameters_as_for_infer(server: ServerProcess) -> None:
     assert post(server, "echo", {"x": 1, "y": 2, "parameters": {"z": "3"}}).json()["y"] == 1
 
 
-def test_body_is_read_whatever_its_type_is_said_to_be(server: ServerProcess) -> None:
+def test_body_is_read_as_json_with_any_content_type(server: ServerProcess) -> None:
     for kind in ("application/x-www-form-urlencoded", "application/octet-stream", "text/plain"):
         assert post(server, "echo", {"x": 1}, **{"Content-Type": kind}).json()["y"] == 1
 
@@ -79,7 +79,7 @@ def test_body_is_read_whatever_its_type_is_said_to_be(server: ServerProcess) -> 
         ("nobody", {}, 404, "Request for unknown model: 'nobody' is not found"),
     ],
 )
-def test_what_goes_wrong_before_the_answer_is_an_error_status(
+def test_error_before_the_answer_is_an_error_status(
     server: ServerProcess, route: str, model: str, document: Any, status: int, text: str
 ) -> None:
     answer = post(server, model, document, route)
@@ -93,7 +93,7 @@ def test_version_that_does_not_exist_is_404(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br"])
-def test_compressed_body_is_refused(server: ServerProcess, encoding: str) -> None:
+def test_compressed_body_is_rejected(server: ServerProcess, encoding: str) -> None:
     answer = post(server, "echo", gzip.compress(b'{"x": 1}'), **{"Content-Encoding": encoding})
     assert answer.status_code == 400
     assert encoding in answer.json()["error"]

@@ -1,4 +1,4 @@
-"""Frozen requests are read as ever, and answers are the frozen ones to the byte."""
+"""Frozen requests are decoded as before, and answers are the frozen ones to the byte."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ def test_every_datatype_and_odd_shape_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", PAGE)
-def test_frozen_request_is_read_as_ever(name: str) -> None:
+def test_frozen_request_is_decoded_as_before(name: str) -> None:
     datatype, array = SAMPLES[name]
     for codec, spelled in PAGE[name]["requests"].items():
         body = golden_bytes.read(spelled)

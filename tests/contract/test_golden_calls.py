@@ -1,4 +1,4 @@
-"""Frozen calls over real sockets are answered with the frozen bytes, whichever way they take through the server."""
+"""Frozen calls over real sockets are answered with the frozen bytes, by every frontend."""
 
 import json
 from typing import Any

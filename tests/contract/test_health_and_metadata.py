@@ -11,7 +11,7 @@ def get(server: ServerProcess, path: str) -> httpx.Response:
     return httpx.get(f"http://{server.http}{path}", timeout=LONG_S)
 
 
-def test_live_and_ready_server_says_so(server: ServerProcess) -> None:
+def test_live_and_ready_server_is_reported_as_such(server: ServerProcess) -> None:
     assert (get(server, "/v2/health/live").status_code, get(server, "/v2/health/live").json()) == (200, {"live": True})
     assert (get(server, "/v2/health/ready").status_code, get(server, "/v2/health/ready").json()) == (
         200,
@@ -36,7 +36,7 @@ def test_live_and_ready_server_says_so(server: ServerProcess) -> None:
         ("nowhere", "1", False),
     ],
 )
-def test_readiness_of_a_model_is_told_to_both_clients(
+def test_both_clients_read_the_readiness_of_a_model(
     server: ServerProcess, model: str, version: str, is_ready: bool
 ) -> None:
     with triton_clients(server) as (http, grpc):
@@ -101,8 +101,8 @@ def test_model_metadata_names_versions_tensors_and_how_the_model_runs(server: Se
     assert list(message.versions) == ["1"]
     assert message.platform == "onnxruntime_onnx"
     for role, tensors in (("inputs", message.inputs), ("outputs", message.outputs)):
-        told = [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
-        assert told == metadata[role]
+        described = [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
+        assert described == metadata[role]
 
 
 def test_openapi_document_describes_inference_and_the_documentation_page_is_there(server: ServerProcess) -> None:

@@ -23,7 +23,7 @@ FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 @pytest.fixture(scope="module")
 def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The mode ``explicit``, with ``identity``, ``poison``, ``broken`` and ``empty`` asked for, and ``idle`` not."""
+    """The mode ``explicit``, which loads ``identity``, ``poison``, ``broken`` and ``empty``, and not ``idle``."""
     repository = tmp_path_factory.mktemp("managed")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "poison", builders.poison)
@@ -58,7 +58,7 @@ def refusal(server: ServerProcess, path: str, body: bytes) -> tuple[int, str]:
 
 @pytest.mark.parametrize("headers", [FORM, {}, {"content-type": "application/octet-stream"}])
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"ready":false}'])
-def test_index_lists_what_is_known_and_what_lies_there(
+def test_index_lists_known_models_and_those_in_the_repository(
     managed: ServerProcess, body: bytes, headers: dict[str, str]
 ) -> None:
     broken, *others = call(managed, "/v2/repository/index", body, headers)
@@ -75,11 +75,11 @@ def test_index_lists_what_is_known_and_what_lies_there(
 
 def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
     with triton_clients(managed) as (http, grpc):
-        told = [
+        described = [
             {key: value for key in ("name", "version", "state", "reason") if (value := getattr(entry, key))}
             for entry in grpc.get_model_repository_index().models
         ]
-        assert told == http.get_model_repository_index()
+        assert described == http.get_model_repository_index()
     ready = call(managed, "/v2/repository/index", b'{"ready":true}')
     assert [entry["name"] for entry in ready] == ["identity", "poison"]
 
@@ -132,7 +132,7 @@ def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
         ("/v2/models/none/trace/setting", b"", 404, "Request for unknown model : none"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_the_words_of_the_protocol(
+def test_impossible_call_is_rejected_in_the_words_of_the_protocol(
     managed: ServerProcess, path: str, body: bytes, status: int, text: str
 ) -> None:
     answered, message = refusal(managed, path, body)
@@ -149,7 +149,7 @@ def test_load_and_unload_answer_nothing_with_status_200(managed: ServerProcess, 
 @pytest.mark.parametrize(
     "path", ["/v2/logging", "/v2/repository/index", "/v2/cudasharedmemory/region/r/register", "/v2/trace/setting"]
 )
-def test_body_of_a_call_that_needs_little_is_to_be_small(managed: ServerProcess, path: str) -> None:
+def test_body_of_a_call_with_few_parameters_is_limited(managed: ServerProcess, path: str) -> None:
     status, text = refusal(managed, path, b'{"log_info":true,"x":"' + b"y" * SMALL_BYTES + b'"}')
     assert (status, text) == (413, "expected a body of at most 65536 bytes for this call, got more")
 
@@ -189,7 +189,7 @@ def test_body_of_a_load_is_bounded_and_counted(tmp_path: Any) -> None:
         "/v2/models/identity/infer",
     ],
 )
-def test_caller_who_leaves_within_its_body_troubles_nobody(managed: ServerProcess, path: str) -> None:
+def test_caller_that_disconnects_within_its_body_harms_no_other(managed: ServerProcess, path: str) -> None:
     host, port = managed.http.split(":")
     with socket.create_connection((host, int(port)), LONG_S) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
@@ -266,7 +266,7 @@ def test_statistics_count_rows_batches_and_failures_before_the_answer_is_sent(tm
         assert samples.value("nv_inference_request_failure", model="poison", version="1", reason="BACKEND") == 1
 
 
-def test_statistics_of_unknown_models_are_refused(managed: ServerProcess) -> None:
+def test_statistics_of_unknown_models_are_rejected(managed: ServerProcess) -> None:
     with triton_clients(managed) as (http, grpc):
         for client, status in ((http, "400"), (grpc, "StatusCode.INVALID_ARGUMENT")):
             for arguments, text in (
@@ -278,7 +278,7 @@ def test_statistics_of_unknown_models_are_refused(managed: ServerProcess) -> Non
                 assert caught.value.status() == status
 
 
-def test_triton_names_are_left_out_where_nobody_wants_them(tmp_path: Any) -> None:
+def test_triton_names_are_left_out_if_the_option_is_off(tmp_path: Any) -> None:
     add_model(tmp_path, "m", builders.identity)
     with serving(tmp_path, "--no-triton-metrics", *SHORT_WARMUP) as server:
         text = read_metrics(server).text

@@ -1,4 +1,4 @@
-"""Requests that are nothing but a tensor's bytes."""
+"""Requests that consist of the bytes of a tensor."""
 
 import httpx
 import numpy as np
@@ -36,7 +36,7 @@ def test_string_is_sent_without_its_length(server: ServerProcess) -> None:
     assert read(post(server, "echo_text", "añb".encode())).as_numpy("y").tolist() == [["añb".encode()]]
 
 
-def test_body_that_cannot_be_explained_is_400(server: ServerProcess) -> None:
+def test_body_that_fits_no_shape_is_400(server: ServerProcess) -> None:
     for model, body, text in (
         (
             "simple",

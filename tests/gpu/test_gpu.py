@@ -26,6 +26,7 @@ from fakes.host_device import HostDevice, Pace
 from fakes.inflight import submit
 from models import builders
 from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
@@ -333,12 +334,12 @@ def test_a_batch_that_finds_too_little_memory_is_halved_and_batches_stay_small(p
                     assert is_near(y, made.plainly((x,))[0], DataType.FP32)
 
             await all_are_answered()
-            failed = batcher.decisions.out_of_memory
+            failed = batcher.learned().decisions.out_of_memory
             assert failed
-            assert batcher.decisions.retries >= 2
+            assert batcher.learned().decisions.retries >= 2
             assert batcher.max_rows in (1024, 2048, 4096)
             await all_are_answered()
-            assert batcher.decisions.out_of_memory == failed, "batches that are small enough find memory"
+            assert batcher.learned().decisions.out_of_memory == failed, "batches that are small enough find memory"
             await batcher.close()
 
         asyncio.run(offer())
@@ -349,11 +350,10 @@ def test_a_batch_that_finds_too_little_memory_is_halved_and_batches_stay_small(p
 def batcher_of(made: OnDevice, policy: BatchPolicy) -> Batcher:
     """A batcher as the server makes it, for the running loop."""
     loop = asyncio.get_running_loop()
-    return Batcher(
+    runs = BatchRuns(
         [made.instance],
         policy,
         RequestQueue([], []),
-        limits=QueueLimits(2**20, 2**32),
         shared=SharedThreads(made.instance.depth, loop),
         threads=1,
         inline=None,
@@ -362,6 +362,7 @@ def batcher_of(made: OnDevice, policy: BatchPolicy) -> Batcher:
         observe_batch=lambda *_: None,
         depth=made.instance.depth,
     )
+    return Batcher(runs, QueueLimits(2**20, 2**32), time.monotonic_ns)
 
 
 EXPORTER = """

@@ -5,6 +5,7 @@ Runs on the event loop. It knows callers only as ``InflightRequest`` and models 
 
 __all__ = [
     "admission",
+    "batch_runs",
     "batcher",
     "executor",
     "planner",

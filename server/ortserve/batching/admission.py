@@ -1,22 +1,22 @@
 """Admission: reject a request that finds the queue full or cannot finish in time, before any work is done for it.
 
 An overloaded queue without admission answers no request in time. A prediction only ever rejects: a request is admitted
-if the prediction is missing or not a number.
+if there is none.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.statistics import Decisions
 from ortserve.core.batch import Arrays
-from ortserve.core.terms import Terms
+from ortserve.core.inflight import InflightRequest
 from ortserve.errors import ErrorKind, ServeError, invalid_input
 
 _RETRY_AFTER_S: Final = 1.0
@@ -80,9 +80,7 @@ def judge(left_ns: float, backlog: Backlog, observations: int) -> TooLate | None
     if left_ns <= 0:
         return TooLate(0.0, is_hopeless=True)
     is_idle = backlog.wait_ns <= 0
-    if is_idle or observations < MIN_OBSERVATIONS or not math.isfinite(backlog.finish_ns):
-        return None
-    if backlog.finish_ns <= left_ns:
+    if is_idle or observations < MIN_OBSERVATIONS or backlog.finish_ns <= left_ns:
         return None
     return TooLate(backlog.finish_ns - left_ns, is_hopeless=backlog.solo_ns > left_ns)
 
@@ -102,26 +100,12 @@ class QueueLimits:
 class Admission:
     """Admits requests to the queue of one batcher, or rejects them. Loop thread only."""
 
-    def __init__(
-        self,
-        policy: Callable[[], BatchPolicy],
-        queue: RequestQueue,
-        limits: QueueLimits,
-        decisions: Decisions,
-        *,
-        instances: int,
-    ) -> None:
-        """``policy`` returns the batcher's present one, ``queue`` is the batcher's; ``decisions`` counts rejections."""
-        self._policy = policy
+    def __init__(self, queue: RequestQueue, limits: QueueLimits, decisions: Decisions, *, instances: int) -> None:
+        """``queue`` is the batcher's; ``decisions`` counts rejections."""
         self._queue = queue
         self._limits = limits
         self._decisions = decisions
         self._instances = instances
-        self._batch_rows = 0
-
-    def on_batch(self, rows: int) -> None:
-        """Note the rows of the last batch: under a steady load the next one will have about as many."""
-        self._batch_rows = rows
 
     def check_weight(self, nbytes: int, rows: int) -> None:
         """Reject a request with more rows than may wait and less than a byte for each row.
@@ -137,45 +121,37 @@ class Admission:
                 f"got {rows} rows of {nbytes} bytes"
             )
 
-    def check_room(self, nbytes: int, rows: int, shape_class: ShapeClass) -> None:
-        """Reject a request of this size if the queue is full.
+    def check_room(self, request: InflightRequest, shape_class: ShapeClass, policy: BatchPolicy) -> None:
+        """Reject a request of this size if the queue is full, or too many requests of its level wait.
 
         Raises:
             ServeError: overloaded.
         """
         queue, limits = self._queue, self._limits
-        if queue.rows and (queue.rows + rows > limits.rows or queue.nbytes + nbytes > limits.nbytes):
+        if queue.rows and (queue.rows + request.rows > limits.rows or queue.nbytes + request.nbytes > limits.nbytes):
             self._decisions.refused_full += 1
             raise ServeError(
                 ErrorKind.OVERLOADED,
                 f"Exceeds maximum queue size: {queue.rows} rows of {queue.nbytes} bytes wait, at most max_queue_rows "
                 f"{limits.rows} and max_queue_bytes {limits.nbytes} may",
-                retry_after_s=self._queued_ns(queue.rows, shape_class) / 1e9 or _RETRY_AFTER_S,
+                retry_after_s=self._queued_ns(queue.rows, shape_class, policy) / 1e9 or _RETRY_AFTER_S,
             )
-
-    def check_level(self, terms: Terms) -> None:
-        """Reject a request if too many wait on its priority level.
-
-        Raises:
-            ServeError: overloaded.
-        """
-        most = self._limits.requests.get(terms.level or 1)
-        if most is None:
-            return
-        waiting = self._queue.requests(terms.level or 1)
-        if waiting >= most:
+        most = limits.requests.get(request.level)
+        if most is not None and queue.requests(request.level) >= most:
             self._decisions.refused_full += 1
             raise ServeError(
                 ErrorKind.OVERLOADED,
-                f"Exceeds maximum queue size: {waiting} requests of its priority level wait, at most {most} may",
+                f"Exceeds maximum queue size: {queue.requests(request.level)} requests of its priority level wait, "
+                f"at most {most} may",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
     def check_deadline(
         self,
-        rows: int,
+        request: InflightRequest,
         shape_class: ShapeClass,
-        terms: Terms,
+        policy: BatchPolicy,
+        last_rows: int,
         answer_ns: float,
         busy_ns: float,
         slowdown: float,
@@ -184,9 +160,10 @@ class Admission:
         """Reject a request that cannot be answered in time.
 
         Args:
-            rows: Of the request.
+            request: With the deadline of its outputs.
             shape_class: Its own.
-            terms: Its level and the deadline of its outputs, which is set.
+            policy: Of the batches now.
+            last_rows: Of the last batch: under a steady load the next one will have about as many.
             answer_ns: From that deadline to the deadline of its answer.
             busy_ns: Until an instance is free, predicted.
             slowdown: How many times longer the work ahead takes because other models use the threads, too.
@@ -195,19 +172,27 @@ class Admission:
         Raises:
             ServeError: overloaded if a retry may be in time, deadline if the request by itself takes too long.
         """
-        assert terms.finish_by_ns is not None
-        settle_ns = terms.finish_by_ns - now_ns
-        if self._is_far(rows, shape_class, settle_ns, busy_ns, slowdown):
+        assert request.finish_by_ns is not None
+        settle_ns = request.finish_by_ns - now_ns
+        if self._is_far(request.rows, shape_class, policy, settle_ns, busy_ns, slowdown):
             return
-        order = (terms.level or 1, terms.finish_by_ns)
-        backlog = self._backlog(rows, shape_class, order, settle_ns, answer_ns, busy_ns, slowdown, now_ns)
+        usual_rows = last_rows if busy_ns > 0 else 0
+        backlog = self._backlog(request, shape_class, policy, usual_rows, answer_ns, busy_ns, slowdown, now_ns)
         left_ns = settle_ns + answer_ns
         verdict = judge(left_ns, backlog, shape_class.batch_latency.observations)
         if verdict is not None:
             self._decisions.refused_late += 1
             raise _refusal(verdict, left_ns, backlog)
 
-    def _is_far(self, rows: int, shape_class: ShapeClass, settle_ns: float, busy_ns: float, slowdown: float) -> bool:
+    def _is_far(
+        self,
+        rows: int,
+        shape_class: ShapeClass,
+        policy: BatchPolicy,
+        settle_ns: float,
+        busy_ns: float,
+        slowdown: float,
+    ) -> bool:
         """Whether the deadline is far enough even if each queued row took two full batches of its own.
 
         Most deadlines are: they guard against a hang and need no forecast.
@@ -215,47 +200,44 @@ class Admission:
         if self._queue.rows != shape_class.rows:
             return False
         latency = shape_class.batch_latency
-        full_ns = known_ns(self._predict_ns(latency, self._policy().max_rows))
+        full_ns = policy.batch_ns(policy.max_rows, latency)
         batches = shape_class.rows + rows + 1
         return busy_ns + 2 * batches * (full_ns * slowdown + latency.residual_ns) < settle_ns
 
     def _backlog(
         self,
-        rows: int,
+        request: InflightRequest,
         shape_class: ShapeClass,
-        order: tuple[int, float],
-        settle_ns: float,
+        policy: BatchPolicy,
+        usual_rows: int,
         answer_ns: float,
         busy_ns: float,
         slowdown: float,
         now_ns: int,
     ) -> Backlog:
-        latency = shape_class.batch_latency
-        max_rows = self._policy().max_rows
+        assert request.finish_by_ns is not None
+        settle_ns = request.finish_by_ns - now_ns
+        latency, rows, max_rows = shape_class.batch_latency, request.rows, policy.max_rows
+        order = (request.level, request.finish_by_ns)
         first_ns = settle_ns
         if shape_class.requests and shape_class.requests[0].finish_by_ns is not None:
             first_ns = min(settle_ns, shape_class.requests[0].finish_by_ns - now_ns)
         # Under a steady load a request arrives just after a batch has begun, waits for it and runs in the next one, so
         # each of the two may take half of the time; more if the first queued request has more time left.
-        fits = max(min(rows, max_rows), self._most_rows(latency, max(settle_ns / 2, first_ns - busy_ns)))
-        others = self._others(shape_class, order)
+        fits = max(min(rows, max_rows), _most_rows(policy, latency, max(settle_ns / 2, first_ns - busy_ns)))
+        others = self._others(shape_class, policy, order)
         ahead = shape_class.rows_ahead(order) + others.unpriced_rows
         batches_ahead = (ahead + min(rows, fits) - 1) // fits
         # Requests that arrive while this one waits will join its batch, too, and a batch that was kept small for the
         # deadlines of earlier requests would make all requests behind it late.
-        usual_rows = self._batch_rows if busy_ns > 0 else 0
         own_rows = fits if batches_ahead else min(max(ahead + rows, usual_rows), fits)
-        own_ns = self._predict_ns(latency, own_rows)
-        if own_ns is None:
-            own_ns = math.nan  # not a number: it rejects nothing
         own_batches = -(-rows // max_rows)
-        ahead_ns = others.work_ns + batches_ahead * known_ns(self._predict_ns(latency, fits))
-        solo_ns = self._predict_ns(latency, min(rows, max_rows)) or 0.0
+        ahead_ns = others.work_ns + batches_ahead * policy.batch_ns(fits, latency)
         return Backlog(
             busy_ns=busy_ns,
             queued_ns=ahead_ns / self._instances * slowdown,
-            own_ns=own_ns * own_batches,
-            solo_ns=solo_ns * own_batches,
+            own_ns=policy.batch_ns(own_rows, latency) * own_batches,
+            solo_ns=policy.batch_ns(min(rows, max_rows), latency) * own_batches,
             # The errors of consecutive runs add up like independent errors.
             error_ns=math.hypot(
                 latency.residual_ns * math.sqrt(own_batches + batches_ahead + (busy_ns > 0)), others.error_ns
@@ -263,37 +245,26 @@ class Admission:
             answer_ns=answer_ns,
         )
 
-    def _others(self, shape_class: ShapeClass, order: tuple[int, float]) -> "_OtherWork":
+    def _others(self, shape_class: ShapeClass, policy: BatchPolicy, order: tuple[int, float]) -> "_OtherWork":
         """The work of other shape classes before a request of this order: full batches and a last one each."""
         if self._queue.rows == shape_class.rows:
             return _NO_OTHER_WORK
         others = iter(self._queue.others(shape_class))
-        max_rows = self._policy().max_rows
+        max_rows = policy.max_rows
         work_ns = error_ns = 0.0
         for other in islice(others, _PRICED_CLASSES):
             full, rest = divmod(other.rows_ahead(order), max_rows)
             latency = other.batch_latency
             if full:
-                work_ns += full * known_ns(self._predict_ns(latency, max_rows))
+                work_ns += full * policy.batch_ns(max_rows, latency)
             if rest:
-                work_ns += known_ns(self._predict_ns(latency, rest))
+                work_ns += policy.batch_ns(rest, latency)
             error_ns = math.hypot(error_ns, latency.residual_ns * math.sqrt(full + (rest > 0)))
         return _OtherWork(work_ns, error_ns, sum([other.rows for other in others]))
 
-    def _most_rows(self, latency: LatencyModel, ns: float) -> int:
-        """The most rows of a batch that takes at most ``ns``; 0 if even one row takes longer."""
-        sizes = range(1, self._policy().max_rows + 1)
-        if known_ns(self._predict_ns(latency, sizes[-1])) <= ns:
-            return sizes[-1]
-        return bisect_right(sizes, ns, key=lambda rows: known_ns(self._predict_ns(latency, rows)))
-
-    def _predict_ns(self, latency: LatencyModel, rows: int) -> float | None:
-        return latency.predict_ns(self._policy().bucket_for(rows))
-
-    def _queued_ns(self, rows: int, shape_class: ShapeClass) -> float:
-        max_rows = self._policy().max_rows
-        full_ns = known_ns(shape_class.batch_latency.predict_ns(max_rows))
-        return rows / max_rows * full_ns / self._instances
+    def _queued_ns(self, rows: int, shape_class: ShapeClass, policy: BatchPolicy) -> float:
+        full_ns = shape_class.batch_latency.predict_ns(policy.max_rows) or 0.0
+        return rows / policy.max_rows * full_ns / self._instances
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +277,14 @@ class _OtherWork:
 
 
 _NO_OTHER_WORK: Final = _OtherWork(0.0, 0.0, 0)
+
+
+def _most_rows(policy: BatchPolicy, latency: LatencyModel, ns: float) -> int:
+    """The most rows of a batch that takes at most ``ns``; 0 if even one row takes longer."""
+    max_rows = policy.max_rows
+    if policy.batch_ns(max_rows, latency) <= ns:
+        return max_rows
+    return bisect_right(range(1, max_rows + 1), ns, key=lambda rows: policy.batch_ns(rows, latency))
 
 
 def tensor_bytes(arrays: Arrays) -> int:

@@ -10,13 +10,13 @@ from ortserve.errors import ErrorKind, ServeError
 def form_batch(requests: Sequence[InflightRequest], rows: int, bucket: int) -> Batch:
     """Collect the arrays of the requests, input by input, without a copy."""
     if len(requests) == 1:
-        return Batch(tuple((array,) for array in requests[0].inputs), rows, bucket)
+        return Batch(tuple([(array,) for array in requests[0].inputs]), rows, bucket)
     return Batch(tuple(zip(*[request.inputs for request in requests], strict=True)), rows, bucket)
 
 
 def form_first_row(request: InflightRequest) -> Batch:
     """A batch of the first row of a request only."""
-    return Batch(tuple((array[:1],) for array in request.inputs), 1, 1)
+    return Batch(tuple([(array[:1],) for array in request.inputs]), 1, 1)
 
 
 def settle_batch(requests: Sequence[InflightRequest], rows: int, taken_ns: int, result: BatchResult) -> int:
@@ -30,13 +30,13 @@ def settle_batch(requests: Sequence[InflightRequest], rows: int, taken_ns: int, 
             than the batch: its slices could be rows of other requests.
     """
     if len(requests) == 1:
-        _stamp(requests[0], rows, taken_ns, result)
+        _record_times(requests[0], rows, taken_ns, result)
         return 0 if requests[0].complete(result.outputs) else rows
     check_rows(result.outputs, rows)
     first = wasted = 0
     for request in requests:
         after = first + request.rows
-        _stamp(request, rows, taken_ns, result)
+        _record_times(request, rows, taken_ns, result)
         if not request.complete(tuple([output[first:after] for output in result.outputs])):
             wasted += request.rows
         first = after
@@ -52,7 +52,7 @@ def check_rows(outputs: Arrays, rows: int) -> None:
             )
 
 
-def _stamp(request: InflightRequest, batch_rows: int, taken_ns: int, result: BatchResult) -> None:
+def _record_times(request: InflightRequest, batch_rows: int, taken_ns: int, result: BatchResult) -> None:
     timing = request.timing
     timing.batch_rows = batch_rows
     timing.taken_ns = taken_ns

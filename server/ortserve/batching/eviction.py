@@ -1,7 +1,7 @@
-"""Eviction from the queue: requests that were cancelled, and requests that can no longer be answered in time.
+"""Eviction from the queue: requests that can no longer be answered in time, and requests that were cancelled.
 
-``find_*`` decide, as pure functions of the queued requests, the latency model and the time. ``Evictions`` removes what
-they find from the queue, fails it and counts it.
+``find_*`` decide, as pure functions of the queued requests, the latency model and the time. ``Evictions`` removes the
+requests that they find from the queue, fails and counts them. A cancelled request leaves the queue at once.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ortserve.batching.failures import RequestGroup
-from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.statistics import Decisions
@@ -35,10 +35,10 @@ _SWEEP_INTERVAL_PER_REQUEST_NS: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A request that does not run. ``reason`` is for its caller, None if it was cancelled."""
+    """A request that does not run, and the reason for its caller."""
 
     request: InflightRequest
-    reason: str | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,6 @@ def find_unfit(
     evictions: list[Eviction] = []
     rows = 0
     for request in requests:
-        if request.is_settled:
-            evictions.append(Eviction(request, None))
-            continue
         if request.finish_by_ns is not None or request.start_by_ns is not None:
             reason = _passed(request, now_ns) or _out_of_reach(request, policy, latency, now_ns)
             if reason is not None:
@@ -85,19 +82,20 @@ def find_expired(requests: Iterable[InflightRequest], now_ns: int) -> Sweep:
         by_ns = request.expires_ns
         if by_ns is None:
             continue
-        if by_ns < now_ns:
-            evictions.append(Eviction(request, None if request.is_settled else _passed(request, now_ns)))
+        reason = _passed(request, now_ns)
+        if reason is not None:
+            evictions.append(Eviction(request, reason))
         elif by_ns < next_ns:
             next_ns = float(by_ns)
     return Sweep(evictions, next_ns)
 
 
-def find_late_in_search(requests: Iterable[InflightRequest], now_ns: int) -> list[Eviction]:
-    """Find the requests of a failed batch that do not run again. Their runs have begun, so only deadlines count."""
+def find_late_in_search(requests: Iterable[InflightRequest], now_ns: int) -> list[InflightRequest]:
+    """Find the requests of a failed batch that are late by now. Their runs have begun, so only deadlines count."""
     return [
-        Eviction(request, None if request.is_settled else PASSED_IN_SEARCH)
+        request
         for request in requests
-        if request.is_settled or (request.finish_by_ns is not None and request.finish_by_ns < now_ns)
+        if request.finish_by_ns is not None and request.finish_by_ns < now_ns and not request.is_settled
     ]
 
 
@@ -113,9 +111,9 @@ def _out_of_reach(request: InflightRequest, policy: BatchPolicy, latency: Latenc
     by_ns = request.finish_by_ns
     if by_ns is None or latency.observations < MIN_OBSERVATIONS:
         return None
-    least_ns = known_ns(latency.predict_ns(policy.bucket_for(request.rows)))
-    # Only if the wait made it late. Admission accepts any request while the server is idle, whatever the prediction
-    # says; such a request must run, or a wrong prediction would never be corrected.
+    least_ns = policy.batch_ns(request.rows, latency)
+    # Only if the wait made it late. An idle server admits a request even if the prediction is too long for it; such a
+    # request must run, or a wrong prediction would never be corrected.
     return OUT_OF_REACH if by_ns - now_ns < least_ns <= by_ns - request.timing.queued_ns else None
 
 
@@ -140,8 +138,9 @@ class Evictions:
 
     def watch(self, request: InflightRequest, now_ns: int) -> None:
         """Evict a queued request when it expires."""
-        if request.expires_ns is not None:
-            self._fire_after(request.expires_ns, now_ns)
+        expires_ns = request.expires_ns
+        if expires_ns is not None:
+            self._fire_after(expires_ns, now_ns)
 
     def on_cancelled(self, request: InflightRequest) -> None:
         """Remove a cancelled request, which may have left the queue already."""
@@ -149,25 +148,24 @@ class Evictions:
             self._decisions.left += 1
 
     def evict_unfit(self, shape_class: ShapeClass, policy: BatchPolicy, now_ns: int) -> None:
-        """Evict requests of the next batch that were cancelled or can no longer finish in time."""
+        """Evict requests of the next batch that can no longer finish in time."""
         unfit = find_unfit(shape_class.requests, policy, shape_class.batch_latency, now_ns)
         if unfit:
             self._evict(shape_class, unfit)
 
-    def evict_first(self, shape_class: ShapeClass, count: int) -> None:
-        """Evict the first ``count`` requests, which could finish in time only if others did not."""
-        self._fail(Eviction(request, AT_COST_OF_OTHERS) for request in self._queue.take(shape_class, count))
+    def fail_late(self, request: InflightRequest, reason: str) -> None:
+        """Fail a request that is not queued any more because it is late. Its callback may enqueue or cancel others."""
+        error = ServeError(ErrorKind.DEADLINE, f"Request timeout expired: {reason}")
+        self._decisions.dropped_late += request.fail(error)
 
     def evict_from_search(self, group: RequestGroup, now_ns: int) -> RequestGroup:
         """The part of a group that runs again: without cancelled requests and without those that are late by now."""
-        evictions = find_late_in_search(group.requests, now_ns)
-        if not evictions:
+        for request in find_late_in_search(group.requests, now_ns):
+            request.timing.taken_ns = now_ns  # a run was started, so metrics do not count a rejection
+            self.fail_late(request, PASSED_IN_SEARCH)
+        requests = [request for request in group.requests if not request.is_settled]
+        if len(requests) == len(group.requests):
             return group
-        for eviction in evictions:
-            eviction.request.timing.taken_ns = now_ns  # a run was started, so metrics do not count a rejection
-        self._fail(evictions)
-        evicted = {eviction.request for eviction in evictions}
-        requests = [request for request in group.requests if request not in evicted]
         return RequestGroup(group.shape_class, requests, sum([request.rows for request in requests]), group.search)
 
     def fail_all(self, error: ServeError) -> None:
@@ -203,11 +201,5 @@ class Evictions:
 
     def _evict(self, shape_class: ShapeClass, evictions: Sequence[Eviction]) -> None:
         self._queue.remove(shape_class, [eviction.request for eviction in evictions])
-        self._decisions.left += sum(eviction.reason is None for eviction in evictions)
-        self._fail(evictions)
-
-    def _fail(self, evictions: Iterable[Eviction]) -> None:
         for eviction in evictions:
-            if eviction.reason is not None:
-                self._decisions.dropped_late += 1
-                eviction.request.fail(ServeError(ErrorKind.DEADLINE, f"Request timeout expired: {eviction.reason}"))
+            self.fail_late(eviction.request, eviction.reason)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from ortserve.batching.latency import known_ns
+from ortserve.batching.latency import LatencyModel
 from ortserve.clock import Clock
 from ortserve.core.batch import Runner
 from ortserve.telemetry.logs import log_event
@@ -56,16 +56,19 @@ class Instances:
         """Whether any instance runs."""
         return bool(self._busy_until_ns)
 
-    def lend(self, predicted_ns: float | None, now_ns: int) -> Runner:
-        """Take a free instance for a run of the predicted time, from now on or from the end of the run before."""
+    def lend_next(self, predicted_ns: float, now_ns: int) -> float:
+        """Lend the last of the free instances to a run of the predicted time, 0 for an unknown one.
+
+        Returns:
+            When the run begins: now, or at the predicted end of the run before it.
+        """
         runner = self.free.pop()
-        lasts_ns = known_ns(predicted_ns)
         begins_ns = float(now_ns)
         if self.lends_ahead:
-            self._in_flight.setdefault(runner, deque()).append(lasts_ns)
-            begins_ns = max(now_ns, self._busy_until_ns.get(runner, 0))
-        self._busy_until_ns[runner] = begins_ns + lasts_ns
-        return runner
+            self._in_flight.setdefault(runner, deque()).append(predicted_ns)
+            begins_ns = max(begins_ns, self._busy_until_ns.get(runner, 0.0))
+        self._busy_until_ns[runner] = begins_ns + predicted_ns
+        return begins_ns
 
     def give_back(self, runner: Runner, taken_ns: int, now_ns: int) -> int:
         """End the run that was chosen at ``taken_ns``. Returns since when the instance had no other run."""
@@ -112,10 +115,6 @@ class Instances:
         self.retire(runner)
         self._busy_until_ns.pop(runner, None)
         self._in_flight.pop(runner, None)
-
-    def begins_ns(self, runner: Runner, now_ns: int) -> float:
-        """When a run begins that is lent now: after the predicted end of the runs before it."""
-        return float(max(now_ns, self._busy_until_ns.get(runner, 0)) if self.lends_ahead else now_ns)
 
     def busy_ns(self, now_ns: int) -> float:
         """The predicted time until an instance is idle; 0 only if one is.
@@ -177,9 +176,9 @@ class InlineRuns:
         self.barred_because = barred_because
         """Why no run uses the loop; empty while runs may. It never becomes empty again."""
 
-    def take(self, predicted_ns: float | None) -> bool:
-        """Whether a run of the predicted time may use the loop in this turn."""
-        return not self.barred_because and self._budget.take(predicted_ns)
+    def take(self, run_latency: LatencyModel, rows: int) -> bool:
+        """Whether a run of ``rows`` rows may use the loop in this turn."""
+        return not self.barred_because and self._budget.take(run_latency.predict_ns(rows))
 
     def begin(self) -> int:
         """Begin a run. Returns the CPU time before it, for ``end``."""

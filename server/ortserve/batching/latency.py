@@ -1,6 +1,5 @@
 """The latency model: how long a batch of n rows takes, learned in warm-up and from every batch since."""
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +12,9 @@ _GAIN: Final = 0.1
 _MOST: Final = 2.0
 """An observation counts as at most twice and at least half of the prediction, so that one batch that was interrupted
 for milliseconds does not mislead the next hundred."""
+_LEAST_NS: Final = 1.0
+_MOST_NS: Final = 2.0**63
+"""A clock measures no shorter and no longer times. Knots keep these limits, so predictions are positive and finite."""
 _QUANTILE: Final = 0.95
 _QUANTILE_GAIN: Final = 0.1
 
@@ -23,11 +25,6 @@ class Line:
 
     a_ns: float
     b_ns: float
-
-
-def known_ns(predicted_ns: float | None) -> float:
-    """A prediction as a number: 0 if it is missing or not finite, so that it delays nothing."""
-    return predicted_ns if predicted_ns is not None and math.isfinite(predicted_ns) else 0.0
 
 
 class LatencyModel:
@@ -42,8 +39,8 @@ class LatencyModel:
         """Begin with known times.
 
         Args:
-            known: Rows and nanoseconds that were measured before, such as in warm-up. Times that are not positive
-                numbers are ignored.
+            known: Rows and nanoseconds that were measured before, such as in warm-up. Times that no clock
+                measures are ignored.
             most: An observation counts as at most this multiple of its prediction, and at least the inverse.
         """
         self._most = most
@@ -52,12 +49,12 @@ class LatencyModel:
         self.observations = 0
         self.residual_ns = 0.0
         for rows, ns in known:
-            if _is_time(ns):
+            if _LEAST_NS <= ns < _MOST_NS:
                 self._set_knot(rows, ns)
 
     def observe(self, rows: int, ns: float) -> None:
-        """Learn from a batch. A time that is not a positive number is ignored."""
-        if not 0.0 < ns < math.inf:
+        """Learn from a batch. A time that no clock measures, such as 0, is ignored."""
+        if not _LEAST_NS <= ns < _MOST_NS:
             return
         self.observations += 1
         size = 1 << (rows - 1).bit_length()
@@ -85,11 +82,12 @@ class LatencyModel:
             return
         below = self._sizes[index - 1]
         share = (rows - below) / (above - below)
-        self._knots[above] *= 1 + _GAIN * share * ratio
-        self._knots[below] *= 1 + _GAIN * (1 - share) * ratio
+        # A knot far below its neighbour would otherwise vanish before the neighbour has learned.
+        self._knots[above] = max(_LEAST_NS, self._knots[above] * (1 + _GAIN * share * ratio))
+        self._knots[below] = max(_LEAST_NS, self._knots[below] * (1 + _GAIN * (1 - share) * ratio))
 
     def predict_ns(self, rows: int) -> float | None:
-        """L(rows); None without any knot. Beyond the largest knot the last slope continues."""
+        """L(rows), positive and finite; None without any knot. Beyond the largest knot the last slope continues."""
         known = self._knots.get(rows)
         if known is not None:
             return known
@@ -109,7 +107,7 @@ class LatencyModel:
     def line(self, max_rows: int) -> Line | None:
         """The straight line through L(1) and L(max_rows); None without any knot."""
         one, most = self.predict_ns(1), self.predict_ns(max_rows)
-        if one is None or most is None or not (_is_time(one) and _is_time(most)):
+        if one is None or most is None:
             return None
         a_ns = max(0.0, (most - one) / (max_rows - 1)) if max_rows > 1 else 0.0
         return Line(a_ns, max(0.0, one - a_ns))
@@ -129,10 +127,6 @@ class LatencyModel:
 
     def _set_knot(self, rows: int, ns: float) -> None:
         is_new = rows not in self._knots
-        self._knots[rows] = ns  # before its size is listed: a scrape on another thread may read both
+        self._knots[rows] = min(ns, _MOST_NS)  # before its size is listed: a scrape on another thread may read both
         if is_new:
             insort(self._sizes, rows)
-
-
-def _is_time(ns: float) -> bool:
-    return ns > 0 and math.isfinite(ns)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Final
 
 from ortserve.batching.large_requests import MAX_TEXT_UNITS
-from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel, known_ns
+from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.core.inflight import InflightRequest
 
 
@@ -43,6 +43,10 @@ class BatchPolicy:
         """The size that a batch of ``rows`` rows is padded to; ``rows`` beyond the largest bucket."""
         index = bisect_left(self.buckets, rows)
         return self.buckets[index] if index < len(self.buckets) else rows
+
+    def batch_ns(self, rows: int, latency: LatencyModel) -> float:
+        """The predicted time of a batch of ``rows`` rows, padded to its bucket; 0 if it is unknown."""
+        return latency.predict_ns(self.bucket_for(rows) if self.buckets else rows) or 0.0
 
 
 def lower_cap(policy: BatchPolicy, failed_rows: int) -> BatchPolicy:
@@ -110,7 +114,8 @@ def plan_batch(
         now_ns: Monotonic time.
     """
     count = rows = texts = 0
-    is_full = has_deadline = False
+    is_full = False
+    finish_by_ns: int | None = None  # the first of all deadlines
     for request in waiting:
         texts += request.text_units
         if count and (rows + request.rows > policy.max_rows or texts > MAX_TEXT_UNITS):
@@ -118,12 +123,13 @@ def plan_batch(
             break
         count += 1
         rows += request.rows
-        if request.finish_by_ns is not None:
-            has_deadline = True
-    if has_deadline:
+        by_ns = request.finish_by_ns
+        if by_ns is not None and (finish_by_ns is None or by_ns < finish_by_ns):
+            finish_by_ns = by_ns
+    if finish_by_ns is not None and now_ns + policy.batch_ns(rows, latency) > finish_by_ns:
         forecast = _Forecast(policy, latency, now_ns)
         small = _most_in_time(waiting, count, forecast)
-        if small is not None and small.count < count:
+        if small is not None:
             if latency.observations >= MIN_OBSERVATIONS:
                 without = _without_tightest(waiting, small, forecast)
                 if without is not None:
@@ -135,9 +141,9 @@ def plan_batch(
         if preferred is not None:
             return preferred
         due_ns = min(request.timing.queued_ns for request in islice(waiting, count)) + policy.queue_delay_ns
-        if now_ns < due_ns and may_wait(waiting, count, known_ns(latency.predict_ns(policy.bucket_for(rows))), due_ns):
+        if now_ns < due_ns and may_wait(waiting, count, policy.batch_ns(rows, latency), due_ns):
             return WaitUntil(due_ns)
-    return _fit_bucket(waiting, count, rows, policy, latency)
+    return _fit_bucket(waiting, count, rows, policy, latency) if policy.buckets else Take(count, rows)
 
 
 @dataclass(slots=True, init=False)
@@ -154,7 +160,7 @@ class _Forecast:
         self.now_ns = now_ns
 
     def batch_ns(self, rows: int) -> float:
-        return known_ns(self.latency.predict_ns(self.policy.bucket_for(rows)))
+        return self.policy.batch_ns(rows, self.latency)
 
     def is_in_time(self, requests: Sequence[InflightRequest], after_ns: float = 0.0) -> bool:
         """Whether a batch of all these requests that begins in ``after_ns`` meets every deadline."""

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Final
 
 from ortserve.batching.closed_loop import ClosedLoopWait
-from ortserve.batching.latency import LatencyModel, known_ns
+from ortserve.batching.latency import LatencyModel
 from ortserve.core.inflight import QUEUED, RUNNING, InflightRequest
 from ortserve.core.terms import Alone
 
@@ -36,7 +36,7 @@ class ShapeClass:
         batch_latency: Of a batch, from when it is formed until its outputs are on the event loop.
         run_latency: Of the model alone; it decides about runs on the event loop.
         closed_loop: How soon callers send their next request, and the wait for them.
-        runs_alone: Whether the class is that of a single request, which runs as it is, whatever its size.
+        runs_alone: Whether the class is that of a single request, which runs as it is, of any size.
         accepts_one_row: Whether the model is known to accept one row of this shape. A shape that it rejects by itself
             it may accept in a batch, and mix the rows.
     """
@@ -78,7 +78,7 @@ class ShapeClass:
         if request.finish_by_ns is not None:
             request.due_ns = float(request.finish_by_ns)
         else:
-            # Never before an earlier request on the same terms, whatever was learned in between.
+            # Never before an earlier request on the same terms, even if the predicted time has become shorter.
             last_ns = self._last_open_due_ns if self._open else 0.0
             request.due_ns = max(request.timing.queued_ns + self._open_due_after_ns(max_rows), last_ns)
             self._last_open_due_ns = request.due_ns
@@ -102,7 +102,7 @@ class ShapeClass:
         observations = self.batch_latency.observations
         if self._due_after_computed < observations:
             self._due_after_computed = observations + _DUE_AFTER_BATCHES
-            self._due_after_ns = OPEN_DUE_RUNS * known_ns(self.batch_latency.predict_ns(max_rows))
+            self._due_after_ns = OPEN_DUE_RUNS * (self.batch_latency.predict_ns(max_rows) or 0.0)
         return self._due_after_ns
 
     def rows_ahead(self, order: tuple[int, float]) -> int:

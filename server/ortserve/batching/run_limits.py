@@ -13,7 +13,6 @@ from typing import Final
 
 from ortserve.batching.executor import Instances
 from ortserve.batching.failures import RequestGroup, fail_group
-from ortserve.batching.latency import known_ns
 from ortserve.batching.scheduler import Scheduler
 from ortserve.batching.shared_threads import Share
 from ortserve.batching.statistics import Decisions
@@ -48,18 +47,21 @@ class RunLimits:
     timeout_ns: int | None = None
     grace_ns: int = 5 * _NS_PER_S
 
-    def limit_ns(self, predicted_ns: float | None) -> float:
-        """The limit of a run of the predicted time."""
+    def limit_ns(self, predicted_ns: float) -> float:
+        """The limit of a run of the predicted time, 0 for an unknown one."""
         if self.timeout_ns is not None:
             return float(self.timeout_ns)
-        predicted = known_ns(predicted_ns)
-        return max(LEAST_LIMIT_NS, _MULTIPLE * predicted) if predicted else float(UNKNOWN_LIMIT_NS)
+        return max(LEAST_LIMIT_NS, _MULTIPLE * predicted_ns) if predicted_ns else float(UNKNOWN_LIMIT_NS)
 
 
 def latest_deadline_ns(group: RequestGroup) -> float:
     """When the last deadline of a group passes; infinite if a request has none."""
-    deadlines = [request.finish_by_ns for request in group.requests]
-    return max([math.inf if deadline is None else float(deadline) for deadline in deadlines])
+    latest_ns = 0
+    for request in group.requests:
+        if request.finish_by_ns is None:
+            return math.inf
+        latest_ns = max(latest_ns, request.finish_by_ns)
+    return float(latest_ns)
 
 
 class Run:
@@ -139,9 +141,7 @@ class RunWatch:
         self._fires_ns = math.inf
         self._runs: dict[RequestGroup, Run] = {}
 
-    def begin(
-        self, runner: Runner, group: RequestGroup, predicted_ns: float | None, begins_ns: float, taken_ns: int
-    ) -> None:
+    def begin(self, runner: Runner, group: RequestGroup, predicted_ns: float, begins_ns: float, taken_ns: int) -> None:
         """Watch a run that is chosen now and begins at ``begins_ns``, after the run before it on its instance."""
         limit_ns = self._limits.limit_ns(predicted_ns)
         due_ns = begins_ns + limit_ns

@@ -3,9 +3,8 @@
 from collections import deque
 from collections.abc import Iterable
 
-from ortserve.batching.eviction import Evictions
+from ortserve.batching.eviction import AT_COST_OF_OTHERS, Evictions
 from ortserve.batching.failures import RequestGroup, separate
-from ortserve.batching.latency import known_ns
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, may_wait, plan_batch
 from ortserve.batching.queue import RequestQueue, ShapeClass
 from ortserve.batching.statistics import Decisions
@@ -54,9 +53,12 @@ class Scheduler:
                 return RequestGroup(shape_class, (first,), first.rows, tries_one_row=True)
             plan = self._plan(shape_class, policy, now_ns)
             if isinstance(plan, Take):
-                if plan.evicted:
-                    self._evictions.evict_first(shape_class, plan.evicted)
-                return RequestGroup(shape_class, self._queue.take(shape_class, plan.count), plan.rows)
+                evicted = self._queue.take(shape_class, plan.evicted) if plan.evicted else ()
+                group = RequestGroup(shape_class, self._queue.take(shape_class, plan.count), plan.rows)
+                # Only now: the callback of a failed request may enqueue or cancel others.
+                for request in evicted:
+                    self._evictions.fail_late(request, AT_COST_OF_OTHERS)
+                return group
             if earliest is None or plan.due_ns < earliest.due_ns:
                 earliest = plan
         return earliest
@@ -73,24 +75,27 @@ class Scheduler:
         if isinstance(plan, WaitUntil):
             self._decisions.delayed += 1
             return plan
-        return self._wait_for_closed_loop(shape_class, plan, policy, now_ns) if policy.closed_loop_wait else plan
+        if policy.closed_loop_wait and shape_class.closed_loop.is_pending(now_ns):
+            return self._wait_for_closed_loop(shape_class, plan, policy, now_ns)
+        return plan
 
     def _wait_for_closed_loop(
         self, shape_class: ShapeClass, plan: Take, policy: BatchPolicy, now_ns: int
     ) -> Take | WaitUntil:
         """Delay a batch for a moment if the class's callers usually send their next request that soon."""
         latency, closed_loop, max_rows = shape_class.batch_latency, shape_class.closed_loop, policy.max_rows
-        if not closed_loop.is_pending(now_ns):
-            return plan
         line = latency.line(max_rows)
         if line is None:
             return plan
         if plan.count == len(shape_class.requests):  # otherwise the batch is full
             until_ns = closed_loop.wait_until(plan.rows, max_rows, line, now_ns)
-            if until_ns is not None and until_ns > now_ns:
-                batch_ns = known_ns(latency.predict_ns(policy.bucket_for(plan.rows)))
-                if may_wait(shape_class.requests, plan.count, batch_ns, until_ns):
-                    self._decisions.closed_loop_waits += closed_loop.begin_wait(plan.rows, now_ns)
-                    return WaitUntil(until_ns)
+            batch_ns = policy.batch_ns(plan.rows, latency)
+            if (
+                until_ns is not None
+                and until_ns > now_ns
+                and may_wait(shape_class.requests, plan.count, batch_ns, until_ns)
+            ):
+                self._decisions.closed_loop_waits += closed_loop.begin_wait(plan.rows, now_ns)
+                return WaitUntil(until_ns)
         closed_loop.end_wait(plan.rows, line, now_ns)
         return plan

@@ -8,8 +8,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from ortserve.batching.latency import known_ns
-
 _NO_WORK: Final = 0.0
 
 
@@ -41,8 +39,8 @@ class Share:
             del shared.waiting[self]
             shared.wake_first()
 
-    def begin(self, predicted_ns: float | None) -> None:
-        """Take the threads for a run that ``may_start`` allowed."""
+    def begin(self, predicted_ns: float) -> None:
+        """Take the threads for a run that ``may_start`` allowed; ``predicted_ns`` is 0 if its time is unknown."""
         shared = self._shared
         self._count(predicted_ns)
         shared.waiting.pop(self, None)
@@ -51,7 +49,7 @@ class Share:
         if shared.waiting:
             shared.wake_first()
 
-    def charge(self, predicted_ns: float | None, *, wants_more: bool) -> None:
+    def charge(self, predicted_ns: float, *, wants_more: bool) -> None:
         """Count a run that ``may_start`` allowed and that holds no threads because it uses the event loop.
 
         Args:
@@ -86,17 +84,19 @@ class Share:
     def slowdown(self) -> float:
         """How many times longer work takes because other models use the threads, too."""
         shared = self._shared
-        wanted = sum([other.threads for other in {self, *shared.running, *shared.waiting}])
+        wanted = 0
+        for other in {self, *shared.running, *shared.waiting}:
+            wanted += other.threads
         return max(1.0, wanted / shared.threads)
 
-    def _count(self, predicted_ns: float | None) -> None:
+    def _count(self, predicted_ns: float) -> None:
         # A share that was idle begins at the present clock, without credit for the idle time.
         shared = self._shared
         least_ns = self.had_ns
         for other in shared.waiting:
             least_ns = min(least_ns, other.had_ns)
         shared.clock_ns = max(shared.clock_ns, least_ns)
-        self.had_ns = max(self.had_ns, shared.clock_ns) + known_ns(predicted_ns) * self.threads
+        self.had_ns = max(self.had_ns, shared.clock_ns) + predicted_ns * self.threads
 
 
 class SharedThreads:

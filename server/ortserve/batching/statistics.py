@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ortserve.batching.latency import known_ns
 from ortserve.batching.queue import RequestQueue, ShapeClass
 
 _RATE_INTERVAL_NS: Final = 1e9
@@ -114,10 +113,9 @@ def saturation(
     """
     if offered_rows_per_s <= 0:
         return 0.0
-    full_batch_ns = known_ns(batch_ns)
-    if full_batch_ns <= 0 or not parallel_batches:
+    if batch_ns is None or not parallel_batches:
         return None
-    return offered_rows_per_s * full_batch_ns / 1e9 / (batch_rows * parallel_batches)
+    return offered_rows_per_s * batch_ns / 1e9 / (batch_rows * parallel_batches)
 
 
 @dataclass(slots=True)

@@ -27,16 +27,14 @@ DONE: Final = 4
 """The answer is encoded."""
 FAILED: Final = 5
 CANCELLED: Final = 6
-
-STATES: Final = ("received", "queued", "running", "computed", "done", "failed", "cancelled")
-"""Names by number. A state only grows, and a request is settled from ``COMPUTED`` on."""
+"""A state only grows, and a request is settled from ``COMPUTED`` on."""
 
 
 class InflightRequest:
     """A request from the moment its body is complete until it is answered. Loop thread only.
 
     Attributes:
-        timing: Stamped on the way; children share their parent's.
+        timing: Filled in step by step; children share their parent's.
         inputs: In the order of the signature; in the form of the model once the request is queued.
         rows: Length of the batch axis, 1 for a model without one.
         state: One of the states above.

@@ -133,22 +133,18 @@ class ServedModel:
         if rows == 0:
             self._submit_placeholder_row(request, terms)
             return
-        batcher = self._batcher
         if self._crashing and self._shape_classes is not None:
             check_not_empty(inputs, self.signature, self.name, self._crashing)
         if self._conversions is not None:
             inputs = request.inputs = self._conversions.to_model(inputs, rows)
         shape_class = None if self._shape_classes is None else self._shape_classes.find(inputs)
-        is_alone = isinstance(shape_class, Alone)
-        most_rows = self._most_rows_alone if is_alone else self._most_rows
+        most_rows = self._most_rows_alone if isinstance(shape_class, Alone) else self._most_rows
         if rows > most_rows:
             raise invalid_input(f"inference request batch-size must be <= {most_rows} for '{self.name}', got {rows}")
         if terms.yields_when_late:
             request.settle_by(self._run_yielding(request, shape_class, terms))
-        elif is_alone or rows <= batcher.most_rows(inputs, rows):
-            batcher.submit(request, shape_class, terms)
         else:
-            batcher.submit_in_pieces(request, shape_class, terms)
+            self._batcher.submit(request, shape_class, terms)
 
     def cut_back(self, outputs: Arrays, inputs: Arrays) -> Arrays:
         """Remove the padding from the outputs of a request, and convert them to the form of clients.
@@ -202,12 +198,8 @@ class ServedModel:
         return outputs
 
     async def _run_child(self, request: InflightRequest, shape_class: Hashable, terms: Terms) -> Arrays:
-        batcher = self._batcher
         child = request.child(request.inputs, request.rows)
-        if child.rows <= batcher.most_rows(child.inputs, child.rows) or isinstance(shape_class, Alone):
-            batcher.submit(child, shape_class, terms)
-        else:
-            batcher.submit_in_pieces(child, shape_class, terms)
+        self._batcher.submit(child, shape_class, terms)
         return await child
 
     async def close(self) -> None:

@@ -184,7 +184,11 @@ class InferenceService:
             )
         hold = self._gate.hold(body.growth_bytes)
         is_json = reading is Reading.PROCESS
-        decoding = self._codecs.read_json(cast("JsonRequest", body)) if is_json else self._codecs.read(body)
+        try:
+            decoding = self._codecs.read_json(cast("JsonRequest", body)) if is_json else self._codecs.read(body)
+        except Exception:  # such as a RuntimeError because no thread can be started
+            hold.release()
+            raise
         task = call.settle_by(self._run_after_decoding(call, decoding, hold))
         task.add_done_callback(partial(_release_when_decoded, decoding, hold))
 

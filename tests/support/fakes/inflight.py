@@ -119,9 +119,7 @@ def submit_in_pieces(
     timing: Timing,
     terms: Terms = NO_TERMS,
 ) -> Coroutine[Any, Any, Arrays]:
-    request = InflightRequest(timing, inputs, rows)
-    batcher.submit_in_pieces(request, shape_class, terms)
-    return _wait_for(Outcome(request))
+    return _wait_for(submit(batcher, inputs, rows, shape_class, timing, terms))
 
 
 async def _wait_for(outcome: Outcome) -> Arrays:

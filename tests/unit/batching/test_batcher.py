@@ -13,6 +13,7 @@ from fakes.inflight import Outcome, submit, submit_in_pieces
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
@@ -113,11 +114,10 @@ def play(
         shared = SharedThreads(device_threads, loop)
         observed: list[int] = []
         abandoned: list[bool] = []
-        batcher = Batcher(
+        runs = BatchRuns(
             runners,
             BatchPolicy(max_rows, queue_delay_ns, buckets=buckets, closed_loop_wait=closed_loop_wait),
             queue,
-            limits=QueueLimits(max_queue_rows, max_queue_bytes),
             shared=shared,
             threads=threads,
             inline=InlineRuns(InlineBudget(loop)),
@@ -128,6 +128,7 @@ def play(
             run_limits=run_limits,
             run_events=RunEvents(lambda: None, lambda runner, reason, is_last: abandoned.append(is_last)),
         )
+        batcher = Batcher(runs, QueueLimits(max_queue_rows, max_queue_bytes), clock)
         await main(Stage(loop, clock, runners, queue, shared, batcher, observed, clock(), abandoned))
         await batcher.close()
         assert not [violation for runner in runners for violation in runner.violations]
@@ -339,7 +340,7 @@ def test_batch_of_cancelled_requests_does_not_delay_the_next_one(others: int) ->
         await asyncio.gather(*kept)
         await asyncio.sleep(0)
         assert [first_values(run.parts) for run in stage.runner.runs] == [[3]] * others
-        assert stage.batcher.queued_rows == 0
+        assert stage.queue.rows == 0
 
     play(main, max_rows=2)
 
@@ -360,7 +361,7 @@ def test_full_queue_rejects_at_once_until_there_is_room() -> None:
             assert caught.value.retry_after_s == 1, "nothing is known of how long a batch takes"
         with pytest.raises(ServeError, match="Exceeds maximum queue size"):
             await stage.submit_in_pieces(rows_of(*range(20)))
-        assert stage.batcher.queued_rows == 4
+        assert stage.queue.rows == 4
         await asyncio.gather(running, *waiting)
         assert_answered(await stage.submit(rows_of(7)), rows_of(7))
 
@@ -382,7 +383,7 @@ def test_number_of_queued_pieces_of_a_request_is_limited() -> None:
         waited = 0
         while not task.done():
             await asyncio.sleep(RUN_NS / 2e9)
-            waited = max(waited, stage.batcher.queued_rows)
+            waited = max(waited, stage.queue.rows)
         assert_answered(await task, rows)
         assert len(stage.runner.runs) == 500
         assert 2 < waited <= 2 * 64
@@ -568,7 +569,7 @@ def test_failed_batch_of_one_instance_is_searched_by_all() -> None:
         outcomes = await asyncio.gather(*map(stage.submit, requests), return_exceptions=True)
         assert [isinstance(outcome, ServeError) for outcome in outcomes] == [False, False, True, False]
         assert stage.now_ns == 3 * RUN_NS
-        assert stage.batcher.decisions.retries == 4
+        assert stage.batcher.learned().decisions.retries == 4
 
     play(main, instances=2)
 
@@ -590,7 +591,7 @@ def test_request_whose_deadline_passes_in_the_queue_is_never_run() -> None:
         assert (error.kind, error.retry_after_s) == (ErrorKind.DEADLINE, None)
         assert error.message == "Request timeout expired: its deadline came too near for an answer in the queue"
         assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [2]]
-        assert stage.batcher.decisions.dropped_late == 1
+        assert stage.batcher.learned().decisions.dropped_late == 1
 
     play(main)
 
@@ -638,7 +639,7 @@ def test_request_admitted_by_an_idle_server_runs_despite_its_prediction() -> Non
         for number in range(200):
             rows = rows_of(number)
             assert_answered(await stage.submit(rows, terms=stage.within(finish_ns=2 * RUN_NS)), rows)
-        assert stage.batcher.decisions == Decisions(batches=200)
+        assert stage.batcher.learned().decisions == Decisions(batches=200)
         assert stage.queue.shape_class((2,)).batch_latency.predict_ns(1) == pytest.approx(RUN_NS, rel=0.05)
 
     play(main, known_ns=100 * RUN_NS)
@@ -652,7 +653,7 @@ def test_passed_deadline_is_rejected_before_the_queue() -> None:
         with pytest.raises(ServeError, match="deadline cannot be met"):
             await stage.submit_in_pieces(rows_of(*range(20)), terms=stage.within(finish_ns=-1))
         assert not stage.runner.runs
-        assert stage.batcher.decisions == Decisions(refused_late=2)
+        assert stage.batcher.learned().decisions == Decisions(refused_late=2)
 
     play(main)
 
@@ -703,7 +704,7 @@ def test_overdue_run_is_not_taken_for_an_idle_instance() -> None:
                 stage.submit(rows_of(1), terms=stage.within(finish_ns=finish_ns))
             # No request waits: only the current run, which may end at any time, is ahead.
             assert caught.value.kind is (ErrorKind.OVERLOADED if finish_ns == RUN_NS else ErrorKind.DEADLINE)
-        assert stage.batcher.decisions.refused_late == 2
+        assert stage.batcher.learned().decisions.refused_late == 2
         await overdue
 
     play(main, run_ns=5 * RUN_NS, known_ns=RUN_NS)
@@ -734,9 +735,9 @@ def test_request_deep_in_the_queue_is_evicted_at_its_deadline_and_frees_its_plac
             await late
         assert 0 < stage.now_ns - 8 * MS <= MS
         assert refusal_of(late).message == f"Request timeout expired: {why}"
-        assert (stage.batcher.queued_rows, stage.queue.nbytes) == (4, 64)
+        assert (stage.queue.rows, stage.queue.nbytes) == (4, 64)
         await asyncio.gather(*running, *ahead, behind, stage.submit(rows_of(9, 10)))
-        assert stage.batcher.decisions.dropped_late == 1
+        assert stage.batcher.learned().decisions.dropped_late == 1
 
     play(main, max_rows=2, max_queue_rows=6, run_ns=100 * MS, instances=instances)
 
@@ -766,7 +767,7 @@ def test_timer_of_a_request_that_ran_in_time_evicts_no_request() -> None:
             rows = rows_of(value)
             assert_answered(await stage.submit(rows, terms=stage.within(finish_ns=3 * RUN_NS)), rows)
         await asyncio.sleep(1)
-        assert stage.batcher.decisions == Decisions(batches=50)
+        assert stage.batcher.learned().decisions == Decisions(batches=50)
 
     play(main)
 
@@ -778,7 +779,7 @@ def test_request_cancelled_in_the_middle_of_the_queue_frees_its_place_at_once() 
         waiting = [stage.submit(rows_of(value, value)) for value in (1, 2, 3)]
         waiting[1].cancel()
         await asyncio.sleep(0)
-        assert (stage.batcher.queued_rows, stage.queue.nbytes, stage.batcher.decisions.left) == (4, 64, 1)
+        assert (stage.queue.rows, stage.queue.nbytes, stage.batcher.learned().decisions.left) == (4, 64, 1)
         other = stage.submit(rows_of(4, 4))
         await asyncio.gather(running, waiting[0], waiting[2], other)
         assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [1, 1], [3, 3], [4, 4]]
@@ -808,7 +809,7 @@ def test_cancellation_after_the_run_changes_nothing() -> None:
         await outcome
         assert not outcome.request.cancel() or outcome.request.state == CANCELLED
         assert_answered(outcome.result(), rows_of(1))
-        assert stage.batcher.decisions == Decisions(batches=1)
+        assert stage.batcher.learned().decisions == Decisions(batches=1)
 
     play(main)
 
@@ -824,7 +825,7 @@ def test_queue_timeout_bounds_the_start_and_not_the_run() -> None:
         assert refusal_of(late).message == "Request timeout expired: its timeout passed in the queue"
         assert refusal_of(late).kind is ErrorKind.DEADLINE
         assert [first_values(run.parts) for run in stage.runner.runs] == [[0], [2]]
-        assert stage.batcher.decisions.dropped_late == 1
+        assert stage.batcher.learned().decisions.dropped_late == 1
 
     play(main)
 
@@ -861,7 +862,7 @@ def test_closed_loop_wait_makes_no_queued_request_late(bounds: dict[str, int], w
         first = stage.submit(rows_of(2), terms=Terms(1))
         await asyncio.gather(first, stage.submit(rows_of(3), terms=stage.within(**bounds, level=2)))
         assert (stage.runner.runs[-1].began_ns > stage.began_ns) == waits
-        assert stage.batcher.decisions.closed_loop_waits == waits
+        assert stage.batcher.learned().decisions.closed_loop_waits == waits
 
     play(main, known_ns=RUN_NS, closed_loop_wait=True)
 
@@ -899,7 +900,7 @@ def test_rows_cancelled_during_the_run_are_counted_as_wasted() -> None:
         await asyncio.sleep(RUN_NS / 2e9)
         left.cancel()
         await kept
-        assert stage.batcher.decisions == Decisions(batches=1, wasted_rows=3)
+        assert stage.batcher.learned().decisions == Decisions(batches=1, wasted_rows=3)
 
     play(main)
 
@@ -911,7 +912,9 @@ def test_decisions_are_counted() -> None:
         await asyncio.gather(*[stage.submit(rows_of(value)) for value in (2, 3, POISON)], return_exceptions=True)
         await stage.submit(rows_of(4))
         # 3 rows, then 1 and 2, then the 2 alone: padded to 4, 2 and 2, 2 and 2; and one more
-        assert stage.batcher.decisions == Decisions(batches=6, retries=4, left=1, padding_rows=1 + 1 + 0 + 1 + 1 + 1)
+        assert stage.batcher.learned().decisions == Decisions(
+            batches=6, retries=4, left=1, padding_rows=1 + 1 + 0 + 1 + 1 + 1
+        )
         assert [run.bucket for run in stage.runner.runs] == [4, 2, 2, 2, 2, 2]
 
     play(main, buckets=(2, 4, 8))
@@ -920,7 +923,7 @@ def test_decisions_are_counted() -> None:
 def test_delayed_batches_are_counted() -> None:
     async def main(stage: Stage) -> None:
         await stage.submit(rows_of(1))
-        assert stage.batcher.decisions == Decisions(batches=1, delayed=1)
+        assert stage.batcher.learned().decisions == Decisions(batches=1, delayed=1)
 
     play(main, queue_delay_ns=MS)
 
@@ -933,7 +936,7 @@ def test_full_queue_counts_bytes_too() -> None:
         with pytest.raises(ServeError, match="2 rows of 32 bytes wait") as caught:
             stage.submit(rows_of(3))
         assert caught.value.kind is ErrorKind.OVERLOADED
-        assert stage.batcher.decisions.refused_full == 1
+        assert stage.batcher.learned().decisions.refused_full == 1
         await asyncio.gather(running, waiting)
 
     play(main, max_queue_bytes=40)
@@ -944,7 +947,7 @@ def test_a_run_over_the_limit_is_the_last_on_the_loop() -> None:
         for value in range(20):
             await stage.submit(rows_of(value))
         assert [run.is_inline for run in stage.runner.runs] == [True] + 19 * [False]
-        assert (stage.batcher.decisions.inline, stage.batcher.decisions.inline_overruns) == (1, 1)
+        assert (stage.batcher.learned().decisions.inline, stage.batcher.learned().decisions.inline_overruns) == (1, 1)
         assert "took 2700.0 ms" in stage.batcher.learned().off_loop_because
 
     play(main, run_ns=2_700 * MS, known_ns=20 * US)
@@ -963,7 +966,7 @@ def test_a_model_that_has_become_slow_runs_on_its_worker_after_two_runs() -> Non
     async def main(stage: Stage) -> None:
         for value in range(20):
             await stage.submit(rows_of(value))
-        assert stage.batcher.decisions.inline <= 2
+        assert stage.batcher.learned().decisions.inline <= 2
 
     play(main, run_ns=MS, known_ns=20 * US)
 
@@ -975,7 +978,7 @@ def test_runs_on_the_loop_hold_no_threads_of_the_device() -> None:
         for value in range(5):
             await stage.submit(rows_of(value))
             assert stage.shared.free_threads == 1
-        assert stage.batcher.decisions == Decisions(batches=5, inline=5)
+        assert stage.batcher.learned().decisions == Decisions(batches=5, inline=5)
         assert other.may_start()
         other.begin(MS)
         waiting = stage.submit(rows_of(9))
@@ -1022,7 +1025,7 @@ def test_a_run_over_its_limit_is_ended_and_its_instance_runs_others() -> None:
         assert stage.runner.terminated == 1
         stage.runner.latency_ns = lambda rows: RUN_NS
         assert_answered(await stage.submit(rows_of(3)), rows_of(3))
-        assert (stage.batcher.decisions.run_timeouts, stage.batcher.decisions.retries) == (1, 0)
+        assert (stage.batcher.learned().decisions.run_timeouts, stage.batcher.learned().decisions.retries) == (1, 0)
         assert not stage.abandoned
 
     play(main, run_limits=LIMITS)
@@ -1047,7 +1050,7 @@ def test_instance_whose_run_does_not_end_is_abandoned_and_queued_requests_fail()
             stage.submit(rows_of(3))
         await asyncio.sleep(3601)  # the run ends later
         assert stage.runner.runs
-        assert (stage.batcher.decisions.run_timeouts, stage.batcher.decisions.abandoned) == (1, 1)
+        assert (stage.batcher.learned().decisions.run_timeouts, stage.batcher.learned().decisions.abandoned) == (1, 1)
 
     play(main, run_limits=LIMITS)
 
@@ -1122,7 +1125,7 @@ def test_first_request_of_a_new_shape_has_its_first_row_tried_alone_and_unpadded
         assert values_of_runs(stage) == [[1], [1, 2, 3], [4]]
         assert [run.bucket for run in stage.runner.runs] == [1, 4, 4]
         assert stage.observed == [3, 1]
-        assert (stage.batcher.decisions.batches, stage.batcher.decisions.padding_rows) == (3, 4)
+        assert (stage.batcher.learned().decisions.batches, stage.batcher.learned().decisions.padding_rows) == (3, 4)
 
     play(main, tries_one_row=True, buckets=(4, 8))
 

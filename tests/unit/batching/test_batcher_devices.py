@@ -14,6 +14,7 @@ from fakes.inflight import Outcome, submit, submit_in_pieces
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, answer, first_values, rows_of
 from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.planner import BatchPolicy
 from ortserve.batching.queue import RequestQueue
@@ -55,11 +56,10 @@ def play(
         runners = [FakeRunner(loop, clock, lambda rows: RUN_NS, compute, depth) for _ in range(instances)]
         known = [(rows, float(RUN_NS)) for rows in (1, 2, 4, 8)]
         lost: list[str] = []
-        batcher = Batcher(
+        runs = BatchRuns(
             runners,
             policy or BatchPolicy(8),
             RequestQueue(known, known),
-            limits=QueueLimits(4096, 2**30),
             shared=SharedThreads(4, loop),
             threads=1,
             inline=None,
@@ -69,6 +69,7 @@ def play(
             depth=depth,
             on_lost=lost.append,
         )
+        batcher = Batcher(runs, QueueLimits(4096, 2**30), clock)
         await main(Stage(batcher, runners, clock, lost))
         await batcher.close()
         assert not [violation for runner in runners for violation in runner.violations]
@@ -165,7 +166,7 @@ def test_too_little_memory_makes_batches_smaller_and_all_requests_are_answered(d
                 np.testing.assert_array_equal((await future)[0], answer(rows_of(number))[0])
         assert stage.batcher.max_rows == 2
         assert all(len(batch) <= 2 for batch in stage.batches[-8:])
-        assert 2 <= stage.batcher.decisions.out_of_memory <= 6
+        assert 2 <= stage.batcher.learned().decisions.out_of_memory <= 6
 
     play(main, compute=out_of_memory_over(3), depth=depth)
 

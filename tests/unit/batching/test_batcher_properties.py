@@ -18,10 +18,10 @@ import pytest
 
 from fakes.clock import FakeClock
 from fakes.inflight import Outcome, submit, submit_in_pieces
-from fakes.latency import no_number
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import POISON, FakeRun, FakeRunner, answer
 from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
@@ -30,7 +30,6 @@ from ortserve.batching.queue import RequestQueue
 from ortserve.batching.row_checks import RowChecks
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
-from ortserve.core.compiled import IS_COMPILED
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.terms import Terms
@@ -57,8 +56,8 @@ def answer_and(size: Callable[[np.ndarray], int]) -> Callable[[np.ndarray], Arra
     return lambda rows: (*answer(rows), np.full(len(rows), size(rows)))
 
 
-Belief = Literal["right", "none", "too long", "too short", "no number"]
-BELIEFS: Sequence[Belief] = ("right", "none", "too long", "too short", *(() if IS_COMPILED else ("no number",)))
+Belief = Literal["right", "none", "too long", "too short"]
+BELIEFS: Sequence[Belief] = ("right", "none", "too long", "too short")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +316,6 @@ class Theatre:
         queue = RequestQueue(known, known)
         for arrival in schedule.arrivals:
             shape_class = queue.shape_class(arrival.rows.shape[1])
-            if model.belief == "no number":
-                shape_class.batch_latency = no_number()
-                shape_class.run_latency = no_number()
             if model.is_practised:
                 shape_class.batch_latency.observations = MIN_OBSERVATIONS
         return queue
@@ -334,11 +330,10 @@ class Theatre:
         return FakeRunner(self.loop, self.clock, latency_ns, compute, depth=model.depth)
 
     def _make_batcher(self, index: int, model: Model) -> Batcher:
-        return Batcher(
+        runs = BatchRuns(
             self.runners[index],
             model.policy,
             self.queues[index],
-            limits=model.limits,
             shared=self.shared,
             threads=model.threads,
             inline=InlineRuns(self.inline) if model.depth == 1 else None,
@@ -349,6 +344,7 @@ class Theatre:
             row_checks=self.checks[index],
             on_difference=lambda _: self._differ(index),
         )
+        return Batcher(runs, model.limits, self.clock)
 
     def _arrive(self, caller: Caller) -> None:
         arrival = caller.arrival
@@ -393,7 +389,7 @@ class Theatre:
         if close_ns is None:
             await self.all_settled.wait()
             await asyncio.sleep(10)  # long after all runs: no request waits any more
-            assert self.batchers[index].queued_rows == 0
+            assert self.queues[index].rows == 0
         else:
             await asyncio.sleep(close_ns / 1e9)
         closing_ns = self.clock()
@@ -537,7 +533,6 @@ def check_rejections_have_a_cause(one: Play) -> None:
             assert terms.finish_by_ns <= caller.settled_ns + MS // 20  # of a millisecond, which is formatted as 0.0
         else:  # by prediction
             assert terms.finish_by_ns is not None
-            assert one.model.belief != "no number"
             succeeded = [run for run in one.runs if run.ended_ns <= caller.settled_ns and not run.has_failed]
             own = sum(run.parts[0].shape[1] == caller.width for run in succeeded)
             assert one.model.is_practised or own >= MIN_OBSERVATIONS
@@ -645,7 +640,7 @@ def check_close(one: Play) -> None:
 
 
 def check_decisions_are_counted(one: Play) -> None:
-    decisions = one.batcher.decisions
+    decisions = one.batcher.learned().decisions
     assert decisions.batches == len(one.runs)
     assert decisions.inline == sum(run.is_inline for run in one.runs)
     assert decisions.padding_rows == sum(run.bucket - run.rows for run in one.runs)

@@ -34,30 +34,21 @@ class Waiting:
     queued_ns: int = 500
     finish_by_ns: int | None = None
     start_by_ns: int | None = None
-    has_left: bool = False
-    goes: bool = True
 
     def request(self) -> InflightRequest:
-        request = inflight(
+        return inflight(
             (),
             self.rows,
             Timing(0, self.queued_ns),
             finish_by_ns=self.finish_by_ns,
             start_by_ns=self.start_by_ns,
         )
-        if self.has_left:
-            request.cancel()
-        return request
 
 
 def stays(
     rows: int = 1, *, queued_ns: int = 500, finish_by_ns: int | None = None, start_by_ns: int | None = None
 ) -> Waiting:
-    return Waiting(None, rows, queued_ns, finish_by_ns, start_by_ns, goes=False)
-
-
-def left(rows: int = 1) -> Waiting:
-    return Waiting(rows=rows, has_left=True)
+    return Waiting(None, rows, queued_ns, finish_by_ns, start_by_ns)
 
 
 def latency(observations: int = MIN_OBSERVATIONS, ns: float = 100) -> LatencyModel:
@@ -74,15 +65,14 @@ def assert_evicted(
 ) -> None:
     requests = [one.request() for one in waiting]
     evictions = find_unfit(requests, policy, model, NOW)
-    wanted = [(request, one.why) for request, one in zip(requests, waiting, strict=True) if one.goes]
+    wanted = [(request, one.why) for request, one in zip(requests, waiting, strict=True) if one.why]
     assert [(eviction.request, eviction.reason) for eviction in evictions] == wanted
 
 
-def test_only_cancelled_and_late_requests_are_evicted() -> None:
+def test_only_late_requests_are_evicted() -> None:
     assert_evicted(
         [
             stays(),
-            left(),
             stays(start_by_ns=1000),
             Waiting(TIMEOUT_PASSED, start_by_ns=999),
             stays(finish_by_ns=1100),
@@ -117,10 +107,10 @@ def test_prediction_is_of_the_bucket_that_a_request_is_padded_to() -> None:
 
 
 def test_only_the_requests_of_a_full_batch_are_checked() -> None:
-    behind = Waiting(start_by_ns=1, goes=False)
-    assert_evicted([stays(4), left(8), stays(4), behind], latency())
-    assert_evicted([stays(4), stays(3), left(), stays(1), behind], latency())
-    assert_evicted([stays(4), stays(3), left(), Waiting(TIMEOUT_PASSED, start_by_ns=1)], latency())
+    late, behind = Waiting(TIMEOUT_PASSED, start_by_ns=1), stays(start_by_ns=1)
+    assert_evicted([stays(4), stays(4), behind], latency())
+    assert_evicted([stays(4), stays(3), late, stays(1), behind], latency())
+    assert_evicted([stays(4), stays(3), late], latency())
 
 
 def test_sweep_finds_all_late_requests_and_the_next_due_time() -> None:
@@ -130,12 +120,11 @@ def test_sweep_finds_all_late_requests_and_the_next_due_time() -> None:
         stays(8, finish_by_ns=1300),
         Waiting(TIMEOUT_PASSED, start_by_ns=999, finish_by_ns=1500),
         stays(start_by_ns=1200, finish_by_ns=1400),
-        Waiting(has_left=True, finish_by_ns=999),
         stays(finish_by_ns=1250, start_by_ns=1260),
     ]
     requests = [one.request() for one in waiting]
     found = find_expired(requests, NOW)
-    wanted = [(request, one.why) for request, one in zip(requests, waiting, strict=True) if one.goes]
+    wanted = [(request, one.why) for request, one in zip(requests, waiting, strict=True) if one.why]
     assert [(eviction.request, eviction.reason) for eviction in found.evictions] == wanted
     assert found.next_ns == 1200
 
@@ -150,15 +139,14 @@ def test_moment_itself_is_not_too_late() -> None:
     assert (found.evictions, found.next_ns) == ([], NOW)
 
 
-def test_cancelled_and_late_requests_of_a_failed_batch_do_not_run_again() -> None:
+def test_late_requests_of_a_failed_batch_do_not_run_again() -> None:
     waiting = [
         stays(start_by_ns=1),  # its run has begun in time
-        left(),
         Waiting(PASSED_IN_SEARCH, finish_by_ns=999),
         stays(finish_by_ns=1000),
-        Waiting(has_left=True, finish_by_ns=999),
+        stays(finish_by_ns=999),
         stays(),
     ]
     requests = [one.request() for one in waiting]
-    wanted = [(request, one.why) for request, one in zip(requests, waiting, strict=True) if one.goes]
-    assert [(eviction.request, eviction.reason) for eviction in find_late_in_search(requests, NOW)] == wanted
+    requests[3].cancel()
+    assert find_late_in_search(requests, NOW) == [requests[1]]

@@ -4,11 +4,14 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ortserve.batching.latency import LatencyModel, Line, known_ns
+from ortserve.batching.latency import LatencyModel, Line
 
 US = 1_000
-NO_TIMES = [0, -1, -math.inf, math.inf, math.nan]
+NO_TIMES = [0, 0.5, -1, -math.inf, math.inf, math.nan, 2.0**63]
+TIMES = st.one_of(st.integers(1, 2**63 - 1), st.floats(allow_nan=True, allow_infinity=True))
 
 
 def teach(latency: LatencyModel, rows: int, ns: float, times: int) -> None:
@@ -161,5 +164,26 @@ def test_line_goes_through_one_row_and_the_most() -> None:
     assert LatencyModel([(1, 10), (2, 100)]).line(2) == Line(90, 0)  # nor of a batch
 
 
-def test_used_prediction_is_a_number() -> None:
-    assert [known_ns(ns) for ns in (None, math.nan, math.inf, 5.0)] == [0, 0, 0, 5]
+@given(
+    known=st.lists(st.tuples(st.integers(1, 4096), TIMES), max_size=5),
+    seen=st.lists(st.tuples(st.integers(1, 4096), TIMES), max_size=30),
+    most=st.sampled_from([2.0, 1000.0]),
+    rows=st.integers(1, 10**6),
+)
+def test_prediction_is_positive_and_finite(
+    known: list[tuple[int, float]], seen: list[tuple[int, float]], most: float, rows: int
+) -> None:
+    latency = LatencyModel(known, most=most)
+    for size, ns in seen:
+        latency.observe(size, ns)
+    predicted_ns = latency.predict_ns(rows)
+    assert predicted_ns is None or 0 < predicted_ns < math.inf
+    assert 0 <= latency.residual_ns < math.inf
+
+
+def test_time_of_fewer_rows_is_known_again_soon_after_its_neighbour_was_far_off() -> None:
+    latency = LatencyModel([(64, 100 * US), (128, 1e9)])
+    teach(latency, 65, 100 * US, 10_000)
+    assert latency.predict_ns(65) == pytest.approx(100 * US, rel=0.01)
+    teach(latency, 64, 100 * US, 300)
+    assert latency.predict_ns(64) == pytest.approx(100 * US, rel=0.01)

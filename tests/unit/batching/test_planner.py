@@ -6,15 +6,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fakes.inflight import inflight
-from fakes.latency import no_number
-from interpreted import interpreted_only
 from ortserve.batching.latency import MIN_OBSERVATIONS, LatencyModel
 from ortserve.batching.planner import BatchPolicy, Take, WaitUntil, lower_cap, plan_batch
 from ortserve.core.timing import Timing
 
 NOW = 1000
 UNKNOWN = LatencyModel()
-NO_NUMBER = pytest.param(no_number(), marks=interpreted_only)
 LINEAR = LatencyModel([(1, 110), (2, 120), (4, 140), (8, 180), (16, 260)])  # 100 + 10 a row
 
 
@@ -78,7 +75,7 @@ def plan(
         ([(1, 999)] * 3, BatchPolicy(8, preferred_rows=(2,)), Take(3, 3)),  # no delay to save
     ],
 )
-@pytest.mark.parametrize("latency", [UNKNOWN, LINEAR, NO_NUMBER], ids=["unknown", "known", "no number"])
+@pytest.mark.parametrize("latency", [UNKNOWN, LINEAR], ids=["unknown", "known"])
 def test_requests_without_deadlines(
     waiting: list[tuple[int, int]],
     policy: BatchPolicy,
@@ -110,10 +107,9 @@ def test_batch_is_as_large_as_its_deadlines_allow(waiting: list[tuple[int, int |
     assert plan([Waiting(rows, 900, by_ns) for rows, by_ns in waiting], BatchPolicy(8), LINEAR) == planned
 
 
-@pytest.mark.parametrize("latency", [UNKNOWN, NO_NUMBER], ids=["unknown", "no number"])
-def test_without_a_prediction_deadlines_make_no_batch_smaller(latency: LatencyModel) -> None:
+def test_without_a_prediction_deadlines_make_no_batch_smaller() -> None:
     waiting = [Waiting(1, 900, 1001)] * 8
-    assert plan(waiting, BatchPolicy(8, buckets=(2, 4, 8)), latency) == Take(8, 8)
+    assert plan(waiting, BatchPolicy(8, buckets=(2, 4, 8)), UNKNOWN) == Take(8, 8)
 
 
 def test_deadline_is_compared_with_the_time_of_the_padded_bucket() -> None:

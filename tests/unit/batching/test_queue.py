@@ -6,7 +6,6 @@ from collections.abc import Hashable
 import pytest
 
 from fakes.inflight import inflight
-from fakes.latency import no_number
 from interpreted import interpreted_only
 from ortserve.batching.queue import MAX_CLASSES, OPEN_DUE_RUNS, RequestQueue, ShapeClass
 from ortserve.core.inflight import InflightRequest
@@ -110,17 +109,6 @@ def test_far_too_long_prediction_is_forgotten_once_no_request_waits_by_it() -> N
     free, later = request(queued_ns=10), request(queued_ns=20, finish_by_ns=20 * FULL_NS)
     push(queue, "a", later, free)
     assert queue.take(shape_class, 2) == [free, later]
-
-
-@pytest.mark.parametrize("ns", [float("nan"), float("inf")])
-@interpreted_only
-def test_prediction_that_is_not_a_number_leaves_the_order_of_arrival(ns: float) -> None:
-    queue = RequestQueue()
-    shape_class = queue.shape_class("a")
-    shape_class.batch_latency = no_number(ns)
-    waiting = [request(queued_ns=number) for number in range(5)]
-    push(queue, "a", *waiting)
-    assert queue.take(shape_class, 5) == waiting
 
 
 def test_class_whose_head_is_due_first_comes_first() -> None:

@@ -13,6 +13,7 @@ from fakes.inflight import Outcome, inflight, submit, submit_in_pieces
 from fakes.loop import VirtualTimeLoop, run_virtual
 from fakes.runner import FakeRunner, answer, rows_of
 from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.eviction import Evictions
 from ortserve.batching.executor import InlineBudget, InlineRuns
@@ -94,11 +95,10 @@ def play(
         shared = SharedThreads(1, loop)
         observed: list[int] = []
         differences: list[Difference] = []
-        batcher = Batcher(
+        runs = BatchRuns(
             [runner],
             BatchPolicy(max_rows, buckets=buckets),
             queue,
-            limits=QueueLimits(4096, 2**30),
             shared=shared,
             threads=1,
             inline=InlineRuns(InlineBudget(loop)),
@@ -109,6 +109,7 @@ def play(
             row_checks=checks,
             on_difference=differences.append,
         )
+        batcher = Batcher(runs, QueueLimits(4096, 2**30), clock)
         await main(Stage(loop, clock, runner, queue, checks, batcher, observed, differences))
         await batcher.close()
         assert not runner.violations
@@ -124,7 +125,7 @@ def test_request_of_a_batch_runs_again_alone_and_is_no_batch_in_the_metrics() ->
         assert stage.sizes() == [[1, 1, 1], [1]]
         assert stage.checks.counts == {"agreed": 1, "differed": 0, "not_deterministic": 0, "failed": 0}
         assert stage.observed == [3]
-        assert (stage.batcher.decisions.batches, stage.batcher.decisions.inline) == (1, 0)
+        assert (stage.batcher.learned().decisions.batches, stage.batcher.learned().decisions.inline) == (1, 0)
 
     play(main)
 
@@ -144,7 +145,7 @@ def test_short_check_runs_on_the_event_loop_as_any_short_run() -> None:
         await stage.ask(rows_of(1), rows_of(2))
         await stage.rest()
         assert [run.is_inline for run in stage.runner.runs] == [True, True]
-        assert stage.batcher.decisions.inline == 1
+        assert stage.batcher.learned().decisions.inline == 1
 
     play(main, run_ns=lambda rows: 10_000, is_inline=True)
 
@@ -431,7 +432,8 @@ def test_check_that_does_not_end_is_terminated_and_its_instance_abandoned_as_for
         await asyncio.sleep(8)
         assert (stage.runner.terminated, stage.runner.is_abandoned) == (1, True)
         assert stage.checks.counts["failed"] == 1
-        assert not stage.batcher.has_instances
+        with pytest.raises(ServeError, match="has no instance left"):
+            await stage.ask(rows_of(1))
 
     limits = RunLimits(timeout_ns=1000 * MS, grace_ns=1000 * MS)
     play(main, run_ns=lambda rows: 100_000 * MS if rows == 1 else MS, run_limits=limits)

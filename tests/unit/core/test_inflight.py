@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ortserve.core.batch import Arrays
-from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED, QUEUED, RECEIVED, STATES, InflightRequest
+from ortserve.core.inflight import CANCELLED, COMPUTED, DONE, FAILED, QUEUED, RECEIVED, InflightRequest
 from ortserve.core.timing import Timing
 from ortserve.errors import ErrorKind, ServeError
 
@@ -38,7 +38,7 @@ def outcome(request: InflightRequest) -> object:
 OUTCOMES = {COMPUTED: OUTPUTS, FAILED: ERROR, CANCELLED: "cancelled"}
 
 
-@pytest.mark.parametrize("state", SETTLED, ids=STATES.__getitem__)
+@pytest.mark.parametrize("state", SETTLED)
 def test_callback_is_called_once_before_the_settling_returns_and_needs_no_loop(state: int) -> None:
     request, seen = inflight(), list[object]()
     request.on_settled = lambda given: seen.append((given, given.state, outcome(given)))

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
@@ -31,6 +31,7 @@ from ortserve.core.tensor import Tensor
 from ortserve.core.timing import PHASES
 from ortserve.errors import ContentsError, ErrorKind, ServeError
 from ortserve.registry.registry import Registry
+from ortserve.service.codec_threads import CodecThreads
 from ortserve.service.inference import InferenceService
 from ortserve.service.recorder import Recorder
 from ortserve.service.shared_memory import SharedMemory
@@ -349,6 +350,26 @@ async def test_memory_of_a_cancelled_call_is_held_until_the_thread_has_decoded(s
             await asyncio.sleep(0)
             with suppress(ServeError):
                 hold.grow(200)
+
+
+class NoThreads(CodecThreads):
+    """Threads that the system refuses to start."""
+
+    def run(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+        raise RuntimeError("can't start new thread")
+
+
+async def test_memory_of_a_request_that_no_thread_can_decode_is_released(stage: Stage) -> None:
+    service = InferenceService(
+        stage.registry,
+        Recorder(Metrics(CollectorRegistry()), time.monotonic_ns),
+        time.monotonic_ns,
+        max_inflight_bytes=1000,
+        codec_threads=NoThreads(1),
+    )
+    with pytest.raises(ServeError, match="internal error"):
+        await service.serve(service.receive("http"), Given(request, Reading.THREAD, growth_bytes=900), AS_IS)
+    assert service.hold(1000).size == 1000  # no bytes are held any more
 
 
 async def test_long_answer_is_encoded_on_a_thread(stage: Stage) -> None:

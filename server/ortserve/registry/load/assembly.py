@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 from ortserve.batching.admission import QueueLimits
+from ortserve.batching.batch_runs import BatchRuns
 from ortserve.batching.batcher import Batcher
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.planner import BatchPolicy
@@ -81,11 +82,10 @@ class Assembly:
         checks = _row_checks(loaded, options, self._clock)
         depth = min(instance.depth for instance in loaded.instances)
         runs_on_host = all(instance.runs_on_host for instance in loaded.instances)
-        batcher = Batcher(
+        runs = BatchRuns(
             loaded.instances,
             _policy(loaded, options),
             queue,
-            limits=QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options)),
             # A run on a GPU neither needs nor holds processors, and only its worker uses its session.
             shared=self._processors if runs_on_host else SharedThreads(len(loaded.instances) * depth, self._loop),
             threads=loaded.run_threads if runs_on_host else 1,
@@ -96,13 +96,15 @@ class Assembly:
             make_timer=partial(best_timer, self._loop),
             depth=depth,
             on_lost=on_lost,
-            has_texts=any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs),
             name=metrics.name,
             run_limits=_run_limits(options),
             run_events=run_events,
             row_checks=checks,
             on_difference=lambda difference: _end_sharing(served, difference),
         )
+        limits = QueueLimits(options.max_queue_rows, options.max_queue_bytes, requests_limits(options))
+        has_texts = any(spec.datatype is DataType.BYTES for spec in loaded.signature.inputs)
+        batcher = Batcher(runs, limits, self._clock, has_texts=has_texts)
         metrics.set_batching_source(lambda: _numbers(batcher.learned(), queue, checks))
         metrics.set_saturation_source(batcher.saturation)
         # Elements that warm-up staged do not count.

@@ -1,0 +1,365 @@
+"""The runs of one model version: forms a batch when an instance is free, runs it, and settles its requests.
+
+The decisions are in other modules: ``scheduler`` with ``planner``, ``eviction``, ``executor``, ``failures``. This one
+connects them to the event loop. ``batcher`` admits the requests that are enqueued here.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeAlias
+
+from ortserve.batching.batches import form_batch, form_first_row, settle_batch
+from ortserve.batching.eviction import Evictions
+from ortserve.batching.executor import InlineRuns, Instances
+from ortserve.batching.failures import RequestGroup, fail_group, halve
+from ortserve.batching.planner import BatchPolicy, lower_cap, run_requests_alone
+from ortserve.batching.queue import RequestQueue, ShapeClass
+from ortserve.batching.row_checks import Difference, RowChecks
+from ortserve.batching.run_limits import RunEvents, RunLimits, RunWatch
+from ortserve.batching.scheduler import Scheduler
+from ortserve.batching.shared_threads import SharedThreads
+from ortserve.batching.statistics import AnswerTime, Decisions
+from ortserve.batching.timers import LoopTimer, MakeTimer
+from ortserve.clock import Clock
+from ortserve.core.batch import Batch, BatchResult, Runner
+from ortserve.core.inflight import InflightRequest
+from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeError
+
+ObserveBatch: TypeAlias = Callable[[int, int, BatchResult, int], None]
+
+
+class BatchRuns:
+    """Runs the queued requests of one model version in batches on its instances.
+
+    A batch is formed when an instance is free and not earlier, from all requests that are queued then. Loop thread
+    only; the workers of the runners call back through ``call_soon_threadsafe``.
+
+    Attributes:
+        policy: In effect now: as configured or as found in warm-up, and lowered after failures.
+        queue: The queued requests.
+        instances: Which are free, and when the others will be.
+        share: Of the threads that all models share.
+        inline: The runs on the event loop; None for a model on a device, which never runs there.
+        answer_time: How long encoding and writing the answers of a batch takes.
+        decisions: Counts of what was decided.
+        last_rows: Rows of the last batch: under a steady load the next one will have about as many.
+        closed_because: Why no request is admitted any more; empty while requests are.
+    """
+
+    def __init__(
+        self,
+        runners: Sequence[Runner],
+        policy: BatchPolicy,
+        queue: RequestQueue,
+        *,
+        shared: SharedThreads,
+        threads: int,
+        inline: InlineRuns | None,
+        loop: asyncio.AbstractEventLoop,
+        clock: Clock,
+        observe_batch: ObserveBatch,
+        make_timer: MakeTimer | None = None,
+        depth: int = 1,
+        on_lost: Callable[[str], object] | None = None,
+        name: str = "",
+        run_limits: RunLimits | None = None,
+        run_events: RunEvents | None = None,
+        row_checks: RowChecks | None = None,
+        on_difference: Callable[[Difference], object] | None = None,
+    ) -> None:
+        """Start without requests.
+
+        Args:
+            runners: The instances, at least one.
+            policy: As configured or as found in warm-up.
+            queue: Empty, with the known latencies of the model.
+            shared: The threads that all models share.
+            threads: How many of them a run holds.
+            inline: See ``BatchRuns``.
+            loop: Of the thread that everything but the runs uses.
+            clock: Monotonic nanoseconds.
+            observe_batch: Called for each batch that ran: its rows, when it was chosen, its result, and when that came
+                to the loop.
+            make_timer: For delayed batches; None for the timers of the event loop.
+            depth: How many batches an instance takes at a time.
+            on_lost: Called with the reason when the devices of all instances are lost and all requests have failed.
+            name: Of the model, for errors and the log.
+            run_limits: Of runs on workers; None for derived ones.
+            run_events: Called for runs over their limits; None for no callbacks.
+            row_checks: Of requests that shared batches; None for a model that is not checked.
+            on_difference: Called with the first difference that they find, after which requests run alone.
+        """
+        self.policy = policy
+        self.queue: Final = queue
+        self.instances: Final = Instances(runners, depth)
+        self.share: Final = shared.share(threads, self._wake)
+        self.inline: Final = inline
+        self.answer_time: Final = AnswerTime()
+        self.decisions: Final = Decisions()
+        self.last_rows = 0
+        self.closed_because = ""
+        self._loop = loop
+        self._clock = clock
+        self._observe_batch = observe_batch
+        self._is_woken = False
+        self._timer = make_timer(self._wake) if make_timer else LoopTimer(loop, self._wake)
+        self._on_lost = on_lost
+        self._name = name
+        self._idle: asyncio.Event | None = None
+        self._row_checks = row_checks
+        self._on_difference = on_difference
+        self._evictions = Evictions(queue, self.decisions, loop, clock)
+        self._withdraw = self._evictions.on_cancelled
+        self._scheduler = Scheduler(queue, self._evictions, self.decisions)
+        self._watch = RunWatch(
+            name,
+            run_limits or RunLimits(),
+            self.instances,
+            self.share,
+            self._scheduler,
+            self.decisions,
+            run_events,
+            self._on_abandoned_last,
+            self._wake_if_needed,
+            loop,
+            clock,
+        )
+
+    def enqueue(self, request: InflightRequest, shape_class: ShapeClass, now_ns: int) -> None:
+        """Enqueue a request with its size, its level and the deadlines of its outputs and its start; it runs later."""
+        request.shape_class_key = shape_class.key
+        request.withdraw = self._withdraw
+        if request.finish_by_ns is not None or request.start_by_ns is not None:
+            self._evictions.watch(request, now_ns)
+        self.queue.push(shape_class, request, self.policy.max_rows)
+        shape_class.closed_loop.on_arrival(request.rows, now_ns)
+        if self.instances.free or self.instances.lends_ahead:
+            self._wake()
+
+    def begin_close(self, reason: str) -> None:
+        """Admit no more requests, and delay no batch any more: waiting for more requests gains nothing."""
+        self.closed_because = self.closed_because or reason
+        self.policy = replace(self.policy, queue_delay_ns=0, closed_loop_wait=False)
+        if self._scheduler:
+            self._wake()
+
+    async def close(self) -> None:
+        """Return when every enqueued request is settled."""
+        if self.instances.are_busy or self._scheduler:
+            self._idle = self._idle or asyncio.Event()
+            self._wake()
+            await self._idle.wait()
+        self._timer.close()
+        self._evictions.close()
+        self._watch.close()
+
+    def _wake(self) -> None:
+        # In the next turn, so that all requests that became readable in this one join the same batch.
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._start_batch)
+
+    def _wake_if_needed(self) -> None:
+        checks = self._row_checks
+        if self._scheduler or (checks is not None and checks.is_due and not self.closed_because):
+            self._wake()
+        elif self._idle is not None:
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._idle is not None and not self._scheduler and not self.instances.are_busy:
+            self._idle.set()
+
+    def _start_batch(self) -> None:
+        """Start a batch if an instance is free and requests wait; called again while there may be more."""
+        self._is_woken = False
+        if not self.instances.free and not (self.instances.lends_ahead and self._free_ahead()):
+            return
+        now_ns = self._clock()
+        if not self.share.may_start():
+            return  # the share wakes this batcher when it is its turn
+        group = self._scheduler.next_group(self.policy, now_ns)
+        if group is None and self._row_checks is not None:
+            group = self._next_check(self._row_checks, now_ns)
+        if not isinstance(group, RequestGroup):
+            if group is not None:
+                self._timer.set(group.due_ns, now_ns)
+            self.share.withdraw()
+            self._note_idle()
+            return
+        batch = self._form_batch(group)
+        bucket = batch.bucket
+        if not group.is_check:
+            self.last_rows = batch.rows
+            self.decisions.batches += 1
+            self.decisions.padding_rows += bucket - batch.rows
+        if group.search is not None:
+            self.decisions.retries += 1
+        elif self.inline is not None and self.inline.take(group.shape_class.run_latency, bucket):
+            self._run_inline(self.inline, group, batch, bucket, now_ns)
+            return
+        self._run_on_worker(group, batch, bucket, now_ns)
+
+    def _next_check(self, checks: RowChecks, now_ns: int) -> RequestGroup | None:
+        """The request to run again alone, if an instance is idle."""
+        if self.closed_because or self.instances.busy_ns(now_ns):
+            return None
+        group = checks.next_group()
+        if group is not None:
+            group.requests[0].on_settled = partial(self._on_checked, checks)
+        return group
+
+    def _on_checked(self, checks: RowChecks, request: InflightRequest) -> None:
+        difference = checks.judge(request)
+        if difference is None:
+            return
+        self._row_checks = None
+        self.policy = run_requests_alone(self.policy)
+        if self._on_difference is not None:
+            self._on_difference(difference)
+
+    def _form_batch(self, group: RequestGroup) -> Batch:
+        if group.tries_one_row:
+            return form_first_row(group.requests[0])
+        bucket = group.rows
+        if self.policy.buckets and not group.shape_class.runs_alone:
+            bucket = self.policy.bucket_for(group.rows)
+        return form_batch(group.requests, group.rows, bucket)
+
+    def _run_inline(self, inline: InlineRuns, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
+        latency = group.shape_class.batch_latency
+        self.decisions.inline += not group.is_check
+        self.share.charge(latency.predict_ns(bucket) or 0.0, wants_more=bool(self._scheduler))
+        began_cpu_ns = inline.begin()
+        outcome: BatchResult | Exception
+        try:
+            outcome = self.instances.free[-1].run(batch)
+        except Exception as error:  # noqa: BLE001 - any error of the run is for its requests
+            outcome = error
+        elapsed_ns = self._clock() - now_ns
+        self.decisions.inline_overruns += inline.end(began_cpu_ns, elapsed_ns)
+        if isinstance(outcome, Exception):
+            self._on_failed(group, bucket, now_ns, outcome)
+        else:
+            latency.observe(bucket, elapsed_ns)
+            self._on_computed(group, bucket, now_ns, outcome)
+        self._wake_if_needed()
+
+    def _run_on_worker(self, group: RequestGroup, batch: Batch, bucket: int, now_ns: int) -> None:
+        predicted_ns = group.shape_class.batch_latency.predict_ns(bucket) or 0.0
+        runner = self.instances.free[-1]
+        begins_ns = self.instances.lend_next(predicted_ns, now_ns)
+        self.share.begin(predicted_ns)
+        self._watch.begin(runner, group, predicted_ns, begins_ns, now_ns)
+        runner.start(batch, partial(self._on_done_in_worker, runner, group, bucket, now_ns))
+        if self.instances.free or self.instances.lends_ahead:
+            self._wake_if_needed()
+
+    def _free_ahead(self) -> bool:
+        """Whether an instance may take a second batch while none is free; if not yet, set the timer."""
+        due_ns = self.instances.ahead_due_ns()
+        if due_ns is None:
+            return False
+        now_ns = self._clock()
+        if due_ns > now_ns:
+            if self._scheduler:
+                self._timer.set(due_ns, now_ns)
+            return False
+        self.instances.free_ahead()
+        return True
+
+    def _on_done_in_worker(
+        self, runner: Runner, group: RequestGroup, bucket: int, taken_ns: int, outcome: BatchResult | Exception
+    ) -> None:
+        """Called on the runner's thread."""
+        self._loop.call_soon_threadsafe(self._on_done, runner, group, bucket, taken_ns, outcome)
+
+    def _on_done(
+        self, runner: Runner, group: RequestGroup, bucket: int, taken_ns: int, outcome: BatchResult | Exception
+    ) -> None:
+        run = self._watch.end(group, runner)
+        if run is None:
+            return  # its instance was abandoned, and all that follows was done then
+        now_ns = self._clock()
+        began_ns = self.instances.give_back(runner, taken_ns, now_ns)
+        self.share.end()
+        if run.is_overdue and not isinstance(outcome, DeviceLostError):
+            group.shape_class.batch_latency.observe(bucket, now_ns - began_ns)
+        elif isinstance(outcome, DeviceLostError):
+            fail_group(group, taken_ns, outcome)
+            self._on_device_lost(runner, outcome)
+        elif isinstance(outcome, Exception):
+            self._on_failed(group, bucket, taken_ns, outcome)
+        else:
+            if self.instances.lends_ahead:
+                self.instances.observe_staging(outcome.staged_ns - taken_ns)
+            latency = group.shape_class.batch_latency
+            latency.observe(bucket, now_ns - began_ns)
+            if not group.is_check:  # no client waits for a check, and its outcome decides about the next batch
+                if self.policy.closed_loop_wait:
+                    group.shape_class.closed_loop.on_answer(self._clock(), latency.predict_ns(1) or 0.0)
+                if self.queue.rows >= self.policy.max_rows:
+                    # A full batch waits: no new request could change it, so the instance need not wait for the answers.
+                    self._start_batch()
+            self._on_computed(group, bucket, taken_ns, outcome)
+        # Otherwise answers come first: the next requests of their callers may arrive before the next batch is formed.
+        self._wake_if_needed()
+
+    def _on_computed(self, group: RequestGroup, bucket: int, taken_ns: int, result: BatchResult) -> None:
+        now_ns = self._clock()
+        group.shape_class.run_latency.observe(bucket, result.run_ns)
+        if group.tries_one_row:
+            group.shape_class.accepts_one_row = True
+            if group.rows > 1:
+                self._run_whole(group)
+                return
+        if not group.is_check:
+            self._observe_batch(group.rows, taken_ns, result, now_ns)
+        if self._row_checks is not None:
+            self._row_checks.observe(group, result)
+        try:
+            self.decisions.wasted_rows += settle_batch(group.requests, group.rows, taken_ns, result)
+        except ServeError as error:
+            # Outputs that cannot be divided are right for a request that runs alone.
+            self._on_failed(group, bucket, taken_ns, error)
+        if self.answer_time.is_due(now_ns):
+            # Callbacks have answered by now. Tasks run in the next turn, before this.
+            self._loop.call_soon(self._on_answered, now_ns)
+
+    def _on_answered(self, computed_ns: int) -> None:
+        self.answer_time.observe(computed_ns, self._clock())
+
+    def _on_failed(self, group: RequestGroup, bucket: int, taken_ns: int, error: Exception) -> None:
+        if isinstance(error, OutOfMemoryError):
+            self.decisions.out_of_memory += 1
+            self.policy = lower_cap(self.policy, bucket)
+        if group.tries_one_row and group.rows > 1:
+            self._run_whole(group)
+            return
+        if len(group.requests) > 1:
+            halves = halve(group)
+            if halves:
+                self._scheduler.run_again(halves)
+                return
+        fail_group(group, taken_ns, error)
+
+    def _run_whole(self, group: RequestGroup) -> None:
+        """Run all rows of a request whose first row was tried, also if that row failed."""
+        self._scheduler.run_again([RequestGroup(group.shape_class, group.requests, group.rows)])
+
+    def _on_abandoned_last(self, reason: str) -> None:
+        """Fail all requests, since no instance is left."""
+        self.closed_because = self.closed_because or f"Model '{self._name}' has no instance left: {reason}"
+        self._scheduler.fail_all(ServeError(ErrorKind.NOT_READY, self.closed_because, retry_after_s=1))
+
+    def _on_device_lost(self, runner: Runner, error: DeviceLostError) -> None:
+        """Retire the instance; fail all requests if it was the last one."""
+        self.instances.retire(runner)
+        if self.instances.count or self.closed_because == error.message:
+            return
+        self.closed_because = error.message
+        self._scheduler.fail_all(error)
+        if self._on_lost is not None:
+            self._on_lost(error.message)

@@ -1,0 +1,61 @@
+"""The choice of the next group, with a real queue and real evictions."""
+
+import pytest
+
+from fakes.clock import FakeClock
+from fakes.inflight import inflight
+from fakes.loop import VirtualTimeLoop, run_virtual
+from ortserve.batching.eviction import AT_COST_OF_OTHERS, Evictions
+from ortserve.batching.failures import RequestGroup
+from ortserve.batching.latency import MIN_OBSERVATIONS
+from ortserve.batching.planner import BatchPolicy
+from ortserve.batching.queue import RequestQueue
+from ortserve.batching.scheduler import Scheduler
+from ortserve.batching.statistics import Decisions
+from ortserve.core.inflight import InflightRequest
+from ortserve.core.timing import Timing
+from ortserve.errors import ServeError
+
+POLICY = BatchPolicy(8)
+KNOWN = [(rows, 100.0 + 10 * rows) for rows in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize("does_enqueue", [True, False], ids=["enqueues another", "cancels another"])
+def test_callback_of_an_evicted_request_does_not_change_the_batch_that_was_planned(does_enqueue: bool) -> None:
+    async def main(loop: VirtualTimeLoop, clock: FakeClock) -> None:
+        queue = RequestQueue(KNOWN, KNOWN)
+        decisions = Decisions()
+        evictions = Evictions(queue, decisions, loop, clock)
+        scheduler = Scheduler(queue, evictions, decisions)
+        shape_class = queue.shape_class(None)
+        shape_class.batch_latency.observations = MIN_OBSERVATIONS
+        now_ns = clock()
+
+        def enqueue(rows: int, finish_by_ns: int) -> InflightRequest:
+            request = inflight((), rows, Timing(0, now_ns - 1000), finish_by_ns=finish_by_ns)
+            request.withdraw = evictions.on_cancelled
+            queue.push(shape_class, request, POLICY.max_rows)
+            return request
+
+        # Only a small batch is in time for the first, and it would make all others late.
+        tight = enqueue(1, now_ns + 125)
+        others = [enqueue(1, now_ns + 299) for _ in range(9)]
+        errors: list[BaseException] = []
+
+        def on_settled(request: InflightRequest) -> None:
+            with pytest.raises(ServeError) as caught:
+                request.take_outputs()
+            errors.append(caught.value)
+            if does_enqueue:
+                enqueue(5, now_ns + 200)
+            else:
+                others[0].cancel()
+
+        tight.on_settled = on_settled
+        group = scheduler.next_group(POLICY, now_ns)
+        assert isinstance(group, RequestGroup)
+        assert (list(group.requests), group.rows) == (others[:8], 8)
+        assert AT_COST_OF_OTHERS in str(errors[0])
+        assert decisions.dropped_late == 1
+
+    run_virtual(main)
