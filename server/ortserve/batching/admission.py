@@ -218,7 +218,7 @@ class Admission:
         assert request.finish_by_ns is not None
         settle_ns = request.finish_by_ns - now_ns
         latency, rows, max_rows = shape_class.batch_latency, request.rows, policy.max_rows
-        order = (request.level, request.finish_by_ns)
+        order = (request.level, shape_class.due_ns(request, now_ns, max_rows))
         first_ns = settle_ns
         if shape_class.requests and shape_class.requests[0].finish_by_ns is not None:
             first_ns = min(settle_ns, shape_class.requests[0].finish_by_ns - now_ns)

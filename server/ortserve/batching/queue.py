@@ -15,11 +15,13 @@ from ortserve.core.terms import Alone
 MAX_CLASSES: Final = 64
 """Shape classes whose learned latencies are kept while they have no queued request; the least recently used is
 evicted first."""
-OPEN_DUE_RUNS: Final = 10
-"""A request without a deadline is due after the time of this many full batches, so that deadlines cannot starve it."""
+DUE_RUNS: Final = 10
+LEAST_DUE_NS: Final = 1_000_000_000
+"""Every request is due after the time of ``DUE_RUNS`` full batches, or after this time if that is longer, unless its
+deadline is earlier. So neither early deadlines, nor later requests without one, can starve a request."""
 
 _DUE_AFTER_BATCHES: Final = 16
-"""The time in which such a request is due is computed anew after this many batches."""
+"""The time in which requests are due is computed anew after this many batches."""
 _MAX_RUN_RATIO: Final = 1000.0
 """Run times are learned almost as measured: if a model becomes slow, its second run does not use the event loop."""
 
@@ -31,7 +33,7 @@ class ShapeClass:
 
     Attributes:
         key: Equal for requests that may share a batch.
-        requests: By priority level, then by when they are due: in order of arrival if none has a deadline.
+        requests: By priority level, then by when they are due: in order of arrival, but for early deadlines.
         rows: Total rows of ``requests``.
         batch_latency: Of a batch, from when it is formed until its outputs are on the event loop.
         run_latency: Of the model alone; it decides about runs on the event loop.
@@ -44,8 +46,7 @@ class ShapeClass:
     __slots__ = (
         "_due_after_computed",
         "_due_after_ns",
-        "_last_open_due_ns",
-        "_open",
+        "_last_due_ns",
         "accepts_one_row",
         "batch_latency",
         "closed_loop",
@@ -68,21 +69,13 @@ class ShapeClass:
         self.closed_loop = ClosedLoopWait()
         self.runs_alone = isinstance(key, Alone)
         self.accepts_one_row = accepts_one_row
-        self._last_open_due_ns = 0.0
-        self._open = 0
+        self._last_due_ns = 0.0
         self._due_after_ns = 0.0
         self._due_after_computed = -1
 
     def push(self, request: InflightRequest, max_rows: int) -> None:
         """Insert a request at its place in the order."""
-        if request.finish_by_ns is not None:
-            request.due_ns = float(request.finish_by_ns)
-        else:
-            # Never before an earlier request on the same terms, even if the predicted time has become shorter.
-            last_ns = self._last_open_due_ns if self._open else 0.0
-            request.due_ns = max(request.timing.queued_ns + self._open_due_after_ns(max_rows), last_ns)
-            self._last_open_due_ns = request.due_ns
-            self._open += 1
+        request.due_ns = self.due_ns(request, request.timing.queued_ns, max_rows)
         self.rows += request.rows
         requests = self.requests
         if not requests or request.order >= requests[-1].order:
@@ -90,20 +83,23 @@ class ShapeClass:
         else:
             insort(requests, request, key=_order)
 
-    def count_removed(self, rows: int, without_deadline: int) -> None:
-        """Update the counters after a removal: total rows, and how many of the requests had no deadline."""
-        self.rows -= rows
-        self._open -= without_deadline
-        if not self.requests:
-            self.closed_loop.abandon_wait()
-
-    def _open_due_after_ns(self, max_rows: int) -> float:
-        """The time in which a request without a deadline is due."""
+    def due_ns(self, request: InflightRequest, queued_ns: int, max_rows: int) -> float:
+        """When a request that is enqueued at ``queued_ns`` is due."""
         observations = self.batch_latency.observations
         if self._due_after_computed < observations:
             self._due_after_computed = observations + _DUE_AFTER_BATCHES
-            self._due_after_ns = OPEN_DUE_RUNS * (self.batch_latency.predict_ns(max_rows) or 0.0)
-        return self._due_after_ns
+            full_ns = self.batch_latency.predict_ns(max_rows) or 0.0
+            self._due_after_ns = max(DUE_RUNS * full_ns, LEAST_DUE_NS)
+        # Never before an earlier request on the same terms, even if the predicted time has become shorter.
+        last_ns = self._last_due_ns if self.requests else 0.0
+        due_ns = self._last_due_ns = max(queued_ns + self._due_after_ns, last_ns)
+        return due_ns if request.finish_by_ns is None else min(due_ns, float(request.finish_by_ns))
+
+    def count_removed(self, rows: int) -> None:
+        """Update the total of rows after a removal."""
+        self.rows -= rows
+        if not self.requests:
+            self.closed_loop.abandon_wait()
 
     def rows_ahead(self, order: tuple[int, float]) -> int:
         """Rows of the requests that precede a new request of this order."""
@@ -234,15 +230,14 @@ class RequestQueue:
         return True
 
     def _count_removed(self, shape_class: ShapeClass, removed: Iterable[InflightRequest]) -> None:
-        rows = nbytes = without_deadline = 0
+        rows = nbytes = 0
         for request in removed:
             rows += request.rows
             nbytes += request.nbytes
-            without_deadline += request.finish_by_ns is None
             self._requests[request.level] -= 1
         self.rows -= rows
         self.nbytes -= nbytes
-        shape_class.count_removed(rows, without_deadline)
+        shape_class.count_removed(rows)
         if not shape_class.requests:
             del self._waiting[shape_class.key]
             self._evict_idle()

@@ -39,7 +39,7 @@ class InflightRequest:
         rows: Length of the batch axis, 1 for a model without one.
         state: One of the states above.
         level: Priority, 1 first.
-        due_ns: Position in the queue within a level: the deadline, or a time that prevents starvation (monotonic).
+        due_ns: Place in the queue within a level: the deadline, or an earlier time against starvation (monotonic).
         finish_by_ns: Deadline of the outputs, None for none; see ``core.terms.Terms``, also for ``start_by_ns``.
         start_by_ns: Deadline of the start of a run, None for none.
         nbytes: Size of the inputs.

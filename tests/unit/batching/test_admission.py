@@ -84,7 +84,7 @@ class Stage:
 
     def wait(self, rows: int, nbytes: int = 0, level: int = 1, finish_by_ns: int = NOW + 1) -> None:
         """Add rows to the queue that are due before all others."""
-        queued = inflight((), rows, Timing(0), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
+        queued = inflight((), rows, Timing(NOW, queued_ns=NOW), level, finish_by_ns=finish_by_ns, nbytes=nbytes)
         self.queue.push(self.shape_class, queued, MAX_ROWS)
 
     def check(self, rows: int = 1, *, left_ms: float, busy_ms: float = 0, level: int = 1, slowdown: float = 1) -> None:
@@ -323,7 +323,7 @@ class TwoShapes(Stage):
         self.other.batch_latency = LatencyModel([(1, 100.0 * MS), (4, 160.0 * MS)])
 
     def wait_other(self, rows: int, finish_by_ns: int = NOW + 1) -> None:
-        queued = inflight((), rows, Timing(0), finish_by_ns=finish_by_ns)
+        queued = inflight((), rows, Timing(NOW, queued_ns=NOW), finish_by_ns=finish_by_ns)
         self.queue.push(self.other, queued, MAX_ROWS)
 
 

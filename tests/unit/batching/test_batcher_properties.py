@@ -26,7 +26,7 @@ from ortserve.batching.batcher import Batcher
 from ortserve.batching.executor import InlineBudget, InlineRuns
 from ortserve.batching.latency import MIN_OBSERVATIONS
 from ortserve.batching.planner import BatchPolicy
-from ortserve.batching.queue import RequestQueue
+from ortserve.batching.queue import LEAST_DUE_NS, RequestQueue
 from ortserve.batching.row_checks import RowChecks
 from ortserve.batching.shared_threads import SharedThreads
 from ortserve.core.batch import Arrays
@@ -570,7 +570,7 @@ def check_late_requests_are_evicted_in_time(one: Play) -> None:
 
 
 def check_order(one: Play) -> None:
-    """In a shape class, higher levels go first, then earlier deadlines, and without deadlines earlier arrivals."""
+    """In a shape class, higher levels go first, then earlier arrivals, but for deadlines within ``LEAST_DUE_NS``."""
     ran = [caller for caller in one.callers if caller.runs and not caller.is_piece_wise]
     for first, second in combinations(ran, 2):
         if first.width != second.width:
@@ -585,9 +585,9 @@ def goes_before(a: Caller, b: Caller) -> bool:
     by_a, by_b = a.terms.finish_by_ns, b.terms.finish_by_ns
     if level_a != level_b:
         return level_a < level_b
-    if by_a is None and by_b is None:
-        return a.timing.queued_ns < b.timing.queued_ns
-    return by_a is not None and by_b is not None and by_a < by_b
+    if a.timing.queued_ns < b.timing.queued_ns:
+        return by_b is None or (by_a is not None and by_a <= by_b)
+    return by_a is not None and by_a < b.timing.queued_ns + LEAST_DUE_NS and (by_b is None or by_a < by_b)
 
 
 def check_no_request_waits_for_an_idle_instance(one: Play) -> None:

@@ -7,12 +7,12 @@ import pytest
 
 from fakes.inflight import inflight
 from interpreted import interpreted_only
-from ortserve.batching.queue import MAX_CLASSES, OPEN_DUE_RUNS, RequestQueue, ShapeClass
+from ortserve.batching.queue import DUE_RUNS, LEAST_DUE_NS, MAX_CLASSES, RequestQueue, ShapeClass
 from ortserve.core.inflight import InflightRequest
 from ortserve.core.timing import Timing
 
 MAX_ROWS = 8
-FULL_NS = 1000
+FULL_NS = 200_000_000
 
 
 def request(
@@ -61,13 +61,32 @@ def test_higher_level_goes_first_and_within_a_level_the_earlier_deadline() -> No
     assert queue.take(shape_class, 4) == [urgent, early, same, late]
 
 
-def test_request_without_a_deadline_counts_as_due_after_ten_full_batches() -> None:
+def test_request_without_a_deadline_is_due_after_ten_full_batches() -> None:
     queue = known_queue()
-    due_ns = 50 + OPEN_DUE_RUNS * FULL_NS
+    due_ns = 50 + DUE_RUNS * FULL_NS
     free = request(queued_ns=50)
-    just_before, at_once, just_after = (request(queued_ns=60, finish_by_ns=due_ns + by_ns) for by_ns in (-1, 0, 1))
-    shape_class = push(queue, "a", free, just_after, at_once, just_before)
-    assert queue.take(shape_class, 4) == [just_before, free, at_once, just_after]
+    just_before, just_after = (request(queued_ns=60, finish_by_ns=due_ns + by_ns) for by_ns in (-1, 20))
+    shape_class = push(queue, "a", free, just_after, just_before)
+    assert queue.take(shape_class, 3) == [just_before, free, just_after]
+
+
+def test_request_of_a_fast_model_is_due_after_a_second() -> None:
+    queue = RequestQueue([(MAX_ROWS, 1000)])
+    free, far = request(queued_ns=50), request(queued_ns=60, finish_by_ns=10 * LEAST_DUE_NS)
+    near = request(queued_ns=70, finish_by_ns=LEAST_DUE_NS)
+    shape_class = push(queue, "a", free, far, near)
+    assert queue.take(shape_class, 3) == [near, free, far]
+
+
+def test_stream_of_requests_without_deadlines_does_not_starve_a_far_deadline() -> None:
+    queue = known_queue()
+    far = request(finish_by_ns=3600 * LEAST_DUE_NS)
+    shape_class = push(queue, "a", far, request())
+    for now_ns in range(1, 10):
+        push(queue, "a", *[request(queued_ns=now_ns) for _ in range(2)])
+        if queue.take(shape_class, 1) == [far]:
+            return
+    raise AssertionError("the request with a deadline is still queued")
 
 
 def test_stream_of_deadlines_does_not_starve_requests_without_one() -> None:
@@ -81,7 +100,7 @@ def test_stream_of_deadlines_does_not_starve_requests_without_one() -> None:
             served_ns = now_ns
             break
     assert served_ns is not None
-    assert served_ns <= 2 * OPEN_DUE_RUNS * FULL_NS
+    assert served_ns <= 2 * DUE_RUNS * FULL_NS
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -101,13 +120,13 @@ def test_requests_without_deadlines_keep_their_order_whatever_is_learned_meanwhi
 
 
 def test_far_too_long_prediction_is_forgotten_once_no_request_waits_by_it() -> None:
-    queue = RequestQueue([(MAX_ROWS, 10**6)])
+    queue = RequestQueue([(MAX_ROWS, 1000 * FULL_NS)])
     shape_class = push(queue, "a", request())
     queue.take(shape_class, 1)
     for _ in range(300):
         shape_class.batch_latency.observe(MAX_ROWS, FULL_NS)
     free, later = request(queued_ns=10), request(queued_ns=20, finish_by_ns=20 * FULL_NS)
-    push(queue, "a", later, free)
+    push(queue, "a", free, later)
     assert queue.take(shape_class, 2) == [free, later]
 
 
