@@ -26,13 +26,12 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError, invalid_input
 from ortserve.model_file.graph import Model
-from ortserve.model_file.reading import read_model
+from ortserve.registry.load.analysed_model import analyse_model
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.device_batches import DeviceBatches, doubling
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 from ortserve.registry.load.pipeline import load_model
-from ortserve.registry.load.row_axes import find_row_axes
 from ortserve.registry.load.session_opener import SessionOpener
 
 
@@ -298,8 +297,8 @@ def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: 
     path = builders.mlp(tmp_path / "m.onnx")
     runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: HostDevice())}))
     options = ModelOptions(graph_replay=True)
-    rows, clock = find_row_axes(read_model(path), options), time.monotonic_ns
-    opener = SessionOpener(path, read_model(path), "m", options, rows, runtime, trials, (), clock, Progress(clock))
+    clock = time.monotonic_ns
+    opener = SessionOpener(analyse_model(path, "m", options), runtime, trials, clock, Progress(clock))
     refused = opener._why_no_replay(ProviderChoice(CPU, options={"tunable_op_tuning_enable": "1"}), 1)
     assert refused is not None
     assert (refused.reason, trials.orders) == ("tunes", [])

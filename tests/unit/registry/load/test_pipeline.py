@@ -430,9 +430,9 @@ class Providers:
         self._sessions.append(weakref.ref(session))
         return Failing(session, self._fails[asked], self._most_rows) if asked in self._fails else session
 
-    def _try(self, path: Path, name: str, options: SessionOptions) -> Any:
+    def _try(self, path: Path, name: str, options: SessionOptions, model: Model) -> Any:
         self.tried.append(options)
-        session = open_session(path, name, options)
+        session = open_session(path, name, options, model)
         self._sessions.append(weakref.ref(session))
         return session
 
@@ -590,9 +590,9 @@ def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_i
     providers = Providers(monkeypatch, {CUDA: BROKEN})
     real = providers._try
 
-    def try_without_libraries(path: Path, name: str, options: SessionOptions) -> Any:
+    def try_without_libraries(path: Path, name: str, options: SessionOptions, model: Model) -> Any:
         assert options.operator_libraries == libraries
-        return real(path, name, replace(options, operator_libraries=()))
+        return real(path, name, replace(options, operator_libraries=()), model)
 
     def open_without_libraries(path: Path, name: str, options: SessionOptions, model: Model) -> Any:
         kept.unlink(missing_ok=True)
@@ -602,7 +602,7 @@ def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_i
 
     monkeypatch.setattr("ortserve.registry.load.providers.open_session", try_without_libraries)
     monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_without_libraries)
-    monkeypatch.setattr("ortserve.registry.load.pipeline.operator_libraries", lambda options, folder: libraries)
+    monkeypatch.setattr("ortserve.registry.load.analysed_model.operator_libraries", lambda options, folder: libraries)
     monkeypatch.setattr("ortserve.engine.session._check_settings", lambda options: None)  # the CPU has no gpu:0
     settings = {
         "free_dimensions": {"batch": 2},

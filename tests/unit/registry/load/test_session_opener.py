@@ -20,26 +20,16 @@ from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import model_nbytes, read_model
+from ortserve.registry.load.analysed_model import analyse_model
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.row_axes import find_row_axes
 from ortserve.registry.load.session_opener import SessionOpener
 
 
 def opener_of(path: Path, options: ModelOptions, progress: Progress | None = None) -> SessionOpener:
     clock = time.monotonic_ns
-    return SessionOpener(
-        path,
-        read_model(path),
-        "m/1",
-        options,
-        find_row_axes(read_model(path), options),
-        DeviceRuntime(),
-        CaptureTrials(),
-        (),
-        clock,
-        progress or Progress(clock),
-    )
+    model = analyse_model(path, "m/1", options)
+    return SessionOpener(model, DeviceRuntime(), CaptureTrials(), clock, progress or Progress(clock))
 
 
 def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
@@ -138,18 +128,8 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
     choice = choose_provider([wish, "cuda", "cpu"], lambda name: Offer())
     runtime, trials = DeviceRuntime(devices=Devices(uses)), CaptureTrials(("true",))
     path = build(tmp_path / "m.onnx")
-    opener = SessionOpener(
-        path,
-        read_model(path),
-        "m/1",
-        options,
-        find_row_axes(read_model(path), options),
-        runtime,
-        trials,
-        (),
-        time.monotonic_ns,
-        Progress(time.monotonic_ns),
-    )
+    clock = time.monotonic_ns
+    opener = SessionOpener(analyse_model(path, "m/1", options), runtime, trials, clock, Progress(clock))
     opened = opener.open(choice, 1)
     assert opened.open_for_graph is None
     if asked:
