@@ -7,17 +7,8 @@ from fractions import Fraction
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64, INTEGERS
-from ortserve.rows.symbols import (
-    DEPENDENT,
-    N,
-    Number,
-    Symbols,
-    contains_rows,
-    is_nonnegative,
-    is_positive,
-    is_whole,
-    lowest,
-)
+from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative, is_positive, is_whole, lowest
+from ortserve.rows.symbols import Symbols
 
 
 class Kind(enum.Enum):
