@@ -314,8 +314,8 @@ def _classes(parameters: Mapping[str, Parameter], output: str) -> int:
     classes = parameters["classification"]
     if type(classes) is not int or classes < 1:
         raise _parse_error("classification", f"an unsigned integer above 0 for output '{output}'", classes)
-    if "shared_memory_region" in parameters:
-        raise invalid_input(f"Output can't set both 'shared_memory_region' and 'classification': '{output}'")
+    if REGION in parameters:
+        raise invalid_input(f"Output can't set both '{REGION}' and 'classification': '{output}'")
     return classes
 
 
