@@ -132,14 +132,11 @@ def encode_rest_response(
     request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
 ) -> EncodedResponse:
     """Encode the answer, each output in JSON or binary as requested; a long one in ``memory``, if given."""
-    if request.outputs:
-        binary = [output.binary for output in request.outputs]
-    else:
-        binary = [request.binary_output] * len(response.outputs)
     placed = response.placed
     outputs: list[dict[str, Any]] = []
     tail: list[bytes | memoryview] = []
-    for tensor, is_binary in zip(response.outputs, binary, strict=True):
+    for index, tensor in enumerate(response.outputs):
+        is_binary = request.outputs[index].binary if request.outputs else request.binary_output
         entry: dict[str, Any] = {
             "name": tensor.name,
             "datatype": tensor.datatype.value,

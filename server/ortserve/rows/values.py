@@ -1,4 +1,4 @@
-"""What the analysis claims of one tensor of a graph, and arithmetic on the known elements of small tensors."""
+"""Claims of the analysis about one tensor of a graph, and arithmetic on the known elements of small tensors."""
 
 import enum
 from collections.abc import Callable, Sequence

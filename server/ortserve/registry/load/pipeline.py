@@ -126,7 +126,7 @@ class _ModelError(ServeError):
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What an open session and the options say about the model.
+    """Facts about the model from an open session and the options.
 
     ``samples`` are made once: their rows are those of the interface before it may be found to be unbatched.
     """
