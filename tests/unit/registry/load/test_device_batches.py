@@ -36,7 +36,7 @@ from ortserve.registry.load.session_opener import SessionOpener
 
 
 class Trials(CaptureTrials):
-    """Says what it is told to, and keeps the orders."""
+    """Answers with a fixed reason, and keeps the requests."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def run(instance: Instance | DeviceInstance, *parts: np.ndarray, bucket: int) ->
     return outcome.outputs[0]
 
 
-def test_without_configuration_sizes_double_up_to_what_is_worth_while(tmp_path: Path) -> None:
+def test_without_configuration_sizes_double_while_they_gain(tmp_path: Path) -> None:
     device = HostDevice()
     loaded = load(builders.mlp(tmp_path / "m.onnx"), device, max_rows=6)
     (instance,) = loaded.instances
@@ -177,7 +177,7 @@ def test_where_a_session_keeps_one_graph_others_are_opened_for_them_once_a_trial
         (lambda path: builders.slow(path, steps=3), "", "control_flow", "which nodes run is decided during the run"),
     ],
 )
-def test_where_a_session_keeps_one_graph_what_is_refused_opens_no_others(
+def test_refused_replay_opens_no_sessions_for_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Any, refused: str, reason: str, because: str
 ) -> None:
     opened: list[Path] = []
@@ -261,7 +261,7 @@ def test_a_model_without_buffers_is_in_the_accounts_and_its_batches_are_counted_
         close(loaded)
 
 
-def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path) -> None:
+def test_failed_trial_leaves_no_handles_open(tmp_path: Path) -> None:
     class Broken(Trials):
         def why_not(self, order: TrialRequest) -> str:
             raise FileNotFoundError(order.path)
@@ -272,7 +272,7 @@ def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path)
     assert device.handles == 0
 
 
-def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> None:
+def test_model_that_its_trial_refuses_is_not_captured_and_the_reason_is_shown(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), Trials("it crashed"), max_rows=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((1, 2), (), "", "it crashed")
     assert told(loaded)["graph_replay"] == "none: it crashed"
@@ -354,8 +354,8 @@ def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
     close(loaded)
 
 
-def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> None:
-    """And opened anew: a session that was made to capture would capture in every run that is not told otherwise.
+def test_obstacle_that_the_trial_missed_prevents_the_capture(tmp_path: Path) -> None:
+    """The session is opened anew, because one that was opened to capture would capture in every run without an id.
 
     The first is gone by then, as a device may have no room for both.
     """
@@ -387,7 +387,7 @@ def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> Non
         (builders.mlp, {"warmup_s": 0}, "none: the model was not warmed up"),
     ],
 )
-def test_what_cannot_have_buffers_is_served_without_and_says_why(
+def test_model_without_buffers_is_served_and_its_metadata_says_why(
     tmp_path: Path, build: Any, options: dict[str, Any], because: str
 ) -> None:
     device = HostDevice()
@@ -443,7 +443,7 @@ def test_sizes_double_up_to_the_most(most: int, sizes: Sequence[int]) -> None:
     assert doubling(most) == sizes
 
 
-def test_sizes_that_are_not_replayed_are_told_beside_those_that_are() -> None:
+def test_sizes_without_replay_are_listed_beside_replayed_ones() -> None:
     assert DeviceBatches((1, 2), (1,), "", "2: it failed").properties()["graph_replay"] == (
         "batches of 1 rows; others are not: 2: it failed"
     )

@@ -56,7 +56,7 @@ def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
         (builders.not_onnx, (1, 8), set()),
     ],
 )
-def test_a_choice_of_tensorrt_is_told_of_the_buckets(
+def test_choice_of_tensorrt_gets_profiles_of_the_buckets(
     tmp_path: Path, build: Any, buckets: tuple[int, ...], expected: set[str]
 ) -> None:
     path = build(tmp_path / "m.onnx")
@@ -75,7 +75,7 @@ def test_a_choice_of_tensorrt_is_told_of_the_buckets(
         ),
     ],
 )
-def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: Any, told: str) -> None:
+def test_progress_says_when_tensorrt_builds_engines(tmp_path: Path, build: Any, told: str) -> None:
     """TensorRT itself is not there: what it was doing is left to be read."""
     progress = Progress(lambda: 0)
     opener = opener_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
