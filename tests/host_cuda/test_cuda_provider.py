@@ -1,4 +1,4 @@
-"""What ONNX Runtime's own CUDA provider does with what the server gives it, counted at the CUDA runtime's door."""
+"""Calls that ONNX Runtime's own CUDA provider makes of the CUDA runtime for the server's sessions and runs, counted."""
 
 import ctypes
 import gc
@@ -236,7 +236,7 @@ def test_batches_of_one_model_and_captures_of_others_do_not_meet(tmp_path: Path)
         (searching, "all compute graph nodes have not been partitioned to the CUDAExecutionProvider"),
     ],
 )
-def test_what_cannot_be_captured_is_refused_as_the_provider_places_it_and_served_plainly(
+def test_model_that_its_provider_cannot_capture_is_served_without_replay(
     tmp_path: Path, build: Callable[[Path], Path], told: str
 ) -> None:
     loaded = load(build(tmp_path / "m.onnx"), DeviceRuntime(), buckets=(2,), batched=True)

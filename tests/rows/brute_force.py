@@ -22,7 +22,7 @@ BATCHES: Final[tuple[Together, ...]] = ((0,), (1, 0), (2, 1), (0, 1, 2), (2, 0, 
 
 
 class Kind(Enum):
-    """What a claim says of a tensor. Nothing is claimed of tensors that are mixed or unknown."""
+    """The content of a claim about a tensor. Mixed and unknown tensors have no claims."""
 
     ROWS = "rows"
     FREE = "free"
@@ -69,7 +69,7 @@ class RefusedError(Exception):
 
 
 def disagreement(claim: Claim, seen: Observation) -> str:
-    """What contradicts the claim; empty where nothing does, and where a row alone was refused."""
+    """The contradiction of the claim; empty if there is none, and if a row alone was rejected."""
     alone = [array for array in seen.alone if array is not None]
     if claim.kind is Kind.NONE or len(alone) < len(seen.alone):
         return ""

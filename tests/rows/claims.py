@@ -117,7 +117,7 @@ def _without_refused(seen: Observation) -> Observation:
 
 
 class _Numbers:
-    """What atoms stand for, as far as it was seen."""
+    """The known values of atoms."""
 
     def __init__(self) -> None:
         self._atoms: dict[object, Fraction] = {}

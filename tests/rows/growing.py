@@ -150,14 +150,14 @@ class GrowingGraph:
         return longer[0] if longer else None
 
     def is_exact(self, name: str) -> bool:
-        """Whether sums and products of these numbers are exact, whatever their order."""
+        """Whether sums and products of these numbers are exact in any order."""
         for array in self.values[name]:
             if array is not None and array.dtype.kind == "f" and not np.array_equal(array * 16, np.rint(array * 16)):
                 return False
         return True
 
     def observation(self, name: str) -> Observation:
-        """What was seen of a tensor. A batch counts as refused by the node that refused it, not by those after it."""
+        """The observations of a tensor. A batch counts as rejected by the node that rejected it, not by later ones."""
         runs, not_run = self.values[name], self._not_run.get(name, [])
         return Observation(
             runs[:ROWS], {RUNS[index]: runs[index] for index in range(ROWS, len(RUNS)) if index not in not_run}
@@ -237,7 +237,7 @@ def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 
 def _captured(node: onnx.NodeProto) -> list[str]:
-    """What the bodies of a node take from outside."""
+    """Tensors that the bodies of a node read from outside."""
     found: dict[str, None] = {}
     for body in _bodies(node):
         inner = {value.name for value in body.input} | {name for one in body.node for name in one.output}

@@ -665,7 +665,7 @@ def _size_arithmetic(g: Grower) -> object:
 
 
 def _size_as_data(g: Grower) -> object:
-    """What was made of shapes, next to data."""
+    """Tensors made from shapes, beside data."""
     real = g.graph.add("Cast", g.numbers(), to=FLOAT)
     name = g.pick("f")
     return g.graph.add(g.rng.choice(("Add", "Mul")), name, real)

@@ -63,7 +63,7 @@ def render() -> str:
 
 
 def kept_lines() -> list[Line]:
-    """What was said of packaged models when they were at hand."""
+    """The recorded verdicts about packaged models."""
     return [Line(**entry) for entry in json.loads(_KEPT.read_text())]
 
 

@@ -14,7 +14,7 @@ from ortserve._pb.grpc_service_pb2 import ModelInferResponse, ModelStreamInferRe
 from ortserve.codecs.binary_tensor import encode_binary_tensor
 from ortserve.codecs.bounds import INLINE_BINARY_BYTES, INLINE_ELEMENTS
 from ortserve.codecs.grpc_infer import read_names
-from ortserve.codecs.grpc_wire import answer_id, raw_output, varint
+from ortserve.codecs.grpc_wire import LENGTH_DELIMITED, answer_id, raw_output, varint
 from ortserve.core.dtypes import DataType
 from ortserve.core.large_memory import LargeMemory
 from ortserve.core.request import InferRequest, InferResponse
@@ -88,8 +88,7 @@ def _final_parameter() -> bytes:
     return message.SerializeToString()
 
 
-_LENGTH_DELIMITED: Final = 2
-_ANSWER_TAG: Final = bytes([ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED])
+_ANSWER_TAG: Final = bytes([ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER << 3 | LENGTH_DELIMITED])
 _FINAL_PARAMETER: Final = _final_parameter()
 
 

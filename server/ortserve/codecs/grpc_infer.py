@@ -299,8 +299,8 @@ def _classes(entries: Mapping[str, InferParameter], output: str) -> int:
         raise invalid_input(
             f"invalid value for 'classification' parameter of output '{output}', expected 1 or more, got {classes}"
         )
-    if "shared_memory_region" in entries:
-        raise invalid_input(f"Output can't set both 'shared_memory_region' and 'classification': '{output}'")
+    if REGION in entries:
+        raise invalid_input(f"Output can't set both '{REGION}' and 'classification': '{output}'")
     return classes
 
 

@@ -132,14 +132,11 @@ def encode_rest_response(
     request: InferRequest, response: InferResponse, memory: LargeMemory | None = None
 ) -> EncodedResponse:
     """Encode the answer, each output in JSON or binary as requested; a long one in ``memory``, if given."""
-    if request.outputs:
-        binary = [output.binary for output in request.outputs]
-    else:
-        binary = [request.binary_output] * len(response.outputs)
     placed = response.placed
     outputs: list[dict[str, Any]] = []
     tail: list[bytes | memoryview] = []
-    for tensor, is_binary in zip(response.outputs, binary, strict=True):
+    for index, tensor in enumerate(response.outputs):
+        is_binary = request.outputs[index].binary if request.outputs else request.binary_output
         entry: dict[str, Any] = {
             "name": tensor.name,
             "datatype": tensor.datatype.value,
@@ -314,8 +311,8 @@ def _classes(parameters: Mapping[str, Parameter], output: str) -> int:
     classes = parameters["classification"]
     if type(classes) is not int or classes < 1:
         raise _parse_error("classification", f"an unsigned integer above 0 for output '{output}'", classes)
-    if "shared_memory_region" in parameters:
-        raise invalid_input(f"Output can't set both 'shared_memory_region' and 'classification': '{output}'")
+    if REGION in parameters:
+        raise invalid_input(f"Output can't set both '{REGION}' and 'classification': '{output}'")
     return classes
 
 

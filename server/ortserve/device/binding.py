@@ -38,13 +38,13 @@ from ortserve.engine.output_buffers import (
 )
 from ortserve.engine.runs import NO_GRAPH, graph_options
 from ortserve.engine.staging import stage_rows
+from ortserve.model_file.graph import BFLOAT16
 
 _MAX_POOL_BYTES: Final = 256 * 2**20
 """A bound on the pinned memory for the answers of one instance. ``_LEAST_ANSWER_SETS`` may exceed it."""
 _LEAST_ANSWER_SETS: Final = SETS + 1
 _TIMED_EVERY: Final = 64
 """One batch in this many times its copies, with events that cost more than plain ones."""
-_BFLOAT16: Final = 16  # its number in ONNX's TensorProto; numpy has no such type
 
 ElementType: TypeAlias = type[np.generic] | int
 
@@ -330,4 +330,4 @@ def _allocate_answers(device: Device, account: Account, nbytes: int) -> np.ndarr
 
 
 def _element_type(datatype: DataType) -> ElementType:
-    return _BFLOAT16 if datatype is DataType.BF16 else datatype.numpy.type
+    return BFLOAT16 if datatype is DataType.BF16 else datatype.numpy.type  # numpy has no such type

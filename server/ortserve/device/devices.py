@@ -35,7 +35,7 @@ class DeviceProvider:
         no_and_yes: The values of ``capture_option``.
         options: Further options that the sessions need.
         one_graph_per_session: Whether a session that captures keeps a single graph and replays it in every run,
-            whatever id the run has. Then each graph needs a session of its own, and other runs need another one.
+            without regard to the run's id. Then each graph needs a session of its own, and other runs need another one.
     """
 
     make: MakeDevice

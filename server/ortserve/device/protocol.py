@@ -152,8 +152,8 @@ class Device(Protocol):
     def run(self, bound: BoundRun, stream: int) -> None:
         """Enqueue a run of a session whose compute stream is ``stream``.
 
-        With a graph id the first runs capture, and later runs replay the captured graph, whatever the binding. A replay
-        by TensorRT's provider is waited for; all other runs are enqueued.
+        With a graph id the first runs capture, and later runs replay the captured graph and ignore the binding. A
+        replay by TensorRT's provider is waited for; all other runs are enqueued.
         """
         ...
 

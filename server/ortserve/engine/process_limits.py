@@ -1,6 +1,6 @@
 """The processors and the memory that this process may use: affinity mask, cgroup limits, address space, the machine.
 
-ONNX Runtime's own default is the host's physical cores, whatever mask or quota is set (microsoft/onnxruntime#29510).
+ONNX Runtime's own default is the host's physical cores, even if a mask or quota is set (microsoft/onnxruntime#29510).
 """
 
 import ctypes

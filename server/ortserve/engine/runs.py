@@ -19,12 +19,10 @@ from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature, TensorSpec
 from ortserve.core.tensor import is_absent, stack
 from ortserve.engine.staging import HostStaging
+from ortserve.model_file.graph import BFLOAT16
 
 NO_GRAPH: Final = -1
 """The graph id of runs that neither capture nor replay."""
-
-_BFLOAT16: Final = 16
-"""ONNX's number of the element type (TensorProto.DataType)."""
 
 
 def graph_options(graph: int, shrink_arenas: Sequence[str] = ()) -> ort.RunOptions:
@@ -149,7 +147,7 @@ class PlainRun:
 def _ort_value(array: np.ndarray, *, is_bfloat16: bool) -> ort.OrtValue:
     """A view of ``array``, which it keeps alive. The array must be aligned and contiguous."""
     if is_bfloat16:
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _BFLOAT16)
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 

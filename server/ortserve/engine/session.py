@@ -90,7 +90,7 @@ def open_session(path: Path, name: str, options: SessionOptions, model: Model | 
             edited or str(path),
             sess_options=native,
             providers=attach_providers(native, provider, threads=options.intra_op_threads, has_cpu=has_cpu),
-            enable_fallback=0,  # otherwise the wrapper retries on the CPU, whatever failed
+            enable_fallback=0,  # otherwise the wrapper retries on the CPU after any failure
         )
         if edited is not None:
             session._model_bytes = None  # read again only by the wrapper's own fallback, which is off

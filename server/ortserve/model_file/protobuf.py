@@ -88,13 +88,32 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def packed_integers(data: memoryview, start: int, end: int) -> list[int]:
-    """The numbers of a packed field of ``int64``."""
+def integers(data: memoryview, wire_type: int, start: int, end: int) -> list[int]:
+    """The numbers of one field of a repeated ``int64``: packed ones, or a single one."""
+    if wire_type != LENGTH_DELIMITED:
+        return [signed(varint(data, start)[0])]
     found: list[int] = []
     while start < end:
         value, start = varint(data, start)
         found.append(signed(value))
     return found
+
+
+class TextReader:
+    """Reads the texts of a message."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self.has_invalid = False
+        """Whether a text was not valid UTF-8."""
+
+    def read(self, start: int, end: int) -> str:
+        """A text. Bytes that are not valid UTF-8 are escaped."""
+        try:
+            return str(self._data[start:end], "utf-8")
+        except UnicodeDecodeError:
+            self.has_invalid = True
+            return str(self._data[start:end], "utf-8", "backslashreplace")
 
 
 def write_message(number: int, content: bytes) -> bytes:

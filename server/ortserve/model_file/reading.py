@@ -1,17 +1,14 @@
-"""Reads a model file into its record. Weights are skipped: only small constants of numbers keep their elements."""
+"""Reads a model file into its record: graphs, nodes, attributes, functions, and declared inputs and outputs."""
 
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
-from math import isfinite, prod
 from pathlib import Path
 from typing import Final
 
 from ortserve.model_file.graph import (
     UNREADABLE,
     Attribute,
-    Constant,
     Declared,
     Dims,
     Function,
@@ -21,15 +18,11 @@ from ortserve.model_file.graph import (
     Reference,
     Skipped,
     Tensor,
-    constant,
     in_order,
 )
-from ortserve.model_file.protobuf import LENGTH_DELIMITED, fields, mapped_file, packed_integers, signed, varint
+from ortserve.model_file.protobuf import LENGTH_DELIMITED, TextReader, fields, integers, mapped_file, signed, varint
+from ortserve.model_file.tensors import TensorReader
 
-MOST_ELEMENTS: Final = 4096
-"""The most elements of a constant of integers that the record keeps."""
-MOST_FLOATS: Final = 16
-"""The most elements of a constant of floats that the record keeps: larger ones are weights, not scales or bounds."""
 MOST_NODES: Final = 50_000
 """The most nodes that analyses take. The record has all nodes nevertheless."""
 _DEEPEST: Final = 12
@@ -39,15 +32,6 @@ _ENSEMBLES: Final = frozenset(
 )
 """Operators whose weights are lists among the attributes, with up to millions of elements."""
 _ENSEMBLE_LABELS: Final = "classlabels_"
-
-# By element type: the format of one element in raw data, and the field that has it otherwise.
-_FORMATS: Final = {
-    1: "f", 2: "B", 3: "b", 4: "H", 5: "h", 6: "i", 7: "q", 9: "?", 10: "e", 11: "d", 12: "I", 13: "Q",
-}  # fmt: skip
-_TYPED_FIELDS: Final = {1: 4, 11: 10, 7: 7, 12: 11, 13: 11}  # float, double, int64, uint64_data; else int32_data
-_INT32_DATA: Final = 5
-_RAW_DATA: Final = 9
-_FLOATS: Final = frozenset({1, 10, 11})
 
 # Kinds of attributes (AttributeProto.AttributeType).
 _KIND_FLOAT, _KIND_INT, _KIND_STRING, _KIND_TENSOR, _KIND_GRAPH = 1, 2, 3, 4, 5
@@ -91,9 +75,10 @@ class _Reader:
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._nodes = 0
-        self._external_files: set[str] = set()
+        self._texts = TextReader(data)
+        self._text = self._texts.read
+        self._tensors = TensorReader(data, self._texts)
         self._too_large = ""
-        self._has_invalid_names = False
 
     def model(self) -> Model:
         graphs: list[Graph] = []
@@ -117,17 +102,10 @@ class _Reader:
             graphs[0],
             opsets,
             functions,
-            frozenset(self._external_files),
+            frozenset(self._tensors.external_files),
             too_large=self._too_large,
-            has_invalid_names=self._has_invalid_names,
+            has_invalid_names=self._texts.has_invalid,
         )
-
-    def _text(self, start: int, end: int) -> str:
-        try:
-            return str(self._data[start:end], "utf-8")
-        except UnicodeDecodeError:
-            self._has_invalid_names = True
-            return str(self._data[start:end], "utf-8", "backslashreplace")
 
     def _opset(self, start: int, end: int, opsets: dict[str, int]) -> None:
         domain, version = "", 1
@@ -179,14 +157,14 @@ class _Reader:
             if number == 1:
                 nodes.append(self._node(begin, after, depth))
             elif number == 5:
-                name, tensor = self._tensor(begin, after)
+                name, tensor = self._tensors.tensor(begin, after)
                 constants[name] = tensor
             elif number == 11:
                 inputs.append(self._declared(begin, after))
             elif number == 12:
                 outputs.append(self._declared(begin, after))
             elif number == 15:  # sparse: the dense shape is enough
-                name, tensor = self._sparse(begin, after)
+                name, tensor = self._tensors.sparse(begin, after)
                 constants[name] = tensor
         return Graph(in_order(nodes), constants, tuple(inputs), tuple(outputs))
 
@@ -237,7 +215,7 @@ class _Reader:
                 elif number == 4:
                     single = bytes(data[begin:after]).decode(errors="backslashreplace")
                 elif number == 5:
-                    single = self._tensor(begin, after)[1]
+                    single = self._tensors.tensor(begin, after)[1]
                 elif number == 6:
                     single = self._graph(begin, after, depth + 1)
                 elif skips_lists and not name.startswith(_ENSEMBLE_LABELS):
@@ -248,11 +226,7 @@ class _Reader:
                 elif number == 7:
                     many += [each[0] for each in struct.iter_unpack("<f", data[begin:after])]
                 elif number == 8:
-                    many += (
-                        packed_integers(data, begin, after)
-                        if wire_type == LENGTH_DELIMITED
-                        else [signed(varint(data, begin)[0])]
-                    )
+                    many += integers(data, wire_type, begin, after)
                 else:
                     many.append(bytes(data[begin:after]).decode(errors="backslashreplace"))
         if reference:
@@ -262,87 +236,6 @@ class _Reader:
         if single is None:  # the message leaves out default values
             return name, _DEFAULTS.get(kind)
         return name, single
-
-    def _sparse(self, start: int, end: int) -> tuple[str, Tensor]:
-        name, dtype = "", 0
-        dims: list[int] = []
-        for number, wire_type, (begin, after) in fields(self._data, start, end):
-            if number == 1:
-                name, tensor = self._tensor(begin, after)
-                dtype = tensor.dtype
-            elif number == 3:
-                dims += (
-                    packed_integers(self._data, begin, after)
-                    if wire_type == LENGTH_DELIMITED
-                    else [varint(self._data, begin)[0]]
-                )
-        return name, Tensor(dtype, tuple(dims))
-
-    def _tensor(self, start: int, end: int) -> tuple[str, Tensor]:
-        data = self._data
-        name = ""
-        dtype = 0
-        dims: list[int] = []
-        content: dict[int, list[tuple[int, int, int]]] = {}
-        for number, wire_type, (begin, after) in fields(data, start, end):
-            if number == 1:
-                dims += (
-                    packed_integers(data, begin, after) if wire_type == LENGTH_DELIMITED else [varint(data, begin)[0]]
-                )
-            elif number == 2:
-                dtype = varint(data, begin)[0]
-            elif number == 8:
-                name = self._text(begin, after)
-            elif number == 13:
-                self._external_entry(begin, after)
-            elif number in (4, 5, 7, 9, 10, 11):
-                content.setdefault(number, []).append((wire_type, begin, after))
-                if len(content[number]) > MOST_ELEMENTS:
-                    content[number].pop()
-        count = prod(dims)
-        elements = None
-        if dtype in _FORMATS and 0 <= count <= (MOST_FLOATS if dtype in _FLOATS else MOST_ELEMENTS):
-            elements = self._elements(dtype, count, content)
-        return name, Tensor(dtype, tuple(dims), elements)
-
-    def _elements(
-        self, dtype: int, count: int, content: dict[int, list[tuple[int, int, int]]]
-    ) -> tuple[Constant, ...] | None:
-        """The elements of a small tensor; None if they are not in the file, or not finite."""
-        data = self._data
-        form = _FORMATS[dtype]
-        found: list[int | float] = []
-        if raw := content.get(_RAW_DATA):
-            _, begin, after = raw[-1]
-            if after - begin != count * struct.calcsize(f"<{form}"):
-                return None
-            found = list(struct.unpack(f"<{count}{form}", data[begin:after]))
-        else:
-            number = _TYPED_FIELDS.get(dtype, _INT32_DATA)
-            for wire_type, begin, after in content.get(number, []):
-                if dtype in (1, 11):
-                    found += [each[0] for each in struct.iter_unpack(f"<{form}", data[begin:after])]
-                elif wire_type == LENGTH_DELIMITED:
-                    found += packed_integers(data, begin, after)
-                else:
-                    found.append(signed(varint(data, begin)[0]))
-            if dtype == 10:  # bits of half floats
-                found = [struct.unpack("<e", struct.pack("<H", int(bits) & 0xFFFF))[0] for bits in found]
-        if len(found) != count or not all(map(isfinite, found)):
-            return None
-        return tuple(
-            int(each) if isinstance(each, int) or each.is_integer() else constant(Fraction(each)) for each in found
-        )
-
-    def _external_entry(self, start: int, end: int) -> None:
-        key = value = ""
-        for number, _, (begin, after) in fields(self._data, start, end):
-            if number == 1:
-                key = self._text(begin, after)
-            elif number == 2:
-                value = self._text(begin, after)
-        if key == "location":
-            self._external_files.add(value)
 
     def _declared(self, start: int, end: int) -> Declared:
         declared = Declared("", 0, None, is_tensor=False)

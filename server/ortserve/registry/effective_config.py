@@ -7,11 +7,11 @@ from ortserve._pb import model_config_pb2 as pb
 from ortserve.config.model import AllVersions, LatestVersions, ModelOptions, QueuePolicy
 from ortserve.core.dtypes import DataType
 from ortserve.core.signature import TensorSpec
-from ortserve.registry.repository.configuration import BACKEND, PLATFORM
+from ortserve.engine.provider_options import CPU, OPENVINO
+from ortserve.registry.repository.configuration import BACKEND, GRAPH_LEVELS, PLATFORM
 from ortserve.registry.served import ServedModel
 
-_CPU: Final = "CPUExecutionProvider"
-_GRAPH_LEVELS: Final = {"all": 0, "layout": 0, "basic": -1, "extended": 1, "none": 2}
+_GRAPH_LEVELS: Final = {name: level for level, name in GRAPH_LEVELS.items()} | {"layout": 0}  # the nearest level
 
 
 def describe_config(served: ServedModel) -> pb.ModelConfig:
@@ -109,7 +109,7 @@ def _describe_instances(config: pb.ModelConfig, served: ServedModel) -> None:
     declared = served.declared.instance_group
     del config.instance_group[:]
     name = (declared[0].name if declared else "") or served.name
-    if served.execution_provider in (_CPU, "OpenVINOExecutionProvider"):
+    if served.execution_provider in (CPU, OPENVINO):
         config.instance_group.add(name=name, count=served.options.instances, kind="KIND_CPU")
         return
     # One group per device: the count of a group with several devices is that of each of them.

@@ -1,8 +1,9 @@
 """Whether the rows of a batch are independent in a model, proven by a dataflow analysis of its graph.
 
-The analysis is an abstract interpretation: ``symbols`` are the numbers of which shapes are made, ``values`` the claims
-about a tensor, ``rules`` how operators change claims, ``walk`` analyses one graph, and ``verdict`` tries the axes that
-may carry rows and gives the result. All code is pure, except for the reading of the file (``model_file``).
+The analysis is an abstract interpretation: ``number`` and ``symbols`` are the numbers of which shapes are made,
+``values`` the claims about a tensor, ``rules`` how operators change claims, ``walk`` analyses one graph, and
+``verdict`` tries the axes that may carry rows and gives the result. All code is pure, except for the reading of the
+file (``model_file``).
 
 *Proven* is a promise: with N entries along the batch axis of each input that carries rows, entry r of each output is
 the result of row r alone, up to rounding. It holds while the requests of a batch agree in all other sizes and, byte for
@@ -11,7 +12,7 @@ accepts each row alone. The model may still reject a batch as a whole, because o
 needs; then the requests run alone.
 """
 
-from ortserve.rows.symbols import DEPENDENT, N, Number, Product
+from ortserve.rows.number import DEPENDENT, N, Number, Product
 from ortserve.rows.values import Facts, Kind, Value
 from ortserve.rows.verdict import (
     Axes,

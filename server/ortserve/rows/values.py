@@ -1,4 +1,4 @@
-"""What the analysis claims of one tensor of a graph, and arithmetic on the known elements of small tensors."""
+"""Claims of the analysis about one tensor of a graph, and arithmetic on the known elements of small tensors."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -7,17 +7,8 @@ from fractions import Fraction
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64, INTEGERS
-from ortserve.rows.symbols import (
-    DEPENDENT,
-    N,
-    Number,
-    Symbols,
-    contains_rows,
-    is_nonnegative,
-    is_positive,
-    is_whole,
-    lowest,
-)
+from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative, is_positive, is_whole, lowest
+from ortserve.rows.symbols import Symbols
 
 
 class Kind(enum.Enum):

@@ -14,7 +14,8 @@ from typing import Final, TypeAlias
 
 from ortserve.model_file.graph import Declared, Model, constant
 from ortserve.model_file.reading import read_model
-from ortserve.rows.symbols import Number, Symbols
+from ortserve.rows.number import Number
+from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Kind, Value, free, rows
 from ortserve.rows.walk import Budget, TooMuchWorkError, Walk
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, INTEGERS, Attribute, Function, Graph, Model, Node, Reference, Tensor
+from ortserve.rows.number import contains_rows
 from ortserve.rows.rules import RULES
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rule
-from ortserve.rows.symbols import Symbols, contains_rows
+from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import NO_FACTS, Cause, Kind, Value, free
 
 DOMAINS: Final = frozenset({"", "ai.onnx.ml"})

@@ -144,12 +144,16 @@ class TritonMetric:
     read: Callable[[ModelMetrics, VersionStatistics], Samples]
 
 
-def _counter(
-    name: str,
-    help_text: str,
-    read: Callable[[VersionStatistics], float],
-) -> TritonMetric:
+def _counter(name: str, help_text: str, read: Callable[[VersionStatistics], float]) -> TritonMetric:
     return TritonMetric(Declaration(name, "counter", _VERSION, help_text), lambda _, statistics: {(): read(statistics)})
+
+
+def _time(name: str, help_text: str, read: Callable[[InferStatistics], Duration]) -> TritonMetric:
+    """A counter of microseconds."""
+    return _counter(name, help_text, lambda known: read(known.inference).ns // 1000)
+
+
+_WHOLE_BATCH: Final = "in microseconds; each request of a batch counts the whole time of the batch."
 
 
 def _failures(_: ModelMetrics, statistics: VersionStatistics) -> Samples:
@@ -170,30 +174,30 @@ TRITON_METRICS: Final = (
     ),
     _counter("nv_inference_count", "Rows of answered requests.", lambda known: known.inference_count),
     _counter("nv_inference_exec_count", "Batches that ran.", lambda known: known.execution_count),
-    _counter(
+    _time(
         "nv_inference_request_duration_us",
         "Time of answered requests from the complete body to the answer, in microseconds.",
-        lambda known: known.inference.success.ns // 1000,
+        lambda known: known.success,
     ),
-    _counter(
+    _time(
         "nv_inference_queue_duration_us",
         "Time of answered requests in the queue, in microseconds.",
-        lambda known: known.inference.queue.ns // 1000,
+        lambda known: known.queue,
     ),
-    _counter(
+    _time(
         "nv_inference_compute_input_duration_us",
-        "Time of gathering inputs, in microseconds; each request of a batch counts the whole time of the batch.",
-        lambda known: known.inference.compute_input.ns // 1000,
+        f"Time of gathering inputs, {_WHOLE_BATCH}",
+        lambda known: known.compute_input,
     ),
-    _counter(
+    _time(
         "nv_inference_compute_infer_duration_us",
-        "Time of computing, in microseconds; each request of a batch counts the whole time of the batch.",
-        lambda known: known.inference.compute_infer.ns // 1000,
+        f"Time of computing, {_WHOLE_BATCH}",
+        lambda known: known.compute_infer,
     ),
-    _counter(
+    _time(
         "nv_inference_compute_output_duration_us",
         "Time from the end of computing to the answer, in microseconds.",
-        lambda known: known.inference.compute_output.ns // 1000,
+        lambda known: known.compute_output,
     ),
     TritonMetric(
         Declaration("nv_inference_pending_request_count", "gauge", _VERSION, "Requests in the queue."),

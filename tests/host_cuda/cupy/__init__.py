@@ -1,1 +1,1 @@
-"""What the server takes of cupy, of the CUDA runtime on host memory: cupy itself holds NVIDIA's, and asks a driver."""
+"""The part of cupy that the server uses, on a CUDA runtime of host memory: cupy needs NVIDIA's runtime and driver."""

@@ -187,7 +187,7 @@ def test_huge_text_shape_is_rejected_by_the_size_of_the_data() -> None:
     expect_invalid(b"", (2**31, 2**29), f"expected {2**60} string elements for inference input 'x', got 0 bytes")
 
 
-def test_the_first_fault_is_told_also_where_it_is_in_one_element_too_many() -> None:
+def test_first_fault_is_reported_even_in_an_excess_element() -> None:
     bad = "is not valid UTF-8 (invalid start byte at byte 1); ONNX string tensors hold text"
     expect_invalid(spell(b"a", b"b\xff", b"\xff"), (3,), f"string element 1 of inference input 'x' {bad}")
     expect_invalid(spell(b"a", b"b\xff"), (1,), f"string element 1 of inference input 'x' {bad}")
@@ -201,7 +201,7 @@ def test_the_first_fault_is_told_also_where_it_is_in_one_element_too_many() -> N
     expect_invalid(cut, (2,), "string element 1 of inference input 'x' has length 2, but only 1 bytes are left")
 
 
-def test_as_many_elements_as_asked_for_may_be_followed_by_nothing() -> None:
+def test_bytes_after_the_last_element_are_rejected() -> None:
     two = spell(b"a", b"b")
     for rest in (b"\0", b"\0\0", b"\0\0\0"):
         expect_invalid(two + rest, (2,), "incomplete string length indicator for inference input 'x' at byte 10")
@@ -219,7 +219,7 @@ def test_bytes_that_are_not_utf8_are_refused_and_named(element: bytes) -> None:
 GIVEN: Final[dict[str, Parameter]] = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
 
 
-def test_offset_is_zero_where_none_is_given() -> None:
+def test_missing_offset_is_zero() -> None:
     assert read_span(GIVEN, "input 'x'") == RegionSpan("r", 0, 8)
     assert read_span(GIVEN | {"shared_memory_offset": 3}, "input 'x'") == RegionSpan("r", 3, 8)
 

@@ -39,7 +39,7 @@ def test_report_has_figures_of_every_encoding(capsys: pytest.CaptureFixture[str]
     ]
 
 
-def test_wait_for_what_keeps_the_interpreter_is_as_long_as_it_takes() -> None:
+def test_wait_shows_how_long_a_call_keeps_the_interpreter() -> None:
     numbers = list(range(3_000_000))
     with codec_cost.server_switch_interval():
         kept = codec_cost.wait(lambda: numbers.index(-1) if -1 in numbers else None)

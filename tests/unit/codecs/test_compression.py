@@ -37,7 +37,7 @@ def test_body_comes_back_in_steps_of_any_size(body: bytes, encoding: Encoding, s
     assert inflate(compress(body, encoding), encoding, step=step) == body
 
 
-def test_bodies_are_what_other_programs_read_and_write() -> None:
+def test_bodies_agree_with_other_programs() -> None:
     body = os.urandom(600)
     assert gzip.decompress(compress(body, Encoding.GZIP)) == body
     assert zlib.decompress(compress(body, Encoding.DEFLATE)) == body
@@ -87,7 +87,7 @@ def test_noise_does_no_more_than_be_refused(encoding: Encoding, noise: bytes) ->
 
 
 @pytest.mark.parametrize("encoding", BOTH)
-def test_what_follows_the_end_is_refused_and_counted(encoding: Encoding) -> None:
+def test_trailing_bytes_are_rejected_and_counted(encoding: Encoding) -> None:
     whole = compress(b"body", encoding)
     assert "3 bytes follow its end" in refusal(whole + b"abc", encoding).message
     long = os.urandom(70_000)  # more than is fed at a time
@@ -106,7 +106,7 @@ def test_stream_without_output_ends() -> None:
     assert inflate(empty, Encoding.DEFLATE) == b""
 
 
-def test_only_what_shrinks_is_worth_it() -> None:
+def test_only_shrinking_bodies_are_compressed() -> None:
     assert is_worth_compressing(b"[" + b"0.123456," * 3000)
     assert is_worth_compressing(bytes(100_000))
     assert not is_worth_compressing(os.urandom(100_000))

@@ -63,12 +63,12 @@ def test_envelope_and_parameters_arrive_from_both_places() -> None:
     assert request.outputs == ()
 
 
-def test_key_that_is_no_input_is_a_parameter_for_whoever_knows_it() -> None:
+def test_key_that_is_no_input_is_a_parameter() -> None:
     request = decode({"text": "hi", "mode": "fast", "parameters": {"level": 3, "is_new": True}})
     assert request.parameters == {"mode": "fast", "level": 3, "is_new": True}
 
 
-def test_input_keeps_its_name_whatever_else_it_means() -> None:
+def test_input_named_like_a_parameter_stays_an_input() -> None:
     spec = TensorSpec("id", DataType.INT64, ())
     request = decode_generate_request(b'{"id": 5}', "m", "", [spec], is_stream=False)
     assert request.inputs[0].array == 5
@@ -116,7 +116,7 @@ def test_stream_may_be_said_where_it_is_true() -> None:
         ({"text": 5}, "expected strings for BYTES"),
     ],
 )
-def test_what_is_malformed_is_refused_and_named(document: object, text: str) -> None:
+def test_malformed_body_is_rejected_and_named(document: object, text: str) -> None:
     error = refusal(document)
     assert error.kind is ErrorKind.INVALID_INPUT
     assert text in error.message
@@ -164,7 +164,7 @@ def test_bare_number_has_as_few_digits_as_its_type_needs_or_is_a_token(datatype:
     assert text == b'{"model_name":"m","model_version":"1","tenth":0.1,"nan":NaN,"inf":Infinity,"low":-Infinity}'
 
 
-def test_number_that_is_none_is_written_as_its_token_bare_or_in_a_list() -> None:
+def test_non_finite_number_is_written_as_token_alone_or_in_a_list() -> None:
     outputs = [Tensor(str(n), DataType.FP32, np.full(n, np.nan, np.float32)) for n in (1, 2)]
     text = encode_generate_response(InferResponse("m", "1", "", outputs))
     assert text == b'{"model_name":"m","model_version":"1","1":NaN,"2":[NaN,NaN]}'

@@ -53,7 +53,7 @@ def test_error_bears_the_names_of_its_request(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05m", b"\x0a\x01\xff"])
-def test_error_of_what_is_no_message_has_no_names(data: bytes) -> None:
+def test_error_of_a_malformed_message_has_no_names(data: bytes) -> None:
     message = read(encode_stream_error(data, "no good"))
     assert (message.error_message, message.infer_response.id) == ("no good", "")
 
@@ -62,7 +62,7 @@ def test_error_without_a_text_still_is_one() -> None:
     assert read(encode_stream_error(b"", "")).error_message
 
 
-def test_version_that_was_to_answer_is_told_where_it_is_known() -> None:
+def test_error_names_the_version_if_it_is_known() -> None:
     request = service_pb2.ModelInferRequest(model_name="m", id="7")
     assert read(encode_stream_error(request.SerializeToString(), "no good")).infer_response.model_version == ""
     assert read(encode_stream_error(request.SerializeToString(), "no good", "3")).infer_response.model_version == "3"

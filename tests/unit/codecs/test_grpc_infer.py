@@ -174,7 +174,7 @@ def test_no_cut_or_flipped_byte_of_a_request_raises_anything_but_a_refusal() -> 
 
 
 def outcome(data: bytes) -> object:
-    """What came of reading a request, in a form that compares."""
+    """The result of reading a request, in a comparable form."""
     try:
         read = decode_request(data)
     except ServeError as error:
@@ -189,7 +189,7 @@ IDS: Final = st.one_of(TEXTS, st.integers(0, 9).map(str))
 
 
 def split_by_protobuf(data: bytes) -> tuple[bytes, str, list[memoryview], dict[int, bytes]]:
-    """What ``split_request`` is to find, as protobuf finds it."""
+    """The expected result of ``split_request``, computed with protobuf."""
     try:
         message = ModelInferRequest.FromString(data)
     except DecodeError:
@@ -242,7 +242,7 @@ def requests(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=requests())
-def test_request_is_what_protobuf_makes_of_it(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoded_request_equals_that_of_protobuf(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(grpc_infer, "split_request", split_by_protobuf)
         expected = outcome(data)
@@ -319,7 +319,7 @@ def test_id_that_is_no_text_is_refused_and_of_two_the_last_counts() -> None:
     expect_invalid(head + b"\x1a\1\xff" + raw, "not a valid message of type inference.ModelInferRequest")
 
 
-def test_heads_are_known_whatever_ids_and_contents_come_with_them() -> None:
+def test_head_is_cached_for_any_id_and_contents() -> None:
     grpc_infer._cached_head.cache_clear()
     for number in range(20):
         message = request(("x", "UINT8", [1]), raw=[bytes([number])])

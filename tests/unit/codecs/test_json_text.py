@@ -27,7 +27,7 @@ def test_tokens_are_read_beside_everything_else() -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[NaN", b"nan", b"[1e400, NaN]", b"\xff", b"[" * 100_000 + b"NaN"])
-def test_what_is_no_json_is_refused(text: bytes) -> None:
+def test_invalid_json_is_rejected(text: bytes) -> None:
     with pytest.raises(ServeError, match="failed to parse the request JSON buffer") as caught:
         parse_json(text)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
@@ -145,7 +145,7 @@ def test_integers_arrive_to_the_ends_of_their_range_and_not_beyond(datatype: Dat
         ({}, "an object"),
     ],
 )
-def test_nothing_but_an_integer_becomes_one(datatype: DataType, odd: object, came: str) -> None:
+def test_only_integers_become_integers(datatype: DataType, odd: object, came: str) -> None:
     expect_wrong_type([odd], datatype, "integers", came)
     expect_wrong_type([1, odd, 1], datatype, "integers", came)
 
@@ -154,7 +154,7 @@ def test_nothing_but_an_integer_becomes_one(datatype: DataType, odd: object, cam
 @pytest.mark.parametrize(
     ("odd", "came"), [("1", "a string"), (True, "a boolean"), (None, "null"), ({}, "an object"), ("NaN", "a string")]
 )
-def test_nothing_but_a_number_becomes_one(datatype: DataType, odd: object, came: str) -> None:
+def test_only_numbers_become_numbers(datatype: DataType, odd: object, came: str) -> None:
     expect_wrong_type([odd], datatype, "numbers", came)
     expect_wrong_type([1, odd, 0.5], datatype, "numbers", came)
 
@@ -178,7 +178,7 @@ def test_number_beyond_the_range_is_refused_rather_than_made_infinite(
 
 
 @pytest.mark.parametrize("datatype", FLOATS)
-def test_numbers_of_either_form_and_those_that_are_none_arrive(datatype: DataType) -> None:
+def test_numbers_of_both_forms_and_non_finite_ones_arrive(datatype: DataType) -> None:
     decoded = values(decode([1, 0.5, -2, float("inf"), float("-inf"), float("nan")], datatype, 6), datatype)
     np.testing.assert_array_equal(decoded, [1, 0.5, -2, np.inf, -np.inf, np.nan])
 
@@ -234,7 +234,7 @@ def test_truth_values_come_as_such_or_as_0_and_1() -> None:
         expect_wrong_type([True, 1, odd], DataType.BOOL, wanted, came)
 
 
-def test_texts_arrive_whatever_is_in_them() -> None:
+def test_texts_with_any_characters_arrive() -> None:
     texts = ["", "a", "größer", "nul\0inside", "\U0001f600", "x" * 1000]
     assert decode(texts, DataType.BYTES, 6).tolist() == texts
 
@@ -242,7 +242,7 @@ def test_texts_arrive_whatever_is_in_them() -> None:
 @pytest.mark.parametrize(
     ("odd", "came"), [(1, "1"), (1.5, "1.5"), (True, "a boolean"), (None, "null"), ({}, "an object")]
 )
-def test_nothing_but_a_string_becomes_one(odd: object, came: str) -> None:
+def test_only_strings_become_strings(odd: object, came: str) -> None:
     expect_wrong_type([odd], DataType.BYTES, "strings", came)
     expect_wrong_type(["a", odd], DataType.BYTES, "strings", came)
 
@@ -264,7 +264,7 @@ def test_lone_surrogate_is_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("datatype", [DataType.INT32, DataType.FP32, DataType.BYTES])
-def test_elements_are_taken_in_row_major_order_whatever_their_nesting(datatype: DataType, data: list[Any]) -> None:
+def test_elements_are_read_in_row_major_order_at_any_nesting(datatype: DataType, data: list[Any]) -> None:
     if datatype is DataType.BYTES:
         data = orjson.loads("".join(f'"{c}"' if c.isdigit() else c for c in orjson.dumps(data).decode()))
     wanted = np.array([[1, 2, 3], [4, 5, 6]])

@@ -66,7 +66,7 @@ def test_integers_of_any_size_are_numbers_and_keys_of_maps_are_texts() -> None:
     assert (shown["parameters"], shown["metric_tags"]) == ({"a": {"string_value": "b"}}, {"c": "d"})
 
 
-def test_what_is_not_set_has_no_key_where_clients_decide_by_the_key() -> None:
+def test_unset_members_have_no_key_if_clients_check_for_the_key() -> None:
     shown = config_json(parse('model_warmup { inputs { key: "x" value { zero_data: true } } }'))
     for absent in ("dynamic_batching", "sequence_batching", "ensemble_scheduling", "response_cache", "optimization"):
         assert absent not in shown
@@ -80,7 +80,7 @@ def test_reading_takes_texts_for_integers_and_both_spellings_of_names() -> None:
     )
 
 
-def test_what_is_shown_can_be_read_again() -> None:
+def test_shown_configuration_can_be_read_again() -> None:
     assert parse_config_json(json.dumps(config_json(parse(EXAMPLE)))) == parse(EXAMPLE)
 
 
@@ -99,7 +99,7 @@ def test_what_is_shown_can_be_read_again() -> None:
         ('{"dynamic_batching": {}, "sequence_batching": {}}', "scheduling_choice"),
     ],
 )
-def test_what_is_no_configuration_is_refused_in_one_line(text: str | bytes, problem: str) -> None:
+def test_invalid_configuration_is_rejected_in_one_line(text: str | bytes, problem: str) -> None:
     with pytest.raises(ServeError, match=problem) as caught:
         parse_config_json(text)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
@@ -115,7 +115,7 @@ def test_both_spellings_of_lists_and_messages_are_read() -> None:
     assert [list(tensor.dims) for tensor in one.input] == [[-1, 16], [3]]
 
 
-def test_empty_file_says_nothing() -> None:
+def test_empty_file_holds_nothing() -> None:
     assert parse_config_text(b"") == ModelConfig()
 
 
@@ -131,14 +131,14 @@ def test_empty_file_says_nothing() -> None:
         (b"\xff", "is not valid UTF-8"),
     ],
 )
-def test_what_is_not_understood_is_told_with_its_place(content: bytes, problem: str) -> None:
+def test_syntax_errors_name_line_and_column(content: bytes, problem: str) -> None:
     with pytest.raises(ServeError) as caught:
         parse_config_text(content)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert problem in caught.value.message
 
 
-def test_what_is_set_is_listed_by_its_path_whatever_list_or_map_it_is_in() -> None:
+def test_set_fields_in_lists_and_maps_are_listed_by_path() -> None:
     config = text_format.Parse(
         'max_batch_size: 1 input { name: "x" } input { optional: true } dynamic_batching {} '
         'parameters { key: "k" value { string_value: "v" } } metric_tags { key: "k" value: "v" } '

@@ -171,7 +171,7 @@ def test_every_datatype_arrives_in_binary_and_in_json(datatype: DataType) -> Non
         np.testing.assert_array_equal(tensor.array, array)
 
 
-def test_tokens_for_numbers_that_are_none_are_read() -> None:
+def test_tokens_for_non_finite_numbers_are_read() -> None:
     body = b'{"inputs":[{"name":"x","shape":[4],"datatype":"FP32","data":[NaN,Infinity,-Infinity,1.5]}]}'
     np.testing.assert_array_equal(decode(body).inputs[0].array, np.array([np.nan, np.inf, -np.inf, 1.5], np.float32))
 
@@ -547,7 +547,7 @@ def test_binary_answer_without_bytes_is_plain_json() -> None:
 
 
 @pytest.mark.parametrize("datatype", [DataType.FP16, DataType.BF16, DataType.FP32, DataType.FP64])
-def test_numbers_that_are_none_are_written_as_tokens_and_the_others_as_ever(datatype: DataType) -> None:
+def test_non_finite_numbers_are_written_as_tokens_among_others(datatype: DataType) -> None:
     array = np.array([np.nan, np.inf, -np.inf, 0.1, 3.0], np.float32)
     if datatype is DataType.BF16:
         array = (array.view(np.uint32) >> 16).astype(np.uint16)

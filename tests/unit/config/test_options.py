@@ -84,7 +84,7 @@ def test_constructing_options_does_not_read_the_environment(monkeypatch: pytest.
     assert type(read_options({})) is ServerOptions
 
 
-def test_every_bad_value_is_told_with_its_source_expectation_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bad_value_is_reported_with_source_expectation_and_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ORTSERVE_GRPC_PORT", "tcp://10.0.0.1:8001")
 
     assert set(problems_of({"http_port": "99999", "log_level": "loud", "execution_providers": []})) == {
@@ -104,7 +104,7 @@ def test_every_bad_value_is_told_with_its_source_expectation_and_value(monkeypat
         ("host", "", "IP address or host name"),
     ],
 )
-def test_text_that_is_not_just_any_text_is_told_what_it_should_be(name: str, value: str, expected: str) -> None:
+def test_constrained_texts_are_rejected_with_their_expected_form(name: str, value: str, expected: str) -> None:
     flag = f"--{name.replace('_', '-')}"
     assert problems_of({name: value}) == (f"{flag}: expected {expected}, got '{value}'",)
 

@@ -95,7 +95,7 @@ def test_bad_file_is_refused_by_schema_and_server(tmp_path: Path, text: str) -> 
     assert not is_taken_by_the_server(tmp_path, text)
 
 
-def test_every_key_is_described_for_whoever_points_at_it() -> None:
+def test_every_key_has_a_description() -> None:
     schema = make_schema()
     assert schema["properties"].keys() == ModelOptions.model_fields.keys()
     assert [name for name, told in schema["properties"].items() if not told.get("description")] == []

@@ -31,7 +31,7 @@ NO_ENTRIES = {
     "memory.enable_memory_arena_shrinkage",
     # Changed while a session runs.
     "ep.dynamic.workload_type",
-    # How a plug-in is told an option of its own.
+    # How a plug-in gets an option of its own.
     "ep.openvinoexecutionprovider.hardware_device_type",
     # How a package of models spells the settings of sessions; as entries they do nothing, which was tried.
     "session.enable_cpu_mem_arena",
@@ -120,7 +120,7 @@ def test_entry_that_reaches_beyond_the_model_is_among_those_with_files(entry: st
     assert entry in FILE_ENTRIES
 
 
-def test_misspelt_entry_is_told_with_the_one_that_was_meant() -> None:
+def test_misspelt_entry_is_rejected_with_a_suggestion() -> None:
     assert check_session_entry("session.disable_prepacking") == "session.disable_prepacking"
     with pytest.raises(ValueError, match=r"did you mean 'session\.disable_prepacking'\?"):
         check_session_entry("session.disable_prepack")

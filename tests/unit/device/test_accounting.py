@@ -7,7 +7,7 @@ from ortserve.device.protocol import MemoryInfo
 from ortserve.errors import ErrorKind, ServeError
 
 
-def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
+def test_allocation_without_room_is_rejected_with_the_missing_bytes() -> None:
     ledger = Ledger("cuda:1", lambda: MemoryInfo(3 * 2**20, 2**30))
     ledger.check_room("m/1", {"weights": 2**20, "buffers": 2 * 2**20})
     with pytest.raises(ServeError) as refused:
@@ -19,7 +19,7 @@ def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
     )
 
 
-def test_accounts_tell_who_has_what_for() -> None:
+def test_accounts_list_bytes_by_owner_and_purpose() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     a, b = ledger.open("a"), ledger.open("b")
     a.enter("buffers", 10)
@@ -32,7 +32,7 @@ def test_accounts_tell_who_has_what_for() -> None:
     assert ledger.totals() == {}
 
 
-def test_an_owner_who_is_there_twice_has_the_sum_until_one_of_them_goes() -> None:
+def test_two_accounts_of_an_owner_are_summed_until_one_closes() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     old, new = ledger.open("m/1"), ledger.open("m/1")
     old.enter("buffers", 10)
@@ -60,5 +60,5 @@ def test_memory_of_the_host_is_in_books_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")]
 )
-def test_bytes_are_told_in_the_largest_unit(nbytes: int, told: str) -> None:
+def test_bytes_are_formatted_in_the_largest_unit(nbytes: int, told: str) -> None:
     assert format_bytes(nbytes) == told

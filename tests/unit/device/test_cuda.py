@@ -182,7 +182,7 @@ def test_answers_in_pinned_memory_stay_as_they_are_while_they_are_read(tmp_path:
     assert not runtime.memory
 
 
-def test_the_session_is_told_of_the_stream_and_whether_to_capture() -> None:
+def test_session_options_name_the_stream_and_the_capture() -> None:
     cuda, tensorrt = DEVICE_PROVIDERS[CUDA], DEVICE_PROVIDERS[TENSORRT]
     assert cuda.provider_options(4711, captures=True) == {
         "user_compute_stream": "4711",
@@ -267,7 +267,7 @@ json.dump({name: one if isinstance(one, int) else one and one.__doc__ for name, 
 
 @pytest.fixture
 def runtime_of_cupy() -> dict[str, int | str | None]:
-    """What there is of ``HostRuntime``'s names: values of constants, and first lines like ``free(intptr_t ptr)``.
+    """The definitions of ``HostRuntime``'s names: values of constants, and first lines like ``free(intptr_t ptr)``.
 
     Its import takes no GPU. It is the environment's own where there is one, which a GPU's is.
     """

@@ -69,7 +69,7 @@ def test_a_single_session_would_replay_its_first_batch_for_all_and_is_seen_to(tm
         assert stream_of_requests(made, 20) == 0
 
 
-def test_what_no_graph_is_for_runs_in_the_session_without(tmp_path: Path) -> None:
+def test_runs_without_a_graph_use_the_session_without_graphs(tmp_path: Path) -> None:
     device = OneEach()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
         x = numbered(11, 1)
@@ -119,7 +119,7 @@ def test_a_capture_that_fails_and_goes_on_is_ended_before_anything_else(tmp_path
         assert stream_of_requests(made, 50) == 0
 
 
-def test_what_sessions_that_were_given_up_took_is_in_no_account(tmp_path: Path) -> None:
+def test_memory_of_freed_sessions_is_in_no_account(tmp_path: Path) -> None:
     each = 100 * 2**20
 
     class Weighs(OneEach):
@@ -245,6 +245,6 @@ def test_an_id_stands_for_one_number_of_rows_and_one_set(rows: int, index: int, 
 
 
 @given(ROWS, SET)
-def test_an_id_is_none_of_onnx_runtimes_own(rows: int, index: int) -> None:
+def test_graph_ids_differ_from_onnx_runtimes_own(rows: int, index: int) -> None:
     assert graph_id(rows, index) not in (0, NO_GRAPH)
     assert graph_id(rows, index) < 2**31

@@ -27,7 +27,7 @@ def copied(device: HostDevice, value: int, *, waits: bool) -> int:
 
 
 @pytest.mark.parametrize("pace", Pace)
-def test_a_stream_that_waits_for_an_event_sees_what_came_before_it(pace: Pace) -> None:
+def test_stream_that_waits_for_an_event_sees_the_work_before_it(pace: Pace) -> None:
     for seed in range(20):
         assert copied(HostDevice(pace=pace, seed=seed), 7, waits=True) == 7
 
@@ -49,7 +49,7 @@ def test_memory_that_is_overwritten_before_its_copy_shows() -> None:
     assert target[0] == 8
 
 
-def test_an_event_stands_for_what_was_enqueued_when_it_was_waited_for() -> None:
+def test_event_represents_the_work_enqueued_before_its_recording() -> None:
     device = HostDevice(pace=Pace.LATE)
     first, second = device.make_stream(), device.make_stream()
     event, done = device.make_event(), device.make_event()

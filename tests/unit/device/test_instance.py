@@ -1,4 +1,4 @@
-"""Instances on a device of host memory: right rows whatever the pace, nobody's rows mixed, all memory given back."""
+"""Instances on a device of host memory: right rows at every pace, no mixed rows, all memory released."""
 
 import gc
 import sys
@@ -120,7 +120,7 @@ def test_scores_of_maps_are_on_the_device_like_any_tensor(tmp_path: Path) -> Non
         np.testing.assert_allclose(scores, expected_scores, rtol=1e-5)
 
 
-def test_what_does_not_fit_a_bucket_runs_plainly_and_is_counted(tmp_path: Path) -> None:
+def test_batch_that_fits_no_bucket_runs_plainly_and_is_counted(tmp_path: Path) -> None:
     with on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(), captures=True) as made:
         for rows in (3, 9):
             (y,) = landed(made.start(batch_of((numbered(rows, rows),))))
@@ -153,7 +153,7 @@ def test_a_graph_is_only_ever_run_with_the_binding_of_its_rows_and_set(tmp_path:
 
 
 def test_a_replay_ignores_the_binding_it_is_given(tmp_path: Path) -> None:
-    """What ONNX Runtime does, and the device of host memory after it: it is why ids are made of rows and set."""
+    """Behaviour of ONNX Runtime that the host device copies: the reason why ids are made of rows and set."""
     device = HostDevice()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:
         binding = made.instance._binding
@@ -169,7 +169,7 @@ def test_a_replay_ignores_the_binding_it_is_given(tmp_path: Path) -> None:
 
 
 class NeverRight(HostDevice):
-    """A device whose replays compute with what was bound when the graph was made, which is somebody else's."""
+    """A device whose replays compute with what was bound when the graph was made, which belongs to another batch."""
 
     def _choose_binding(self, bound: BoundRun) -> ort.IOBinding:
         captured = super()._choose_binding(bound)
@@ -356,7 +356,7 @@ def test_models_whose_rows_do_not_fix_all_shapes_have_no_buffers(tmp_path: Path,
 
 
 class Failing:
-    """A session that fails when it is told to."""
+    """A session that fails on demand."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
@@ -421,7 +421,7 @@ def test_nothing_of_a_batch_that_failed_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pace", Pace)
-def test_a_lost_device_is_lost_for_all_who_use_it(tmp_path: Path, pace: Pace) -> None:
+def test_lost_device_is_lost_for_all_instances(tmp_path: Path, pace: Pace) -> None:
     opening, sessions = failing_on_device(builders.identity(tmp_path / "m.onnx"), HostDevice(pace=pace))
     with opening as made:
         sessions[0].error = "CUDA failure 700: an illegal memory access was encountered"
@@ -498,7 +498,7 @@ def test_arenas_are_shrunk_after_runs_on_buffers_and_not_after_replays(tmp_path:
             binding.bind(2, binding.sets[0], is_graph=True).options.get_run_config_entry(key)
 
 
-def test_streams_of_a_session_that_somebody_holds_are_left_to_it(tmp_path: Path) -> None:
+def test_streams_of_a_session_that_still_exists_are_leaked(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "m.onnx")
     device = HostDevice()
     held: list[ort.InferenceSession] = []
@@ -547,7 +547,7 @@ def test_buffers_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path
     assert device.handles == 0
 
 
-def test_a_device_that_cannot_do_what_was_expected_runs_plainly(tmp_path: Path) -> None:
+def test_device_whose_buffers_fail_runs_plainly(tmp_path: Path) -> None:
     class Unlike(HostDevice):
         def make_event(self, *, is_timed: bool = False) -> int:
             raise RuntimeError("cudaErrorNotSupported: operation not supported")
@@ -561,7 +561,7 @@ def test_a_device_that_cannot_do_what_was_expected_runs_plainly(tmp_path: Path) 
         assert made.instance.counts.plain == {"unbound": 1}
 
 
-def test_what_a_session_takes_is_in_the_accounts_though_it_has_no_buffers(tmp_path: Path) -> None:
+def test_session_without_buffers_is_accounted(tmp_path: Path) -> None:
     device = HostDevice()
 
     def weigh(session: ort.InferenceSession) -> ort.InferenceSession:
@@ -573,7 +573,7 @@ def test_what_a_session_takes_is_in_the_accounts_though_it_has_no_buffers(tmp_pa
         assert made.opened.ledger.totals() == {"m/1": {"session": 3000}}
 
 
-def test_what_is_freed_of_a_lost_device_is_all_that_can_be(tmp_path: Path) -> None:
+def test_lost_device_frees_all_host_resources(tmp_path: Path) -> None:
     class Lost(HostDevice):
         """Gives nothing of itself back any more."""
 
@@ -690,7 +690,7 @@ def test_memory_of_the_host_is_in_the_accounts_and_never_the_devices(tmp_path: P
     assert device.handles == 0
 
 
-def test_memory_of_the_host_that_came_to_nothing_is_in_no_account(tmp_path: Path) -> None:
+def test_failed_host_allocation_is_in_no_account(tmp_path: Path) -> None:
     device = Forgetful(1)
     device.forgets = True
     with on_device(builders.identity(tmp_path / "m.onnx"), device) as made:
@@ -735,7 +735,7 @@ def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
     assert threading.active_count() == threads
 
 
-def test_what_a_capture_takes_is_in_the_accounts(tmp_path: Path) -> None:
+def test_memory_of_captures_is_accounted(tmp_path: Path) -> None:
     class Keeping(HostDevice):
         """A device whose graphs keep memory."""
 

@@ -59,7 +59,7 @@ class FakeNvml:
         return answer
 
 
-def test_what_a_gpu_tells_is_read_in_tritons_units_and_the_rest_left_out() -> None:
+def test_gpu_readings_have_tritons_units_and_omit_unsupported_values() -> None:
     library = FakeNvml()
     reader = GpuReader({}, library)
     library.energy_mj += 2_500

@@ -1,4 +1,4 @@
-"""What errors of CUDA and ONNX Runtime mean; the texts are theirs."""
+"""The meaning of errors of CUDA and ONNX Runtime; the texts are theirs."""
 
 import pytest
 
@@ -31,7 +31,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
 def test_an_error_is_known_by_its_text(text: str, kind: type[ServeError]) -> None:
     failure = device_run_error(RuntimeError(text), "cuda:0")
     assert type(failure) is kind
-    assert text.partition(" ; GPU=")[0] in failure.message  # on which host is nobody's business
+    assert text.partition(" ; GPU=")[0] in failure.message  # the host is not shown
 
 
 def test_a_lost_device_is_not_ready_and_a_bad_batch_is_internal() -> None:
@@ -40,5 +40,5 @@ def test_a_lost_device_is_not_ready_and_a_bad_batch_is_internal() -> None:
     assert device_run_error(RuntimeError("x"), "cuda:0").kind is ErrorKind.INTERNAL
 
 
-def test_paths_are_nobodys_business() -> None:
+def test_paths_are_removed_from_errors() -> None:
     assert "/home" not in device_run_error(RuntimeError("/home/x/model.onnx: CUDA failure 700"), "cuda:0").message

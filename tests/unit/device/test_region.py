@@ -36,7 +36,7 @@ class Callers:
 
 
 @pytest.mark.parametrize("pace", Pace)
-def test_what_is_read_and_written_is_the_callers_memory(pace: Pace) -> None:
+def test_reads_and_writes_use_the_callers_memory(pace: Pace) -> None:
     callers = Callers(HostDevice(pace=pace))
     region = callers.open()
     assert region.read(4, 8) == CONTENT[4:12]
@@ -57,9 +57,7 @@ def test_what_is_read_and_written_is_the_callers_memory(pace: Pace) -> None:
         (None, 65, "expected byte_size within the 64 bytes of its memory, got 65"),
     ],
 )
-def test_what_is_no_such_memory_is_refused_and_nothing_stays_open(
-    handle: bytes | None, byte_size: int, told: str
-) -> None:
+def test_invalid_handle_is_rejected_and_closed(handle: bytes | None, byte_size: int, told: str) -> None:
     callers = Callers()
     with pytest.raises(ServeError) as refused:
         callers.open(byte_size, handle)
@@ -82,7 +80,7 @@ def test_where_there_is_no_such_gpu_it_is_said_why() -> None:
 
 
 class Failing(HostDevice):
-    """A device whose copies fail as they are told to."""
+    """A device whose copies fail on demand."""
 
     error = ""
     is_lost = False
@@ -103,7 +101,7 @@ class Failing(HostDevice):
         return super().memory()
 
 
-def test_a_copy_that_fails_is_told_and_the_next_may_go_well() -> None:
+def test_failed_copy_is_reported_and_the_next_may_succeed() -> None:
     device = Failing()
     callers = Callers(device)
     region = callers.open()

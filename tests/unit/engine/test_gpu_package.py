@@ -76,7 +76,7 @@ def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> 
     return [_REFUSED.search(problem) is not None for problem in problems]
 
 
-def test_what_is_checked_here_is_taken_by_onnx_runtime_as_it_is_told(tmp_path: Path, provider: str) -> None:
+def test_onnx_runtime_accepts_checked_options_unchanged(tmp_path: Path, provider: str) -> None:
     options: list[dict[str, str]] = []
     for name, rule in _RULES[provider].items():
         for value in _VALUES:
@@ -89,13 +89,13 @@ def test_what_is_checked_here_is_taken_by_onnx_runtime_as_it_is_told(tmp_path: P
     assert [option for option, is_refused in zip(options, taken, strict=True) if is_refused] == []
 
 
-def test_what_is_wrong_is_refused_by_onnx_runtime_too(tmp_path: Path, provider: str) -> None:
+def test_onnx_runtime_rejects_wrong_values_too(tmp_path: Path, provider: str) -> None:
     """So that what it takes is no matter of course."""
     wrong = [{"no_such_option": "1"}, {"trt_fp16_enable" if provider == TENSORRT else "use_tf32": "maybe"}]
     assert refused(builders.mlp(tmp_path / "m.onnx"), provider, wrong) == [True, True]
 
 
-def test_what_sessions_on_buffers_are_told_is_taken(tmp_path: Path, provider: str) -> None:
+def test_onnx_runtime_accepts_the_options_of_sessions_on_buffers(tmp_path: Path, provider: str) -> None:
     use = DEVICE_PROVIDERS[provider]
     told = [use.provider_options(2**63 - 1, captures=captures) for captures in (False, True)]
     assert refused(builders.mlp(tmp_path / "m.onnx"), provider, told) == [False, False]

@@ -1,4 +1,4 @@
-"""Runs on bound buffers: the same answers as plain runs, and nobody's memory written to while it is read."""
+"""Runs on bound buffers: the same answers as plain runs, and no memory is written while it is read."""
 
 import random
 import time
@@ -123,7 +123,7 @@ def input_as_output(path: Path) -> Path:
 
 
 def constant_rows(path: Path) -> Path:
-    """Y is two rows, however many go in, whatever the model says."""
+    """Y has two rows for any number of input rows, against the model's declaration."""
     nodes = [helper.make_node("ReduceSum", ["x"], ["s"], keepdims=1), helper.make_node("Add", ["c", "s"], ["y"])]
     return write(path, nodes, [fp32("x", "b", 4)], [fp32("y", "b", 4)], {"c": np.zeros((2, 4), np.float32)})
 
@@ -149,9 +149,7 @@ def drawn(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("bucket", [0, 16])
-def test_bound_runs_give_what_plain_runs_give_for_any_number_of_rows(
-    tmp_path: Path, open_model: Open, bucket: int
-) -> None:
+def test_bound_runs_equal_plain_runs_for_any_number_of_rows(tmp_path: Path, open_model: Open, bucket: int) -> None:
     model = open_model(builders.mlp(tmp_path / "model.onnx"))
     draw = np.random.default_rng(0)
     model.run(*[draw.standard_normal((1, 64), np.float32)] * 16)
@@ -228,9 +226,7 @@ def test_shape_that_turns_out_to_depend_on_the_data_costs_no_caller_its_answer(
     assert model.pool is None
 
 
-def test_failed_batch_is_told_in_the_words_of_a_plain_run_and_the_next_is_bound_again(
-    tmp_path: Path, open_model: Open
-) -> None:
+def test_failed_batch_has_the_error_of_a_plain_run_and_the_next_is_bound(tmp_path: Path, open_model: Open) -> None:
     model = open_model(builders.poison(tmp_path / "model.onnx"))
     good, bad = np.ones((1, 4), np.int64), np.full((1, 4), builders.POISON)
     texts = []
@@ -299,7 +295,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @interpreted_only
-def test_only_what_fills_its_bucket_alone_and_is_large_and_aligned_is_not_copied(
+def test_only_large_aligned_arrays_that_fill_their_bucket_are_not_copied(
     tmp_path: Path, open_model: Open, copies: list[int]
 ) -> None:
     width = LENT_BYTES // 4
@@ -381,7 +377,7 @@ def test_when_all_buffers_are_leased_answers_still_come(tmp_path: Path, open_mod
 
 
 Reader: TypeAlias = tuple[np.ndarray, np.ndarray | memoryview]
-"""What somebody should see, and what he sees."""
+"""The expected values of a reader, and its view."""
 
 
 def check(readers: Iterable[Reader]) -> None:
@@ -391,9 +387,7 @@ def check(readers: Iterable[Reader]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_reader_ever_sees_another_batch_whatever_is_kept_sent_or_dropped(
-    tmp_path: Path, open_model: Open, seed: int
-) -> None:
+def test_kept_answers_never_show_another_batch(tmp_path: Path, open_model: Open, seed: int) -> None:
     """Riders keep their rows, views on them, or bytes not yet sent; all that is free is poisoned at each step."""
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
     model = open_model(builders.mlp(tmp_path / "model.onnx"))

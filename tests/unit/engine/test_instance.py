@@ -122,7 +122,7 @@ def test_padded_strings_come_back_without_padding(tmp_path: Path, open_instance:
     assert instance.run(batch_of(*texts, bucket=8)).outputs[0].tolist() == ["a", "b", "c"]
 
 
-def test_output_whose_rows_are_not_the_buckets_is_left_as_it_is(tmp_path: Path, open_instance: Open) -> None:
+def test_output_with_other_rows_than_the_bucket_stays_unchanged(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.two_batch_names(tmp_path / "model.onnx"))  # rows of a by rows of b
     b = np.ones((2, 4), np.float32)
     (output,) = instance.run(Batch(((np.ones((5, 4), np.float32),), (b,)), 2, 4)).outputs
@@ -213,7 +213,7 @@ def test_parts_that_do_not_fit_together_are_a_failed_run(tmp_path: Path, open_in
     assert outcome.kind is ErrorKind.INTERNAL
 
 
-def test_close_finishes_what_was_started_then_ends_the_worker(tmp_path: Path, open_instance: Open) -> None:
+def test_close_finishes_started_work_then_ends_the_worker(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.slow(tmp_path / "model.onnx", steps=2000))
     outcomes: list[BatchResult | Exception] = []
     threads = set(threading.enumerate())
@@ -236,7 +236,7 @@ def test_close_frees_the_session(tmp_path: Path) -> None:
     assert freed() is None
 
 
-def test_waiting_worker_holds_nobodys_arrays(tmp_path: Path, open_instance: Open) -> None:
+def test_waiting_worker_holds_no_arrays(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.identity(tmp_path / "model.onnx"))
     are_freed = [threading.Event(), threading.Event()]
     rows = np.ones((1, 4), np.float32)
@@ -321,7 +321,7 @@ def test_a_loop_without_end_is_ended_and_the_instance_runs_on(open_instance: Ope
         result, _ = run_on_worker(instance, batch_of(np.array([3])))
         assert isinstance(result, BatchResult)
         assert result.outputs[0] == 3
-    # What comes too late for a run ends none of those that follow.
+    # A termination after the run does not end later runs.
     instance.terminate()
     assert instance.run(batch_of(np.array([4]))).outputs[0] == 4
 
@@ -336,7 +336,7 @@ def test_an_abandoned_instance_is_not_waited_for(open_instance: Open, tmp_path: 
     instance.terminate()
     while instance.is_running:
         time.sleep(0.001)
-    assert outcomes.empty(), "the loop that would be told may be gone"
+    assert outcomes.empty(), "the loop may be closed by then"
 
 
 def resident_bytes() -> int:

@@ -1,4 +1,4 @@
-"""What is read from each of the tiny models."""
+"""The signature of each of the tiny models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_free_dimensions_are_known_by_their_names(tmp_path: Path) -> None:
     assert read(builders.unnamed_dims(path)).inputs[0].dim_names == ("", "")
 
 
-def test_what_a_model_can_do_without_is_named_and_left_out(tmp_path: Path) -> None:
+def test_dispensable_tensors_of_unsupported_types_are_left_out_and_named(tmp_path: Path) -> None:
     sequence = read(interfaces.optional_sequence(tmp_path / "model.onnx"))
     assert list(sequence.inputs_by_name) == ["x"]
     assert "optional(seq(tensor(float)))" in sequence.unserved_inputs["more"]
@@ -168,7 +168,9 @@ def test_sequence_beside_bfloat16_is_left_out(tmp_path: Path) -> None:
         (interfaces.sequence_input, "input 'x' has type seq(tensor(float)), which is not supported"),
     ],
 )
-def test_what_a_model_cannot_do_without_fails_it(tmp_path: Path, build: Callable[[Path], Path], text: str) -> None:
+def test_required_input_of_an_unsupported_type_fails_the_model(
+    tmp_path: Path, build: Callable[[Path], Path], text: str
+) -> None:
     with pytest.raises(ServeError) as caught:
         read(build(tmp_path / "model.onnx"))
     assert caught.value.kind is ErrorKind.UNSUPPORTED
@@ -193,7 +195,7 @@ def test_default_without_rows_leaves_the_model_batched_and_is_whole(tmp_path: Pa
         assert signature.inputs[1] == TensorSpec("scale", FP32, expected, is_optional=True, batch_axis=None)
 
 
-def test_tensors_of_any_shape_are_told_from_those_without_axes(tmp_path: Path) -> None:
+def test_tensors_of_any_shape_are_distinguished_from_scalars(tmp_path: Path) -> None:
     signature = read(interfaces.any_shape(tmp_path / "model.onnx"))
     assert [(spec.name, spec.shape, spec.has_any_shape) for spec in signature.inputs] == [
         ("x", (), True),

@@ -133,7 +133,7 @@ def test_long_names_of_nodes_are_cut() -> None:
     assert len(error.node) < 150
 
 
-def test_node_is_not_read_from_what_a_kernel_quotes() -> None:
+def test_quoted_text_of_a_kernel_is_not_read_as_a_node() -> None:
     quoted = NODE.replace("''", "'forged'")
     error = run_error(ort_errors.Fail(f"[ONNXRuntimeError] : 1 : FAIL : {NODE}no category {quoted}"))
     assert isinstance(error, ModelRejectionError)

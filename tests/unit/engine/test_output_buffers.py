@@ -1,4 +1,4 @@
-"""Memory of outputs is used again when nobody can see it any more, and not before."""
+"""Memory of outputs is reused once no view of it exists, and not before."""
 
 import sys
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def test_size_of_a_set_counts_whole_cache_lines() -> None:
     assert set_nbytes([RowLayout(np.dtype(np.float32), (16,)), RowLayout(np.dtype(np.bool_), ())], 4) == 256 + 64
 
 
-def test_leases_are_told_by_references_only_where_these_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_by_references_need_exact_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_tell_leases()
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     assert not can_tell_leases()

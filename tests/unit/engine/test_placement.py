@@ -98,7 +98,7 @@ def test_nodes_on_others_than_the_chosen_provider_are_named(tmp_path: Path) -> N
     assert describe_elsewhere(CPU, placed) == ""
 
 
-def test_many_nodes_and_long_names_are_told_in_short(tmp_path: Path) -> None:
+def test_many_nodes_and_long_names_are_abbreviated(tmp_path: Path) -> None:
     nodes = [("Elu", "", f"{number:02}{'n' * 1000}") for number in range(62)]
     told = describe_elsewhere(CUDA, placed_on_cpu(chain(tmp_path / "model.onnx", *nodes)))
     assert told.endswith(f"'49{'n' * 126}' and 12 more")
@@ -107,7 +107,7 @@ def test_many_nodes_and_long_names_are_told_in_short(tmp_path: Path) -> None:
     assert describe_elsewhere(CUDA, exactly).endswith(f"'49{'n' * 126}'")
 
 
-def test_node_whose_name_is_no_text_is_told_by_its_operator(tmp_path: Path) -> None:
+def test_node_with_an_invalid_name_is_described_by_its_operator(tmp_path: Path) -> None:
     path = chain(tmp_path / "model.onnx", ("Elu", "", "NAME"))
     path.write_bytes(path.read_bytes().replace(b"NAME", b"\xff\xfeME"))
     assert describe_elsewhere(CUDA, placed_on_cpu(path)) == f"{CPU}: Elu"

@@ -42,7 +42,7 @@ PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "m
             {"trt_fp16_enable": "true", "trt_auxiliary_streams": "-1"},
         ),
         (TENSORRT, PROFILE, PROFILE),
-        (TENSORRT, {"trt_cuda_graph_enable": "true"}, {}),  # which sessions are told so is decided for each
+        (TENSORRT, {"trt_cuda_graph_enable": "true"}, {}),  # set for each session
         (TENSORRT, {"trt_cuda_graph_enable": "false"}, {}),
         (
             TENSORRT,
@@ -136,16 +136,14 @@ def test_options_of_openvino_are_properties_of_its_device(
         (OPENVINO, {"load_config": "{"}, 'load_config: expected JSON such as {"CPU": {"NUM_STREAMS": "1"}}, got \'{\''),
     ],
 )
-def test_option_that_is_wrong_is_told_with_its_provider_and_what_was_expected(
-    name: str, given: dict[str, str], problem: str
-) -> None:
+def test_wrong_option_is_rejected_with_provider_and_expectation(name: str, given: dict[str, str], problem: str) -> None:
     with pytest.raises(ServeError) as caught:
         make_provider_options(name, given)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == f"execution_providers: {name}: {problem}"
 
 
-def test_provider_with_threads_of_its_own_is_told_how_many_unless_it_was() -> None:
+def test_provider_with_own_threads_gets_their_number_unless_configured() -> None:
     told = with_threads(OPENVINO, make_provider_options(OPENVINO, {}), 2)
     assert json.loads(told["load_config"])["CPU"]["INFERENCE_NUM_THREADS"] == "2"
     given = make_provider_options(OPENVINO, {"num_of_threads": "1"})

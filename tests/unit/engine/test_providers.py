@@ -64,7 +64,7 @@ def test_first_wish_that_is_offered_is_chosen(
     assert choice.passed_over == tuple(f"{name} is not offered by this ONNX Runtime" for name in passed_over)
 
 
-def test_wishes_that_nothing_meets_are_an_error_that_names_wishes_reasons_and_offer() -> None:
+def test_unavailable_wishes_are_an_error_that_names_wishes_reasons_and_offer() -> None:
     with pytest.raises(ServeError) as caught:
         choose_provider(["tensorrt", "gpu"], offering(CUDA, CPU))
     assert caught.value.kind is ErrorKind.INVALID_INPUT
@@ -122,13 +122,13 @@ def test_wish_may_bring_options_which_go_to_its_own_provider_only() -> None:
     ]
 
 
-def test_nothing_stands_behind_the_cpu_and_nothing_ahead_of_the_choice_beside_it() -> None:
+def test_no_provider_is_attached_behind_the_cpu_or_ahead_of_the_choice() -> None:
     choice = choose_provider(["openvino", "cpu", "cuda"], offering(CUDA, CPU))
     assert attached(choice) == [(CPU, {})]
     assert choice.passed_over == ("OpenVINOExecutionProvider is not offered by this ONNX Runtime",)
 
 
-def test_wrong_option_is_told_wherever_the_wish_stands_and_whatever_is_offered() -> None:
+def test_wrong_option_of_any_provider_is_named_even_if_the_provider_is_missing() -> None:
     with pytest.raises(ServeError, match="CUDAExecutionProvider: device_id: expected integer, 0 to 1023, got 'first'"):
         choose_provider(["cpu", {"cuda": {"device_id": "first"}}], offering(CPU))
 
@@ -191,7 +191,7 @@ def test_provider_that_is_taken_instead_of_the_one_ahead_has_its_own_gpu_again()
 @pytest.mark.parametrize(
     ("ahead", "number"), [({"tensorrt": {"device_id": 1}}, 1), ("tensorrt", 0), ({"tensorrt": {"device_id": 3}}, 3)]
 )
-def test_another_gpu_than_that_of_the_provider_ahead_is_refused_whatever_is_offered(
+def test_another_gpu_than_that_of_the_provider_ahead_is_rejected_even_if_unavailable(
     ahead: ProviderWish, number: int, offered: tuple[str, ...]
 ) -> None:
     with pytest.raises(ServeError) as caught:

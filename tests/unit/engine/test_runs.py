@@ -54,7 +54,7 @@ def test_absent_inputs_are_not_handed_to_the_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(biased([X, X])[0], 2 * X)
 
 
-def test_only_what_is_served_is_fetched(tmp_path: Path) -> None:
+def test_only_served_outputs_are_fetched(tmp_path: Path) -> None:
     path = interfaces.split_sequence(tmp_path / "model.onnx")
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
     (y,) = PlainRun(session, read_signature(session, read_model(path), served_outputs=["y"])).run([X])

@@ -1,4 +1,4 @@
-"""What the process's ONNX Runtime offers. Plug-ins that work are in the integration tests, in other processes."""
+"""Offers of the process's ONNX Runtime. Plug-ins that work are in the integration tests, in other processes."""
 
 import shutil
 import subprocess
@@ -22,19 +22,19 @@ def install(folder: Path, name: str, content: str) -> None:
     (folder / name / "__init__.py").write_text(content)
 
 
-def test_what_is_built_in_is_asked_for_by_its_name_although_it_has_devices() -> None:
+def test_built_in_provider_with_devices_is_used_by_name() -> None:
     assert [device.ep_name for device in ort.get_ep_devices()] == ["CPUExecutionProvider"]
     assert Runtime().offer("CPUExecutionProvider") == Offer()
 
 
-def test_what_nobody_has_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_provider_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "onnxruntime_ep_broken", PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("NoSuchExecutionProvider", "BrokenExecutionProviders", "Broken", "Broken.ExecutionProvider"):
         assert Runtime().offer(name) == Offer(problem="is not offered by this ONNX Runtime")
 
 
-def test_package_is_asked_for_what_its_name_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_is_loaded_for_providers_with_its_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "onnxruntime_ep_broken", PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     problem = Runtime().offer("BrokenExecutionProvider.AUTO").problem
@@ -70,7 +70,7 @@ def test_library_that_is_no_plug_in_is_named_with_the_reason(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["CPUExecutionProvider", "OpenVINOExecutionProvider", "NoSuchExecutionProvider"])
-def test_no_library_is_missing_for_what_has_none(name: str) -> None:
+def test_provider_without_a_library_misses_none(name: str) -> None:
     assert missing_library(name) == ""
 
 

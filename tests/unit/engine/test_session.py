@@ -83,7 +83,7 @@ def test_file_that_cannot_be_opened_is_named_with_the_reason_but_not_where_it_li
         assert part not in message
 
 
-def test_threads_are_set_and_none_of_them_spins(tmp_path: Path) -> None:
+def test_threads_are_set_and_do_not_spin(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "model.onnx")
     for threads in (1, 3):
         settings = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), threads)).get_session_options()
@@ -181,7 +181,7 @@ def test_usual_settings_suit_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"no library"])
-def test_operator_library_that_is_none_is_told_without_its_folder(tmp_path: Path, content: bytes | None) -> None:
+def test_invalid_operator_library_is_named_without_its_folder(tmp_path: Path, content: bytes | None) -> None:
     library = tmp_path / "ops.so"
     if content is not None:
         library.write_bytes(content)
@@ -242,11 +242,11 @@ def test_arenas_are_shrunk_by_every_run_where_that_is_asked_for(tmp_path: Path) 
 
 def test_an_instance_shrinks_no_arena_of_a_gpu_that_another_is_on() -> None:
     settings = SessionSettings(shrink_arenas=("cpu:0", "gpu:0", "gpu:1", "gpu:7"))
-    assert arenas_of(settings, 1, (0, 1)) == ["cpu:0", "gpu:1", "gpu:7"]  # the last is nobody's, which a run will say
+    assert arenas_of(settings, 1, (0, 1)) == ["cpu:0", "gpu:1", "gpu:7"]  # the last has no device, which a run reports
     assert arenas_of(settings, 0) == list(settings.shrink_arenas)
 
 
-def test_settings_that_are_entries_of_onnx_runtime_are_told_as_such(tmp_path: Path) -> None:
+def test_settings_become_entries_of_onnx_runtime(tmp_path: Path) -> None:
     settings = SessionSettings(thread_affinities="1", dynamic_block_base=4, denormal_as_zero=True)
     options = SessionOptions(ProviderChoice(CPU), 2, settings)
     native = open_session(builders.mlp(tmp_path / "model.onnx"), "m", options).get_session_options()
@@ -289,9 +289,7 @@ def test_optimized_model_is_kept_and_can_be_served_as_it_is(tmp_path: Path) -> N
         ("folder", "…/folder, which is a folder"),
     ],
 )
-def test_optimized_model_that_cannot_be_kept_is_named_with_what_is_expected(
-    tmp_path: Path, file: str, came: str
-) -> None:
+def test_unwritable_optimized_model_is_rejected_with_the_expectation(tmp_path: Path, file: str, came: str) -> None:
     (tmp_path / "folder").mkdir()
     settings = SessionSettings(optimized_model_file=str(tmp_path / file))
     with pytest.raises(ServeError) as caught:
@@ -315,7 +313,7 @@ def test_free_dimension_gets_its_length(tmp_path: Path) -> None:
         open_session(path, "m", options)
 
 
-def test_free_dimension_gets_its_length_by_what_it_is_for(tmp_path: Path) -> None:
+def test_free_dimension_gets_its_length_by_denotation(tmp_path: Path) -> None:
     path = builders.denoted(tmp_path / "model.onnx")
     settings = SessionSettings(free_dimensions_by_denotation={"data_feature": 7})
     session = open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1, settings))

@@ -29,7 +29,7 @@ def test_single_request_is_padded_too() -> None:
     np.testing.assert_array_equal(stage(HostStaging([0]), rows, bucket=4), [rows[0], rows[1], rows[1], rows[1]])
 
 
-def test_what_fills_its_bucket_alone_is_not_copied() -> None:
+def test_array_that_fills_its_bucket_alone_is_not_copied() -> None:
     rows = rows_from(0, 4)
     assert stage(HostStaging([0]), rows, bucket=4) is rows
 
@@ -41,7 +41,7 @@ def unaligned(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bucket", [4, 8])
-def test_what_is_not_aligned_or_contiguous_is_copied_into_a_form_that_is(bucket: int) -> None:
+def test_unaligned_or_strided_arrays_are_copied(bucket: int) -> None:
     rows = rows_from(0, 4)
     for odd in (unaligned(rows), np.asfortranarray(rows), np.repeat(rows, 2, axis=0)[::2]):
         staged = stage(HostStaging([0]), odd, bucket=bucket)
@@ -51,7 +51,7 @@ def test_what_is_not_aligned_or_contiguous_is_copied_into_a_form_that_is(bucket:
         assert not np.shares_memory(staged, odd)
 
 
-def test_buffer_is_used_again_and_shows_nothing_of_the_last_batch() -> None:
+def test_reused_buffer_shows_no_values_of_the_last_batch() -> None:
     staging = HostStaging([0])
     large = stage(staging, rows_from(1000, 4), rows_from(2000, 3), bucket=8)
     small = stage(staging, rows_from(0, 1), rows_from(50, 1), bucket=4)

@@ -27,7 +27,7 @@ def inputs(path: Path) -> tuple[Declared, ...]:
     return read_model(path).graph.inputs
 
 
-def test_no_shape_is_told_from_no_axes(path: Path) -> None:
+def test_missing_shape_is_distinguished_from_no_axes(path: Path) -> None:
     assert names_without_shape(interfaces.any_shape(path)) == {"x", "y"}
     assert names_without_shape(builders.identity(path, DataType.FP32, ())) == set()
 
@@ -54,17 +54,17 @@ def test_models_with_weights_and_declared_shapes_have_none(path: Path, build: ob
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"\xff" * 40, b"ORTM not a message", b"\x3a\xff\xff\x01abc"])
-def test_file_of_another_format_says_nothing(path: Path, content: bytes) -> None:
+def test_file_of_another_format_is_unreadable(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert read_model(path) is UNREADABLE
 
 
-def test_file_that_is_not_there_says_nothing(path: Path) -> None:
+def test_missing_file_is_unreadable(path: Path) -> None:
     assert read_model(path) is UNREADABLE
 
 
-def test_pipe_says_nothing_and_is_not_waited_for(path: Path) -> None:
-    os.mkfifo(path)  # whose opening would wait for somebody to write
+def test_pipe_is_unreadable_and_not_awaited(path: Path) -> None:
+    os.mkfifo(path)  # opening it would wait for a writer
     assert read_model(path) is UNREADABLE
 
 

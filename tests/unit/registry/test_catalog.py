@@ -33,7 +33,7 @@ def test_reason_of_a_state_is_forgotten_in_the_next() -> None:
     assert record.reason == ""
 
 
-def test_explanation_is_what_a_load_is_doing_until_it_has_ended() -> None:
+def test_explanation_is_the_step_of_a_load_until_it_ends() -> None:
     record = in_state(State.LOADING)
     assert record.explanation == "waiting for its turn"
     record.progress = Progress(lambda: 0)

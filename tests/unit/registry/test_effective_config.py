@@ -132,7 +132,7 @@ async def test_rows_elsewhere_than_on_axis_0_are_no_batch_to_clients(tmp_path: P
     assert (shown["max_batch_size"], [len(each["dims"]) for each in shown["input"]]) == (0, [3])
 
 
-async def test_what_config_pbtxt_says_is_shown_where_it_holds(tmp_path: Path) -> None:
+async def test_effective_fields_of_config_pbtxt_are_shown(tmp_path: Path) -> None:
     shown = await describe(
         tmp_path,
         builders.mlp,
@@ -163,7 +163,7 @@ async def test_what_config_pbtxt_says_is_shown_where_it_holds(tmp_path: Path) ->
     assert "response_cache" not in shown
 
 
-async def test_what_model_yaml_says_is_shown_in_tritons_words(tmp_path: Path) -> None:
+async def test_options_of_model_yaml_are_shown_as_tritons_fields(tmp_path: Path) -> None:
     shown = await describe(
         tmp_path,
         builders.mlp,

@@ -1,4 +1,4 @@
-"""What queue policies make of a request."""
+"""Terms of requests under queue policies."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def options(**given: object) -> ModelOptions:
     return ModelOptions.model_validate(given)
 
 
-def test_model_that_says_nothing_has_no_policies() -> None:
+def test_model_without_configuration_has_no_policies() -> None:
     assert not has_queue_policies(options())
     assert not has_queue_policies(options(queue_policy={}))
     assert has_queue_policies(options(queue_policy={"max_requests": 1}))

@@ -154,14 +154,14 @@ async def test_highest_ready_version_answers_for_the_name(tmp_path: Path, load: 
     assert (await double(registry, "m")).tolist() == [[1, 1, 1, 1]]
 
 
-async def test_only_the_latest_version_is_served_unless_told_otherwise(tmp_path: Path, load: Load) -> None:
+async def test_only_the_latest_version_is_served_by_default(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "m", 9)
     put(tmp_path, builders.identity, "m", 10)
     registry = await load()
     assert [record.version for record in registry.records()] == [10]
 
 
-async def test_what_does_not_serve_is_told_in_the_words_clients_know(tmp_path: Path, load: Load) -> None:
+async def test_unavailable_models_are_reported_in_tritons_words(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "good")
     put(tmp_path, interfaces.float8_output, "bad")
     registry = await load()
@@ -240,7 +240,7 @@ async def test_models_that_wait_for_their_turn_are_known_but_not_ready(tmp_path:
 
 @pytest.fixture
 def pipes(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Makes models that ONNX Runtime opens for as long as nobody writes them."""
+    """Makes models whose opening lasts until they are written."""
     made: list[Path] = []
 
     def make_pipe(name: str) -> Path:
@@ -250,7 +250,7 @@ def pipes(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
     yield make_pipe
     for pipe in made:
-        with suppress(OSError):  # nobody reads any more, unless the test failed: then the loader's thread would stay
+        with suppress(OSError):  # no reader is left, unless the test failed: then the loader's thread would stay
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 
@@ -406,7 +406,7 @@ async def test_shapes_that_differ_do_not_disturb_each_other(tmp_path: Path, load
     assert [output.tolist() for (output,) in answers] == [[3], [5], [3], [1], [5]]
 
 
-async def test_caller_who_leaves_frees_his_place_while_the_run_before_still_lasts(tmp_path: Path, load: Load) -> None:
+async def test_cancelled_request_frees_its_place_during_the_run_before(tmp_path: Path, load: Load) -> None:
     put(tmp_path, lambda path: builders.slow(path, steps=30_000), "m", options="max_rows: 1\nwarmup_s: 0")
     served = (await load()).find("m", "")
     rows = np.zeros((1, 4), np.float32)
@@ -421,7 +421,7 @@ async def test_caller_who_leaves_frees_his_place_while_the_run_before_still_last
     await running
 
 
-async def test_close_answers_who_was_admitted_and_then_nobody(tmp_path: Path, load: Load) -> None:
+async def test_close_answers_admitted_requests_and_rejects_later_ones(tmp_path: Path, load: Load) -> None:
     put(tmp_path, lambda path: builders.slow(path, steps=3000), "m", options="max_rows: 1\nwarmup_s: 0")
     registry = await load()
     served = registry.find("m", "")
@@ -499,7 +499,7 @@ async def test_options_of_batching_reach_the_batcher(tmp_path: Path, load: Load)
     assert served.learned().decisions.delayed >= 1
 
 
-async def test_load_swaps_only_when_warm_and_retires_what_is_not_wanted(tmp_path: Path, load: Load) -> None:
+async def test_reload_swaps_when_warm_and_retires_unwanted_versions(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.identity, "m", 1)
     registry = await load()
     old = registry.find("m", "")
@@ -571,7 +571,7 @@ async def test_unload_waits_for_what_an_earlier_load_still_answers(tmp_path: Pat
     assert all(output.done() for output in running)
 
 
-async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: Load) -> None:
+async def test_every_change_is_reported_after_it_happened(tmp_path: Path, load: Load) -> None:
     registry = await load()
     seen: list[tuple[State, str] | None] = []
     registry.on_change = lambda: seen.append(state_of(registry, "m").get(1))
@@ -583,7 +583,7 @@ async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: 
 
 
 @pytest.mark.parametrize("is_due", [False, True])
-async def test_poll_tries_what_failed_again_in_time_as_the_reason_may_have_passed(
+async def test_poll_retries_failed_loads_from_time_to_time(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch, is_due: bool
 ) -> None:
     monkeypatch.setattr(registry_module, "_FIRST_RETRY_S", 0.0 if is_due else 60.0)
@@ -613,7 +613,7 @@ async def test_problem_of_a_folder_counts_as_a_load_that_failed(
     assert prometheus.get_sample_value("ortserve_model_loads_total", {"model": "m", "outcome": "failed"}) == 1
 
 
-async def test_poll_tries_what_failed_again_only_when_it_has_changed(tmp_path: Path, load: Load) -> None:
+async def test_poll_retries_failed_loads_after_a_change(tmp_path: Path, load: Load) -> None:
     put(tmp_path, builders.not_onnx, "m")
     put(tmp_path, builders.identity, "other")
     registry = await load()

@@ -35,7 +35,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
-    """The model ``m``, which ONNX Runtime opens for as long as nobody writes it."""
+    """The model ``m``, whose opening lasts until it is written."""
     path = tmp_path / "m.onnx"
     os.mkfifo(path)
     yield path
@@ -43,9 +43,7 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
-async def test_load_that_lasts_is_told_until_it_ends(
-    tmp_path: Path, pipe: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = LoadOptions.model_validate({"warmup_s": 0, "intra_op_threads": 1})
     source = read_source("m", [tmp_path], options)
     assert source is not None
@@ -69,5 +67,5 @@ async def test_load_that_lasts_is_told_until_it_ends(
             logging.getLogger("ortserve.registry.versions").removeHandler(lines)
     assert (record.state, record.explanation) == (State.READY, "")
     await versions.close()
-    # Whatever the load began has ended, else there would be lines for ever.
+    # All tasks of the load have ended; otherwise they would log for ever.
     await asyncio.wait_for(asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True), 30)

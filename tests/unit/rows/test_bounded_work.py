@@ -9,7 +9,8 @@ import pytest
 from ortserve.model_file import reading
 from ortserve.model_file.reading import parse_model
 from ortserve.rows import Outcome, TooMuchWorkError, prove_axes, prove_rows
-from ortserve.rows.symbols import MOST_TERMS, Number, Product, Symbols
+from ortserve.rows.number import MOST_TERMS, Number, Product
+from ortserve.rows.symbols import Symbols
 from ortserve.rows.walk import Budget
 
 

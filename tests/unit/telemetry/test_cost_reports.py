@@ -1,4 +1,4 @@
-"""What counting and tracing cost: ``loadtests/metrics_cost.py`` and ``loadtests/tracing_cost.py`` run and report."""
+"""Costs of counting and tracing: ``loadtests/metrics_cost.py`` and ``loadtests/tracing_cost.py`` run and report."""
 
 import logging
 import re

@@ -36,7 +36,7 @@ def test_histogram_that_counted_nothing_does_not_show() -> None:
     ]
 
 
-def test_family_holds_what_was_counted_when_it_was_made() -> None:
+def test_family_holds_the_counts_of_its_construction() -> None:
     series = HistogramSeries([1, 4])
     series.observe(1)
     family = Family(SIZES, histograms=[(("a",), series)])
@@ -103,7 +103,7 @@ def use(model: ModelMetrics) -> None:
     model.observe_batch(3, 1_000, BatchResult((), 3_000, 8_000, 5_000), 9_000)
 
 
-def test_it_says_what_the_librarys_own_writer_says_at_first_and_after_changes() -> None:
+def test_text_equals_that_of_the_librarys_writer_before_and_after_changes() -> None:
     world = World()
     models = [world.model(name) for name in ("a", "b", 'quoted "name" \\ and\nlines')]
     for used in ([], models[:2], models[:1], models[2:]):

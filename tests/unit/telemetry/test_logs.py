@@ -87,7 +87,7 @@ def test_text_from_callers_cannot_forge_a_line(capsys: pytest.CaptureFixture[str
     assert second.endswith('refused model="c\\nd e=f"')
 
 
-def test_headers_are_not_logged_by_who_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_header_parsers_do_not_log_headers(capsys: pytest.CaptureFixture[str]) -> None:
     switches = configure_logging("debug")
     switches.set(info=True, warning=True, error=True, verbose_level=2)
 
@@ -256,7 +256,7 @@ async def test_lines_are_turned_off_and_on_with_their_severity(monkeypatch: pyte
     assert "quiet" not in writes.all[0]
 
 
-async def test_process_without_standard_error_writes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_without_standard_error_writes_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     faults: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: faults.append(context))
@@ -266,7 +266,7 @@ async def test_process_without_standard_error_writes_none(monkeypatch: pytest.Mo
     assert faults == []
 
 
-async def test_lines_that_nobody_reads_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_standard_error_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(io.StringIO):
         def write(self, _text: str) -> int:
             raise BrokenPipeError

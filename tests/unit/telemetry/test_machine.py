@@ -35,7 +35,7 @@ def test_busy_share_is_that_since_the_last_look_and_used_what_is_not_available(f
     assert reader.read().utilization == 2 / 4
 
 
-def test_who_looks_again_within_a_second_takes_nothing_from_the_next(folder: Path) -> None:
+def test_second_scrape_within_a_second_leaves_the_interval_of_the_next(folder: Path) -> None:
     clock = FakeClock()
     reader = CpuReader(clock, folder)
     assert reader.read().utilization is None, "no tick has passed"
@@ -56,7 +56,7 @@ def test_counts_that_go_back_are_no_negative_share(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "cpu0 1 2 3 4 5 6 7 8", "cpu  1 2 3", "cpu  a b c d e f g h"])
-def test_where_the_kernel_says_nothing_nothing_is_known(tmp_path: Path, content: str | None) -> None:
+def test_values_without_kernel_files_are_unknown(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "stat").write_text(content)
         (tmp_path / "meminfo").write_text("MemTotal: many")

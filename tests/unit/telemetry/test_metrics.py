@@ -1,4 +1,4 @@
-"""What Prometheus reads after something happened."""
+"""Metrics as Prometheus reads them."""
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -93,7 +93,9 @@ def test_queue_rows_are_asked_for_at_each_scrape(metrics: Metrics, registry: Col
     assert registry.get_sample_value("ortserve_queue_rows", labels) == 8
 
 
-def test_what_a_batcher_learned_and_decided_is_shown_in_seconds(metrics: Metrics, registry: CollectorRegistry) -> None:
+def test_learned_times_and_decisions_of_a_batcher_are_shown_in_seconds(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
     numbers = BatchingNumbers(3, {"batches": 7, "left": 0}, {1: 0.002, 8: 0.004}, 0.001)
     metrics.model("m", "1").set_batching_source(lambda: numbers)
     labels = {"model": "m", "version": "1"}

@@ -127,7 +127,7 @@ def test_numbers_stand_under_the_names_of_the_protocol(registry: CollectorRegist
     assert expected.keys() | others == {known.name for known in TRITON_DECLARATIONS}
 
 
-def test_gpus_and_processors_stand_under_tritons_names_and_what_is_not_told_nowhere() -> None:
+def test_gpus_and_processors_have_tritons_names_and_unknown_values_no_series() -> None:
     registry = CollectorRegistry()
     gpus = [GpuReading("GPU-a", 0.25, 400, 300, 51.5, 700.0, 2.5), GpuReading("GPU-b", power_watts=20.0)]
     cpu = [CpuReading(0.5, 2000, 1500)]

@@ -101,7 +101,7 @@ def test_links_that_somebody_puts_in_the_way_are_never_followed(
     assert lost == {"count": 1}
 
 
-def test_full_disk_loses_traces_once_told_and_leaves_whole_files(
+def test_full_disk_drops_traces_logs_once_and_leaves_valid_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "trace.json"
@@ -155,7 +155,7 @@ def test_disk_that_is_slower_than_traces_come_loses_some(
     ]
 
 
-def test_what_comes_after_the_end_is_lost_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_after_close_are_dropped_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = TraceFiles(tmp_path / "trace.json", max_bytes=MANY)
     files.close()
     files.append(records(1))
@@ -233,7 +233,7 @@ def test_nothing_was_sent_to_a_caller_who_left() -> None:
 
 
 @pytest.mark.parametrize("request_id", ['"]', "a\nb", "é\0\ud800", "\\"])
-def test_request_id_is_whatever_its_caller_chose(request_id: str) -> None:
+def test_request_id_may_be_any_text(request_id: str) -> None:
     assert trace(request_id=request_id)["request_id"] == request_id
 
 

@@ -113,7 +113,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_library")
-def test_the_option_without_the_library_is_refused_with_what_to_type() -> None:
+def test_option_without_the_library_is_rejected_with_the_command_to_install_it() -> None:
     message = refusal({}, endpoint=ENDPOINT)
     assert message.startswith("otlp_endpoint: expected OpenTelemetry to be installed, got ")
     assert message.endswith("; try: pip install 'ortserve[otel]'")

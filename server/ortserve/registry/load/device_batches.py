@@ -1,17 +1,19 @@
-"""Which batch sizes of a model run on buffers of its device, and their description in the metadata."""
+"""Batch sizes on buffers of a model's device: making the buffers, their latencies, and their text in the metadata."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
 from ortserve.device.instance import DeviceInstance
 from ortserve.device.preparation import NO_BUFFERS, NoReplay, Prepared
+from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import synthetic_inputs
 from ortserve.registry.load.session_opener import OpenedSession
-from ortserve.registry.load.warmup import WarmUp
+from ortserve.registry.load.warmup import WarmUp, time_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +39,11 @@ class DeviceBatches:
             found["device_buffers"] = f"batches of {_listed(self.sizes)} rows"
         elif self.no_buffers_because:
             found["device_buffers"] = f"none: {self.no_buffers_because}"
-        if self.replayed:
-            found["graph_replay"] = f"batches of {_listed(self.replayed)} rows"
+        replay = [f"batches of {_listed(self.replayed)} rows"] if self.replayed else []
         if self.no_replay_because:
-            rest = "others are not: " if self.replayed else "none: "
-            found["graph_replay"] = "; ".join(
-                [*([found["graph_replay"]] if self.replayed else []), f"{rest}{self.no_replay_because}"]
-            )
+            replay.append(f"{'others are not' if self.replayed else 'none'}: {self.no_replay_because}")
+        if replay:
+            found["graph_replay"] = "; ".join(replay)
         return found
 
 
@@ -83,6 +83,35 @@ def prepare_batches(
     else:
         no_replay_because = "; ".join(f"{rows}: {reason}" for rows, reason in prepared.not_replayed.items())
     return DeviceBatches(prepared.bound, prepared.replayed, because, no_replay_because)
+
+
+def time_on_buffers(
+    instance: DeviceInstance,
+    signature: ModelSignature,
+    on_device: DeviceBatches,
+    found: WarmUp,
+    padding: Padding | None,
+    *,
+    budget_s: float,
+    clock: Clock,
+    progress: Progress,
+    bounds: RunBounds,
+) -> WarmUp:
+    """Replace the latencies of ``found`` by those of runs on device buffers, for sizes that have buffers."""
+    if not on_device.sizes:
+        return found
+    sizes = time_sizes(
+        instance,
+        signature,
+        on_device.sizes,
+        budget_s=budget_s,
+        clock=clock,
+        progress=progress,
+        padding=padding,
+        bounds=bounds,
+    )
+    untimed = [size for size in found.latencies if size.rows > sizes[-1].rows and size.rows in on_device.sizes]
+    return replace(found, latencies=(*sizes, *untimed))
 
 
 def doubling(max_rows: int) -> list[int]:

@@ -13,7 +13,6 @@ from typing import Final
 from ortserve.clock import Clock
 from ortserve.config.model import ModelOptions
 from ortserve.core.padding import Padding
-from ortserve.core.signature import ModelSignature
 from ortserve.device.devices import DeviceRuntime
 from ortserve.device.instance import DeviceInstance
 from ortserve.engine.bounded_time import why_unbounded
@@ -25,20 +24,19 @@ from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, searches_each_s
 from ortserve.engine.providers import ProviderChoice, choose_provider
 from ortserve.engine.zip_maps import read_classes
 from ortserve.errors import DeviceLostError, ServeError, invalid_input
-from ortserve.model_file.graph import Model
-from ortserve.model_file.reading import read_model
+from ortserve.registry.load.analysed_model import AnalysedModel, analyse_model
 from ortserve.registry.load.batch_sizes import RunBounds
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import LoadLimiter, LoadPermit, Progress
-from ortserve.registry.load.device_batches import DeviceBatches, prepare_batches
+from ortserve.registry.load.device_batches import DeviceBatches, prepare_batches, time_on_buffers
 from ortserve.registry.load.inputs import Sample, make_samples
 from ortserve.registry.load.interface import Interface, resolve_interface, resolve_padding
 from ortserve.registry.load.loaded_model import LoadedModel, log_warnings
 from ortserve.registry.load.providers import ProviderSettings, cpu_accepts_any, find_rejected_rows
-from ortserve.registry.load.row_axes import Grounds, RowAxes, find_row_axes
+from ortserve.registry.load.row_axes import Grounds
 from ortserve.registry.load.session_opener import OpenedSession, SessionOpener
-from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, time_sizes, warm_up
-from ortserve.registry.repository.model_files import operator_libraries, read_labels
+from ortserve.registry.load.warmup import WarmUp, run_once, run_samples, warm_up
+from ortserve.registry.repository.model_files import read_labels
 from ortserve.telemetry.logs import log_event
 
 logger: Final = logging.getLogger(__name__)
@@ -90,9 +88,8 @@ def load_model(
     with limiter.permit(partial(progress.begin, "waiting for other loads")) as permit:
         with limiter.analyzing():
             progress.begin("following rows through the graph")
-            model = read_model(path)
-            rows = find_row_axes(model, options)  # 1
-        load = _Load(path, model, name, options, rows, clock, folder, runtime, trials, progress, permit)
+            model = analyse_model(path, name, options, folder)  # 1
+        load = _Load(model, clock, runtime, trials, progress, permit)
         choice = load.choose_provider()  # 2
         failures: list[str] = []
         while True:
@@ -129,7 +126,7 @@ class _ModelError(ServeError):
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What an open session and the options say about the model.
+    """Facts about the model from an open session and the options.
 
     ``samples`` are made once: their rows are those of the interface before it may be found to be unbatched.
     """
@@ -157,34 +154,25 @@ class _Load:
 
     def __init__(
         self,
-        path: Path,
-        model: Model,
-        name: str,
-        options: ModelOptions,
-        rows: RowAxes,
+        model: AnalysedModel,
         clock: Clock,
-        folder: Path | None,
         runtime: DeviceRuntime,
         trials: CaptureTrials,
         progress: Progress,
         permit: LoadPermit,
     ) -> None:
-        self.path = path
         self.model = model
-        self.name = name
-        self.options = options
-        self.rows = rows
+        self.name = model.name
+        self.options = options = model.options
         self.clock = clock
-        self.folder = folder
         self.runtime = runtime
         self.progress = progress
         self.permit = permit
-        self.classes = read_classes(model)
+        self.classes = read_classes(model.content)
         class_names = {output: tuple(map(str, classes)) for output, classes in self.classes.items()}
-        self.labels = class_names | read_labels(options, folder)
-        self.libraries = operator_libraries(options, folder)
-        self.opener = SessionOpener(path, model, name, options, rows, runtime, trials, self.libraries, clock, progress)
-        self.settings = ProviderSettings(path, model, options, runtime)
+        self.labels = class_names | read_labels(options, model.folder)
+        self.opener = SessionOpener(model, runtime, trials, clock, progress)
+        self.settings = ProviderSettings(model, runtime)
         self.bounds = RunBounds(options.warmup_run_timeout_s, options.run_grace_s)
         self.spent_s = 0.0
 
@@ -214,13 +202,13 @@ class _Load:
         options = self.options
         self.progress.begin("reading its signature and samples")
         try:
-            signature = read_signature(opened.session, self.model, served_outputs=options.served_outputs)
-            own = self.rows.apply(signature)
+            signature = read_signature(opened.session, self.model.content, served_outputs=options.served_outputs)
+            own = self.model.rows.apply(signature)
             if options.pad or options.buckets:
                 own = own.without_optional_whole("it is the same for all rows, and batches of the model are padded")
             interface = resolve_interface(options, own)
             padding = resolve_padding(options, interface.model)
-            samples = make_samples(options, interface, self.folder, max_rows=self.settings.max_rows())
+            samples = make_samples(options, interface, self.model.folder, max_rows=self.settings.max_rows())
             return _Details(interface, padding, samples, count_operators(opened.session))
         except BaseException:
             opened.abandon()
@@ -259,8 +247,8 @@ class _Load:
                     padding=padding,
                     progress=self.progress,
                     is_coarse=choice.name in GPU_PROVIDERS,
-                    rows_depend=self.rows.known_dependence,
-                    always_batches=self.rows.grounds is Grounds.CONFIGURED,
+                    rows_depend=self.model.rows.known_dependence,
+                    always_batches=self.model.rows.grounds is Grounds.CONFIGURED,
                     samples=details.samples,
                     bounds=self.bounds,
                     effort_s=max(opened.opening_s, _MIN_EFFORT_S) if choice.name == CPU else None,
@@ -288,8 +276,8 @@ class _Load:
         if not rows:
             return
         self.progress.begin(f"trying on {CPU} the rejected inputs")
-        options = self.settings.plain_cpu(self.libraries)
-        if cpu_accepts_any(self.path, self.name, options, rows, signature, padding, self.clock, self.bounds):
+        options = self.settings.plain_cpu()
+        if cpu_accepts_any(self.model, options, rows, signature, padding, self.clock, self.bounds):
             raise invalid_input(
                 f"execution_providers: {choice.name} opens the model, but fails on inputs that {CPU} accepts: {reason}"
             )
@@ -316,7 +304,17 @@ class _Load:
             )
             if isinstance(instance, DeviceInstance):
                 on_device = prepare_batches(instance, opened, options, interface.model, found, padding, self.progress)
-                found = self._time_on_buffers(instance, interface.model, on_device, found, padding)
+                found = time_on_buffers(
+                    instance,
+                    interface.model,
+                    on_device,
+                    found,
+                    padding,
+                    budget_s=self._remaining_s(),
+                    clock=self.clock,
+                    progress=self.progress,
+                    bounds=self.bounds,
+                )
             run_samples(instance, warm.details.samples, self.progress, self.bounds)
         except BaseException:
             instance.close()
@@ -324,7 +322,7 @@ class _Load:
         return LoadedModel(
             (instance,),
             interface,
-            self.rows,
+            self.model.rows,
             found,
             warm.choice,
             warm.details.operators,
@@ -333,13 +331,13 @@ class _Load:
             padding,
             self.labels,
             on_device,
-            unbounded_because=why_unbounded(self.model, interface.model),
+            unbounded_because=why_unbounded(self.model.content, interface.model),
             classes=self.classes,
         )
 
     def _why_alone(self, found: WarmUp) -> str:
         """Why each request of a batched model runs alone after all; empty if requests share batches."""
-        rows = self.rows
+        rows = self.model.rows
         if rows.grounds is Grounds.TRIED and not found.rows_depend and not found.latencies:
             cause = "the model rejects synthetic inputs" if found.rejection else "the model was not warmed up"
             because = (
@@ -352,30 +350,6 @@ class _Load:
             log_event(logger, logging.WARNING, event, model=self.name, reason=against)
             return ""
         return found.rows_depend
-
-    def _time_on_buffers(
-        self,
-        instance: DeviceInstance,
-        signature: ModelSignature,
-        on_device: DeviceBatches,
-        found: WarmUp,
-        padding: Padding | None,
-    ) -> WarmUp:
-        """Replace the latencies by those of runs on device buffers, for sizes that have buffers."""
-        if not on_device.sizes:
-            return found
-        sizes = time_sizes(
-            instance,
-            signature,
-            on_device.sizes,
-            budget_s=self._remaining_s(),
-            clock=self.clock,
-            progress=self.progress,
-            padding=padding,
-            bounds=self.bounds,
-        )
-        untimed = [size for size in found.latencies if size.rows > sizes[-1].rows and size.rows in on_device.sizes]
-        return replace(found, latencies=(*sizes, *untimed))
 
     def add_instances(self, loaded: LoadedModel, samples: Sequence[Sample]) -> LoadedModel:
         """Open and prepare all instances after the first."""

@@ -1,11 +1,9 @@
 """Decisions of a load that depend on the execution provider: devices, threads, and whether the provider works."""
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Final
 
 from ortserve.clock import Clock
-from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.core.batch import Arrays, Batch, Runner
 from ortserve.core.padding import Padding
@@ -18,8 +16,7 @@ from ortserve.engine.provider_options import CPU, GPU_PROVIDERS, TENSORRT, most_
 from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, affinities_key, open_session
 from ortserve.errors import DeviceLostError, OutOfMemoryError, RunTimeoutError, ServeError
-from ortserve.model_file.graph import Model
-from ortserve.model_file.reading import model_nbytes
+from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import DEFAULT_BOUNDS, RunBounds, SizeLatency, WorkerRuns, as_batch
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.inputs import InputGenerator
@@ -33,10 +30,9 @@ _SMALL_MODEL_NBYTES: Final = 4 * 1024**2
 class ProviderSettings:
     """How sessions of one model are opened and run on each execution provider. Pure, but for the size of the file."""
 
-    def __init__(self, path: Path, model: Model, options: ModelOptions, runtime: DeviceRuntime) -> None:
-        self._path = path
+    def __init__(self, model: AnalysedModel, runtime: DeviceRuntime) -> None:
         self._model = model
-        self._options = options
+        self._options = options = model.options
         self._runtime = runtime
         session = options.session
         self.branches: Final = session.inter_op_threads if session.execution_mode == "parallel" else 1
@@ -86,14 +82,14 @@ class ProviderSettings:
         usual = self.usual_threads(choice)
         if usual == 1 or choice.name != CPU or not self._options.warmup_s or not self._may_use_one_thread:
             return usual
-        return 1 if model_nbytes(self._path, self._model) < _SMALL_MODEL_NBYTES else usual
+        return 1 if self._model.nbytes < _SMALL_MODEL_NBYTES else usual
 
     def best_threads(self, choice: ProviderChoice, latencies: Sequence[SizeLatency]) -> int:
         """The number for runs of these latencies, the smallest batch first."""
         is_short = bool(latencies) and latencies[0].run_ns < ONE_THREAD_BELOW_NS
         return 1 if is_short and self._may_use_one_thread else self.usual_threads(choice)
 
-    def plain_cpu(self, libraries: Sequence[Path]) -> SessionOptions:
+    def plain_cpu(self) -> SessionOptions:
         """Options of a session on the CPU, without settings that are meant for another provider or that write files."""
         configured = self._options.session
         settings = SessionSettings(
@@ -103,7 +99,7 @@ class ProviderSettings:
         )
         cpu = ProviderChoice(CPU)
         has_global_threads = self._runtime.has_global_threads
-        return SessionOptions(cpu, self.usual_threads(cpu), settings, tuple(libraries), has_global_threads)
+        return SessionOptions(cpu, self.usual_threads(cpu), settings, self._model.libraries, has_global_threads)
 
 
 def find_rejected_rows(
@@ -148,8 +144,7 @@ def run_until_accepted(runner: Runner, rows: Iterable[Arrays], bounds: RunBounds
 
 
 def cpu_accepts_any(
-    path: Path,
-    name: str,
+    model: AnalysedModel,
     options: SessionOptions,
     rows: Sequence[Arrays],
     signature: ModelSignature,
@@ -162,8 +157,7 @@ def cpu_accepts_any(
     Opens a session for that, in the memory of the host, beside the one that rejected the rows.
 
     Args:
-        path: The model file.
-        name: Of the model.
+        model: The model.
         options: Of a session on the CPU alone.
         rows: As ``find_rejected_rows`` returns them.
         signature: Of the model.
@@ -172,13 +166,13 @@ def cpu_accepts_any(
         bounds: Of the runs.
     """
     try:
-        session = open_session(path, name, options)
+        session = open_session(model.path, model.name, options, model.content)
     except ServeError:
         return False
     instance = Instance(
         session,
         signature,
-        name=f"{name} on the CPU",
+        name=f"{model.name} on the CPU",
         intra_op_threads=options.intra_op_threads,
         clock=clock,
         padding=padding,

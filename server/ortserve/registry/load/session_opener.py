@@ -1,13 +1,11 @@
 """Opening the sessions of a model, and making their instances: with buffers on a device, or without."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from ortserve.clock import Clock
-from ortserve.config.model import ModelOptions
 from ortserve.config.session import SessionSettings
 from ortserve.core.padding import Padding
 from ortserve.core.signature import ModelSignature
@@ -34,12 +32,10 @@ from ortserve.engine.providers import Provider, ProviderChoice
 from ortserve.engine.runs import arenas_of, run_options
 from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ServeError
-from ortserve.model_file.graph import Model
-from ortserve.model_file.reading import model_nbytes
+from ortserve.registry.load.analysed_model import AnalysedModel
 from ortserve.registry.load.batch_sizes import MAX_SWEPT_ROWS
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.row_axes import RowAxes
 from ortserve.registry.load.row_trial import LEAST_ROWS
 
 
@@ -95,25 +91,17 @@ class SessionOpener:
 
     def __init__(
         self,
-        path: Path,
-        model: Model,
-        name: str,
-        options: ModelOptions,
-        rows: RowAxes,
+        model: AnalysedModel,
         runtime: DeviceRuntime,
         trials: CaptureTrials,
-        libraries: Sequence[Path],
         clock: Clock,
         progress: Progress,
     ) -> None:
-        self._path = path
         self._model = model
-        self._name = name
-        self._options = options
-        self._rows = rows
+        self._name = model.name
+        self._options = model.options
         self._runtime = runtime
         self._trials = trials
-        self._libraries = tuple(libraries)
         self._clock = clock
         self._progress = progress
         self._learns_shapes = False
@@ -197,7 +185,7 @@ class SessionOpener:
             try:
                 device.device.use()
                 device.reclaim()
-                device.ledger.check_room(self._name, {"weights": model_nbytes(self._path, self._model)})
+                device.ledger.check_room(self._name, {"weights": self._model.nbytes})
                 streams = InstanceStreams(device, provider)
             except DEVICE_ERRORS as error:
                 raise device.run_error(error) from error
@@ -230,8 +218,8 @@ class SessionOpener:
             self._progress.begin("reading the shapes for which TensorRT builds its engine")
             unoptimized = SessionOptions(ProviderChoice(CPU), 1, SessionSettings(graph_optimization="none"))
             try:
-                session = open_session(self._path, self._name, unoptimized, self._model)
-                self._signature = self._rows.apply(read_signature(session, self._model))
+                session = self._open_file(unoptimized)
+                self._signature = self._model.rows.apply(read_signature(session, self._model.content))
             except ServeError:  # TensorRT supports models that the CPU does not
                 self._learns_shapes = True
                 return choice
@@ -296,7 +284,7 @@ class SessionOpener:
 
     def _for_graph(self, streams: InstanceStreams, choice: ProviderChoice, threads: int) -> Session:
         """Another session, for one graph, if it leaves room for the instances that are not opened yet."""
-        weights = model_nbytes(self._path, self._model)
+        weights = self._model.nbytes
         to_come = max(0, self._options.instances - self._instances) * weights
         room = {"weights": weights, "weights of other instances": to_come}
         streams.opened.ledger.check_room(self._name, {purpose: nbytes for purpose, nbytes in room.items() if nbytes})
@@ -321,9 +309,9 @@ class SessionOpener:
         detail = f", {when_engines_are_built(choice.options)}" if choice.name == TENSORRT else ""
         self._progress.begin(f"opening the session on {choice.name}{detail}")
         has_global_threads = self._runtime.has_global_threads
-        options = SessionOptions(choice, threads, self._options.session, self._libraries, has_global_threads)
+        options = SessionOptions(choice, threads, self._options.session, self._model.libraries, has_global_threads)
         try:
-            return open_session(self._path, self._name, options, self._model)
+            return self._open_file(options)
         except ServeError as error:
             cause = error.__cause__
             if isinstance(cause, DEVICE_ERRORS) and (device is not None or choice.name in GPU_PROVIDERS):
@@ -331,6 +319,9 @@ class SessionOpener:
                 if isinstance(failure, DeviceLostError):
                     raise failure from cause
             raise
+
+    def _open_file(self, options: SessionOptions) -> Session:
+        return open_session(self._model.path, self._name, options, self._model.content)
 
     def _known_obstacle(
         self, choice: ProviderChoice, operators: Mapping[str, frozenset[str]], provider: DeviceProvider
@@ -363,14 +354,14 @@ class SessionOpener:
         self._progress.begin("trying in another process whether graphs can be captured")
         because = self._trials.why_not(
             TrialRequest(
-                str(self._path),
+                str(self._model.path),
                 self._name,
                 choice.name,
                 choice.options,
                 threads,
                 sizes,
                 options.session.model_dump(mode="json"),
-                [str(library) for library in self._libraries],
+                [str(library) for library in self._model.libraries],
                 options.batched,
             )
         )

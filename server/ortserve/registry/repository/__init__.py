@@ -1,3 +1,3 @@
-"""What models are loaded from: files in repositories or sent by clients, fingerprints, and their configuration."""
+"""The sources of models: files in repositories or sent by clients, fingerprints, and their configuration."""
 
 __all__ = ["client_model", "configuration", "model_files", "source"]

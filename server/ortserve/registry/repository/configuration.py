@@ -16,7 +16,8 @@ from ortserve.registry.repository.triton_fields import check_fields, value_name
 PLATFORM: Final = "onnxruntime_onnx"
 BACKEND: Final = "onnxruntime"
 
-_GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
+GRAPH_LEVELS: Final = {0: "all", -1: "basic", 1: "extended", 2: "none"}
+"""``session.graph_optimization`` by Triton's ``optimization.graph.level``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +134,11 @@ def _options(config: pb.ModelConfig, defaults: LoadOptions) -> tuple[dict[str, A
     elif config.optimization.cuda.graphs:
         without_effect.append("optimization.cuda.graphs: the model is not on a GPU")
     level = config.optimization.graph.level
-    if level not in _GRAPH_LEVELS:
+    if level not in GRAPH_LEVELS:
         raise invalid_input(f"optimization.graph.level: expected one of -1, 0, 1, 2, got {level}")
     given |= parameters.options
     given["session"] = parameters.session | {
-        "graph_optimization": _GRAPH_LEVELS[level],
+        "graph_optimization": GRAPH_LEVELS[level],
         "operator_libraries": list(config.model_operations.op_library_filename),
     }
     return given, without_effect

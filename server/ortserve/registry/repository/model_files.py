@@ -190,7 +190,7 @@ def _read_model(folder: Path) -> ModelFiles:
 
 
 def _misnamed(entry: Path) -> str:
-    """What is wrong with a file that looks like a configuration and is not read as one; empty for other files.
+    """The problem of a file that looks like a configuration and is not read as one; empty for other files.
 
     Ignoring it would serve the model differently from what its owner expects.
     """

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
 from ortserve.model_file.graph import Attribute, Graph, Node
-from ortserve.rows.symbols import DEPENDENT, Number, Symbols
+from ortserve.rows.number import DEPENDENT, Number
+from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import NO_FACTS, Facts, Kind, Value, free, rows
 
 MOST_RANK: Final = 64
@@ -210,6 +211,12 @@ def off_axis(value: Value, axes: Iterable[int], what: str) -> None:
     """Raise ``RowsMeetError`` if the rows of a value lie on one of the axes."""
     if value.is_rows and value.axis in axes:
         raise RowsMeetError(f"{what} along the axis of the rows")
+
+
+def check_no_stride(values: Iterable[Value]) -> None:
+    """Raise ``RowsMeetError`` if a value contains the number of its row."""
+    if any(value.facts.stride != 0 for value in values):
+        raise RowsMeetError("uses the number of the row")
 
 
 def broadcast_shape(call: Call, shapes: Sequence[tuple[Number, ...]]) -> tuple[Number, ...]:

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT64, STRING
+from ortserve.rows.number import Number
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
-from ortserve.rows.symbols import Number
 from ortserve.rows.values import Facts, Value
 
 DOMAIN: Final = "ai.onnx.ml"

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, INT64, Graph
+from ortserve.rows.number import DEPENDENT, Number, atoms_of, contains_rows, is_nonnegative
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rule, Rules, normal_axis
-from ortserve.rows.symbols import DEPENDENT, Number, Symbols, atoms_of, contains_rows, is_nonnegative
+from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import Facts, Kind, Value, free
 
 

@@ -10,8 +10,19 @@ from functools import partial, reduce
 from typing import Final
 
 from ortserve.model_file.graph import BOOL, DOUBLE, FLOAT, INT32, INT64
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RandomError, RowsMeetError, Rules, broadcast, rule
-from ortserve.rows.symbols import DEPENDENT, Number, Symbols, is_nonnegative, is_whole
+from ortserve.rows.number import DEPENDENT, Number, is_nonnegative, is_whole
+from ortserve.rows.rules.call import (
+    Call,
+    NotKnownError,
+    Output,
+    RandomError,
+    RowsMeetError,
+    Rules,
+    broadcast,
+    check_no_stride,
+    rule,
+)
+from ortserve.rows.symbols import Symbols
 from ortserve.rows.values import (
     NO_FACTS,
     Facts,
@@ -114,20 +125,20 @@ def multiply(call: Call) -> Output:
     if len(values) == 2:
         facts = _scaled(call.symbols, values, facts)
     if facts.stride == 0:
-        _without_stride(values)
+        check_no_stride(values)
     return _computed(call, values, facts, call.symbols.multiply)
 
 
 def divide(call: Call) -> Output:
     values = call.present()
-    _without_stride(values)
+    check_no_stride(values)
     divide_numbers = call.symbols.divide_whole if _dtype(values) in _INDICES else partial(quotient, call.symbols)
     return _computed(call, values, NO_FACTS, divide_numbers)
 
 
 def remainder(call: Call) -> Output:
     values = call.present()
-    _without_stride(values)
+    check_no_stride(values)
     facts = NO_FACTS
     divisor = uniform(call.operand(1))
     if isinstance(divisor, int) and divisor > 0 and not call.integer("fmod", 0) and _dtype(values) in _INDICES:
@@ -138,7 +149,7 @@ def remainder(call: Call) -> Output:
 
 def minimum(call: Call) -> Output:
     values = call.present()
-    _without_stride(values)
+    check_no_stride(values)
     bounds = [bound for value in values if (bound := value.facts.below) is not None]
     facts = Facts(nonnegative=all(map(_is_nonnegative, values)), below=bounds[0] if bounds else None)
     return _computed(call, values, facts, partial(reduce_over, call.symbols.minimum))
@@ -160,7 +171,7 @@ def negate(call: Call) -> Output:
 
 def absolute(call: Call) -> Output:
     value = call.operand(0)
-    _without_stride([value])
+    check_no_stride([value])
 
     def compute(number: Number) -> Number:
         if is_nonnegative(number):
@@ -172,7 +183,7 @@ def absolute(call: Call) -> Output:
 
 def rounded(call: Call) -> Output:
     value = call.operand(0)
-    _without_stride([value])
+    check_no_stride([value])
     compute = {"Floor": call.symbols.floor, "Ceil": call.symbols.ceil}.get(call.op)
     return _computed(call, [value], NO_FACTS, compute)
 
@@ -190,14 +201,14 @@ def compare(call: Call) -> Output:
         "Not": partial(negation, symbols),
     }
     values = call.present()
-    _without_stride(values)
+    check_no_stride(values)
     return _computed(call, values, NO_FACTS, compute[call.op], dtype=BOOL)
 
 
 def where(call: Call) -> Output:
     choices = [call.operand(1), call.operand(2)]
     values = [call.operand(0), *choices]
-    _without_stride(values)
+    check_no_stride(values)
     facts = Facts(nonnegative=all(map(_is_nonnegative, choices)))
     return _computed(call, values, facts, partial(choice, call.symbols), dtype=_dtype(choices))
 
@@ -208,7 +219,7 @@ def cast(call: Call) -> Output:
     facts = Facts(padding=value.facts.padding)
     if value.dtype in _INDICES and to in _INDICES:
         facts = replace(value.facts, columns=())
-    _without_stride([value] if facts.stride != value.facts.stride else [])
+    check_no_stride([value] if facts.stride != value.facts.stride else [])
     return _computed(call, [value], facts, partial(cast_number, call.symbols, to) if to else None, dtype=to)
 
 
@@ -244,11 +255,6 @@ def _dtype(values: Sequence[Value]) -> int:
 
 def _stride(value: Value) -> Number:
     return value.facts.stride
-
-
-def _without_stride(values: Sequence[Value]) -> None:
-    if any(value.facts.stride != 0 for value in values):
-        raise RowsMeetError("uses the number of the row")
 
 
 def _is_nonnegative(value: Value) -> bool:

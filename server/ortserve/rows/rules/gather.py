@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Final
 
-from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, off_axis, rule
-from ortserve.rows.symbols import Number
+from ortserve.rows.number import Number
+from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, check_no_stride, off_axis, rule
 from ortserve.rows.values import NO_FACTS, Value, taken
 
 _WRONG_ROWS: Final = "needs all its operands to carry the same rows along the same axis"
@@ -96,11 +96,11 @@ def gather_nd(call: Call) -> Output:
         if value.is_rows and value.axis < batch:
             if value.axis != indices.axis or not value.carries_like(indices):
                 raise RowsMeetError(_WRONG_ROWS)
-            _check_stride(value, indices)
+            check_no_stride([value, indices])
         elif value.is_rows:
             _check_own_number(value, indices, batch)
         else:
-            _check_stride(value, indices)
+            check_no_stride([value, indices])
             if indices.axis < batch:
                 raise RowsMeetError(_WRONG_ROWS)
         return call.result(lengths, indices, indices.axis, value.dtype)
@@ -108,7 +108,7 @@ def gather_nd(call: Call) -> Output:
         return call.result(lengths, dtype=value.dtype)
     if value.axis < batch + depth or batch:
         raise RowsMeetError("picks an entry along the axis of the rows")
-    _check_stride(value, indices)
+    check_no_stride([value, indices])
     return call.result(lengths, value, len(picked) - 1 + value.axis - depth, value.dtype)
 
 
@@ -120,7 +120,7 @@ def scatter_nd(call: Call) -> Output:
         return call.result(dims, dtype=value.dtype)
     if not value.is_rows or not updates.is_rows or not value.carries_like(updates):
         raise RowsMeetError(_WRONG_ROWS)
-    _check_stride(value, updates)
+    check_no_stride([value, updates])
     if indices.is_rows:
         _check_own_number(value, indices, 0)
         if updates.axis != indices.axis or not updates.carries_like(indices):
@@ -136,21 +136,16 @@ def _tuple_length(picked: tuple[object, ...]) -> int:
     return picked[-1]
 
 
-def _check_stride(*values: Value) -> None:
-    if any(value.facts.stride != 0 for value in values):
-        raise RowsMeetError("uses the number of the row")
-
-
 def _check_own_number(value: Value, indices: Value, batch: int) -> None:
     """Raise unless the first part of each index tuple is the number of the row that the tuple belongs to."""
-    _check_stride(value)
+    check_no_stride([value])
     if batch or value.axis != 0 or not value.is_plain or not indices.facts.columns:
         raise RowsMeetError("picks from all rows by indices that carry rows")
     first, *others = indices.facts.columns
     facts = first.facts
     if facts.stride != 1 or facts.below != 1 or not facts.nonnegative or first.axis == len(first.dims or ()) - 1:
         raise RowsMeetError("picks entries of other rows")
-    _check_stride(*others)
+    check_no_stride(others)
 
 
 def one_hot(call: Call) -> Output:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT32
+from ortserve.rows.number import Number
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -15,7 +16,6 @@ from ortserve.rows.rules.call import (
     rule,
     without_rows,
 )
-from ortserve.rows.symbols import Number
 from ortserve.rows.values import Value, element_count
 
 _MIXED_TERMS: Final = "adds up products of all rows"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from ortserve.rows.number import DEPENDENT, N, Number, contains_rows, is_nonnegative
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
-from ortserve.rows.symbols import DEPENDENT, N, Number, contains_rows, is_nonnegative
 from ortserve.rows.values import MOST_ELEMENTS, Facts, Value, element_count, rows, taken, uniform
 
 TO_THE_END: Final = 10**9
@@ -190,9 +190,9 @@ def pad(call: Call) -> Output:
     dims = list(call.dims(value))
     given: Sequence[Number] | None = call.integers("pads") or call.integers("paddings")
     given = call.numbers(1, "padding") if given is None else given
-    axes = range(len(dims))
+    axes: Sequence[int] = range(len(dims))
     if call.has(3):
-        axes = [normal_axis(axis, len(dims)) for axis in call.constants(3, "axes")]  # type: ignore[assignment]
+        axes = [normal_axis(axis, len(dims)) for axis in call.constants(3, "axes")]
     if len(given) != 2 * len(axes):
         raise NotKnownError("has padding that does not fit its operand")
     for axis, before, after in zip(axes, given[: len(axes)], given[len(axes) :], strict=True):

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT64
+from ortserve.rows.number import Number
 from ortserve.rows.rules.call import (
     Call,
     NotKnownError,
@@ -18,7 +19,6 @@ from ortserve.rows.rules.call import (
 )
 from ortserve.rows.rules.elementwise import reduce_over
 from ortserve.rows.rules.matmul import check_one_number
-from ortserve.rows.symbols import Number
 from ortserve.rows.values import Facts, Value
 
 _REDUCTIONS: Final = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
@@ -242,7 +242,7 @@ def _statistics(call: Call, value: Value, axis: int, count: int) -> list[Value]:
 def skip_layer_normalization(call: Call) -> Output:
     value, skip = call.operand(0), call.operand(1)
     rank = len(call.dims(value))
-    if (value.is_rows is False and skip.is_rows) or len(call.dims(skip)) > rank:
+    if (skip.is_rows and not value.is_rows) or len(call.dims(skip)) > rank:
         raise RowsMeetError("adds rows to an operand that has none")
     off_axis(value, (rank - 1,), _NORMALIZES)
     aligned_axis(call, [value, skip])

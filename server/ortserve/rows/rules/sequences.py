@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from ortserve.model_file.graph import INT32
+from ortserve.rows.number import Number
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, rule
 from ortserve.rows.rules.matmul import check_columns, check_one_number
-from ortserve.rows.symbols import Number
 from ortserve.rows.values import Value
 
 _OTHER_ROWS: Final = "has operands that do not carry the same rows along their batch axes"
@@ -264,9 +264,7 @@ def _check_batch_axis(value: Value, batch: int) -> None:
 
 def _check_same_rows(value: Value, state: Value, axis: int) -> None:
     """Raise unless lengths or an initial state carry the same rows as the input."""
-    if value.is_rows != state.is_rows:
-        raise RowsMeetError("has lengths or an initial state that do not carry the same rows")
-    if value.is_rows and (state.axis != axis or not state.carries_like(value)):
+    if value.is_rows != state.is_rows or (value.is_rows and (state.axis != axis or not state.carries_like(value))):
         raise RowsMeetError("has lengths or an initial state that do not carry the same rows")
 
 

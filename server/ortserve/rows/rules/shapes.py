@@ -8,9 +8,9 @@ from typing import Final
 
 from ortserve.model_file.graph import FLOAT, INT32, INT64, STRING, Tensor
 from ortserve.model_file.graph import constant as whole_or_fraction
+from ortserve.rows.number import DEPENDENT, N, Number, Product, atoms_of, contains_rows, is_nonnegative
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, off_axis, rule
 from ortserve.rows.rules.movement import facts_of_copies, length_of
-from ortserve.rows.symbols import DEPENDENT, N, Number, Product, atoms_of, contains_rows, is_nonnegative
 from ortserve.rows.values import MOST_ELEMENTS, Facts, Kind, Value, element_count, free, rows, transposed
 
 

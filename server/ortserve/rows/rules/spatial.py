@@ -5,10 +5,10 @@ from fractions import Fraction
 from typing import Final
 
 from ortserve.model_file.graph import INT32, INT64
+from ortserve.rows.number import Number, contains_rows
 from ortserve.rows.rules.call import Call, NotKnownError, Output, RowsMeetError, Rules, normal_axis, rule
 from ortserve.rows.rules.matmul import check_one_number
 from ortserve.rows.rules.movement import length_of
-from ortserve.rows.symbols import Number, contains_rows
 from ortserve.rows.values import Value
 
 

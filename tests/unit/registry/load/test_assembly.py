@@ -1,4 +1,4 @@
-"""What served models share: the host's processors, which runs on another device neither hold nor wait for."""
+"""Served models share the host's processors; runs on another device neither hold nor await them."""
 
 import asyncio
 import threading
@@ -57,7 +57,7 @@ def serve(
     return assembly.serve(loaded, Configuration(options), metrics.model(path.stem, "1"))
 
 
-async def test_runs_on_a_device_hold_no_processor_and_wait_for_none(tmp_path: Path) -> None:
+async def test_runs_on_a_device_hold_and_await_no_processor(tmp_path: Path) -> None:
     assembly = Assembly(asyncio.get_running_loop(), time.monotonic_ns, processors=1)
     device = HeldDevice()
     on_device = serve(assembly, builders.identity(tmp_path / "device.onnx"), device, instances=2)

@@ -1,4 +1,4 @@
-"""Trying a capture in another process: whatever becomes of it there is a sentence here."""
+"""Trying a capture in another process: each outcome there becomes a reason here."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_the_real_child_says_that_there_is_no_device(tmp_path: Path) -> None:
     ],
     ids=["refusal", "failure", "crash", "silence", "crash after the verdict"],
 )
-def test_refusals_failures_and_crashes_are_told_apart(tmp_path: Path, script: str, told: str) -> None:
+def test_refusals_failures_and_crashes_are_distinguished(tmp_path: Path, script: str, told: str) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     assert CaptureTrials(child(script), timeout_s=60).why_not(order(path)) == told
 
@@ -109,7 +109,7 @@ def test_a_child_that_hangs_is_ended(tmp_path: Path) -> None:
         os.kill(int(noted.read_text()), 0)
 
 
-def test_what_the_child_finds_is_the_reason(tmp_path: Path) -> None:
+def test_verdict_of_the_child_is_the_reason(tmp_path: Path) -> None:
     class Broken(HostDevice):
         def run(self, bound: BoundRun, stream: int) -> None:
             if bound.graph_id is not None:

@@ -26,18 +26,17 @@ from ortserve.engine.providers import ProviderChoice
 from ortserve.engine.session import SessionOptions, open_session
 from ortserve.errors import ServeError, invalid_input
 from ortserve.model_file.graph import Model
-from ortserve.model_file.reading import read_model
+from ortserve.registry.load.analysed_model import analyse_model
 from ortserve.registry.load.capture_trial import CaptureTrials, TrialRequest
 from ortserve.registry.load.coordination import Progress
 from ortserve.registry.load.device_batches import DeviceBatches, doubling
 from ortserve.registry.load.loaded_model import LoadedModel, describe_properties
 from ortserve.registry.load.pipeline import load_model
-from ortserve.registry.load.row_axes import find_row_axes
 from ortserve.registry.load.session_opener import SessionOpener
 
 
 class Trials(CaptureTrials):
-    """Says what it is told to, and keeps the orders."""
+    """Answers with a fixed reason, and keeps the requests."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__()
@@ -80,7 +79,7 @@ def run(instance: Instance | DeviceInstance, *parts: np.ndarray, bucket: int) ->
     return outcome.outputs[0]
 
 
-def test_without_configuration_sizes_double_up_to_what_is_worth_while(tmp_path: Path) -> None:
+def test_without_configuration_sizes_double_while_they_gain(tmp_path: Path) -> None:
     device = HostDevice()
     loaded = load(builders.mlp(tmp_path / "m.onnx"), device, max_rows=6)
     (instance,) = loaded.instances
@@ -178,7 +177,7 @@ def test_where_a_session_keeps_one_graph_others_are_opened_for_them_once_a_trial
         (lambda path: builders.slow(path, steps=3), "", "control_flow", "which nodes run is decided during the run"),
     ],
 )
-def test_where_a_session_keeps_one_graph_what_is_refused_opens_no_others(
+def test_refused_replay_opens_no_sessions_for_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Any, refused: str, reason: str, because: str
 ) -> None:
     opened: list[Path] = []
@@ -262,7 +261,7 @@ def test_a_model_without_buffers_is_in_the_accounts_and_its_batches_are_counted_
         close(loaded)
 
 
-def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path) -> None:
+def test_failed_trial_leaves_no_handles_open(tmp_path: Path) -> None:
     class Broken(Trials):
         def why_not(self, order: TrialRequest) -> str:
             raise FileNotFoundError(order.path)
@@ -273,7 +272,7 @@ def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path)
     assert device.handles == 0
 
 
-def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> None:
+def test_model_that_its_trial_refuses_is_not_captured_and_the_reason_is_shown(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), Trials("it crashed"), max_rows=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((1, 2), (), "", "it crashed")
     assert told(loaded)["graph_replay"] == "none: it crashed"
@@ -298,8 +297,8 @@ def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: 
     path = builders.mlp(tmp_path / "m.onnx")
     runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: HostDevice())}))
     options = ModelOptions(graph_replay=True)
-    rows, clock = find_row_axes(read_model(path), options), time.monotonic_ns
-    opener = SessionOpener(path, read_model(path), "m", options, rows, runtime, trials, (), clock, Progress(clock))
+    clock = time.monotonic_ns
+    opener = SessionOpener(analyse_model(path, "m", options), runtime, trials, clock, Progress(clock))
     refused = opener._why_no_replay(ProviderChoice(CPU, options={"tunable_op_tuning_enable": "1"}), 1)
     assert refused is not None
     assert (refused.reason, trials.orders) == ("tunes", [])
@@ -355,8 +354,8 @@ def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
     close(loaded)
 
 
-def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> None:
-    """And opened anew: a session that was made to capture would capture in every run that is not told otherwise.
+def test_obstacle_that_the_trial_missed_prevents_the_capture(tmp_path: Path) -> None:
+    """The session is opened anew, because one that was opened to capture would capture in every run without an id.
 
     The first is gone by then, as a device may have no room for both.
     """
@@ -388,7 +387,7 @@ def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> Non
         (builders.mlp, {"warmup_s": 0}, "none: the model was not warmed up"),
     ],
 )
-def test_what_cannot_have_buffers_is_served_without_and_says_why(
+def test_model_without_buffers_is_served_and_its_metadata_says_why(
     tmp_path: Path, build: Any, options: dict[str, Any], because: str
 ) -> None:
     device = HostDevice()
@@ -444,7 +443,7 @@ def test_sizes_double_up_to_the_most(most: int, sizes: Sequence[int]) -> None:
     assert doubling(most) == sizes
 
 
-def test_sizes_that_are_not_replayed_are_told_beside_those_that_are() -> None:
+def test_sizes_without_replay_are_listed_beside_replayed_ones() -> None:
     assert DeviceBatches((1, 2), (1,), "", "2: it failed").properties()["graph_replay"] == (
         "batches of 1 rows; others are not: 2: it failed"
     )

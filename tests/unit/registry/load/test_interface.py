@@ -1,4 +1,4 @@
-"""What clients see of a model, and what its configuration may say of it."""
+"""The interface of a model for clients, and its configuration."""
 
 import re
 
@@ -151,7 +151,7 @@ def test_optional_input_that_the_model_requires_is_reported_and_stays_required()
         (BATCHED, {"inputs": {"a": {"reshape": (16,)}}}, "'a': expected dims beside reshape: dims are"),
     ],
 )
-def test_what_does_not_fit_the_model_is_told(
+def test_options_that_contradict_the_model_are_rejected(
     signature: ModelSignature, options: dict[str, object], problem: str
 ) -> None:
     with pytest.raises(ServeError) as caught:
@@ -160,7 +160,7 @@ def test_what_does_not_fit_the_model_is_told(
     assert problem in caught.value.message
 
 
-def test_dependent_rows_are_told_on_both_sides() -> None:
+def test_dependent_rows_are_reported_on_both_sides() -> None:
     interface = resolve(BATCHED).unbatched("rows mix")
     assert interface.model.unbatched_because == interface.client.unbatched_because == "rows mix"
 

@@ -123,7 +123,7 @@ def test_devices_are_for_one_load_at_a_time_and_keep_no_processor(begin: Callabl
 
 
 @pytest.mark.parametrize("stage", ["turn", "measuring", "device"])
-def test_load_that_fails_gives_back_what_it_has(stage: str) -> None:
+def test_failed_load_releases_its_permit(stage: str) -> None:
     turns = LoadLimiter(2)
 
     def fail(turn: LoadPermit) -> None:

@@ -1,4 +1,4 @@
-"""What operators read of a loaded model."""
+"""Properties and warnings of a loaded model."""
 
 import time
 from dataclasses import replace
@@ -13,7 +13,7 @@ from ortserve.registry.load.pipeline import load_model
 CPU = "CPUExecutionProvider"
 
 
-def test_classes_of_maps_are_told_and_label_the_columns(tmp_path: Path) -> None:
+def test_classes_of_maps_are_shown_and_label_the_columns(tmp_path: Path) -> None:
     path = interfaces.zipmap_classifier(tmp_path / "m.onnx", (3, -1))
     for served, told in (((), '{"probabilities": [3, -1]}'), (("label",), None)):
         options = ModelOptions(warmup_s=0, intra_op_threads=1, served_outputs=served)

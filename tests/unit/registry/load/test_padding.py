@@ -1,4 +1,4 @@
-"""What ``pad`` of model.yaml becomes, and what is said of one that does not fit the model."""
+"""The padding that ``pad`` of model.yaml sets, and errors if it does not fit the model."""
 
 import math
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_buckets_alone_pad_rows_and_nothing_else_is_padding() -> None:
         ),
     ],
 )
-def test_declaration_that_does_not_fit_is_told_by_its_key(
+def test_declaration_that_contradicts_the_model_is_rejected_by_key(
     signature: ModelSignature, pad: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ServeError) as caught:

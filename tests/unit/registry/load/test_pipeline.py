@@ -62,7 +62,7 @@ def workers() -> list[threading.Thread]:
     [(1, 2**22, [1], 1), (1, 0, [2, 1], 1), (2000, 2**22, [1, 2], 2), (2000, 0, [2], 2)],
     ids=["short and small", "short and large", "long and small", "long and large"],
 )
-def test_model_is_opened_again_only_where_its_size_told_the_wrong_number_of_threads(
+def test_model_is_reopened_only_if_its_size_suggested_the_wrong_number_of_threads(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     steps: int,
@@ -85,7 +85,7 @@ def test_model_is_opened_again_only_where_its_size_told_the_wrong_number_of_thre
     assert loaded.warm_up.latencies  # although the first session may have used all of the time
 
 
-def test_short_runs_get_one_thread_unless_told_otherwise(tmp_path: Path) -> None:
+def test_short_runs_get_one_thread_unless_configured(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     assert load(path).intra_op_threads == 1
     assert load(path, QUICK.model_copy(update={"intra_op_threads": 2})).intra_op_threads == 2
@@ -133,7 +133,7 @@ class NotedProgress(Progress):
         self.steps.append(self.describe().removesuffix(", for 0 s"))
 
 
-def test_each_step_of_a_load_is_told_when_it_begins(tmp_path: Path) -> None:
+def test_each_step_of_a_load_is_reported_when_it_begins(tmp_path: Path) -> None:
     options = ModelOptions.model_validate(
         {"warmup_s": 60, "max_rows": 4, "instances": 2, "intra_op_threads": 1, "warmup_samples": [{"name": "mine"}]}
     )
@@ -177,7 +177,7 @@ def test_instance_is_closed_when_its_warm_up_fails_unexpectedly(tmp_path: Path) 
     assert not workers()
 
 
-def test_wishes_that_nothing_meets_are_an_error(tmp_path: Path) -> None:
+def test_unavailable_wishes_are_an_error(tmp_path: Path) -> None:
     options = ModelOptions(execution_providers=("no_such",), warmup_s=0)
     with pytest.raises(ServeError, match="none of no_such can be used") as caught:
         load(builders.identity(tmp_path / "model.onnx"), options)
@@ -298,7 +298,7 @@ def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) 
     assert not workers()
 
 
-def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_options_are_reported_if_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
     (told,) = [record for record in caplog.records if record.message == "option has no effect"]
     assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(told))
@@ -318,7 +318,7 @@ def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, ca
         ({"session": {"spinning": True}, "intra_op_threads": None}, True, []),
     ],
 )
-def test_threads_that_no_session_has_are_told(options: Any, has_global_threads: bool, told: list[str]) -> None:
+def test_thread_options_without_effect_are_reported(options: Any, has_global_threads: bool, told: list[str]) -> None:
     found = threads_without_effect(ModelOptions.model_validate(options), has_global_threads=has_global_threads)
     assert len(found) == len(told)
     assert all(reason.startswith(begun) for reason, begun in zip(found, told, strict=True))
@@ -430,9 +430,9 @@ class Providers:
         self._sessions.append(weakref.ref(session))
         return Failing(session, self._fails[asked], self._most_rows) if asked in self._fails else session
 
-    def _try(self, path: Path, name: str, options: SessionOptions) -> Any:
+    def _try(self, path: Path, name: str, options: SessionOptions, model: Model) -> Any:
         self.tried.append(options)
-        session = open_session(path, name, options)
+        session = open_session(path, name, options, model)
         self._sessions.append(weakref.ref(session))
         return session
 
@@ -506,7 +506,7 @@ def test_provider_that_fails_every_run_is_passed_over_where_that_is_allowed_and_
     assert not workers()
 
 
-def test_failures_to_open_and_to_run_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_to_open_and_to_run_are_reported_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     providers = Providers(monkeypatch, {OTHER: BROKEN})
     real = providers._open
 
@@ -559,7 +559,7 @@ def test_model_that_the_cpu_cannot_open_is_served_likewise(tmp_path: Path, monke
         (partial(builders.pools_images, least=32), {}, [OTHER, "cpu"], {}),
     ],
 )
-def test_cpu_is_asked_only_where_another_provider_was_seen_to_run_nothing(
+def test_rows_run_on_the_cpu_only_if_another_provider_ran_none(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     build: Callable[[Path], Path],
@@ -582,7 +582,7 @@ def test_provider_that_runs_some_made_up_inputs_has_not_failed(
     assert (loaded.execution_provider, providers.tried) == (provider, [])
 
 
-def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_it_runs_and_no_more(
+def test_rows_that_a_provider_rejects_are_tried_on_the_cpu_with_only_the_settings_that_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "kept.onnx"
@@ -590,9 +590,9 @@ def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_i
     providers = Providers(monkeypatch, {CUDA: BROKEN})
     real = providers._try
 
-    def try_without_libraries(path: Path, name: str, options: SessionOptions) -> Any:
+    def try_without_libraries(path: Path, name: str, options: SessionOptions, model: Model) -> Any:
         assert options.operator_libraries == libraries
-        return real(path, name, replace(options, operator_libraries=()))
+        return real(path, name, replace(options, operator_libraries=()), model)
 
     def open_without_libraries(path: Path, name: str, options: SessionOptions, model: Model) -> Any:
         kept.unlink(missing_ok=True)
@@ -602,7 +602,7 @@ def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_i
 
     monkeypatch.setattr("ortserve.registry.load.providers.open_session", try_without_libraries)
     monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_without_libraries)
-    monkeypatch.setattr("ortserve.registry.load.pipeline.operator_libraries", lambda options, folder: libraries)
+    monkeypatch.setattr("ortserve.registry.load.analysed_model.operator_libraries", lambda options, folder: libraries)
     monkeypatch.setattr("ortserve.engine.session._check_settings", lambda options: None)  # the CPU has no gpu:0
     settings = {
         "free_dimensions": {"batch": 2},
@@ -721,7 +721,7 @@ class OfferingCuda(DeviceRuntime):
         return Offer()
 
 
-def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_cpu_once(
+def test_operators_are_reported_by_provider_and_cpu_nodes_of_a_gpu_model_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As if ONNX Runtime had placed the nodes so, and run on CUDA what it runs on the CPU."""

@@ -34,7 +34,7 @@ def parsed(path: Path, text: str) -> Path:
     return path
 
 
-def test_graph_that_keeps_rows_apart_is_proven_whatever_its_dimensions_are_called(tmp_path: Path) -> None:
+def test_graph_that_keeps_rows_apart_is_proven_with_any_names_of_dimensions(tmp_path: Path) -> None:
     path = parsed(tmp_path / "m.onnx", "g (float[one,4] x) => (float[other,4] y) { y = Relu(x) }")
     signature = applied(path)
     assert find(path).grounds is Grounds.PROVEN
@@ -51,7 +51,7 @@ def test_rows_are_found_on_the_axes_where_the_graph_has_them() -> None:
     assert not signature.rows_lead
 
 
-def test_graph_where_rows_meet_is_told_with_its_node(tmp_path: Path) -> None:
+def test_graph_in_which_rows_meet_is_reported_with_the_node(tmp_path: Path) -> None:
     path = builders.row_mixer(tmp_path / "m.onnx")
     found = find(path)
     told = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
@@ -69,7 +69,7 @@ def test_graph_that_does_not_tell_is_tried_where_names_allow_it(
     assert (found.grounds, found.known_dependence) == (Grounds.TRIED, None)
     assert "node 'SequenceConstruct #0'" in found.doubt
     assert applied(path).is_batched is is_batched
-    assert applied(path, batched=True).is_batched, "as it is configured, whatever the names"
+    assert applied(path, batched=True).is_batched, "as it is configured, with any names"
 
 
 def test_configured_axes_are_proven_where_they_can_be_and_believed_elsewhere(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What outputs tell of whether rows depend on each other."""
+"""Comparison of rows together and alone."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_nan_agrees_with_nan_only() -> None:
 
 
 @pytest.mark.parametrize("datatype", [DataType.INT64, DataType.BOOL, DataType.BYTES])
-def test_what_is_not_rounded_must_be_equal(datatype: DataType) -> None:
+def test_integers_and_texts_must_be_equal(datatype: DataType) -> None:
     texts = np.array([["1", "0"], ["0", "1"]], object)
     together = texts if datatype is DataType.BYTES else np.eye(2).astype(datatype.numpy)
     assert why_rows_depend(gives(datatype), (together,), split(together)) == ""
@@ -110,6 +110,6 @@ def test_integers_and_texts_and_empty_outputs_have_no_drift(datatype: DataType, 
     assert row_drift(gives(datatype), (together,), split(together)) == 0.0
 
 
-def test_number_of_rows_can_be_told_without_the_rows_alone() -> None:
+def test_wrong_number_of_rows_is_found_without_rows_alone() -> None:
     assert why_no_rows(SIGNATURE, (np.zeros((3, 2), np.float32),), 3) == ""
     assert why_no_rows(SIGNATURE, (np.zeros((2, 2), np.float32),), 3) == "output 'y' has shape [2, 2] for 3 rows"

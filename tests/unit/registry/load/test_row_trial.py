@@ -1,4 +1,4 @@
-"""What a trial of rows notices, with models that are functions of the batch."""
+"""Dependences that a trial of rows finds, with models that are functions of the batch."""
 
 from collections.abc import Callable
 
@@ -81,7 +81,7 @@ def scaled_as_one(x: np.ndarray) -> np.ndarray:
     return (np.round(x / step) * step).astype(np.float32)
 
 
-def test_rows_that_are_independent_are_found_to_be_and_the_extent_is_told() -> None:
+def test_independent_rows_pass_the_trial_and_its_extent_is_reported() -> None:
     found, runner = attempt(lambda x: x * np.float32(2))
     assert (found.problem, found.drift) == ("", 0.0)
     assert found.extent == "4 sets of inputs, of up to 64 rows"
@@ -93,7 +93,7 @@ def test_one_scale_of_all_rows_is_noticed_by_large_numbers() -> None:
     assert found.problem == "output 'y' of a row depends on the rows beside it"
 
 
-def test_what_only_large_batches_do_is_noticed() -> None:
+def test_dependence_in_large_batches_only_is_found() -> None:
     found, _ = attempt(lambda x: x + np.float32(len(x) > 40))
     assert found.problem == "output 'y' of a row depends on the rows beside it"
     found, _ = attempt(lambda x: x + np.float32(len(x) > 40), most_rows=32)
@@ -151,7 +151,7 @@ def test_little_memory_makes_sets_small_and_no_memory_is_an_error() -> None:
         attempt(fits(1))
 
 
-def test_trial_for_which_there_is_no_time_is_none_and_rows_stay_apart() -> None:
+def test_without_time_for_a_trial_rows_run_alone() -> None:
     found, runner = attempt(lambda x: x, run_ns=10**10, budget_ns=10**9)
     assert found.problem == "rows could not be tried together in the time for warm-up"
     assert not runner.rows

@@ -79,7 +79,7 @@ def test_samples_come_in_the_models_own_form() -> None:
         ({"inputs": {"a": {"file": "short"}}}, "warm-up sample '0': "),
     ],
 )
-def test_sample_that_no_client_could_send_is_told(tmp_path: Path, sample: dict[str, object], problem: str) -> None:
+def test_sample_that_no_client_could_send_is_rejected(tmp_path: Path, sample: dict[str, object], problem: str) -> None:
     (tmp_path / "warmup").mkdir()
     (tmp_path / "warmup" / "short").write_bytes(b"123")
     with pytest.raises(ServeError) as caught:

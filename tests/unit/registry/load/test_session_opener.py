@@ -20,26 +20,16 @@ from ortserve.engine.session import Session, SessionOptions, open_session
 from ortserve.errors import DeviceLostError, ErrorKind, ServeError, invalid_input
 from ortserve.model_file.graph import Model
 from ortserve.model_file.reading import model_nbytes, read_model
+from ortserve.registry.load.analysed_model import analyse_model
 from ortserve.registry.load.capture_trial import CaptureTrials
 from ortserve.registry.load.coordination import Progress
-from ortserve.registry.load.row_axes import find_row_axes
 from ortserve.registry.load.session_opener import SessionOpener
 
 
 def opener_of(path: Path, options: ModelOptions, progress: Progress | None = None) -> SessionOpener:
     clock = time.monotonic_ns
-    return SessionOpener(
-        path,
-        read_model(path),
-        "m/1",
-        options,
-        find_row_axes(read_model(path), options),
-        DeviceRuntime(),
-        CaptureTrials(),
-        (),
-        clock,
-        progress or Progress(clock),
-    )
+    model = analyse_model(path, "m/1", options)
+    return SessionOpener(model, DeviceRuntime(), CaptureTrials(), clock, progress or Progress(clock))
 
 
 def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
@@ -66,7 +56,7 @@ def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
         (builders.not_onnx, (1, 8), set()),
     ],
 )
-def test_a_choice_of_tensorrt_is_told_of_the_buckets(
+def test_choice_of_tensorrt_gets_profiles_of_the_buckets(
     tmp_path: Path, build: Any, buckets: tuple[int, ...], expected: set[str]
 ) -> None:
     path = build(tmp_path / "m.onnx")
@@ -85,7 +75,7 @@ def test_a_choice_of_tensorrt_is_told_of_the_buckets(
         ),
     ],
 )
-def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: Any, told: str) -> None:
+def test_progress_says_when_tensorrt_builds_engines(tmp_path: Path, build: Any, told: str) -> None:
     """TensorRT itself is not there: what it was doing is left to be read."""
     progress = Progress(lambda: 0)
     opener = opener_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
@@ -138,18 +128,8 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
     choice = choose_provider([wish, "cuda", "cpu"], lambda name: Offer())
     runtime, trials = DeviceRuntime(devices=Devices(uses)), CaptureTrials(("true",))
     path = build(tmp_path / "m.onnx")
-    opener = SessionOpener(
-        path,
-        read_model(path),
-        "m/1",
-        options,
-        find_row_axes(read_model(path), options),
-        runtime,
-        trials,
-        (),
-        time.monotonic_ns,
-        Progress(time.monotonic_ns),
-    )
+    clock = time.monotonic_ns
+    opener = SessionOpener(analyse_model(path, "m/1", options), runtime, trials, clock, Progress(clock))
     opened = opener.open(choice, 1)
     assert opened.open_for_graph is None
     if asked:

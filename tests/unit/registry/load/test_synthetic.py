@@ -55,7 +55,7 @@ def test_same_seed_gives_the_same_and_another_does_not() -> None:
 
 
 @pytest.mark.parametrize("datatype", DataType)
-def test_without_a_spread_everything_is_nothing(datatype: DataType) -> None:
+def test_zero_spread_gives_equal_values(datatype: DataType) -> None:
     (array,) = InputGenerator(signature(datatype, -1, 2), None).generate(3, 0, ZEROS)
     assert array.shape == (3, 2)
     assert array.dtype == datatype.numpy

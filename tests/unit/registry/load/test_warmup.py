@@ -1,4 +1,4 @@
-"""What warm-up finds: with runs of a known length in virtual time, and with real models."""
+"""Results of warm-up: with runs of a known length in virtual time, and with real models."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +121,7 @@ def test_one_size_that_was_timed_badly_does_not_end_the_sweep() -> None:
     assert sweep(lambda rows: (10 + rows + 20 * (rows == 2)) * MS).max_rows == 64
 
 
-def test_what_else_runs_meanwhile_decides_no_batch_size() -> None:
+def test_other_work_on_the_machine_decides_no_batch_size() -> None:
     """Three runs of four take five times as long: so many are disturbed where processors are busy."""
     runs = count()
     found = sweep(lambda rows: (10 + rows) * MS * (1 if next(runs) % 4 == 0 else 5))
@@ -129,7 +129,7 @@ def test_what_else_runs_meanwhile_decides_no_batch_size() -> None:
 
 
 @pytest.mark.parametrize(("max_rows", "swept"), [(1, [1]), (5, [1, 2, 4, 5]), (128, [1, 2, 4, 8, 16, 32, 64, 128])])
-def test_maximum_that_was_set_is_kept_whatever_it_gains(max_rows: int, swept: list[int]) -> None:
+def test_configured_maximum_is_kept_without_gain(max_rows: int, swept: list[int]) -> None:
     found = sweep(lambda rows: MS * rows * rows, max_rows=max_rows)
     assert found.max_rows == max_rows
     assert sizes(found) == swept
@@ -151,7 +151,7 @@ def sweep_timed(
     effort_s: float | None = None,
     max_rows: int | None = None,
 ) -> tuple[WarmUp, int]:
-    """What warm-up found, and how long it took."""
+    """The results of warm-up, and its duration."""
     clock = FakeClock()
     began_ns = clock()
     runner = TimedRunner(clock, latency_ns)
@@ -200,7 +200,7 @@ def test_model_that_gains_nothing_is_measured_no_longer_than_it_took_to_open() -
     assert (sizes(found), found.max_rows, took_ns) == ([1, 2], 1, 160 * MS)
 
 
-def test_what_larger_sizes_would_gain_is_computed_where_measuring_them_takes_too_long() -> None:
+def test_gain_of_larger_sizes_is_computed_if_measuring_takes_too_long() -> None:
     found, _ = sweep_timed(lambda rows: (40 + rows) * MS, budget_s=5, effort_s=0.14)
     assert (sizes(found), found.max_rows) == ([1, 2], MAX_SWEPT_ROWS)
     # 4 rows of 6.5 ms, 8 of 5.25 ms, 16 of 4.6 ms, 32 of 4.3 ms (-7 %), 64 of 4.15 ms (-3 %)
@@ -208,7 +208,7 @@ def test_what_larger_sizes_would_gain_is_computed_where_measuring_them_takes_too
     assert (sizes(found), found.max_rows) == ([1, 2, 4], 32)
 
 
-def test_maximum_that_was_set_is_measured_whatever_effort_it_takes() -> None:
+def test_configured_maximum_is_measured_without_an_effort_limit() -> None:
     found, _ = sweep_timed(lambda rows: 10 * MS * rows, budget_s=60, effort_s=0.05, max_rows=16)
     assert (sizes(found), found.max_rows) == ([1, 2, 4, 8, 16], 16)
 
@@ -279,7 +279,7 @@ def test_model_without_a_batch_axis_is_run_one_at_a_time() -> None:
     assert not found.rows_depend
 
 
-def test_refusal_is_told_and_leaves_the_rest_unknown() -> None:
+def test_rejected_synthetic_inputs_leave_the_other_results_unknown() -> None:
     clock = FakeClock()
     runner = TimedRunner(clock, lambda rows: MS, ServeError(ErrorKind.INTERNAL, "no such index"))
     assert warm_up(runner, BATCHED, budget_s=60, max_rows=9, clock=clock) == WarmUp(9, rejection="no such index")
@@ -301,7 +301,7 @@ def sweep_cramped(most_rows: int, *, max_rows: int | None = None, buckets: tuple
     ("most_rows", "swept", "refused_size"),
     [(2, [1, 2], 4), (3, [1, 2], 4), (10, [1, 2, 4, 8], 16), (63, [1, 2, 4, 8, 16, 32], 64)],
 )
-def test_sweep_ends_below_the_size_that_finds_too_little_memory_and_keeps_what_it_has_measured(
+def test_sweep_ends_below_the_size_without_memory_and_keeps_its_measurements(
     most_rows: int, swept: list[int], refused_size: int
 ) -> None:
     found = sweep_cramped(most_rows, max_rows=64)
@@ -505,7 +505,7 @@ def test_larger_inputs_are_made_up_only_while_they_are_not_too_large(free: int, 
     assert max(made) == largest
 
 
-def test_model_that_refuses_all_sizes_tells_what_it_said_to_the_smallest(
+def test_model_that_rejects_all_sizes_reports_the_error_of_the_smallest(
     warm: Callable[..., WarmUp],
 ) -> None:
     found = warm(partial(builders.pools_images, least=500))
@@ -528,7 +528,7 @@ def test_rows_that_data_decides_are_found_out_although_drawn_data_may_hide_it(
     assert found.rows_depend == "output 'y' has shape [0, 4] for 3 rows"
 
 
-def test_model_that_takes_no_zeros_is_batched_by_what_else_is_known() -> None:
+def test_model_that_rejects_zeros_is_batched_by_the_other_inputs() -> None:
     def compute_batch(batch: Batch) -> Arrays:
         ((rows,),) = batch.parts
         if not rows.any():
@@ -632,7 +632,7 @@ def test_device_that_is_lost_in_a_sample_is_not_the_samples_fault() -> None:
         run_samples(runner, [Sample("s", (np.zeros((1, 4), np.float32),), 1, 1)], Progress(clock))
 
 
-def test_rows_that_are_believed_to_be_independent_are_batched_whatever_the_trial_shows() -> None:
+def test_rows_that_are_configured_as_independent_are_batched_against_the_trial() -> None:
     def compute_batch(batch: Batch) -> Arrays:
         ((rows,),) = batch.parts
         return (rows - rows.mean(axis=0),)

@@ -29,7 +29,7 @@ def refusal(config: dict[str, Any] | str | None, files: dict[str, bytes] | None 
     return caught.value.message
 
 
-def test_load_that_brings_nothing_leaves_the_models_own_files_in_force() -> None:
+def test_load_without_parameters_uses_the_models_own_files() -> None:
     assert read(None) is None
 
 

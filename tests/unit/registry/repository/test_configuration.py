@@ -230,7 +230,9 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
         ),
     ],
 )
-def test_what_cannot_be_is_told_with_the_files_name(tmp_path: Path, text: str, kind: ErrorKind, problem: str) -> None:
+def test_invalid_fields_are_rejected_with_the_name_of_the_file(
+    tmp_path: Path, text: str, kind: ErrorKind, problem: str
+) -> None:
     error = refusal(tmp_path, text)
     assert error.kind is kind
     assert error.message.startswith("config.pbtxt: ")
@@ -238,7 +240,7 @@ def test_what_cannot_be_is_told_with_the_files_name(tmp_path: Path, text: str, k
     assert str(tmp_path) not in error.message
 
 
-def test_file_that_cannot_be_read_is_told_without_its_folder(tmp_path: Path) -> None:
+def test_unreadable_file_is_named_without_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.pbtxt").mkdir()
     with pytest.raises(ServeError) as caught:
         read_configuration("m", tmp_path / "config.pbtxt", DEFAULTS)
@@ -251,7 +253,7 @@ def test_graphs_are_reported_where_there_is_no_gpu_to_replay_them(tmp_path: Path
     assert not read_here.options.graph_replay
 
 
-def test_parameters_that_mean_nothing_here_are_reported(tmp_path: Path) -> None:
+def test_parameters_without_effect_are_reported(tmp_path: Path) -> None:
     read_here = read(
         tmp_path,
         'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "yes" } } '

@@ -1,4 +1,4 @@
-"""What counts as a change of a model's files, with files that ONNX Runtime itself writes and reads."""
+"""Changes of a model's files, with files that ONNX Runtime itself writes and reads."""
 
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def test_counters_that_a_session_only_reads_are_the_models(folder: Path) -> None
         ),
     ],
 )
-def test_compiled_model_and_what_is_written_beside_it_are_no_change(
+def test_compiled_model_and_its_files_are_no_change(
     folder: Path, entries: dict[str, int | str], written: list[str]
 ) -> None:
     told = {

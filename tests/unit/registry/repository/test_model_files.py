@@ -1,4 +1,4 @@
-"""What is found in folders made for the test. No file in them is a model: none is opened."""
+"""Models found in folders made for the test. No file in them is a model, as no file is opened."""
 
 import os
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_options_may_name_another_file_or_a_folder_with_one(tmp_path: Path) -> N
         model.file(3, options)
 
 
-def test_file_by_itself_is_opened_whatever_options_call_it(tmp_path: Path) -> None:
+def test_single_file_is_opened_under_any_configured_name(tmp_path: Path) -> None:
     touch(tmp_path, "m.onnx")
     assert read_one(tmp_path).file(1, ModelOptions(model_file="net.onnx")) == tmp_path / "m.onnx"
 
@@ -129,7 +129,7 @@ def test_version_without_its_file_keeps_no_other_from_being_served(
     assert caught.value.message == f"version folder 1 has no file model.onnx: it has {there}"
 
 
-def test_model_that_is_taken_for_a_repository_is_told_from_one(tmp_path: Path) -> None:
+def test_model_folder_given_as_a_repository_is_recognized(tmp_path: Path) -> None:
     touch(tmp_path, "m/1/model.onnx")
     (model,) = read_repositories([tmp_path / "m"])
     assert model.problem.endswith(
@@ -173,7 +173,7 @@ def test_entry_that_cannot_be_looked_at_keeps_no_other_from_being_found(tmp_path
     ("name", "told"),
     [(b"na\xffme", "na\\udcffme"), (b"na\nme", "na\\nme"), (b"na\xffme.onnx", "na\\udcffme")],
 )
-def test_name_that_cannot_be_told_is_told_otherwise(tmp_path: Path, name: bytes, told: str) -> None:
+def test_unprintable_name_is_escaped(tmp_path: Path, name: bytes, told: str) -> None:
     touch(tmp_path, os.fsdecode(name) if name.endswith(b".onnx") else f"{os.fsdecode(name)}/1/model.onnx")
     model = read_one(tmp_path)
     assert model.name == told

@@ -1,4 +1,4 @@
-"""What models are loaded from, as it lies on disk."""
+"""Sources of models on disk."""
 
 import os
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_file_that_is_replaced_by_one_of_the_same_size_and_time_is_seen(root: Pa
 
 
 @pytest.mark.parametrize("path", ["m/.model.yaml.swp", "m/1/.model.onnx.swp", "m/1/.cache/x", "m/.git/index"])
-def test_names_that_begin_with_a_dot_are_nothing_of_the_models(root: Path, path: str) -> None:
+def test_names_that_begin_with_a_dot_are_ignored(root: Path, path: str) -> None:
     before = read(root)
     (root / path).parent.mkdir(exist_ok=True)
     (root / path).write_text("x")
@@ -99,7 +99,7 @@ def test_link_to_nowhere_is_passed_over(root: Path, link: str) -> None:
         ("execution_providers: [{openvino: {cache_dir: ROOT/m/cache}}, cpu]", "cache/blob"),
     ],
 )
-def test_what_loading_writes_into_the_folder_is_no_change(
+def test_files_that_a_load_writes_are_no_change(
     root: Path, tmp_path_factory: pytest.TempPathFactory, options: str, written: str
 ) -> None:
     link = tmp_path_factory.mktemp("elsewhere") / "link"
@@ -139,7 +139,7 @@ def test_model_by_itself_does_not_change_with_its_neighbours(root: Path) -> None
     assert changed(before["g"], after["g"]) == [1]
 
 
-def test_problem_is_told_and_whether_there_are_files(root: Path) -> None:
+def test_problem_says_whether_there_are_files(root: Path) -> None:
     (root / "m" / "model.yaml").write_text("version_policy: {specific: [7]}")
     (root / "empty").mkdir()
     sources = read(root)
@@ -201,7 +201,7 @@ def test_fault_in_reading_one_model_is_logged_and_keeps_no_other_from_being_read
     ],
     ids=lambda text: text[:32],
 )
-def test_odd_configuration_is_told_as_what_is_wrong_with_it(root: Path, file: str, text: str) -> None:
+def test_misnamed_configuration_is_reported(root: Path, file: str, text: str) -> None:
     (root / "m" / "model.yaml").unlink()
     (root / "m" / file).write_text(text)
     assert read(root)["m"].problem.startswith(f"{file}: ")

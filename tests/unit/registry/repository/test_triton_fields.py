@@ -99,7 +99,7 @@ def test_field_without_effect_is_reported_once(path: str, text: str) -> None:
     assert check_fields(parse(text)) == [f"{path}: {FIELDS[path][1]}"]
 
 
-def test_all_refused_fields_are_told_at_once() -> None:
+def test_all_refused_fields_are_named_together() -> None:
     with pytest.raises(ServeError) as caught:
         check_fields(parse("sequence_batching { iterative_sequence: true } input { is_shape_tensor: true }"))
     assert caught.value.message.count("is not supported") == 2

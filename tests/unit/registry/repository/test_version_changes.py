@@ -1,4 +1,4 @@
-"""What leads from what serves to what should."""
+"""Loads and drains that lead from the served versions to the wanted ones."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def source(changed_at: int = 0, **options: object) -> VersionSource:
         ({2: source(), 1: source()}, {}, VersionChanges((), (1, 2))),
     ],
 )
-def test_only_what_changed_is_loaded_and_what_is_not_wanted_goes(
+def test_changed_versions_are_loaded_and_unwanted_ones_retired(
     serving: dict[int, VersionSource], wanted: dict[int, VersionSource], swap: VersionChanges
 ) -> None:
     assert plan_changes(serving, wanted) == swap

@@ -1,0 +1,107 @@
+"""Reads the constants of a model file: the element types, shapes and small contents of tensors. Weights are skipped."""
+
+import struct
+from fractions import Fraction
+from math import isfinite, prod
+from typing import Final
+
+from ortserve.model_file.graph import Constant, Tensor, constant
+from ortserve.model_file.protobuf import TextReader, fields, integers, varint
+
+MOST_ELEMENTS: Final = 4096
+"""The most elements of a constant of integers that the record keeps."""
+MOST_FLOATS: Final = 16
+"""The most elements of a constant of floats that the record keeps: larger ones are weights, not scales or bounds."""
+
+# By element type: the format of one element in raw data, and the field that has it otherwise.
+_FORMATS: Final = {
+    1: "f", 2: "B", 3: "b", 4: "H", 5: "h", 6: "i", 7: "q", 9: "?", 10: "e", 11: "d", 12: "I", 13: "Q",
+}  # fmt: skip
+_TYPED_FIELDS: Final = {1: 4, 11: 10, 7: 7, 12: 11, 13: 11}  # float, double, int64, uint64_data; else int32_data
+_INT32_DATA: Final = 5
+_RAW_DATA: Final = 9
+_FLOATS: Final = frozenset({1, 10, 11})
+
+
+class TensorReader:
+    """Reads the tensors of one message. Field numbers are those of onnx.proto (github.com/onnx/onnx)."""
+
+    def __init__(self, data: memoryview, texts: TextReader) -> None:
+        """``texts`` reads ``data``, too."""
+        self._data = data
+        self._text = texts.read
+        self.external_files: Final[set[str]] = set()
+        """The files with weights of the tensors so far."""
+
+    def sparse(self, start: int, end: int) -> tuple[str, Tensor]:
+        name, dtype = "", 0
+        dims: list[int] = []
+        for number, wire_type, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                name, tensor = self.tensor(begin, after)
+                dtype = tensor.dtype
+            elif number == 3:
+                dims += integers(self._data, wire_type, begin, after)
+        return name, Tensor(dtype, tuple(dims))
+
+    def tensor(self, start: int, end: int) -> tuple[str, Tensor]:
+        data = self._data
+        name = ""
+        dtype = 0
+        dims: list[int] = []
+        content: dict[int, list[tuple[int, int, int]]] = {}
+        for number, wire_type, (begin, after) in fields(data, start, end):
+            if number == 1:
+                dims += integers(data, wire_type, begin, after)
+            elif number == 2:
+                dtype = varint(data, begin)[0]
+            elif number == 8:
+                name = self._text(begin, after)
+            elif number == 13:
+                self._external_entry(begin, after)
+            elif number in (4, 5, 7, 9, 10, 11):
+                content.setdefault(number, []).append((wire_type, begin, after))
+                if len(content[number]) > MOST_ELEMENTS:
+                    content[number].pop()
+        count = prod(dims)
+        elements = None
+        if dtype in _FORMATS and 0 <= count <= (MOST_FLOATS if dtype in _FLOATS else MOST_ELEMENTS):
+            elements = self._elements(dtype, count, content)
+        return name, Tensor(dtype, tuple(dims), elements)
+
+    def _elements(
+        self, dtype: int, count: int, content: dict[int, list[tuple[int, int, int]]]
+    ) -> tuple[Constant, ...] | None:
+        """The elements of a small tensor; None if they are not in the file, or not finite."""
+        data = self._data
+        form = _FORMATS[dtype]
+        found: list[int | float] = []
+        if raw := content.get(_RAW_DATA):
+            _, begin, after = raw[-1]
+            if after - begin != count * struct.calcsize(f"<{form}"):
+                return None
+            found = list(struct.unpack(f"<{count}{form}", data[begin:after]))
+        else:
+            number = _TYPED_FIELDS.get(dtype, _INT32_DATA)
+            for wire_type, begin, after in content.get(number, []):
+                if dtype in (1, 11):
+                    found += [each[0] for each in struct.iter_unpack(f"<{form}", data[begin:after])]
+                else:
+                    found += integers(data, wire_type, begin, after)
+            if dtype == 10:  # bits of half floats
+                found = [struct.unpack("<e", struct.pack("<H", int(bits) & 0xFFFF))[0] for bits in found]
+        if len(found) != count or not all(map(isfinite, found)):
+            return None
+        return tuple(
+            int(each) if isinstance(each, int) or each.is_integer() else constant(Fraction(each)) for each in found
+        )
+
+    def _external_entry(self, start: int, end: int) -> None:
+        key = value = ""
+        for number, _, (begin, after) in fields(self._data, start, end):
+            if number == 1:
+                key = self._text(begin, after)
+            elif number == 2:
+                value = self._text(begin, after)
+        if key == "location":
+            self.external_files.add(value)

@@ -1,0 +1,234 @@
+"""Symbolic numbers: sizes of axes, and elements of small tensors, as expressions in the number of rows.
+
+A number is an integer or a fraction, a product of atoms and a power of the number of rows N, or ``DEPENDENT``. An atom
+is a number that depends neither on N nor on the values of the rows, such as the length of a sequence. The analysis
+never compares N with a constant; it only assumes ``N >= 1``. ``symbols`` computes with numbers.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm, prod
+from typing import Final, TypeAlias
+
+from ortserve.model_file.graph import Constant, constant
+
+MOST_TERMS: Final = 16
+"""The most terms of a sum. A longer sum becomes one atom."""
+
+
+class Atom:
+    """A number that is the same for every N. Atoms are compared by identity.
+
+    Attributes:
+        serial: The order in which atoms of one analysis are made.
+        terms: The sum that the atom stands for; empty for any other atom.
+        lowest: A lower bound; None if there is none.
+        is_whole: Whether it is an integer.
+        key: The expression that made it; empty for a fresh atom.
+    """
+
+    __slots__ = ("is_whole", "key", "lowest", "serial", "terms")
+
+    def __init__(
+        self,
+        serial: int,
+        lowest: "int | Fraction | None",
+        key: tuple[Hashable, ...] = (),
+        terms: "tuple[Number, ...]" = (),
+        is_whole: bool = True,
+    ) -> None:
+        self.serial = serial
+        self.lowest = lowest
+        self.key = key
+        self.terms = terms
+        self.is_whole = is_whole
+
+    def __repr__(self) -> str:
+        return f"a{self.serial}"
+
+
+Powers: TypeAlias = tuple[tuple[Atom, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``factor * N ** rows * atoms``, with ``rows`` or ``atoms`` or both, and a ``factor`` that is not 0."""
+
+    factor: int | Fraction
+    rows: int
+    atoms: Powers
+
+    def __repr__(self) -> str:
+        parts = [str(self.factor)] if self.factor != 1 else []
+        parts += ["N" if self.rows == 1 else f"N^{self.rows}"] if self.rows else []
+        parts += [repr(atom) if power == 1 else f"{atom}^{power}" for atom, power in self.atoms]
+        return "*".join(parts)
+
+
+class Dependent:
+    """The class of ``DEPENDENT``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "f(N)"
+
+
+DEPENDENT: Final = Dependent()
+"""A number that depends on N other than by a factor."""
+N: Final = Product(1, 1, ())
+"""The number of rows in the batch."""
+
+Number: TypeAlias = int | Fraction | Product | Dependent
+
+
+def contains_rows(number: Number) -> bool:
+    """Whether a number depends on N."""
+    return not isinstance(number, int) and ((isinstance(number, Product) and number.rows > 0) or number is DEPENDENT)
+
+
+def is_whole(number: Number) -> bool:
+    """Whether a number is certainly an integer."""
+    if isinstance(number, int):
+        return True
+    if isinstance(number, Product):
+        return isinstance(number.factor, int) and all(atom.is_whole for atom, _ in number.atoms)
+    return False
+
+
+def atoms_of(number: Number) -> Iterable[Atom]:
+    """The atoms of a number, without the atoms in terms of sums."""
+    return (atom for atom, _ in number.atoms) if isinstance(number, Product) else ()
+
+
+def lowest(number: Number) -> Constant | None:
+    """A lower bound of a number; None if there is none."""
+    if isinstance(number, Product):
+        if number.factor < 0:
+            return -bound if (bound := _highest(number)) is not None else None
+        bound = number.factor
+        for atom, power in number.atoms:
+            if atom.lowest is None:
+                return None
+            if atom.lowest < 0:  # another factor could only make it lower
+                return atom.lowest * bound if number == single_atom(atom, bound) else None
+            bound = bound * atom.lowest**power
+        return bound
+    return None if isinstance(number, Dependent) else number
+
+
+def _highest(number: Product) -> Constant | None:
+    """An upper bound of a product with a negative factor; known only if its atom is a sum."""
+    if number.rows or len(number.atoms) != 1 or number.atoms[0][1] != 1 or not number.atoms[0][0].terms:
+        return None
+    least = lowest_sum([scaled(term, number.factor) for term in number.atoms[0][0].terms])
+    return -least if least is not None else None
+
+
+def single_atom(atom: Atom, factor: Constant) -> Product:
+    return Product(factor, 0, ((atom, 1),))
+
+
+def scaled(number: Number, factor: Constant) -> Number:
+    if isinstance(number, Product):
+        return Product(constant(number.factor * factor), number.rows, number.atoms)
+    return number if isinstance(number, Dependent) else constant(number * factor)
+
+
+def negative(number: "int | Fraction | Product") -> "int | Fraction | Product":
+    return Product(-number.factor, number.rows, number.atoms) if isinstance(number, Product) else -number
+
+
+def lowest_sum(terms: Iterable[Number]) -> Constant | None:
+    total: Constant = 0
+    for term in terms:
+        bound = None
+        if isinstance(term, Product):
+            if term.factor > 0:
+                bound = lowest(term)
+        elif not isinstance(term, Dependent):
+            bound = term
+        if bound is None:
+            return None
+        total = total + bound
+    return total
+
+
+def is_nonnegative(number: Number) -> bool:
+    return (low := lowest(number)) is not None and low >= 0
+
+
+def is_positive(number: Number) -> bool:
+    return (low := lowest(number)) is not None and low > 0
+
+
+def is_fine(factor: Constant) -> bool:
+    """Whether a fraction has so many bits that a product with it is rounded."""
+    return isinstance(factor, Fraction) and (factor.denominator > 1 << 20 or abs(factor.numerator) > 1 << 20)
+
+
+def common_divisor(values: list[Constant]) -> Constant:
+    """The largest number that divides all of them to integers, with the sign of the last."""
+    if all(isinstance(value, int) for value in values):
+        divisor: Constant = gcd(*(value.numerator for value in values))
+    else:
+        divisor = Fraction(gcd(*(value.numerator for value in values)), lcm(*(value.denominator for value in values)))
+    return divisor if values[-1] > 0 else -divisor
+
+
+def exact_quotient(value: Constant, divisor: Constant) -> Constant:
+    if isinstance(value, int) and isinstance(divisor, int) and value % divisor == 0:
+        return value // divisor
+    return constant(Fraction(value) / divisor)
+
+
+def factor_of(number: "int | Fraction | Product") -> Constant:
+    return number.factor if isinstance(number, Product) else number
+
+
+def rows_power(number: Number) -> int:
+    return number.rows if isinstance(number, Product) else 0
+
+
+def powers_of(number: Number) -> Powers:
+    return number.atoms if isinstance(number, Product) else ()
+
+
+def make_product(factor: Constant, rows: int, powers: dict[Atom, int]) -> Number:
+    atoms = tuple(sorted(((a, p) for a, p in powers.items() if p), key=lambda item: item[0].serial))
+    return Product(factor, rows, atoms) if rows or atoms else factor
+
+
+def terms_of(numbers: "Iterable[int | Fraction | Product]") -> "dict[tuple[int, Powers], Constant]":
+    """The terms of a sum by their products, with nested sums expanded."""
+    terms: dict[tuple[int, Powers], Constant] = {}
+    for number in numbers:
+        for term in _expand(number):
+            key = rows_power(term), powers_of(term)
+            value = constant(terms.get(key, 0) + factor_of(term))
+            if value:
+                terms[key] = value
+            else:
+                terms.pop(key, None)
+    return terms
+
+
+def _expand(number: "int | Fraction | Product") -> "list[int | Fraction | Product]":
+    """The terms of a number: a product with sums is a sum of products, unless these are too many."""
+    sums = [atom for atom, power in powers_of(number) if atom.terms and power == 1]
+    if not sums or prod(len(atom.terms) for atom in sums) > MOST_TERMS:
+        return [number]
+    assert isinstance(number, Product)
+    first = sums[0]
+    rest = {atom: power for atom, power in number.atoms if atom is not first}
+    expanded: list[int | Fraction | Product] = []
+    for term in first.terms:
+        assert not isinstance(term, Dependent)
+        powers = dict(rest)
+        for atom, power in powers_of(term):
+            powers[atom] = powers.get(atom, 0) + power
+        merged = make_product(constant(number.factor * factor_of(term)), number.rows + rows_power(term), powers)
+        assert not isinstance(merged, Dependent)
+        expanded += _expand(merged)
+    return expanded
