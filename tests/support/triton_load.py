@@ -81,9 +81,7 @@ class Load:
             async def infer(row: np.ndarray) -> Any:
                 given = triton_grpc.InferInput("x", row.shape, "FP32")
                 given.set_data_from_numpy(row)
-                # Without a deadline, as over HTTP: requests without one precede those with a far deadline until that is
-                # near.
-                return await client.infer(self.model, [given])
+                return await client.infer(self.model, [given], client_timeout=LONG_S)
 
             await self._call("grpc", infer, first)
 
