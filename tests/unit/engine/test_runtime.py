@@ -87,5 +87,7 @@ def test_library_that_a_providers_own_needs_is_named(tmp_path: Path) -> None:
     assert missing_library(CUDA, tmp_path) == "; the library libcuda.so.1 is missing here"
     build("libcuda.so.1", "-Wl,-soname,libcuda.so.1")
     assert missing_library(CUDA, tmp_path) == ""
-    (tmp_path / "libonnxruntime_providers_cuda.so").write_text("no library")
+    provider = tmp_path / "libonnxruntime_providers_cuda.so"
+    provider.unlink()  # it is loaded: rewriting it would end this process at its exit
+    provider.write_text("no library")
     assert missing_library(CUDA, tmp_path) == ""
