@@ -522,9 +522,9 @@ def _broken_bounds(case: Case, message: Message, seen: Seen) -> list[str]:
 def _call_compressed(server: ServerProcess, message: Message) -> tuple[int | str, str]:
     body = b"\1" + len(message.data).to_bytes(4, "big") + message.data
     assert len(body) < 65_536, "it must fit the first window of HTTP/2"
-    told = end_of_call(server.grpc, METHOD, body, {"grpc-encoding": "gzip"})
-    code = next(code for code in grpc.StatusCode if code.value[0] == int(told["grpc-status"]))
-    return code.name, told.get("grpc-message", "")
+    trailers = end_of_call(server.grpc, METHOD, body, {"grpc-encoding": "gzip"})
+    code = next(code for code in grpc.StatusCode if code.value[0] == int(trailers["grpc-status"]))
+    return code.name, trailers.get("grpc-message", "")
 
 
 def _of_processes(pid: int, read: Callable[[psutil.Process], float]) -> list[float]:

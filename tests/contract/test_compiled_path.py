@@ -19,6 +19,6 @@ PROFILE = Path(__file__).parents[1] / "support" / "calls_profile.py"
 @pytest.mark.skipif(not IS_COMPILED, reason="is about the compiled package")
 @pytest.mark.parametrize("protocol", ["json", "binary", "grpc"])
 def test_nothing_of_ours_is_interpreted_for_each_request(protocol: str) -> None:
-    told = subprocess.run([sys.executable, PROFILE, protocol], check=True, capture_output=True, text=True, timeout=120)
-    per_request = json.loads(told.stdout)
+    run = subprocess.run([sys.executable, PROFILE, protocol], check=True, capture_output=True, text=True, timeout=120)
+    per_request = json.loads(run.stdout)
     assert {name: count for name, count in per_request.items() if count >= 1} == {}

@@ -101,8 +101,8 @@ def test_model_metadata_names_versions_tensors_and_how_the_model_runs(server: Se
     assert list(message.versions) == ["1"]
     assert message.platform == "onnxruntime_onnx"
     for role, tensors in (("inputs", message.inputs), ("outputs", message.outputs)):
-        told = [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
-        assert told == metadata[role]
+        described = [{"name": t.name, "datatype": t.datatype, "shape": list(t.shape)} for t in tensors]
+        assert described == metadata[role]
 
 
 def test_openapi_document_describes_inference_and_the_documentation_page_is_there(server: ServerProcess) -> None:

@@ -54,9 +54,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]) -> I
     repository = tmp_path_factory.mktemp("keys-models")
     add_model(repository, "identity", builders.identity)
     more = ("--model-control-mode", "explicit", "--load-model", "identity", "--allow-client-shm")
-    told = ("--log-level", "debug", "--access-log")
+    logging_flags = ("--log-level", "debug", "--access-log")
     flags = keys_in(tmp_path_factory.mktemp("keys"))
-    with serving(repository, *SHORT_WARMUP, *ways, *more, *told, *flags) as server:
+    with serving(repository, *SHORT_WARMUP, *ways, *more, *logging_flags, *flags) as server:
         yield server
 
 
@@ -152,8 +152,8 @@ def test_rest_call_needs_a_key_of_its_group(server: ServerProcess, group: str, c
         for key in others(group):
             forbidden = ask(**bearer(key))
             assert forbidden.status_code == 403
-            told = f'Bearer realm="{group}", error="insufficient_scope", scope="{group}"'
-            assert forbidden.headers["www-authenticate"] == told
+            challenge = f'Bearer realm="{group}", error="insufficient_scope", scope="{group}"'
+            assert forbidden.headers["www-authenticate"] == challenge
         for key in KEYS[group]:
             assert ask(**bearer(key)).status_code == 200
 
@@ -318,10 +318,10 @@ def test_refusals_are_counted_and_no_key_is_told_anywhere(server: ServerProcess)
     texts += [
         httpx.get(f"http://{server.http}{path}", headers=headers, timeout=LONG_S).text for path in ("/v2", "/docs")
     ]
-    told = "\n".join([*texts, samples.text, server.output])
-    assert "ortserve.access" in told
+    visible_text = "\n".join([*texts, samples.text, server.output])
+    assert "ortserve.access" in visible_text
     for key in (UNKNOWN, *(key for keys in KEYS.values() for key in keys)):
-        assert key not in told
+        assert key not in visible_text
 
 
 def test_server_does_not_start_with_a_file_that_holds_no_keys(tmp_path: Path) -> None:

@@ -75,11 +75,11 @@ def test_index_lists_what_is_known_and_what_lies_there(
 
 def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
     with triton_clients(managed) as (http, grpc):
-        told = [
+        index = [
             {key: value for key in ("name", "version", "state", "reason") if (value := getattr(entry, key))}
             for entry in grpc.get_model_repository_index().models
         ]
-        assert told == http.get_model_repository_index()
+        assert index == http.get_model_repository_index()
     ready = call(managed, "/v2/repository/index", b'{"ready":true}')
     assert [entry["name"] for entry in ready] == ["identity", "poison"]
 

@@ -140,10 +140,10 @@ def console(server: ServerProcess, tmp_path: Path, request: pytest.FixtureReques
 def kubectl_version() -> tuple[int, ...]:
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl")
-    told = subprocess.run(
+    output = subprocess.run(
         ["kubectl", "version", "--client", "-o", "json"], capture_output=True, check=True, timeout=LONG_S
     ).stdout
-    version = re.match(r"v(\d+)\.(\d+)", json.loads(told)["clientVersion"]["gitVersion"])
+    version = re.match(r"v(\d+)\.(\d+)", json.loads(output)["clientVersion"]["gitVersion"])
     assert version is not None
     return tuple(map(int, version.groups()))
 
@@ -208,9 +208,9 @@ def forwarded(console: Console, command: str, **places: str) -> Iterator[httpx.C
     """Asks what a command forwards; ``kubectl`` chooses the port here, since others may use the page's."""
     with console.started(command, **places, **{"8000:8000": ":8000"}) as forwarding:
         assert forwarding.stdout is not None
-        told = re.match(r"Forwarding from (127.0.0.1:\d+) -> 8000", forwarding.stdout.readline())
-        assert told is not None
-        with httpx.Client(base_url=f"http://{told[1]}", timeout=LONG_S) as client:
+        listening = re.match(r"Forwarding from (127.0.0.1:\d+) -> 8000", forwarding.stdout.readline())
+        assert listening is not None
+        with httpx.Client(base_url=f"http://{listening[1]}", timeout=LONG_S) as client:
             yield client
 
 
@@ -283,8 +283,8 @@ def test_changed_keys_reach_the_secret_and_no_group_leaves_it(console: Console, 
     console.type(commands[0].partition(" --dry-run")[0])
     for change in range(2):
         (console.root / "infer.keys").write_text(f"old\nnew-{change}\n")
-        told = console.type(commands[0])
-        assert ("missing the kubectl.kubernetes.io/last-applied-configuration" in told) == (change == 0)
+        output = console.type(commands[0])
+        assert ("missing the kubectl.kubernetes.io/last-applied-configuration" in output) == (change == 0)
         held = console.get("secret", "ortserve-keys")["data"]
         assert base64.b64decode(held["infer"]) == (console.root / "infer.keys").read_bytes()
         assert held.keys() == {"infer", "metadata", "control"}
@@ -296,9 +296,9 @@ def test_files_of_keys_are_listed_with_their_date_and_no_key(console: Console, c
     files = " ".join(f"--from-file={group}={group}.keys" for group in GROUPS)
     console.type(f"kubectl -n ortserve create secret generic ortserve-keys {files}")
     console.install(EXAMPLES | {"components": ["../deploy/components/keys"]})
-    told = console.type(commands[0])
-    assert {line.split()[-1] for line in told.splitlines()[1:]} == set(GROUPS)
-    assert "key-of" not in told
+    output = console.type(commands[0])
+    assert {line.split()[-1] for line in output.splitlines()[1:]} == set(GROUPS)
+    assert "key-of" not in output
 
 
 @of_pages("ortserve health")
@@ -388,10 +388,10 @@ def test_services_of_kserve_find_their_runtimes(console: Console, commands: Sequ
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "expected_error"),
     [({"nodeNam": "a"}, r"BadRequest.*strict decoding.*'nodeNam'"), ({"nodeName": 1}, r"invalid.*nodeName.*'string'")],
 )
-def test_stand_in_refuses_what_kubernetes_refuses(spec: dict[str, Any], told: str, console: Console) -> None:
+def test_stand_in_refuses_what_kubernetes_refuses(spec: dict[str, Any], expected_error: str, console: Console) -> None:
     patch = yaml.safe_dump({"kind": "Deployment", "metadata": {"name": "x"}, "spec": {"template": {"spec": spec}}})
     own_overlay(console.root, EXAMPLES | {"patches": [{"target": {"kind": "Deployment"}, "patch": patch}]})
-    assert re.search(told, console.type("kubectl apply -k my-models", expect=1))
+    assert re.search(expected_error, console.type("kubectl apply -k my-models", expect=1))

@@ -33,16 +33,16 @@ def complaint(document: dict[str, Any], minor: tuple[int, ...]) -> str | None:
 @pytest.mark.parametrize("name", [BASE, *overlays()])
 def test_manifests_are_valid(name: str, minor: tuple[int, ...]) -> None:
     own = [document for document in installation(name).documents if document["kind"] not in CUSTOM]
-    assert [told for document in own if (told := complaint(document, minor))] == []
+    assert [message for document in own if (message := complaint(document, minor))] == []
 
 
 def test_misspelled_field_is_found() -> None:
     broken = copy.deepcopy(installation(BASE).one("Deployment"))
     container = broken["spec"]["template"]["spec"]["containers"][0]
     container["readynessProbe"] = container.pop("readinessProbe")
-    told = complaint(broken, MINORS[-1])
-    assert told is not None
-    assert "readynessProbe" in told
+    message = complaint(broken, MINORS[-1])
+    assert message is not None
+    assert "readynessProbe" in message
 
 
 @pytest.mark.parametrize("file", ["docker-compose.yml", "deploy/compose.tls.yml"])

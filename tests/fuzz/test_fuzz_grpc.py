@@ -107,11 +107,11 @@ def test_bad_calls_get_statuses_in_time_and_harm_nobody(server: ServerProcess) -
             began = time.monotonic()
             try:
                 calls[call.path](call.data, timeout=MOST_S, compression=call.compression)
-                code, told = grpc.StatusCode.OK, ""
+                code, details = grpc.StatusCode.OK, ""
             except grpc.RpcError as error:
-                code, told = error.code(), error.details() or ""
+                code, details = error.code(), error.details() or ""
             codes[code] = codes.get(code, 0) + 1
-            check_status(f"case {SEED}/{number}: {call}", code, told, time.monotonic() - began)
+            check_status(f"case {SEED}/{number}: {call}", code, details, time.monotonic() - began)
             memory.after(f"{SEED}/{number}")
     # Else the cases are no test: many are taken apart down to the model, and some are even right.
     assert codes[grpc.StatusCode.OK] > CASES / 100

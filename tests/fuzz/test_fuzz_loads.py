@@ -82,8 +82,8 @@ class Load:
     parameters: Mapping[str, Any]
 
     def __str__(self) -> str:
-        told = {key[:300]: repr(value)[:2000] for key, value in self.parameters.items()}
-        return f"{'load' if self.is_load else 'unload'} {self.name[:300]!r} {told}"
+        shown = {key[:300]: repr(value)[:2000] for key, value in self.parameters.items()}
+        return f"{'load' if self.is_load else 'unload'} {self.name[:300]!r} {shown}"
 
 
 @pytest.fixture(scope="module")

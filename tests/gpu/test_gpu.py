@@ -235,7 +235,7 @@ def served_without_replay(loaded: LoadedModel, made: OnDevice) -> str:
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "expected_reason"),
     [
         (gpu_models.counting, "capture failed|CPUExecutionProvider runs"),
         (partial(builders.slow, steps=3), "Loop|control flow"),
@@ -243,11 +243,11 @@ def served_without_replay(loaded: LoadedModel, made: OnDevice) -> str:
     ids=["NonZero", "Loop"],
 )
 def test_a_model_that_its_trial_cannot_capture_is_served_without_and_says_why(
-    place: Place, tmp_path: Path, build: Callable[[Path], Path], told: str
+    place: Place, tmp_path: Path, build: Callable[[Path], Path], expected_reason: str
 ) -> None:
     path = build(tmp_path / "m.onnx")
     with loaded_on(place, path, buckets=SIZES, graph_replay=True, batched=True) as (loaded, made):
-        assert re.search(told, served_without_replay(loaded, made))
+        assert re.search(expected_reason, served_without_replay(loaded, made))
 
 
 def test_on_host_memory_a_capture_that_fails_behind_its_trial_is_served_without(host: Place, tmp_path: Path) -> None:

@@ -230,21 +230,21 @@ def test_batches_of_one_model_and_captures_of_others_do_not_meet(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "expected_reason"),
     [
         (looping, "control flow"),
         (searching, "all compute graph nodes have not been partitioned to the CUDAExecutionProvider"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_as_the_provider_places_it_and_served_plainly(
-    tmp_path: Path, build: Callable[[Path], Path], told: str
+    tmp_path: Path, build: Callable[[Path], Path], expected_reason: str
 ) -> None:
     loaded = load(build(tmp_path / "m.onnx"), DeviceRuntime(), buckets=(2,), batched=True)
     (instance,) = device_instances(loaded)
     try:
         assert loaded.on_device.replayed == ()
         properties = describe_properties(loaded, 2)
-        assert told in properties["graph_replay"], properties["graph_replay"]
+        assert expected_reason in properties["graph_replay"], properties["graph_replay"]
         x = numbered(2, 1)
         assert np.array_equal(instance.run(batch_of((x,))).outputs[0], x)
     finally:

@@ -148,8 +148,8 @@ def test_two_instances_run_at_the_same_time(tmp_path: Path) -> None:
 
         def phases_ms(_: int) -> dict[str, float]:
             answer = httpx.post(rest_url(server, "slow"), json=document, timeout=LONG_S).raise_for_status()
-            told = answer.headers["server-timing"].split(", ")
-            return {name: float(ms) for name, ms in (phase.split(";dur=") for phase in told)}
+            timings = answer.headers["server-timing"].split(", ")
+            return {name: float(ms) for name, ms in (phase.split(";dur=") for phase in timings)}
 
         for phases in pool.map(phases_ms, range(2)):
             assert phases["queue"] < phases["compute"] / 2, "it waited for the other"

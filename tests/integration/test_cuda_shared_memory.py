@@ -117,21 +117,21 @@ def test_what_cannot_be_registered_is_refused_and_says_why(library: Any, client:
         client.register_cuda_shared_memory("taken", handle, 0, SIZE)
         unknown, short = base64.b64encode(b"none".ljust(64, b"\0")), base64.b64encode(b"none")
         begin = "failed to register CUDA shared memory region: 'r', "
-        for told, *arguments in (
+        for expected_error, *arguments in (
             ("shared memory region 'taken' already in manager", "taken", handle, 0, SIZE),
             (f"{begin}expected byte_size within the 256 bytes of its memory, got 257", "r", handle, 0, 257),
             (f"{begin}failed to open CUDA IPC handle: cudaErrorInvalidValue: invalid argument", "r", unknown, 0, 8),
             (f"{begin}expected a raw_handle of 64 bytes, got 4", "r", short, 0, 8),
             (f"{begin}GPUs not supported: CUDAExecutionProvider has no device 2: there is no CUDA", "r", handle, 2, 8),
         ):
-            assert refusal(client.register_cuda_shared_memory, *arguments).startswith(told)
+            assert refusal(client.register_cuda_shared_memory, *arguments).startswith(expected_error)
         assert [name for name, *_ in names(client)] == ["taken"]
         assert "cuda shared memory region: 'r'" in refusal(client.get_cuda_shared_memory_status, "r")
         client.unregister_cuda_shared_memory("r")
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected_error"),
     [
         (b'{"device_id": 0, "byte_size": 8}', "Unable to parse 'raw_handle': expected an object with a string 'b64'"),
         (b'{"device_id": 0, "byte_size": 8, "raw_handle": "x"}', "Unable to parse 'raw_handle': expected an object"),
@@ -141,11 +141,11 @@ def test_what_cannot_be_registered_is_refused_and_says_why(library: Any, client:
         (b'{"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 8}', "expected a raw_handle of 64 bytes, got 0"),
     ],
 )
-def test_malformed_registrations_are_refused(server: ServerProcess, body: bytes, told: str) -> None:
+def test_malformed_registrations_are_refused(server: ServerProcess, body: bytes, expected_error: str) -> None:
     url = f"http://{server.http}/v2/cudasharedmemory/region/r/register"
     came = httpx.post(url, content=body, timeout=LONG_S)
     assert came.status_code == 400
-    assert told in came.json()["error"]
+    assert expected_error in came.json()["error"]
 
 
 def test_the_server_says_that_it_can(server: ServerProcess) -> None:

@@ -191,8 +191,8 @@ def test_deadline_that_passes_while_it_runs_is_counted_as_one(server: ServerProc
     labels = {"model": "slow", "version": "1", "protocol": "grpc"}
 
     def counted(outcome: str) -> float:
-        told = {**labels, "outcome": outcome}
-        return read_metrics(server).by_labels(count, *told).get(" ".join(told.values()), 0.0)
+        expected = {**labels, "outcome": outcome}
+        return read_metrics(server).by_labels(count, *expected).get(" ".join(expected.values()), 0.0)
 
     late, left = counted("deadline"), counted("cancelled")
     failure = call(channel, "slow", timeout_s=0.4 * learned_ms(server) / 1000)

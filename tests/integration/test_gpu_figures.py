@@ -34,13 +34,13 @@ def test_every_section_runs_on_host_memory_and_every_figure_stands_beside_its_go
     out = tmp_path / "figures.md"
     run = run_script("--device", "host", "--out", str(out))
     assert run.returncode == 0, run.stdout + run.stderr
-    told = out.read_text()
-    assert run.stdout == told
-    assert "FAILED" not in told
-    assert " passed, " in told
-    assert "host memory in the place of a GPU: the figures mean nothing" in told
+    report = out.read_text()
+    assert run.stdout == report
+    assert "FAILED" not in report
+    assert " passed, " in report
+    assert "host memory in the place of a GPU: the figures mean nothing" in report
     goals: list[tuple[str, str, str]] = []
-    for columns, lines in tables(told):
+    for columns, lines in tables(report):
         place = columns.index("goal")
         assert columns[place + 1] == ""
         for line in lines:
@@ -63,10 +63,10 @@ def test_overlap_is_what_the_slower_half_alone_takes_of_both() -> None:
     ((columns, lines),) = tables(run_script("--only", "overlap", "--device", "host").stdout)
     assert len(lines) == 3
     for line in lines:
-        told = dict(zip(columns, line, strict=True))
-        alone = max(float(told["copying alone µs"]), float(told["computing alone µs"]))
-        expected = pytest.approx(alone / float(told["two at a time µs"]), rel=0.1)  # of figures that were rounded
-        assert float(told["slower alone ÷ two at a time"]) == expected
+        figures = dict(zip(columns, line, strict=True))
+        alone = max(float(figures["copying alone µs"]), float(figures["computing alone µs"]))
+        expected = pytest.approx(alone / float(figures["two at a time µs"]), rel=0.1)  # of figures that were rounded
+        assert float(figures["slower alone ÷ two at a time"]) == expected
 
 
 @without_cuda

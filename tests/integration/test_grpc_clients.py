@@ -335,18 +335,18 @@ async def test_health_is_watched_from_loading_to_the_end(tmp_path: Path, grpc_tr
         address = await asyncio.to_thread(lambda: server.grpc)
         async with grpc.aio.insecure_channel(address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-            told: list[int] = []
+            statuses: list[int] = []
 
             async def listen() -> None:
                 async for answer in watch:
-                    told.append(answer.status)
+                    statuses.append(answer.status)
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         server.send(signal.SIGTERM)
 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await asyncio.wait_for(listen(), LONG_S / 2)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert told[0] == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert told.count(health_pb2.HealthCheckResponse.SERVING) == 1
+        assert statuses[0] == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert statuses.count(health_pb2.HealthCheckResponse.SERVING) == 1
         assert await asyncio.to_thread(server.wait) == 0
         assert "Traceback" not in server.output

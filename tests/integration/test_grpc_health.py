@@ -55,7 +55,7 @@ async def test_list_tells_every_service(channel: grpc.aio.Channel, models: FakeM
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]  # the library's client has no List yet
     call = channel.unary_unary("/grpc.health.v1.Health/List")
     answer = pb.HealthListResponse.FromString(await call(b"", timeout=LONG_S))
-    assert {name: told.status for name, told in answer.statuses.items()} == dict.fromkeys(
+    assert {name: health.status for name, health in answer.statuses.items()} == dict.fromkeys(
         (
             "",
             "inference.GRPCInferenceService",
@@ -72,12 +72,12 @@ async def test_watch_tells_the_present_and_then_each_change_once(
 ) -> None:
     models.ready = False
     watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=LONG_S)
-    told = [(await watch.read()).status]
+    statuses = [(await watch.read()).status]
     for ready in (True, True, False, True):  # the second is no change
         models.turn(ready=ready)
-        if ready is not (told[-1] == SERVING):
-            told.append((await watch.read()).status)
-    assert told == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
+        if ready is not (statuses[-1] == SERVING):
+            statuses.append((await watch.read()).status)
+    assert statuses == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
     watch.cancel()
 
 

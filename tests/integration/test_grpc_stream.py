@@ -34,9 +34,9 @@ def models() -> FakeModelService:
 def _server_complains_of_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """However its callers behave, none of it is a fault of the server."""
     yield
-    told = [record.getMessage() for record in caplog.get_records("call")]
+    messages = [record.getMessage() for record in caplog.get_records("call")]
     # The client's: grpc.aio has one poller for all loops, which now and then hands an event to one that has ended.
-    assert [message for message in told if "PollerCompletionQueue._handle_events" not in message] == []
+    assert [message for message in messages if "PollerCompletionQueue._handle_events" not in message] == []
 
 
 def is_final(answer: pb.ModelStreamInferResponse) -> bool:

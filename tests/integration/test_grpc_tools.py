@@ -75,5 +75,5 @@ def test_h2load_sees_every_call_answered(server: ServerProcess, tmp_path: Path, 
     (tmp_path / "body").write_bytes(infer_request())
     method = f"http://{server.grpc}/inference.GRPCInferenceService/ModelInfer"
     command = [program("h2load"), "-n5000", "-c4", f"-m{streams}", "-d", str(tmp_path / "body"), *GRPC, method]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True).stdout
-    assert re.search(r"5000 total, .*5000 succeeded, 0 failed, 0 errored, 0 timeout", told), told
+    output = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True).stdout
+    assert re.search(r"5000 total, .*5000 succeeded, 0 failed, 0 errored, 0 timeout", output), output

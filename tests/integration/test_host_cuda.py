@@ -69,8 +69,8 @@ def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
 @pytest.mark.parametrize("pace", ["late", "any"])
 def test_the_tests_of_a_gpu_pass_whose_models_only_copy(pace: str) -> None:
     environment = host_cuda(pace=pace) | {"ORTSERVE_TEST_GPU": "1"}
-    told = pytest_in(environment, "-m", "gpu", "-k", OF_GPU, TESTS / "gpu")
-    assert re.search(r"\b30 passed", told), told
+    output = pytest_in(environment, "-m", "gpu", "-k", OF_GPU, TESTS / "gpu")
+    assert re.search(r"\b30 passed", output), output
 
 
 @pytest.mark.parametrize("pace", ["late", "any"])
@@ -92,8 +92,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:
     answer = httpx.get(f"{server.url}/v2/models/{model}", timeout=LONG_S)
-    told: dict[str, str] = answer.raise_for_status().json()["properties"]
-    return told
+    found: dict[str, str] = answer.raise_for_status().json()["properties"]
+    return found
 
 
 def rows(number: int) -> np.ndarray:

@@ -262,16 +262,16 @@ def test_answer_on_an_old_connection_asks_for_another(ageing_server: ServerProce
     with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         made_s = time.monotonic()
         answers = Answers(connection)
-        told: list[str | None] = []
-        while not told or told[-1] is None:
+        connection_headers: list[str | None] = []
+        while not connection_headers or connection_headers[-1] is None:
             connection.sendall(request_bytes)
             status, headers, _ = answers.next()
             assert status == 200
-            told.append(headers.get("connection"))
-        assert told[-1] == "close"
+            connection_headers.append(headers.get("connection"))
+        assert connection_headers[-1] == "close"
         assert answers.is_at_end()
         assert time.monotonic() - made_s > AGE_S * 0.85
-        assert len(told) > 1, "the first answer came late already: the age was not tried"
+        assert len(connection_headers) > 1, "the first answer came late already: the age was not tried"
 
 
 def test_old_connection_without_a_request_is_left_open_for_one(ageing_server: ServerProcess) -> None:

@@ -91,7 +91,7 @@ def rejected(server: ServerProcess, reason: str) -> float:
 
 @pytest.mark.parametrize("begin", [INFER, GET, LOAD], ids=["infer", "get", "post"])
 @pytest.mark.parametrize(
-    ("headers", "told"),
+    ("headers", "expected_error"),
     [
         (b"a: b\r\n" * MAX_HEADERS, "http_max_headers: expected at most 20 headers, got 22 or more"),
         (
@@ -103,13 +103,13 @@ def rejected(server: ServerProcess, reason: str) -> float:
     ids=["many", "large", "long name"],
 )
 def test_headers_over_the_limits_are_refused_and_the_connection_ends(
-    server: ServerProcess, begin: bytes, headers: bytes, told: str
+    server: ServerProcess, begin: bytes, headers: bytes, expected_error: str
 ) -> None:
     before = rejected(server, "headers_too_large")
     (answer,) = answers_to(server, begin + headers + b"Content-Length: 2\r\n\r\n{}")
     assert answer.startswith(b"431 Request Header Fields Too Large\r\n")
     assert b"\r\nconnection: close\r\n" in answer
-    assert told in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert expected_error in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert rejected(server, "headers_too_large") == before + 1
     assert is_well(server)
 
@@ -216,13 +216,13 @@ def test_callers_who_send_byte_by_byte_are_told_that_they_are_too_slow(server: S
     with ThreadPoolExecutor(len(TRICKLES)) as pool:
         sending = {name: pool.submit(trickle, server, begin, part) for name, (begin, part, _) in TRICKLES.items()}
         assert is_well(server)
-    for name, (_, _, told) in TRICKLES.items():
+    for name, (_, _, expected_error) in TRICKLES.items():
         answer = sending[name].result()
-        if not told:
+        if not expected_error:
             assert answer == b"", name
         else:
             assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n"), name
-            assert told in json.loads(answer.partition(b"\r\n\r\n")[2])["error"], name
+            assert expected_error in json.loads(answer.partition(b"\r\n\r\n")[2])["error"], name
 
 
 def test_announced_body_counts_only_as_far_as_it_came(narrow_server: ServerProcess) -> None:

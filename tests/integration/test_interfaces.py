@@ -49,8 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:
     answer = httpx.get(f"http://{server.http}/v2/models/{model}", timeout=LONG_S).raise_for_status()
-    told: dict[str, str] = answer.json()["properties"]
-    return told
+    found: dict[str, str] = answer.json()["properties"]
+    return found
 
 
 @IN_BINARY
@@ -114,9 +114,9 @@ def test_model_that_cannot_do_without_says_so_where_its_state_is(server: ServerP
 def test_input_of_an_optional_type_may_be_left_out(server: ServerProcess, infer: Infer) -> None:
     np.testing.assert_array_equal(infer(server, "optional_bias", {"x": X})["y"], X)
     np.testing.assert_array_equal(infer(server, "optional_bias", {"x": X, "bias": X + 1})["y"], 2 * X + 1)
-    told = properties(server, "optional_bias")
-    assert told["optional_inputs"] == "'bias'"
-    assert "rows run together, tried on" in told["batching"]
+    described = properties(server, "optional_bias")
+    assert described["optional_inputs"] == "'bias'"
+    assert "rows run together, tried on" in described["batching"]
 
 
 @pytest.mark.parametrize(("model", "scales"), [("default_scale", [[3]]), ("default_scale_by_row", [[[3], [5]]])])

@@ -34,9 +34,9 @@ def test_load_that_lasts_says_what_it_is_doing_on_both_protocols_and_in_the_log(
             (entry,) = http.get_model_repository_index()
             assert (entry["name"], entry["version"], entry["state"]) == ("m", "1", "LOADING")
             assert re.fullmatch(OPENING, entry["reason"])
-            (told,) = grpc.get_model_repository_index().models
-            assert (told.name, told.version, told.state) == ("m", "1", "LOADING")
-            assert re.fullmatch(OPENING, told.reason)
+            (listed,) = grpc.get_model_repository_index().models
+            assert (listed.name, listed.version, listed.state) == ("m", "1", "LOADING")
+            assert re.fullmatch(OPENING, listed.reason)
             for client, library in ((http, triton_http), (grpc, triton_grpc)):
                 with pytest.raises(InferenceServerException, match=rf"LOADING \({OPENING}\)"):
                     client.infer("m", triton_inputs(library, ONES))

@@ -21,7 +21,7 @@ from transports import ON_BOTH_TRANSPORTS
 ROW: Final = np.ones((1, 4), np.float32)
 DOCUMENT: Final = {"inputs": [json_input("x", ROW)]}
 ASKING: Final = "endpoint-load-metrics-format"
-TOLD: Final = ("endpoint-load-metrics", "endpoint-load-metrics-bin")
+REPORT_HEADERS: Final = ("endpoint-load-metrics", "endpoint-load-metrics-bin")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def rest(server: ServerProcess, asked: str = "", route: str = "") -> Mapping[str
     document = {"x": [1.0, 2.0, 3.0, 4.0]} if route else DOCUMENT
     answer = httpx.post(url, json=document, headers=headers, timeout=LONG_S)
     assert answer.status_code == 200, answer.text
-    return {name: value for name, value in answer.headers.items() if name in TOLD}
+    return {name: value for name, value in answer.headers.items() if name in REPORT_HEADERS}
 
 
 def unary(server: ServerProcess, asked: str = "", accepted: str = "identity") -> Trailers:
@@ -61,7 +61,7 @@ def streamed(server: ServerProcess, asked: str = "", accepted: str = "identity")
 def _of_call(server: ServerProcess, method: str, messages: Sequence[bytes], asked: str, accepted: str) -> Trailers:
     metadata = {"grpc-accept-encoding": accepted} | ({ASKING: asked} if asked else {})
     trailers = trailers_of_call(server.grpc, f"/inference.GRPCInferenceService/{method}", messages, metadata)
-    return {name: value for name, value in trailers.items() if name in TOLD}
+    return {name: value for name, value in trailers.items() if name in REPORT_HEADERS}
 
 
 def message(model: str = "slow") -> bytes:

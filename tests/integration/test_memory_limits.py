@@ -61,8 +61,8 @@ def _posting(make: Callable[[], tuple[bytes, Mapping[str, str]]], model: str) ->
         body, headers = make()
 
         def send(server: ServerProcess) -> Outcome:
-            told = {"Content-Type": "application/json", **headers}
-            return httpx.post(rest_url(server, model), content=body, headers=told, timeout=LONG_S).status_code
+            all_headers = {"Content-Type": "application/json", **headers}
+            return httpx.post(rest_url(server, model), content=body, headers=all_headers, timeout=LONG_S).status_code
 
         return send
 
@@ -95,8 +95,8 @@ def _calling_compressed(make: Callable[[], bytes]) -> Callable[[], Send]:
         body = b"\1" + len(packed).to_bytes(4, "big") + packed
 
         def send(server: ServerProcess) -> Outcome:
-            told = end_of_call(server.grpc, METHOD, body, {"grpc-encoding": "gzip"})
-            return next(code.name for code in grpc.StatusCode if code.value[0] == int(told["grpc-status"]))
+            trailers = end_of_call(server.grpc, METHOD, body, {"grpc-encoding": "gzip"})
+            return next(code.name for code in grpc.StatusCode if code.value[0] == int(trailers["grpc-status"]))
 
         return send
 

@@ -101,11 +101,11 @@ def test_numbers_of_gpus_are_found_by_tritons_names(perf_analyzer: PerfAnalyzer,
     TritonMetrics(registry, Metrics(registry), read_gpus=lambda: [*gpus])
     # In the test's process, because this machine may have no GPU.
     with closing(MetricsServer(TextFormat(registry).write, "127.0.0.1", 0)) as metrics:
-        told = ("--collect-metrics", "--metrics-url", f"127.0.0.1:{metrics.port}/metrics", "--metrics-interval", "200")
-        output = perf_analyzer.run("-i", "http", "-u", server.http, *SHORT, "-m", "simple", *told)
+        flags = ("--collect-metrics", "--metrics-url", f"127.0.0.1:{metrics.port}/metrics", "--metrics-interval", "200")
+        output = perf_analyzer.run("-i", "http", "-u", server.http, *SHORT, "-m", "simple", *flags)
     assert "Unable to parse" not in output, output
-    for gpu, told_of_it in gpus.items():
-        assert re.findall(rf"^\s+{gpu.uuid} : (.+)$", output, re.MULTILINE) == told_of_it, output
+    for gpu, figures in gpus.items():
+        assert re.findall(rf"^\s+{gpu.uuid} : (.+)$", output, re.MULTILINE) == figures, output
 
 
 def regions(server: ServerProcess) -> object:

@@ -14,7 +14,7 @@ from servers import LONG_S, ServerProcess, add_model, decisions, read_metrics, s
 
 CALLERS = 16
 BATCHED = "batched: true\nmax_rows: 32\nqueue_delay_s: 0.05\n"
-TOLD = "batching stopped: an answer depended on the other requests of its batch"
+REPORT = "batching stopped: an answer depended on the other requests of its batch"
 ROUNDS = 200
 """Of requests, until one is checked that has a neighbour with larger counts; nearly always the first."""
 
@@ -57,12 +57,12 @@ def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_pat
                 break
         assert wrong
         assert outcomes(server, "counts")["differed"] == 1
-        told = server.wait_for_line(TOLD)
-        assert "ERROR" in told
-        assert "difference=\"output 'y': 3 of 3 values differ, by" in told
-        assert "neighbours=" in told
-        assert "of x[1, 4]" in told
-        assert len(told) < 400
+        logged = server.wait_for_line(REPORT)
+        assert "ERROR" in logged
+        assert "difference=\"output 'y': 3 of 3 values differ, by" in logged
+        assert "neighbours=" in logged
+        assert "of x[1, 4]" in logged
+        assert len(logged) < 400
 
         before = decisions(server, "counts")["batches"]
         for requests, answers in ((sent, expected), (pairs, expected_pairs)):
@@ -73,7 +73,7 @@ def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_pat
             batching = client.get_model_metadata("counts")["properties"]["batching"]
             assert client.get_model_config("counts")["max_batch_size"] == 32
         assert batching.startswith("each request runs alone: an answer depended on the other requests of its batch")
-        assert sum(TOLD in line for line in server.lines) == 1
+        assert sum(REPORT in line for line in server.lines) == 1
 
         (folder / "model.yaml").write_text(f"{BATCHED}instances: {instances}\nrow_checks: false\n")
         for _ in range(ROUNDS):

@@ -19,7 +19,7 @@ REQUESTS: Final = 5
 
 
 @pytest.fixture(scope="module")
-def told_and_counted(
+def sent_and_counted(
     tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]
 ) -> dict[str, tuple[list[str], float]]:
     """By protocol: what each answer said of its timing, and the sum of the durations by the server's metrics."""
@@ -52,12 +52,12 @@ def told_and_counted(
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_phases_of_each_answer_are_told_in_milliseconds_and_sum_to_what_was_counted(
-    told_and_counted: dict[str, tuple[list[str], float]], protocol: str
+    sent_and_counted: dict[str, tuple[list[str], float]], protocol: str
 ) -> None:
-    told, counted_s = told_and_counted[protocol]
+    headers, counted_s = sent_and_counted[protocol]
     total_ms = 0.0
     longest = []
-    for text in told:
+    for text in headers:
         phases = [re.fullmatch(r"(\w+);dur=(\d+\.\d{3})", phase) for phase in text.split(", ")]
         durations_ms = {phase[1]: float(phase[2]) for phase in phases if phase is not None}
         assert tuple(durations_ms) == PHASES

@@ -140,16 +140,16 @@ def test_client_without_a_proper_certificate_is_refused(mutual: Mutual, tmp_path
     context = mutual.secret.client_context(alpn="h2" if port == "grpc" else "http/1.1")
     if brings == "one of another authority":
         context.load_cert_chain(*Secret(tmp_path / "other").client_files())
-    told = ""
+    message = ""
     with mutual.connect(port, context) as session:
         try:
             session.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
             # In TLS 1.3 a client learns at its first read what the server thinks of its certificate.
             assert session.recv(1) == b""
         except (ssl.SSLError, ConnectionError) as error:
-            told = str(error)
+            message = str(error)
     if port == "http":  # grpcio sends no alert
-        assert ("CERTIFICATE_REQUIRED" if brings == "no certificate" else "UNKNOWN_CA") in told
+        assert ("CERTIFICATE_REQUIRED" if brings == "no certificate" else "UNKNOWN_CA") in message
 
 
 @pytest.mark.parametrize("port", ["http", "grpc"])
@@ -236,8 +236,8 @@ def read_metrics(mutual: Mutual) -> Samples:
 
 def test_log_says_which_ports_speak_tls_and_to_whom(mutual: Mutual) -> None:
     spoken = {"http": "tls=mutual", "grpc": "tls=mutual", "metrics": "tls=server"}
-    for protocol, told in spoken.items():
-        assert told in mutual.server.wait_for_line("listening", f"protocol={protocol} ")
+    for protocol, described in spoken.items():
+        assert described in mutual.server.wait_for_line("listening", f"protocol={protocol} ")
 
 
 def test_metrics_tell_when_the_certificate_expires(mutual: Mutual) -> None:

@@ -122,19 +122,19 @@ def test_a_request_is_a_span_within_the_callers_trace_and_its_phases_sum_to_it(t
         point = span.end_time_unix_nano
     assert point == root.end_time_unix_nano
 
-    told = trace.attributes
-    assert told["ortserve.outcome"] == "ok"
-    assert (told["ortserve.model.name"], told["ortserve.model.version"]) == ("identity", "1")
-    assert (told["ortserve.rows"], told["ortserve.batch.rows"]) == (1, 1)
+    attributes = trace.attributes
+    assert attributes["ortserve.outcome"] == "ok"
+    assert (attributes["ortserve.model.name"], attributes["ortserve.model.version"]) == ("identity", "1")
+    assert (attributes["ortserve.rows"], attributes["ortserve.batch.rows"]) == (1, 1)
     if protocol == "http":
         assert root.name == "POST /v2/models/{model}/infer"
-        assert (told["http.request.method"], told["http.response.status_code"]) == ("POST", 200)
-        assert told["http.route"] == "/v2/models/{model}/infer"
-        assert (told["url.scheme"], told["url.path"]) == ("http", "/v2/models/identity/infer")
+        assert (attributes["http.request.method"], attributes["http.response.status_code"]) == ("POST", 200)
+        assert attributes["http.route"] == "/v2/models/{model}/infer"
+        assert (attributes["url.scheme"], attributes["url.path"]) == ("http", "/v2/models/identity/infer")
     else:
         method = f"{SERVICE}/{'ModelInfer' if protocol == 'grpc' else 'ModelStreamInfer'}"
-        assert root.name == told["rpc.method"] == method
-        assert (told["rpc.system.name"], told["rpc.response.status_code"]) == ("grpc", "OK")
+        assert root.name == attributes["rpc.method"] == method
+        assert (attributes["rpc.system.name"], attributes["rpc.response.status_code"]) == ("grpc", "OK")
 
 
 def test_requests_without_a_trace_begin_one_of_their_own(traced: Traced) -> None:
@@ -162,9 +162,9 @@ def test_requests_of_one_batch_name_it(traced: Traced) -> None:
     server, collector = traced
     names = [f"mate-{number}" for number in range(16)]
     _stream(server, [_message(name, "slow", np.ones((2, 4), np.float32)) for name in names], **SAMPLED)
-    told = [collector.wait_for(name).attributes for name in names]
+    spans = [collector.wait_for(name).attributes for name in names]
     batches: dict[Any, list[Any]] = {}
-    for one in told:
+    for one in spans:
         assert one["ortserve.rows"] == 2
         batches.setdefault(one["ortserve.batch.id"], []).append(one["ortserve.batch.rows"])
     assert len(batches) < len(names)  # those that came while the first was computed rode together
@@ -184,11 +184,11 @@ def test_failures_are_spans_with_their_kind_and_status(traced: Traced) -> None:
         "bad-run": {"http.response.status_code": 400, "error.type": "rejected_by_model"},
         "bad-name": {"rpc.response.status_code": "NOT_FOUND", "error.type": "not_found"},
     }
-    for request_id, told in expected.items():
+    for request_id, attributes in expected.items():
         trace = collector.wait_for(request_id)
         assert trace.root.status.code == Status.STATUS_CODE_ERROR
-        assert trace.attributes.items() >= told.items()
-        assert trace.attributes["ortserve.outcome"] == told["error.type"]
+        assert trace.attributes.items() >= attributes.items()
+        assert trace.attributes["ortserve.outcome"] == attributes["error.type"]
     assert collector.wait_for("bad-run").root.name == "POST /v2/models/{model}/versions/{version}/infer"
     assert tuple(collector.wait_for("bad-run").phases) == PHASES[:2]  # where in the run it failed is not known
 

@@ -142,13 +142,13 @@ def infer(server: ServerProcess, model: str, inputs: dict[str, np.ndarray], vers
 
 def metadata(server: ServerProcess, model: str) -> dict[str, Any]:
     with triton_http.InferenceServerClient(server.http) as client:
-        told: dict[str, Any] = client.get_model_metadata(model)
-    return told
+        found: dict[str, Any] = client.get_model_metadata(model)
+    return found
 
 
 def shapes(server: ServerProcess, model: str) -> dict[str, list[int]]:
-    told = metadata(server, model)
-    return {tensor["name"]: tensor["shape"] for tensor in (*told["inputs"], *told["outputs"])}
+    described = metadata(server, model)
+    return {tensor["name"]: tensor["shape"] for tensor in (*described["inputs"], *described["outputs"])}
 
 
 def test_model_with_a_batch_answers_as_on_triton(server: ServerProcess) -> None:
@@ -159,9 +159,9 @@ def test_model_with_a_batch_answers_as_on_triton(server: ServerProcess) -> None:
 
 
 def test_metadata_lists_tensors_in_the_configurations_order_with_the_batch_in_front(server: ServerProcess) -> None:
-    told = metadata(server, "simple")
-    assert told["platform"] == "onnxruntime_onnx"
-    assert [tensor["name"] for tensor in told["inputs"]] == ["INPUT1", "INPUT0"]
+    described = metadata(server, "simple")
+    assert described["platform"] == "onnxruntime_onnx"
+    assert [tensor["name"] for tensor in described["inputs"]] == ["INPUT1", "INPUT0"]
     assert shapes(server, "simple")["INPUT0"] == [-1, 16]
 
 
@@ -218,8 +218,8 @@ def test_texts_and_free_dimensions_are_served(server: ServerProcess) -> None:
 
 
 def test_model_without_a_batch_size_but_with_shapes_runs_requests_alone(server: ServerProcess) -> None:
-    told = metadata(server, "unbatched")
-    assert told["inputs"][0]["shape"] == [-1, 3]
+    described = metadata(server, "unbatched")
+    assert described["inputs"][0]["shape"] == [-1, 3]
     rows = np.ones((4, 3), np.float32)
     np.testing.assert_array_equal(infer(server, "unbatched", {"x": rows})["y"], rows * 2)
 
@@ -240,10 +240,10 @@ def test_model_file_may_be_a_folder(server: ServerProcess) -> None:
 
 
 def test_fields_without_effect_are_told_once_a_load(server: ServerProcess) -> None:
-    told = [line for line in server.lines if "option has no effect" in line and "model=simple" in line]
-    assert len(told) == 2
-    assert any("dynamic_batching.preserve_ordering: each response is sent when it is ready" in line for line in told)
-    assert any("optimization.input_pinned_memory" in line for line in told)
+    reports = [line for line in server.lines if "option has no effect" in line and "model=simple" in line]
+    assert len(reports) == 2
+    assert any("dynamic_batching.preserve_ordering: each response is sent when it is ready" in line for line in reports)
+    assert any("optimization.input_pinned_memory" in line for line in reports)
 
 
 @pytest.fixture(scope="module")

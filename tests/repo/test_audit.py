@@ -18,7 +18,7 @@ UNKNOWN = {"name": "c", "skip_reason": "not found"}
 
 
 @pytest.mark.parametrize(
-    ("dependencies", "status", "told"),
+    ("dependencies", "status", "message"),
     [
         ([CLEAN], 0, "audit: 1 versions, 0 known vulnerabilities"),
         ([CLEAN, UNKNOWN], 0, "audit: 1 versions, 0 known vulnerabilities; unknown to it: c"),
@@ -26,8 +26,8 @@ UNKNOWN = {"name": "c", "skip_reason": "not found"}
         ([UNKNOWN], 0, "audit: nothing was audited: no service that knows these packages can be reached here"),
     ],
 )
-def test_report_is_concluded(dependencies: list[dict[str, Any]], status: int, told: str) -> None:
-    assert conclude(read_report(json.dumps({"dependencies": dependencies, "fixes": []}))) == (status, told)
+def test_report_is_concluded(dependencies: list[dict[str, Any]], status: int, message: str) -> None:
+    assert conclude(read_report(json.dumps({"dependencies": dependencies, "fixes": []}))) == (status, message)
 
 
 @pytest.mark.parametrize("report", ["", "Traceback", "[]", "{}", "null"])

@@ -52,9 +52,9 @@ def test_status_is_0_only_where_the_server_says_yes(capsys: pytest.CaptureFixtur
     answers = {"/v2/health/ready": (400, '{"ready":false}'), "/v2/health/live": (200, '{"live":true}')}
     with answering(answers) as port:
         assert main(["health", "--metrics-port", str(port)]) == 1
-        told = capsys.readouterr()
-        assert told.err == f'ortserve health: not ready: 127.0.0.1:{port} answered 400 {{"ready":false}}\n'
-        assert not told.out
+        captured = capsys.readouterr()
+        assert captured.err == f'ortserve health: not ready: 127.0.0.1:{port} answered 400 {{"ready":false}}\n'
+        assert not captured.out
 
         assert main(["health", "--live", "--metrics-port", str(port)]) == 0
         assert capsys.readouterr().out == "live\n"

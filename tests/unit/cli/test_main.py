@@ -132,12 +132,12 @@ def test_flag_that_is_nearly_one_is_told_what_was_probably_meant(capsys: pytest.
 
 def test_serve_help_shows_every_option_with_its_bounds_and_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    help_text = " ".join(capsys.readouterr().out.split())
 
-    assert all(flag_name(name) in told for name in ServerOptions.model_fields if name != "repositories")
-    assert "--drain-timeout-s SECONDS" in told
-    assert "[number, 0 to 3600, in seconds; default: 30]" in told
-    assert "--http-min-body-bytes-per-s N" in told
+    assert all(flag_name(name) in help_text for name in ServerOptions.model_fields if name != "repositories")
+    assert "--drain-timeout-s SECONDS" in help_text
+    assert "[number, 0 to 3600, in seconds; default: 30]" in help_text
+    assert "--http-min-body-bytes-per-s N" in help_text
 
 
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])

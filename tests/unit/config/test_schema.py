@@ -98,13 +98,13 @@ def test_bad_file_is_refused_by_schema_and_server(tmp_path: Path, text: str) -> 
 def test_every_key_is_described_for_whoever_points_at_it() -> None:
     schema = make_schema()
     assert schema["properties"].keys() == ModelOptions.model_fields.keys()
-    assert [name for name, told in schema["properties"].items() if not told.get("description")] == []
+    assert [name for name, described in schema["properties"].items() if not described.get("description")] == []
     nested = {
-        f"{kind}.{name}": told
+        f"{kind}.{name}": described
         for kind, definition in schema["$defs"].items()
-        for name, told in definition.get("properties", {}).items()
+        for name, described in definition.get("properties", {}).items()
     }
-    undescribed = {key for key, told in nested.items() if not told.get("description")}
+    undescribed = {key for key, described in nested.items() if not described.get("description")}
     # Their own kind says all there is to say.
     assert all(
         key.startswith(("PadAxis.", "LatestVersions.", "AllVersions.", "SpecificVersions.")) for key in undescribed

@@ -279,15 +279,15 @@ def runtime_of_cupy() -> dict[str, int | str | None]:
         except UnavailableError as error:
             pytest.skip(f"cupy cannot be installed here: {error}")
     names = [name for name in dir(HostRuntime) if not name.startswith("_")]
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _CUPY_TELLS, *names],
         env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
         timeout=LONG_S,
     )
-    assert told.returncode == 0, told.stderr
-    found: dict[str, int | str | None] = json.loads(told.stdout)
+    assert completed.returncode == 0, completed.stderr
+    found: dict[str, int | str | None] = json.loads(completed.stdout)
     return found
 
 
@@ -295,15 +295,15 @@ def runtime_of_cupy() -> dict[str, int | str | None]:
 def test_every_function_and_constant_that_the_door_uses_is_cupys(
     runtime_of_cupy: dict[str, int | str | None],
 ) -> None:
-    for name, told in runtime_of_cupy.items():
+    for name, of_cupy in runtime_of_cupy.items():
         ours = getattr(HostRuntime, name)
         if isinstance(ours, int):
-            assert told == ours, name
+            assert of_cupy == ours, name
             continue
-        assert isinstance(told, str), f"cupy has no {name}"
+        assert isinstance(of_cupy, str), f"cupy has no {name}"
         _, *parameters = inspect.signature(ours).parameters.values()
         # By hand, as functions in C tell no signature but in this text: "f(intptr_t ptr, unsigned int flags=0) -> int".
-        (inside,) = re.findall(rf"^{name}\((.*?)\)", told)
+        (inside,) = re.findall(rf"^{name}\((.*?)\)", of_cupy)
         theirs = [one.partition("=") for one in inside.split(", ") if one]
         assert [one.name for one in parameters] == [kind_and_name.split()[-1] for kind_and_name, _, _ in theirs], name
         # The door may leave out no more than cupy lets it.

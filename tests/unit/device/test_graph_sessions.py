@@ -137,8 +137,8 @@ def test_what_sessions_that_were_given_up_took_is_in_no_account(tmp_path: Path) 
     device = Weighs()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
         assert made.prepared.replayed == (1,)
-        ((_, told),) = made.opened.ledger.totals().items()
-        assert {purpose: told[purpose] for purpose in ("session", "graphs")} == {"session": each, "graphs": SETS * each}
+        ((_, held),) = made.opened.ledger.totals().items()
+        assert {purpose: held[purpose] for purpose in ("session", "graphs")} == {"session": each, "graphs": SETS * each}
 
 
 def test_a_graph_whose_session_cannot_be_opened_is_not_replayed_and_the_size_is_served(tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ print(*["kept" if session() is not None else "freed" for session in sessions])
 
 
 @pytest.mark.parametrize(
-    ("lost", "told"), [("CUDA failure 700", "freed kept kept"), ("", "freed freed freed")], ids=["lost", "well"]
+    ("lost", "freed"), [("CUDA failure 700", "freed kept kept"), ("", "freed freed freed")], ids=["lost", "well"]
 )
-def test_sessions_with_graphs_on_a_lost_device_are_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
+def test_sessions_with_graphs_on_a_lost_device_are_not_freed_to_the_end(tmp_path: Path, lost: str, freed: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    assert run_apart(LOST_AT_THE_END, path, lost) == told
+    assert run_apart(LOST_AT_THE_END, path, lost) == freed
 
 
 ROWS = st.integers(1, 65536)

@@ -342,7 +342,7 @@ def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "expected"),
     [
         (builders.fixed_batch, "requests run one at a time: "),
         (builders.sequence_output, "requests run one at a time: output 'y' is a sequence of tensors"),
@@ -350,9 +350,9 @@ def test_a_batch_that_comes_behind_a_capture_lands_after_it(tmp_path: Path) -> N
         (lambda path: builders.identity(path, DataType.BYTES), "strings stay on the host"),
     ],
 )
-def test_models_whose_rows_do_not_fix_all_shapes_have_no_buffers(tmp_path: Path, build: Any, told: str) -> None:
+def test_models_whose_rows_do_not_fix_all_shapes_have_no_buffers(tmp_path: Path, build: Any, expected: str) -> None:
     with on_device(build(tmp_path / "m.onnx"), HostDevice()) as made:
-        assert made.prepared.unbound_because.startswith(told)
+        assert made.prepared.unbound_because.startswith(expected)
 
 
 class Failing:
@@ -530,10 +530,10 @@ print("kept" if session() is not None else "freed")
 """Loads, captures, may lose the device, unloads and ends."""
 
 
-@pytest.mark.parametrize(("lost", "told"), [("CUDA failure 700", "kept"), ("", "freed")])
-def test_session_with_graphs_on_a_lost_device_is_not_freed_to_the_end(tmp_path: Path, lost: str, told: str) -> None:
+@pytest.mark.parametrize(("lost", "expected"), [("CUDA failure 700", "kept"), ("", "freed")])
+def test_session_with_graphs_on_a_lost_device_is_not_freed_to_the_end(tmp_path: Path, lost: str, expected: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
-    assert run_apart(LOST_AT_THE_END, path, lost) == told
+    assert run_apart(LOST_AT_THE_END, path, lost) == expected
 
 
 def test_buffers_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ CPU = "CPUExecutionProvider"
 
 
 @pytest.mark.parametrize(
-    ("operators", "settings", "reason", "told"),
+    ("operators", "settings", "reason", "detail"),
     [
         ({CUDA: {"MatMul", "Relu"}}, SessionSettings(), "", ""),
         (
@@ -48,7 +48,7 @@ CPU = "CPUExecutionProvider"
     ],
 )
 def test_a_model_is_captured_or_it_is_said_why_not(
-    operators: dict[str, set[str]], settings: SessionSettings, reason: str, told: str
+    operators: dict[str, set[str]], settings: SessionSettings, reason: str, detail: str
 ) -> None:
     found = why_no_replay(CUDA, {name: frozenset(kinds) for name, kinds in operators.items()}, settings)
-    assert found == (NoReplay(reason, told) if reason else None)
+    assert found == (NoReplay(reason, detail) if reason else None)

@@ -50,7 +50,7 @@ def test_what_is_read_and_written_is_the_callers_memory(pace: Pace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("handle", "byte_size", "told"),
+    ("handle", "byte_size", "expected_error"),
     [
         (b"\1" * 63, 8, "expected a raw_handle of 64 bytes, got 63"),
         (b"\1" * 64, 8, "failed to open CUDA IPC handle: cudaErrorInvalidValue: invalid argument"),
@@ -58,13 +58,13 @@ def test_what_is_read_and_written_is_the_callers_memory(pace: Pace) -> None:
     ],
 )
 def test_what_is_no_such_memory_is_refused_and_nothing_stays_open(
-    handle: bytes | None, byte_size: int, told: str
+    handle: bytes | None, byte_size: int, expected_error: str
 ) -> None:
     callers = Callers()
     with pytest.raises(ServeError) as refused:
         callers.open(byte_size, handle)
     assert refused.value.kind is ErrorKind.INVALID_INPUT
-    assert refused.value.message == f"failed to register CUDA shared memory region: 'r', {told}"
+    assert refused.value.message == f"failed to register CUDA shared memory region: 'r', {expected_error}"
     assert callers.device.handles == 0
 
 

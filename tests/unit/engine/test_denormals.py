@@ -232,19 +232,19 @@ def test_layout_is_known_for_machines_with_glibc(machine: str, libc: str, expect
 
 
 @pytest.mark.parametrize(
-    ("machine", "libc", "told"),
+    ("machine", "libc", "expected_error"),
     [
         ("ppc64le", "glibc", "this is ppc64le with glibc"),
         ("x86_64", "", "this is x86_64 with another C library"),
     ],
 )
 def test_machine_that_cannot_says_so_instead_of_doing_half_of_it(
-    monkeypatch: pytest.MonkeyPatch, machine: str, libc: str, told: str
+    monkeypatch: pytest.MonkeyPatch, machine: str, libc: str, expected_error: str
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, ""))
     assert session_maker(SessionSettings(), has_global_threads=False) is ort.InferenceSession
-    with pytest.raises(ServeError, match=told) as caught:
+    with pytest.raises(ServeError, match=expected_error) as caught:
         session_maker(AS_ZERO, has_global_threads=False)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert "expected false, as it needs x86_64 or aarch64 with glibc" in caught.value.message

@@ -62,7 +62,7 @@ def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> 
         environment = environment_for_options("cuda" if provider == CUDA else "tensorrt")
     except UnavailableError as error:
         pytest.skip(f"ONNX Runtime's package for GPUs cannot be had here: {error}")
-    told = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _TRY, path],
         input=json.dumps([[provider, one] for one in options]),
         env=environment,
@@ -71,7 +71,7 @@ def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> 
         timeout=LONG_S,
         check=True,
     )
-    problems: list[str] = json.loads(told.stdout)
+    problems: list[str] = json.loads(completed.stdout)
     assert all(problems), "there is no GPU, so that no session can be opened"
     return [_REFUSED.search(problem) is not None for problem in problems]
 
@@ -97,8 +97,8 @@ def test_what_is_wrong_is_refused_by_onnx_runtime_too(tmp_path: Path, provider: 
 
 def test_what_sessions_on_buffers_are_told_is_taken(tmp_path: Path, provider: str) -> None:
     use = DEVICE_PROVIDERS[provider]
-    told = [use.provider_options(2**63 - 1, captures=captures) for captures in (False, True)]
-    assert refused(builders.mlp(tmp_path / "m.onnx"), provider, told) == [False, False]
+    options = [use.provider_options(2**63 - 1, captures=captures) for captures in (False, True)]
+    assert refused(builders.mlp(tmp_path / "m.onnx"), provider, options) == [False, False]
 
 
 def test_defaults_and_profiles_are_taken(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_provider_must_take_a_node_where_there_are_some() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "told"),
+    ("kinds", "described"),
     [
         ({}, ""),
         ({"MatMul": 12, "Relu": 4}, "12 MatMul, 4 Relu"),
@@ -55,8 +55,8 @@ def test_provider_must_take_a_node_where_there_are_some() -> None:
         ),
     ],
 )
-def test_operators_in_words_are_short_however_many_there_are(kinds: dict[str, int], told: str) -> None:
-    assert describe_operators(kinds) == told
+def test_operators_in_words_are_short_however_many_there_are(kinds: dict[str, int], described: str) -> None:
+    assert describe_operators(kinds) == described
 
 
 def test_nodes_are_left_to_the_cpu_by_every_provider_but_itself() -> None:
@@ -100,9 +100,9 @@ def test_nodes_on_others_than_the_chosen_provider_are_named(tmp_path: Path) -> N
 
 def test_many_nodes_and_long_names_are_told_in_short(tmp_path: Path) -> None:
     nodes = [("Elu", "", f"{number:02}{'n' * 1000}") for number in range(62)]
-    told = describe_elsewhere(CUDA, placed_on_cpu(chain(tmp_path / "model.onnx", *nodes)))
-    assert told.endswith(f"'49{'n' * 126}' and 12 more")
-    assert told.count("Elu") == 50
+    described = describe_elsewhere(CUDA, placed_on_cpu(chain(tmp_path / "model.onnx", *nodes)))
+    assert described.endswith(f"'49{'n' * 126}' and 12 more")
+    assert described.count("Elu") == 50
     exactly = placed_on_cpu(chain(tmp_path / "fifty.onnx", *nodes[:50]))
     assert describe_elsewhere(CUDA, exactly).endswith(f"'49{'n' * 126}'")
 

@@ -146,8 +146,8 @@ def test_option_that_is_wrong_is_told_with_its_provider_and_what_was_expected(
 
 
 def test_provider_with_threads_of_its_own_is_told_how_many_unless_it_was() -> None:
-    told = with_threads(OPENVINO, make_provider_options(OPENVINO, {}), 2)
-    assert json.loads(told["load_config"])["CPU"]["INFERENCE_NUM_THREADS"] == "2"
+    options = with_threads(OPENVINO, make_provider_options(OPENVINO, {}), 2)
+    assert json.loads(options["load_config"])["CPU"]["INFERENCE_NUM_THREADS"] == "2"
     given = make_provider_options(OPENVINO, {"num_of_threads": "1"})
     assert with_threads(OPENVINO, given, 2) == given
     assert with_threads(OPENVINO, {"device_type": "GPU"}, 2) == {"device_type": "GPU"}

@@ -96,8 +96,8 @@ def test_tensorrts_own_option_for_graphs_is_a_wish_of_that_provider_alone() -> N
     wishes: list[ProviderWish] = [{"tensorrt": {"trt_cuda_graph_enable": True}}, "cuda", "cpu"]
     choice = choose_provider(wishes, offering(TENSORRT, CUDA, CPU))
     assert choice.wants_graphs
-    told = attached(choice) or []
-    assert told[0] == (TENSORRT, {}), "a session that is not to capture must not be told"
+    options = attached(choice) or []
+    assert options[0] == (TENSORRT, {}), "a session that is not to capture must not be told"
     assert not choice.without_first("it fails").wants_graphs
     assert not choose_provider(wishes, offering(CUDA, CPU)).wants_graphs
     behind = choose_provider(["cuda", *wishes], offering(TENSORRT, CUDA, CPU))

@@ -102,7 +102,7 @@ def test_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("Load model from /data/m/1/model.onnx failed:no", "Load model from …/model.onnx failed:no"),
         ("see '/a/b', \"/c/d\" and (/e)", "see '…/b', \"…/d\" and (…/e)"),
@@ -124,8 +124,8 @@ def test_provider_that_cannot_start_is_an_error_and_no_session_on_the_cpu(tmp_pa
         ),
     ],
 )
-def test_text_without_paths(text: str, told: str) -> None:
-    assert without_paths(text) == told
+def test_text_without_paths(text: str, expected: str) -> None:
+    assert without_paths(text) == expected
 
 
 def test_failed_run_is_an_internal_error() -> None:
@@ -233,8 +233,8 @@ def test_arena_of_a_gpu_is_there_only_beside_a_provider_of_gpus(
 def test_arenas_are_shrunk_by_every_run_where_that_is_asked_for(tmp_path: Path) -> None:
     session = open_session(builders.mlp(tmp_path / "model.onnx"), "m", OPTIONS)
     feeds = {"x": np.zeros((1, 64), np.float32)}
-    told = run_options(SessionSettings(shrink_arenas=("cpu:0",)))
-    assert session.run(None, feeds, told)[0].shape == (1, 10)
+    options = run_options(SessionSettings(shrink_arenas=("cpu:0",)))
+    assert session.run(None, feeds, options)[0].shape == (1, 10)
     # ONNX Runtime refuses an arena that is not there, which shows that it was told.
     with pytest.raises(Exception, match=r"gpu:7|arena"):
         session.run(None, feeds, run_options(SessionSettings(shrink_arenas=("gpu:7",))))

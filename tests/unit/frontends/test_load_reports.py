@@ -35,8 +35,8 @@ def test_who_does_not_ask_gets_one_only_where_all_do() -> None:
 @pytest.mark.parametrize("is_always", [False, True])
 @pytest.mark.parametrize(("asked", "begins"), [(LoadFormat.TEXT, "TEXT "), (LoadFormat.JSON, "JSON {")])
 def test_who_asks_gets_one_in_the_format_that_was_asked_for(asked: LoadFormat, begins: str, is_always: bool) -> None:
-    told = reports(is_always=is_always)
-    header, entry = told.header(asked), told.metadata(asked)
+    encoders = reports(is_always=is_always)
+    header, entry = encoders.header(asked), encoders.metadata(asked)
     assert header is not None
     assert header[0] == b"endpoint-load-metrics"
     assert header[1].startswith(begins.encode())

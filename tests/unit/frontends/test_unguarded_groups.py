@@ -13,8 +13,8 @@ def test_nothing_is_open_on_the_loopback_address(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "server.example.com"])
 def test_all_groups_without_keys_are_open_elsewhere(host: str) -> None:
-    told = unguarded_groups(host, (), loads_models=False, shares_memory=False)
-    assert told == ("infer", "metadata", "control (log settings)", "metrics")
+    groups = unguarded_groups(host, (), loads_models=False, shares_memory=False)
+    assert groups == ("infer", "metadata", "control (log settings)", "metrics")
 
 
 def test_groups_with_keys_are_not_open() -> None:

@@ -349,9 +349,9 @@ async def test_properties_say_how_and_why(tmp_path: Path, load: Load) -> None:
     registry = await load(intra_op_threads=1, warmup_s=1)
     names = ("batched", "mixer", "fixed", "tried", "refuses", "cold", "believed")
     properties = {name: registry.find(name, "").properties for name in names}
-    for told in properties.values():
-        assert told["execution_provider"] == "CPUExecutionProvider"
-        assert told["intra_op_threads"] == "1"
+    for described in properties.values():
+        assert described["execution_provider"] == "CPUExecutionProvider"
+        assert described["intra_op_threads"] == "1"
     assert properties["batched"]["batching"].endswith(" rows run together, proven: the model's graph keeps rows apart")
     unknown = "the graph does not tell whether rows meet: node 'SequenceConstruct #0': "
     assert re.search(
@@ -578,8 +578,8 @@ async def test_every_change_is_told_after_it_has_happened(tmp_path: Path, load: 
     put(tmp_path, builders.identity, "m")
     await registry.load("m")
     await registry.unload("m")
-    told = [state[0] for state in dict.fromkeys(state for state in seen if state is not None)]
-    assert told == [State.LOADING, State.WARMING, State.READY, State.DRAINING, State.GONE]
+    states = [state[0] for state in dict.fromkeys(state for state in seen if state is not None)]
+    assert states == [State.LOADING, State.WARMING, State.READY, State.DRAINING, State.GONE]
 
 
 @pytest.mark.parametrize("is_due", [False, True])

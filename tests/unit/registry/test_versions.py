@@ -58,9 +58,9 @@ async def test_load_that_lasts_is_told_until_it_ends(
         logging.getLogger("ortserve.registry.versions").addHandler(lines)
         try:
             loading = asyncio.create_task(versions.load(record, source.versions[1]))
-            while (told := await lines.fields.get())["doing"] != OPENING:
+            while (fields := await lines.fields.get())["doing"] != OPENING:
                 pass
-            assert told == {"model": "m", "version": 1, "doing": OPENING, "seconds": 0.0}
+            assert fields == {"model": "m", "version": 1, "doing": OPENING, "seconds": 0.0}
             assert (record.state, record.explanation) == (State.LOADING, OPENING)
             content = builders.identity(tmp_path / "real").read_bytes()
             await asyncio.to_thread(pipe.write_bytes, content)

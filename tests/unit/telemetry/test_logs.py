@@ -292,8 +292,8 @@ def test_one_line_a_minute_counts_the_requests_since_the_last(caplog: pytest.Log
     log = RejectionLog("m", "1")
     for at_s in (5, 6, 64, 65, 66, 124.9, 125):
         log.note(ModelRejectionError("idx=99", "Gather 'lookup'"), round(at_s * S))
-    told = {"model": "m", "version": "1", "by": "Gather 'lookup'"}
-    assert lines(caplog) == [{**told, "requests": 1}, {**told, "requests": 3}, {**told, "requests": 3}]
+    expected = {"model": "m", "version": "1", "by": "Gather 'lookup'"}
+    assert lines(caplog) == [{**expected, "requests": 1}, {**expected, "requests": 3}, {**expected, "requests": 3}]
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 

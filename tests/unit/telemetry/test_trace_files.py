@@ -95,8 +95,8 @@ def test_links_that_somebody_puts_in_the_way_are_never_followed(
     assert victim.read_text() == "precious"
     assert ids(tmp_path / "trace.json.0") == [2]
     assert not (tmp_path / "trace.json.0").is_symlink()
-    (told, fields), (_, lost) = lines(caplog)
-    assert told == "traces cannot be written"
+    (message, fields), (_, lost) = lines(caplog)
+    assert message == "traces cannot be written"
     assert fields["file"] == str(path)
     assert lost == {"count": 1}
 
@@ -118,7 +118,7 @@ def test_full_disk_loses_traces_once_told_and_leaves_whole_files(
     files.close()
     assert ids(path) == [*range(20), 99]
     assert names(tmp_path) == ["trace.json"]
-    assert [told for told, _ in lines(caplog)] == ["traces cannot be written", "traces were dropped"]
+    assert [message for message, _ in lines(caplog)] == ["traces cannot be written", "traces were dropped"]
     assert lines(caplog)[1][1] == {"count": 400}
 
 
@@ -164,7 +164,7 @@ def test_what_comes_after_the_end_is_lost_in_silence(tmp_path: Path, caplog: pyt
 
 
 @pytest.fixture(autouse=True)
-def told(caplog: pytest.LogCaptureFixture) -> None:
+def has_record(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
 

@@ -100,8 +100,8 @@ def test_the_start_says_where_traces_go_without_a_password(caplog: pytest.LogCap
     tracing = start({}, endpoint="http://user:pass@127.0.0.1:9/base", sample_ratio=0.5)
     assert tracing is not None
     tracing.close(0)
-    told: dict[str, object] = caplog.records[0].fields  # type: ignore[attr-defined]
-    assert told == {"endpoint": "http://127.0.0.1:9/base", "protocol": "http/protobuf", "sample_ratio": 0.5}
+    fields: dict[str, object] = caplog.records[0].fields  # type: ignore[attr-defined]
+    assert fields == {"endpoint": "http://127.0.0.1:9/base", "protocol": "http/protobuf", "sample_ratio": 0.5}
 
 
 @pytest.fixture
@@ -124,5 +124,5 @@ def test_the_variable_without_the_library_is_passed_over_with_a_warning(caplog: 
     assert start({"OTEL_EXPORTER_OTLP_ENDPOINT": ENDPOINT}) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    told: dict[str, str] = record.fields  # type: ignore[attr-defined]
-    assert told["reason"] == "OTEL_EXPORTER_OTLP_ENDPOINT is set; try: pip install 'ortserve[otel]'"
+    fields: dict[str, str] = record.fields  # type: ignore[attr-defined]
+    assert fields["reason"] == "OTEL_EXPORTER_OTLP_ENDPOINT is set; try: pip install 'ortserve[otel]'"

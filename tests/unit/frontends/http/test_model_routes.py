@@ -54,6 +54,6 @@ def test_loop_that_is_stuck_is_not_live(loop: asyncio.AbstractEventLoop, monkeyp
     monkeypatch.setattr(model_routes, "_LOOP_TIMEOUT_S", 0.05)
     is_seen = threading.Event()
     loop.call_soon_threadsafe(is_seen.wait)
-    told = HealthFromThreads(Models(), loop).answer("/v2/health/live")
+    answer = HealthFromThreads(Models(), loop).answer("/v2/health/live")
     is_seen.set()
-    assert told == (503, b'{"error":"the event loop did not answer within 0.05 s"}')
+    assert answer == (503, b'{"error":"the event loop did not answer within 0.05 s"}')

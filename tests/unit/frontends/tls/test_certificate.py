@@ -79,8 +79,8 @@ def test_key_with_a_passphrase_is_refused(secret: Secret) -> None:
 def test_key_of_a_kind_that_one_of_the_transports_does_not_know_is_refused(secret: Secret) -> None:
     key = ec.generate_private_key(ec.SECP256K1())
     secret.put(secret.cert.read_bytes(), key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    told = f"for RSA, Ed25519 or ECDSA on P-256, P-384, P-521, got '{secret.key}', which is for another algorithm"
-    assert complaint(secret).endswith(told)
+    error = f"for RSA, Ed25519 or ECDSA on P-256, P-384, P-521, got '{secret.key}', which is for another algorithm"
+    assert complaint(secret).endswith(error)
 
 
 def test_private_key_is_not_shown_where_what_was_read_is_printed(secret: Secret) -> None:
@@ -97,10 +97,10 @@ def test_what_is_no_key_is_refused(secret: Secret, content: bytes) -> None:
 def test_what_is_no_certificate_is_refused(secret: Secret, tmp_path: Path, content: bytes) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_bytes(content)
-    told = f"tls_client_ca_file: expected certificates in PEM, got '{bad}', which holds none, or a broken one"
-    assert complaint(secret, client_ca=bad) == told
+    error = f"tls_client_ca_file: expected certificates in PEM, got '{bad}', which holds none, or a broken one"
+    assert complaint(secret, client_ca=bad) == error
     secret.put(content, secret.key.read_bytes())
-    assert complaint(secret) == told.replace("client_ca", "cert").replace(str(bad), str(secret.cert))
+    assert complaint(secret) == error.replace("client_ca", "cert").replace(str(bad), str(secret.cert))
 
 
 @pytest.mark.parametrize(

@@ -133,10 +133,10 @@ async def test_bad_certificate_changes_nothing_and_is_told_once(
     for _ in range(5):
         await served.certificate.check()
     assert served.serial() == old
-    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert told.getMessage() == "the new certificate cannot be used, the old one stays in use"
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert logged.getMessage() == "the new certificate cannot be used, the old one stays in use"
     option = "tls_key_file" if fault == "mismatched" else "tls_cert_file"
-    assert told.__dict__["fields"]["reason"].startswith(f"{option}: expected ")
+    assert logged.__dict__["fields"]["reason"].startswith(f"{option}: expected ")
     assert served.counts.reloads == [False]
 
     if fault != "missing":
@@ -159,9 +159,9 @@ async def test_certificate_that_is_not_valid_now_leaves_the_old_one_while_that_i
     for _ in range(5):
         await served.certificate.check()
     assert (served.serial(), served.counts.expires_s) == (old, old_expires_s)
-    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert told.getMessage() == "the new certificate cannot be used, the old one stays in use"
-    reason = told.__dict__["fields"]["reason"]
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert logged.getMessage() == "the new certificate cannot be used, the old one stays in use"
+    reason = logged.__dict__["fields"]["reason"]
     assert reason.startswith("tls_cert_file: expected a certificate that is valid now, got one from 20")
     assert served.counts.reloads == [False]
 
@@ -226,8 +226,8 @@ def test_expired_certificate_serves_with_a_warning(tmp_path: Path, caplog: pytes
     secret = Secret(tmp_path / "secret")
     secret.renew(expires=datetime.now(UTC) - timedelta(days=1))
     ServerCertificate(TlsFiles(secret.cert, secret.key, None), "1.2", Counts())
-    (told,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert told.getMessage() == "certificate serves, but clients will refuse its dates"
+    (logged,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert logged.getMessage() == "certificate serves, but clients will refuse its dates"
 
 
 def test_what_openssl_finds_too_weak_is_told_by_its_option(tmp_path: Path) -> None:

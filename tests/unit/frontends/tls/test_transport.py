@@ -176,7 +176,7 @@ class Listener:
             self.tls_port.close()
             for recorder in self._made:
                 recorder.transport.abort()
-                await recorder.until(lambda told: "lost" in told.calls)
+                await recorder.until(lambda peer: "lost" in peer.calls)
 
         self.run(close)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -220,7 +220,7 @@ def test_bytes_arrive_as_they_were_sent_both_ways(listener: Listener) -> None:
     with session:
         sent = os.urandom(1_000_000)
         session.sendall(sent)
-        listener.wait(recorder, lambda told: len(told.came) == len(sent))
+        listener.wait(recorder, lambda peer: len(peer.came) == len(sent))
         assert recorder.came == sent
         pieces: list[bytes | bytearray | memoryview] = [
             sent[:10],
@@ -245,11 +245,11 @@ def test_protocol_with_a_buffer_gets_its_bytes_there_and_the_next_one_the_rest(l
     with session:
         taker = Taker(recorder, room)
         session.sendall(b"before")
-        listener.wait(recorder, lambda told: told.came == b"before")
+        listener.wait(recorder, lambda peer: peer.came == b"before")
         listener.call(lambda: recorder.transport.set_protocol(taker))
         sent = os.urandom(500_010)
         session.sendall(sent)
-        listener.wait(recorder, lambda told: len(told.came) + len(taker.taken) == 6 + len(sent))
+        listener.wait(recorder, lambda peer: len(peer.came) + len(taker.taken) == 6 + len(sent))
         assert taker.taken == sent[:room]
         assert recorder.came == b"before" + sent[room:]
 
@@ -263,7 +263,7 @@ def test_protocol_with_a_buffer_learns_of_the_end(listener: Listener) -> None:
         listener.wait(recorder, lambda _: taker.taken == b"some")
         with suppress(ConnectionError):
             session.unwrap()
-        listener.wait(recorder, lambda told: "lost" in told.calls)
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)
         assert recorder.calls == ["made", "eof", "lost"]
 
 
@@ -282,7 +282,7 @@ def test_session_that_its_buffers_protocol_ends_gives_it_nothing_more(listener: 
         for number in range(5):
             session.write(b"%d" % number)
         raw.sendall(outgoing.read())
-        listener.wait(recorder, lambda told: "lost" in told.calls)
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)
         assert taker.taken == b"0"
 
 
@@ -300,7 +300,7 @@ def test_connection_closes_without_waiting_for_its_peers_farewell(listener: List
     session, recorder = listener.connect()
     with session:
         listener.call(recorder.transport.close)
-        listener.wait(recorder, lambda told: "lost" in told.calls)  # and the peer has not moved
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)  # and the peer has not moved
         assert read_to_end(session) == b""
 
 
@@ -317,7 +317,7 @@ def test_slow_reader_gets_all_that_was_written_before_the_close(listener: Listen
         assert listener.call(answer_and_close) > LARGE / 2
         assert recorder.calls == ["made", "pause"]
         assert read_to_end(session) == sent
-        listener.wait(recorder, lambda told: "lost" in told.calls)
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)
 
 
 def test_protocol_is_paused_while_its_peer_does_not_read(listener: Listener) -> None:
@@ -334,14 +334,14 @@ def test_protocol_is_paused_while_its_peer_does_not_read(listener: Listener) -> 
         left = LARGE
         while left:
             left -= len(session.recv(min(left, 1 << 20)))
-        listener.wait(recorder, lambda told: told.calls == ["made", "pause", "resume"])
+        listener.wait(recorder, lambda peer: peer.calls == ["made", "pause", "resume"])
 
 
 def test_protocol_that_pauses_is_sent_nothing_more(listener: Listener) -> None:
     session, recorder = listener.connect()
     with session:
         session.sendall(b"a")
-        listener.wait(recorder, lambda told: told.came == b"a")
+        listener.wait(recorder, lambda peer: peer.came == b"a")
         listener.call(recorder.transport.pause_reading)
         assert not recorder.transport.is_reading()
         session.sendall(b"b")
@@ -351,7 +351,7 @@ def test_protocol_that_pauses_is_sent_nothing_more(listener: Listener) -> None:
         listener.call(lambda: None)
         assert recorder.came == b"a"
         listener.call(recorder.transport.resume_reading)
-        listener.wait(recorder, lambda told: "lost" in told.calls)
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)
         assert recorder.came == b"ab"
         assert recorder.calls[-2:] == ["eof", "lost"]
 
@@ -374,10 +374,10 @@ def test_farewell_that_comes_with_the_last_bytes_waits_for_a_protocol_that_pause
         with pytest.raises(ssl.SSLWantReadError):
             session.unwrap()
         raw.sendall(outgoing.read())
-        listener.wait(recorder, lambda told: told.came == b"last words")
+        listener.wait(recorder, lambda peer: peer.came == b"last words")
         assert "eof" not in recorder.calls
         listener.call(recorder.transport.resume_reading)
-        listener.wait(recorder, lambda told: "lost" in told.calls)
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)
         assert recorder.calls[-2:] == ["eof", "lost"]
 
 
@@ -387,7 +387,7 @@ def test_many_records_that_come_together_are_handed_on_together(listener: Listen
         for number in range(100):
             session.write(b"%03d" % number)
         raw.sendall(outgoing.read())
-        listener.wait(recorder, lambda told: len(told.came) == 300)
+        listener.wait(recorder, lambda peer: len(peer.came) == 300)
         assert recorder.came == b"".join(b"%03d" % number for number in range(100))
         assert recorder.pieces < 10
 
@@ -396,7 +396,7 @@ def test_peer_whose_socket_ends_without_a_farewell_is_lost(listener: Listener) -
     session, recorder = listener.connect()
     with session:
         socket.socket.shutdown(session, socket.SHUT_WR)
-        listener.wait(recorder, lambda told: "lost" in told.calls)
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)
         assert recorder.calls == ["made", "eof", "lost"]
         listener.call(lambda: recorder.transport.write(b"too late"))
         listener.call(recorder.transport.close)
@@ -409,7 +409,7 @@ def test_forged_record_ends_the_connection(listener: Listener) -> None:
         forged = bytearray(outgoing.read())
         forged[-1] ^= 1
         raw.sendall(forged)
-        listener.wait(recorder, lambda told: "lost" in told.calls)
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)
         assert recorder.came == b""
 
 
@@ -438,7 +438,7 @@ def test_who_does_not_finish_the_handshake_is_cut_off_and_holds_up_nobody(said: 
         session, recorder = listener.connect()
         with session:
             session.sendall(b"in time")
-            listener.wait(recorder, lambda told: told.came == b"in time")
+            listener.wait(recorder, lambda peer: peer.came == b"in time")
             for raw in slow:
                 with raw, suppress(ConnectionResetError):
                     assert raw.recv(1) == b""
@@ -459,7 +459,7 @@ def test_handshakes_beyond_the_limit_are_cut_off_and_the_others_go_on() -> None:
         session, recorder = listener.connect()
         with session:
             session.sendall(b"now")
-            listener.wait(recorder, lambda told: told.came == b"now")
+            listener.wait(recorder, lambda peer: peer.came == b"now")
         for raw in slow:
             raw.close()
 
@@ -500,8 +500,8 @@ def test_flood_of_key_updates_is_cut_off(listener: Listener, tmp_path: Path, way
                 flood += records.data(b"x")
         with suppress(ConnectionError):
             raw.sendall(flood)
-            listener.wait(recorder, lambda told: "lost" in told.calls)
-        listener.wait(recorder, lambda told: "lost" in told.calls)
+            listener.wait(recorder, lambda peer: "lost" in peer.calls)
+        listener.wait(recorder, lambda peer: "lost" in peer.calls)
         assert "eof" not in recorder.calls
         assert len(recorder.came) < 8 * 1024
 
@@ -538,7 +538,7 @@ def test_records_of_any_size_are_never_too_many(listener: Listener, version: ssl
         for _ in range(20_000):
             session.sendall(b"x")
         session.sendall(bytes(LARGE))
-        listener.wait(recorder, lambda told: len(told.came) == 20_000 + LARGE)
+        listener.wait(recorder, lambda peer: len(peer.came) == 20_000 + LARGE)
 
 
 def test_peer_that_has_much_to_say_has_one_long_read_in_a_turn(listener: Listener) -> None:
@@ -570,7 +570,7 @@ def test_peer_that_has_much_to_say_has_one_long_read_in_a_turn(listener: Listene
         assert select.select([unread], [], [], LONG_S)[0]
         unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         listener.call(recorder.transport.resume_reading)
-        listener.wait(recorder, lambda told: len(told.came) == len(sent))
+        listener.wait(recorder, lambda peer: len(peer.came) == len(sent))
         sending.join(LONG_S)
         assert recorder.came == sent
         assert len(reads) == len(set(reads))
@@ -597,12 +597,12 @@ def test_protocol_may_pause_and_go_on_in_the_midst_of_an_upload(listener: Listen
         listener.call(begin)
         sent = os.urandom(LARGE)
         session.sendall(sent)
-        listener.wait(recorder, lambda told: len(told.came) == len(sent))
+        listener.wait(recorder, lambda peer: len(peer.came) == len(sent))
         assert recorder.came == sent
 
 
-def _has_bytes_or_lost(count: int, told: Recorder) -> bool:
-    return len(told.came) == count or "lost" in told.calls
+def _has_bytes_or_lost(count: int, peer: Recorder) -> bool:
+    return len(peer.came) == count or "lost" in peer.calls
 
 
 async def _until(claim: Callable[[], bool]) -> None:

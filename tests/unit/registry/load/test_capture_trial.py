@@ -77,7 +77,7 @@ def test_the_real_child_says_that_there_is_no_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "expected"),
     [
         (f"print('ORT says hello'); print({VERDICT + json.dumps('no')!r}); print('more')", "no"),
         ("sys.exit('it is bad')", "trying it in another process failed: exit status 1: it is bad"),
@@ -93,9 +93,9 @@ def test_the_real_child_says_that_there_is_no_device(tmp_path: Path) -> None:
     ],
     ids=["refusal", "failure", "crash", "silence", "crash after the verdict"],
 )
-def test_refusals_failures_and_crashes_are_told_apart(tmp_path: Path, script: str, told: str) -> None:
+def test_refusals_failures_and_crashes_are_told_apart(tmp_path: Path, script: str, expected: str) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
-    assert CaptureTrials(child(script), timeout_s=60).why_not(order(path)) == told
+    assert CaptureTrials(child(script), timeout_s=60).why_not(order(path)) == expected
 
 
 def test_a_child_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_what_the_child_finds_is_the_reason(tmp_path: Path) -> None:
             super().run(bound, stream)
 
     def tried(path: Path, device: type[HostDevice] = HostDevice) -> str:
-        told: list[str] = []
-        try_capture(order(path), told.append, {CPU: DeviceProvider(device)})
-        (reason,) = told
+        reasons: list[str] = []
+        try_capture(order(path), reasons.append, {CPU: DeviceProvider(device)})
+        (reason,) = reasons
         return reason
 
     path = builders.identity(tmp_path / "m.onnx")

@@ -68,7 +68,7 @@ def close(loaded: LoadedModel) -> None:
         instance.close()
 
 
-def told(loaded: LoadedModel) -> dict[str, str]:
+def shown(loaded: LoadedModel) -> dict[str, str]:
     return describe_properties(loaded, loaded.warm_up.max_rows)
 
 
@@ -87,8 +87,8 @@ def test_without_configuration_sizes_double_up_to_what_is_worth_while(tmp_path: 
     assert isinstance(instance, DeviceInstance)
     assert loaded.on_device == DeviceBatches((1, 2, 4, 6))
     assert [size.rows for size in loaded.warm_up.latencies] == [1, 2, 4, 6]
-    assert told(loaded)["device_buffers"] == "batches of 1, 2, 4, 6 rows"
-    assert "graph_replay" not in told(loaded)
+    assert shown(loaded)["device_buffers"] == "batches of 1, 2, 4, 6 rows"
+    assert "graph_replay" not in shown(loaded)
     assert instance.depth == 2
     x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
     np.testing.assert_allclose(run(instance, x[:1], x[1:], bucket=4), run(instance, x, bucket=3), rtol=1e-4)
@@ -102,7 +102,7 @@ def test_configured_buckets_are_the_sizes_and_every_instance_has_its_own_buffers
     path = builders.mlp(tmp_path / "m.onnx")
     loaded = load(path, device, trials, buckets=(8, 2), instances=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((2, 8), (2, 8))
-    assert told(loaded)["graph_replay"] == "batches of 2, 8 rows"
+    assert shown(loaded)["graph_replay"] == "batches of 2, 8 rows"
     assert all(list(order.sizes) == [2, 8] for order in trials.orders)
     for instance in loaded.instances:
         assert isinstance(instance, DeviceInstance)
@@ -149,13 +149,13 @@ def test_where_a_session_keeps_one_graph_others_are_opened_for_them_once_a_trial
     path = builders.mlp(tmp_path / "m.onnx")
     loaded = load(path, device, trials, progress, buckets=(2, 4), instances=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((2, 4), (2, 4))
-    assert told(loaded)["graph_replay"] == "batches of 2, 4 rows"
+    assert shown(loaded)["graph_replay"] == "batches of 2, 4 rows"
     (order,) = trials.orders
     assert order.sizes == [4], "each size is a session more, in which all nodes are the same"
-    told_steps = [step for step in steps if "opening" in step or "capturing" in step or "another process" in step]
+    listed_steps = [step for step in steps if "opening" in step or "capturing" in step or "another process" in step]
     opening = f"opening the session on {CPU}"
     captures = [f"capturing the graph of batches of {rows} rows" for rows in (2, 4)]
-    assert told_steps == [
+    assert listed_steps == [
         opening,
         "trying in another process whether graphs can be captured",
         *[captures[0], opening, opening, captures[1], opening, opening],
@@ -192,7 +192,7 @@ def test_where_a_session_keeps_one_graph_what_is_refused_opens_no_others(
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert len(opened) == 1
-    assert told(loaded)["graph_replay"].startswith(f"none: {because}")
+    assert shown(loaded)["graph_replay"].startswith(f"none: {because}")
     assert instance.counts.not_captured == {reason: 2}
     close(loaded)
 
@@ -203,7 +203,7 @@ def test_without_room_for_the_sessions_of_graphs_the_sizes_are_served_in_buffers
     loaded = load(path, device, max_rows=2, graph_replay=True)
     assert loaded.on_device.sizes == (1, 2)
     assert loaded.on_device.replayed == ()
-    assert "its session cannot be opened: 'm/1' needs at least" in told(loaded)["graph_replay"]
+    assert "its session cannot be opened: 'm/1' needs at least" in shown(loaded)["graph_replay"]
     close(loaded)
     assert (device.allocated_bytes, device.handles) == (0, 0)
 
@@ -231,7 +231,7 @@ def test_graphs_leave_room_for_instances_that_are_not_opened_yet(
     loaded = load(path, device, buckets=(1, 2, 4), instances=2, graph_replay=True)
     assert len(loaded.instances) == 2
     assert loaded.on_device.replayed == (1,)
-    assert "weights of other instances" in told(loaded)["graph_replay"]
+    assert "weights of other instances" in shown(loaded)["graph_replay"]
     close(loaded)
 
 
@@ -276,7 +276,7 @@ def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path)
 def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), Trials("it crashed"), max_rows=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((1, 2), (), "", "it crashed")
-    assert told(loaded)["graph_replay"] == "none: it crashed"
+    assert shown(loaded)["graph_replay"] == "none: it crashed"
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.captured == 0
@@ -331,9 +331,9 @@ def test_sizes_that_are_not_captured_are_counted_by_the_kind_of_reason(
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.not_captured == counted
-    assert ("graph_replay" in told(loaded)) == chosen["graph_replay"]
+    assert ("graph_replay" in shown(loaded)) == chosen["graph_replay"]
     if refused:
-        assert told(loaded)["graph_replay"] == f"none: {refused}"
+        assert shown(loaded)["graph_replay"] == f"none: {refused}"
     close(loaded)
 
 
@@ -351,7 +351,7 @@ def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
     (instance,) = loaded.instances
     assert isinstance(instance, DeviceInstance)
     assert instance.counts.not_captured == {"failed": 2}
-    assert told(loaded)["graph_replay"] == "none: This session cannot use the graph capture feature"
+    assert shown(loaded)["graph_replay"] == "none: This session cannot use the graph capture feature"
     close(loaded)
 
 
@@ -372,7 +372,7 @@ def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> Non
     loaded = load(
         builders.slow(tmp_path / "m.onnx", steps=3), Noted(HostDevice), Trials(), max_rows=2, graph_replay=True
     )
-    assert told(loaded)["graph_replay"] == "none: which nodes run is decided during the run, by Loop"
+    assert shown(loaded)["graph_replay"] == "none: which nodes run is decided during the run, by Loop"
     assert loaded.on_device.sizes == (1, 2)
     assert opened == [True, False]
     assert sessions[0] == sessions[1]
@@ -393,8 +393,8 @@ def test_what_cannot_have_buffers_is_served_without_and_says_why(
 ) -> None:
     device = HostDevice()
     loaded = load(build(tmp_path / "m.onnx"), device, graph_replay=True, **options)
-    assert told(loaded)["device_buffers"].startswith(because)
-    assert told(loaded)["graph_replay"] == told(loaded)["device_buffers"]
+    assert shown(loaded)["device_buffers"].startswith(because)
+    assert shown(loaded)["graph_replay"] == shown(loaded)["device_buffers"]
     assert device.allocated_bytes == 0
     assert loaded.instances[0].depth == 1
     close(loaded)
@@ -403,14 +403,14 @@ def test_what_cannot_have_buffers_is_served_without_and_says_why(
 
 def test_a_model_whose_buffers_were_switched_off_says_so(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), device_buffers=False, graph_replay=True)
-    assert told(loaded)["device_buffers"] == told(loaded)["graph_replay"] == "none: device_buffers is off"
+    assert shown(loaded)["device_buffers"] == shown(loaded)["graph_replay"] == "none: device_buffers is off"
     assert isinstance(loaded.instances[0], Instance)
     close(loaded)
 
 
 def test_a_model_on_the_cpu_says_nothing_of_devices(tmp_path: Path) -> None:
     loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m/1", ModelOptions(warmup_s=0.1), time.monotonic_ns)
-    assert not {"device_buffers", "graph_replay"} & set(told(loaded))
+    assert not {"device_buffers", "graph_replay"} & set(shown(loaded))
     assert isinstance(loaded.instances[0], Instance)
     assert loaded.instances[0].runs_on_host
     close(loaded)

@@ -300,12 +300,12 @@ def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) 
 
 def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
-    (told,) = [record for record in caplog.records if record.message == "option has no effect"]
-    assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(told))
+    (logged,) = [record for record in caplog.records if record.message == "option has no effect"]
+    assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(logged))
 
 
 @pytest.mark.parametrize(
-    ("options", "has_global_threads", "told"),
+    ("options", "has_global_threads", "expected"),
     [
         ({"session": {"inter_op_threads": 4}}, False, ["session.inter_op_threads: only the execution_mode"]),
         ({"session": {"inter_op_threads": 4, "execution_mode": "parallel"}}, False, []),
@@ -318,10 +318,10 @@ def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, ca
         ({"session": {"spinning": True}, "intra_op_threads": None}, True, []),
     ],
 )
-def test_threads_that_no_session_has_are_told(options: Any, has_global_threads: bool, told: list[str]) -> None:
+def test_threads_that_no_session_has_are_told(options: Any, has_global_threads: bool, expected: list[str]) -> None:
     found = threads_without_effect(ModelOptions.model_validate(options), has_global_threads=has_global_threads)
-    assert len(found) == len(told)
-    assert all(reason.startswith(begun) for reason, begun in zip(found, told, strict=True))
+    assert len(found) == len(expected)
+    assert all(reason.startswith(begun) for reason, begun in zip(found, expected, strict=True))
 
 
 def test_options_of_gpus_and_of_larger_batches_are_reported_if_there_are_none() -> None:
@@ -338,8 +338,8 @@ def test_options_of_gpus_and_of_larger_batches_are_reported_if_there_are_none() 
 def test_options_without_effect_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = QUICK.model_copy(update={"graph_replay": True, "preferred_rows": (9,), "max_rows": 8})
     load(builders.mlp(tmp_path / "model.onnx"), options)
-    told = [record for record in caplog.records if record.message == "option has no effect"]
-    assert len(told) == 2
+    records = [record for record in caplog.records if record.message == "option has no effect"]
+    assert len(records) == 2
 
 
 AZURE = "AzureExecutionProvider"
@@ -654,9 +654,9 @@ def test_batches_are_of_the_sizes_that_find_memory_in_warm_up(
     assert loaded.signature.is_batched
     assert found.max_rows == 8
     assert [size.rows for size in found.latencies] == list(loaded.on_device.sizes) == [1, 2, 4, 8]
-    (told,) = [vars(line)["fields"] for line in caplog.records if line.message == "memory keeps batches small"]
-    assert told["max_rows"] == 8
-    assert told["reason"] == f"host:0 has too little memory for the batch: {NO_MEMORY}"
+    (fields,) = [vars(line)["fields"] for line in caplog.records if line.message == "memory keeps batches small"]
+    assert fields["max_rows"] == 8
+    assert fields["reason"] == f"host:0 has too little memory for the batch: {NO_MEMORY}"
     assert (set(providers.opened), providers.tried) == ({CUDA}, [])
 
 
@@ -674,7 +674,7 @@ def test_batches_are_padded_to_the_buckets_that_find_memory_in_warm_up(
 
 
 @pytest.mark.parametrize(
-    ("most_rows", "options", "told"),
+    ("most_rows", "options", "error"),
     [
         (0, {}, rf"host:0 has too little memory for the batch: {NO_MEMORY}"),
         (0, {"buckets": (8, 32)}, rf"host:0 has too little memory for the batch: {NO_MEMORY}"),
@@ -682,12 +682,12 @@ def test_batches_are_padded_to_the_buckets_that_find_memory_in_warm_up(
     ],
 )
 def test_model_whose_smallest_batch_finds_no_memory_fails_or_is_tried_on_the_next_provider(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, options: dict[str, Any], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, options: dict[str, Any], error: str
 ) -> None:
     """As one whose weights alone find none, when it is opened."""
     providers = Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows)
     path = builders.mlp(tmp_path / "m.onnx")
-    with pytest.raises(ServeError, match=rf"^{told} \(with allow_fallback it would be tried on {CPU}\)$") as caught:
+    with pytest.raises(ServeError, match=rf"^{error} \(with allow_fallback it would be tried on {CPU}\)$") as caught:
         load_on(path, ["cuda", "cpu"], **options)
     assert caught.value.kind is ErrorKind.INTERNAL
     assert (providers.opened, providers.tried) == ([CUDA], [])
@@ -744,8 +744,8 @@ def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_
             loaded = load_model(path, "m/1", options, time.monotonic_ns, None, OfferingCuda())
         for instance in loaded.instances:
             instance.close()
-        told = describe_properties(loaded, 2)["operators"]
-        assert told == f"{CUDA}: 2 MatMul; {CPU}: 1 Relu, 1 Softmax"
+        operators = describe_properties(loaded, 2)["operators"]
+        assert operators == f"{CUDA}: 2 MatMul; {CPU}: 1 Relu, 1 Softmax"
         return [vars(line)["fields"] for line in caplog.records if line.message == "nodes are left to the CPU"]
 
     (warned,) = load_and_warn("cuda", "cpu")

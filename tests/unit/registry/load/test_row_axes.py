@@ -54,10 +54,10 @@ def test_rows_are_found_on_the_axes_where_the_graph_has_them() -> None:
 def test_graph_where_rows_meet_is_told_with_its_node(tmp_path: Path) -> None:
     path = builders.row_mixer(tmp_path / "m.onnx")
     found = find(path)
-    told = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
-    assert (found.grounds, found.is_mixed, found.known_dependence) == (Grounds.TRIED, True, told)
+    reason = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
+    assert (found.grounds, found.is_mixed, found.known_dependence) == (Grounds.TRIED, True, reason)
     believed = find(path, batched=True)
-    assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, told, "")
+    assert (believed.grounds, believed.doubt, believed.known_dependence) == (Grounds.CONFIGURED, reason, "")
 
 
 @pytest.mark.parametrize(("names", "is_batched"), [(("batch", "batch"), True), (("one", "other"), False)])

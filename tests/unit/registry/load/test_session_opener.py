@@ -76,7 +76,7 @@ def test_a_choice_of_tensorrt_is_told_of_the_buckets(
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
 @pytest.mark.parametrize(
-    ("build", "told"),
+    ("build", "expected"),
     [
         (builders.mlp, "which builds its engines here"),
         (
@@ -85,13 +85,13 @@ def test_a_choice_of_tensorrt_is_told_of_the_buckets(
         ),
     ],
 )
-def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: Any, told: str) -> None:
+def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: Any, expected: str) -> None:
     """TensorRT itself is not there: what it was doing is left to be read."""
     progress = Progress(lambda: 0)
     opener = opener_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
     with pytest.raises(ServeError, match=TENSORRT):
         opener.open(ProviderChoice(TENSORRT), 1)
-    assert progress.describe() == f"opening the session on {TENSORRT}, {told}, for 0 s"
+    assert progress.describe() == f"opening the session on {TENSORRT}, {expected}, for 0 s"
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,14 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
     asked: str,
 ) -> None:
     """As if the sessions that are opened on the CPU were TensorRT's."""
-    told: list[Mapping[str, str]] = []
+    recorded: list[Mapping[str, str]] = []
 
     def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
         if options.provider.name == TENSORRT:
-            told.append(options.provider.options)
-            assert dict(options.provider.behind[0].options)["user_compute_stream"] == told[-1]["user_compute_stream"]
+            recorded.append(options.provider.options)
+            assert (
+                dict(options.provider.behind[0].options)["user_compute_stream"] == recorded[-1]["user_compute_stream"]
+            )
         return open_session(path, name, replace(options, provider=ProviderChoice(CPU)), model)
 
     monkeypatch.setattr("ortserve.registry.load.session_opener.open_session", open_on_cpu)
@@ -158,7 +160,7 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
         assert opened.no_replay.because == (f"each graph has a session of its own: {because}" if because else silent)
     else:
         assert opened.no_replay is None
-    assert [options["trt_cuda_graph_enable"] for options in told] == ["false"]
+    assert [options["trt_cuda_graph_enable"] for options in recorded] == ["false"]
     opened.abandon()
 
 
@@ -185,11 +187,11 @@ def test_session_that_cannot_be_made_as_its_gpu_is_lost_says_so_though_it_has_no
 def test_a_model_that_is_in_part_on_tensorrt_learns_its_shapes_as_they_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Mapping[str, str]] = []
+    recorded: list[Mapping[str, str]] = []
 
     def open_in_part(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
         if options.provider.name == TENSORRT:
-            told.append(options.provider.options)
+            recorded.append(options.provider.options)
             if "trt_profile_min_shapes" in options.provider.options:
                 raise invalid_input(
                     "User needs to provide all the dynamic shape inputs with associated profiles if they want to "
@@ -201,7 +203,7 @@ def test_a_model_that_is_in_part_on_tensorrt_learns_its_shapes_as_they_come(
     opener = opener_of(builders.mlp(tmp_path / "m.onnx"), ModelOptions(buckets=(1, 8), device_buffers=False))
     opener.open(ProviderChoice(TENSORRT), 1).abandon()
     opener.open(ProviderChoice(TENSORRT), 1).abandon()  # another instance
-    assert ["trt_profile_min_shapes" in options for options in told] == [True, False, False]
+    assert ["trt_profile_min_shapes" in options for options in recorded] == [True, False, False]
     with pytest.raises(ServeError, match="associated profiles"):  # the operator's own are not left out
         opener.open(ProviderChoice(TENSORRT, options={"trt_profile_min_shapes": "x:1x64"}), 1)
 

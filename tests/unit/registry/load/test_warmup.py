@@ -367,8 +367,8 @@ def test_batches_have_no_more_rows_than_the_largest_bucket_that_finds_memory(
 
 @pytest.mark.parametrize("most_rows", [1, 2, 7])
 def test_buckets_of_which_none_finds_memory_are_named(most_rows: int) -> None:
-    told = r"^buckets: expected one of at most \d rows, for which there is memory, got 8, 32: no memory for \d rows$"
-    with pytest.raises(OutOfMemoryError, match=told):
+    error = r"^buckets: expected one of at most \d rows, for which there is memory, got 8, 32: no memory for \d rows$"
+    with pytest.raises(OutOfMemoryError, match=error):
         sweep_cramped(most_rows, max_rows=32, buckets=(32, 8))
 
 

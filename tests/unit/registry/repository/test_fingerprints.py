@@ -33,8 +33,8 @@ def stamp(folder: Path, options: ModelOptions) -> tuple[Fingerprint, ...]:
 
 
 def run_once(folder: Path, options: ModelOptions) -> None:
-    told = SessionOptions(ProviderChoice("CPUExecutionProvider"), 1, options.session)
-    session = open_session(folder / "1" / "model.onnx", "m", told)
+    session_options = SessionOptions(ProviderChoice("CPUExecutionProvider"), 1, options.session)
+    session = open_session(folder / "1" / "model.onnx", "m", session_options)
     session.run(None, {"x": np.zeros((1, 64), np.float32)})
 
 
@@ -96,10 +96,10 @@ def test_counters_that_a_session_only_reads_are_the_models(folder: Path) -> None
 def test_compiled_model_and_what_is_written_beside_it_are_no_change(
     folder: Path, entries: dict[str, int | str], written: list[str]
 ) -> None:
-    told = {
+    settings = {
         key: value.replace("FOLDER", str(folder)) if isinstance(value, str) else value for key, value in entries.items()
     }
-    options = options_with(**told)
+    options = options_with(**settings)
     before = stamp(folder, options)
     for name in written:
         (folder / "1" / name).touch()

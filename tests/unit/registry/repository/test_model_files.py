@@ -170,13 +170,13 @@ def test_entry_that_cannot_be_looked_at_keeps_no_other_from_being_found(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "escaped"),
     [(b"na\xffme", "na\\udcffme"), (b"na\nme", "na\\nme"), (b"na\xffme.onnx", "na\\udcffme")],
 )
-def test_name_that_cannot_be_told_is_told_otherwise(tmp_path: Path, name: bytes, told: str) -> None:
+def test_name_that_cannot_be_told_is_told_otherwise(tmp_path: Path, name: bytes, escaped: str) -> None:
     touch(tmp_path, os.fsdecode(name) if name.endswith(b".onnx") else f"{os.fsdecode(name)}/1/model.onnx")
     model = read_one(tmp_path)
-    assert model.name == told
+    assert model.name == escaped
     assert model.problem == "its name has characters that cannot be printed or are not UTF-8"
 
 

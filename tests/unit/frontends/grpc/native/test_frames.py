@@ -15,9 +15,9 @@ def parse(data: bytes) -> hyper.Frame:
 
 
 def test_frames_are_what_another_library_reads() -> None:
-    told = parse(frames.settings({frames.INITIAL_WINDOW_SIZE: 5, frames.MAX_CONCURRENT_STREAMS: 7}))
-    assert isinstance(told, hyper.SettingsFrame)
-    assert told.settings == {4: 5, 3: 7}
+    parsed = parse(frames.settings({frames.INITIAL_WINDOW_SIZE: 5, frames.MAX_CONCURRENT_STREAMS: 7}))
+    assert isinstance(parsed, hyper.SettingsFrame)
+    assert parsed.settings == {4: 5, 3: 7}
     window = parse(frames.window_update(3, 9))
     assert isinstance(window, hyper.WindowUpdateFrame)
     assert (window.stream_id, window.window_increment) == (3, 9)
@@ -53,9 +53,9 @@ def payload(*values: tuple[int, int]) -> bytes:
 
 
 def test_last_value_counts_and_the_smallest_table_is_remembered() -> None:
-    told = payload((frames.INITIAL_WINDOW_SIZE, 1), (frames.INITIAL_WINDOW_SIZE, 2), (frames.MAX_FRAME_SIZE, 20_000))
+    sent = payload((frames.INITIAL_WINDOW_SIZE, 1), (frames.INITIAL_WINDOW_SIZE, 2), (frames.MAX_FRAME_SIZE, 20_000))
     tables = payload((frames.HEADER_TABLE_SIZE, 5), (frames.HEADER_TABLE_SIZE, 4096))
-    assert read_peer_settings(told + tables) == PeerSettings(2, 20_000, 5)
+    assert read_peer_settings(sent + tables) == PeerSettings(2, 20_000, 5)
 
 
 def test_unknown_settings_are_ignored() -> None:
@@ -80,7 +80,7 @@ def test_value_out_of_its_range_ends_the_connection(number: int, value: int, cod
 
 
 def test_what_is_no_list_or_too_long_a_one_ends_the_connection() -> None:
-    for told, code in ((b"x", ErrorCode.FRAME_SIZE_ERROR), (bytes(6 * 65), ErrorCode.ENHANCE_YOUR_CALM)):
+    for sent, code in ((b"x", ErrorCode.FRAME_SIZE_ERROR), (bytes(6 * 65), ErrorCode.ENHANCE_YOUR_CALM)):
         with pytest.raises(Http2ConnectionError) as caught:
-            read_peer_settings(told)
+            read_peer_settings(sent)
         assert caught.value.code is code
