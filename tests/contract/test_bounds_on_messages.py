@@ -407,25 +407,27 @@ def liveness(server: ServerProcess) -> Iterator[LivenessCaller]:
 
 
 @pytest.mark.parametrize("name", REST)
-def test_rest_body_of_many_objects_holds_up_nobody(server: ServerProcess, liveness: LivenessCaller, name: str) -> None:
+def test_rest_body_of_many_objects_delays_no_other_request(
+    server: ServerProcess, liveness: LivenessCaller, name: str
+) -> None:
     hold_rest_to_bounds(server, liveness, REST[name])
 
 
 @pytest.mark.parametrize("path", OTHER_REST)
-def test_no_other_route_is_held_up_by_many_objects(server: ServerProcess, liveness: LivenessCaller, path: str) -> None:
+def test_body_of_many_objects_delays_no_other_route(server: ServerProcess, liveness: LivenessCaller, path: str) -> None:
     body = _plain(lambda: crafted.repeated_json('{"parameters":{"a":[', "[]", 5 * MILLION, "]}}"))
     hold_rest_to_bounds(server, liveness, Case(path, body, "", ANSWERED))
 
 
 @pytest.mark.parametrize("name", GRPC)
-def test_grpc_message_of_many_objects_holds_up_nobody(
+def test_grpc_message_of_many_objects_delays_no_other_call(
     server: ServerProcess, liveness: LivenessCaller, name: str
 ) -> None:
     hold_grpc_to_bounds(server, liveness, GRPC[name])
 
 
 @pytest.mark.parametrize("method", OTHER_GRPC)
-def test_no_other_method_is_held_up_by_many_objects(
+def test_message_of_many_objects_delays_no_other_method(
     server: ServerProcess, liveness: LivenessCaller, method: str
 ) -> None:
     message = _plain(lambda: crafted.empty_fields(OTHER_GRPC[method], 2 * MILLION))
@@ -433,13 +435,13 @@ def test_no_other_method_is_held_up_by_many_objects(
 
 
 @pytest.mark.parametrize("name", ["empty lists as inputs", "numbers", "short binary texts"])
-def test_asgi_holds_the_bounds_but_for_what_it_copies(plain_server: ServerProcess, name: str) -> None:
+def test_asgi_transport_keeps_the_bounds_except_for_its_own_copies(plain_server: ServerProcess, name: str) -> None:
     with asking_for_liveness(plain_server.http) as liveness:
         hold_rest_to_bounds(plain_server, liveness, replace(REST[name], wait_s=CERTAIN_S))
 
 
 @pytest.mark.parametrize("name", ["plain empty raw_input_contents", "plain empty inputs", "short texts", "varints"])
-def test_grpcio_holds_the_bounds_but_for_what_it_copies(plain_server: ServerProcess, name: str) -> None:
+def test_grpcio_transport_keeps_the_bounds_except_for_its_own_copies(plain_server: ServerProcess, name: str) -> None:
     with asking_for_liveness(plain_server.http) as liveness:
         hold_grpc_to_bounds(plain_server, liveness, replace(GRPC[name], wait_s=CERTAIN_S))
 

@@ -52,7 +52,7 @@ def arrays(answer: httpx.Response) -> np.ndarray:
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)
 @pytest.mark.parametrize("array", [SMALL, LARGE, NOISE], ids=["small", "large", "noise"])
-def test_compressed_request_is_answered_as_any_other(server: ServerProcess, encoding: str, array: np.ndarray) -> None:
+def test_compressed_request_gets_the_same_answer(server: ServerProcess, encoding: str, array: np.ndarray) -> None:
     body, headers = binary_request(array)
     plain = post(server, body, headers)
     answer = post(server, COMPRESSIONS[encoding](body), headers | {"Content-Encoding": encoding})
@@ -69,7 +69,7 @@ def test_compressed_json_request_is_answered(server: ServerProcess, encoding: st
 
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)
-def test_large_answer_is_compressed_whole_where_it_is_asked_for(server: ServerProcess, encoding: str) -> None:
+def test_large_answer_is_compressed_when_accepted(server: ServerProcess, encoding: str) -> None:
     body, headers = binary_request(LARGE)
     answer = post(server, body, headers | {"Accept-Encoding": encoding})
     assert answer.headers["content-encoding"] == encoding
@@ -82,7 +82,7 @@ def test_large_answer_is_compressed_whole_where_it_is_asked_for(server: ServerPr
     [(SMALL, "gzip"), (NOISE, "gzip"), (LARGE, "identity"), (LARGE, "br"), (LARGE, "identity, gzip;q=0.9")],
     ids=["small", "noise", "identity", "unknown", "identity-preferred"],
 )
-def test_answer_that_would_gain_nothing_or_was_not_asked_for_is_plain(
+def test_incompressible_or_not_accepted_answer_stays_plain(
     server: ServerProcess, array: np.ndarray, asked: str
 ) -> None:
     body, headers = binary_request(array)
@@ -111,7 +111,7 @@ def test_unmodified_client_compresses_both_ways(server: ServerProcess, encoding:
         assert np.array_equal(result.as_numpy("y"), array)
 
 
-async def test_asyncio_client_which_always_asks_reads_either_answer(server: ServerProcess) -> None:
+async def test_asyncio_client_reads_compressed_and_plain_answers(server: ServerProcess) -> None:
     async with triton_aio.InferenceServerClient(server.http) as client:
         for array in (SMALL, LARGE):
             for encoding in (None, *COMPRESSIONS):
@@ -122,7 +122,7 @@ async def test_asyncio_client_which_always_asks_reads_either_answer(server: Serv
 
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)
-def test_body_that_inflates_beyond_the_limit_is_413(narrow_server: ServerProcess, encoding: str) -> None:
+def test_body_inflating_past_the_limit_is_rejected_with_413(narrow_server: ServerProcess, encoding: str) -> None:
     for size in (BODY_LIMIT + 1, 50_000_000):
         answer = post(narrow_server, COMPRESSIONS[encoding](bytes(size)), {"Content-Encoding": encoding})
         assert answer.status_code == 413
@@ -134,7 +134,7 @@ def test_body_that_inflates_beyond_the_limit_is_413(narrow_server: ServerProcess
 
 @pytest.mark.parametrize("encoding", COMPRESSIONS)
 @pytest.mark.parametrize("body", [b"", b"{}", b"\x1f\x8b", b"x" * 100_000])
-def test_body_that_is_not_what_it_says_is_400_and_the_connection_stays(
+def test_body_in_a_wrong_encoding_is_400_and_keeps_the_connection(
     server: ServerProcess, encoding: str, body: bytes
 ) -> None:
     good, headers = binary_request(SMALL)

@@ -288,7 +288,7 @@ BAD_REQUESTS: Final[dict[str, tuple[Request, int, StatusCode, tuple[str, ...]]]]
 
 @pytest.mark.parametrize("send", [*REST, *GRPC], ids=lambda send: send.__name__.removeprefix("send_"))
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_bad_request_gets_its_status_and_a_text_naming_the_thing(server: ServerProcess, send: Send, case: str) -> None:
+def test_bad_request_gets_its_status_and_names_the_fault(server: ServerProcess, send: Send, case: str) -> None:
     request, http_status, grpc_status, words = BAD_REQUESTS[case]
     came = refusal(send(server, request))
     assert came.status == (http_status if send in REST else grpc_status)
@@ -304,7 +304,7 @@ def test_string_that_is_not_utf8_is_rejected(server: ServerProcess, send: Send) 
     assert "'text' is not valid UTF-8" in came.text
 
 
-def test_unready_model_is_refused_with_the_time_to_come_back(server: ServerProcess) -> None:
+def test_unready_model_is_rejected_with_retry_after(server: ServerProcess) -> None:
     request = replace(GOOD, model="broken")
     assert refusal(send_rest_json(server, request)).headers["retry-after"] == "1"
     assert refusal(send_grpc_raw(server, request)).headers["grpc-retry-pushback-ms"] == "1000"
@@ -408,9 +408,7 @@ def test_absent_length_of_the_json_part_is_400_where_binary_follows(server: Serv
 
 
 @pytest.mark.parametrize("encoding", ["br", "gzip, deflate", "none"])
-def test_unknown_compression_of_a_body_is_501_and_the_known_ones_are_named(
-    server: ServerProcess, encoding: str
-) -> None:
+def test_unknown_content_encoding_is_501_and_names_the_known_ones(server: ServerProcess, encoding: str) -> None:
     came = refusal(post(server, GOOD, b"\x1f\x8b", {"Content-Encoding": encoding}))
     assert came.status == 501
     assert f"'{encoding}'" in came.text
@@ -425,14 +423,14 @@ def test_garbage_instead_of_a_protobuf_message_is_invalid(server: ServerProcess)
 
 
 @pytest.mark.parametrize("version", ["latest", "-1", "1.0", "²"])
-def test_version_that_is_no_number_is_refused(server: ServerProcess, version: str) -> None:
+def test_version_that_is_not_a_number_is_rejected(server: ServerProcess, version: str) -> None:
     came = refusal(send_grpc_raw(server, replace(GOOD, version=version)))
     assert came.status is StatusCode.INVALID_ARGUMENT
     assert f"'{version}'" in came.text
     assert refusal(send_rest_json(server, replace(GOOD, version=version))).status == 404
 
 
-def test_typed_and_raw_contents_together_are_refused(server: ServerProcess) -> None:
+def test_typed_and_raw_contents_together_are_rejected(server: ServerProcess) -> None:
     message = _message(GOOD)
     message.inputs[0].contents.int_contents.extend(range(16))
     message.raw_input_contents.extend([bytes(64), bytes(64)])
@@ -441,7 +439,7 @@ def test_typed_and_raw_contents_together_are_refused(server: ServerProcess) -> N
     assert "'INPUT0'" in came.text
 
 
-def test_call_that_does_not_exist_is_unimplemented(server: ServerProcess) -> None:
+def test_unknown_method_is_unimplemented(server: ServerProcess) -> None:
     came = refusal(call(server, b"", "NoSuchCall"))
     assert came.status is StatusCode.UNIMPLEMENTED
     assert "unknown method 'NoSuchCall'" in came.text
@@ -467,7 +465,7 @@ def test_call_that_does_not_exist_is_unimplemented(server: ServerProcess) -> Non
         ("POST", "/v2", 405, "Method Not Allowed"),
     ],
 )
-def test_unknown_path_and_wrong_method_are_told_in_json(
+def test_unknown_path_and_wrong_method_get_json_errors(
     server: ServerProcess, method: str, path: str, status: int, text: str
 ) -> None:
     answer = httpx.request(method, f"http://{server.http}{path}", timeout=LONG_S)
@@ -486,7 +484,7 @@ def test_unknown_path_and_wrong_method_are_told_in_json(
         ("PUT", "/v2/logging", "GET, HEAD, POST"),
     ],
 )
-def test_wrong_method_is_told_which_are_right(server: ServerProcess, method: str, path: str, allowed: str) -> None:
+def test_wrong_method_gets_an_allow_header(server: ServerProcess, method: str, path: str, allowed: str) -> None:
     answer = httpx.request(method, f"http://{server.http}{path}", timeout=LONG_S)
     assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
 
@@ -508,19 +506,19 @@ def narrow_server(ways: tuple[str, ...]) -> Iterator[ServerProcess]:
         assert send_grpc_raw(server, GOOD) is None
 
 
-def test_body_announced_as_too_large_is_413(narrow_server: ServerProcess) -> None:
+def test_announced_oversized_body_is_rejected_with_413(narrow_server: ServerProcess) -> None:
     came = refusal(post(narrow_server, GOOD, b" " * (BODY_LIMIT + 1)))
     assert came.status == 413
     assert f"at most {BODY_LIMIT} bytes" in came.text
 
 
-def test_body_that_grows_too_large_in_chunks_is_413(narrow_server: ServerProcess) -> None:
+def test_chunked_oversized_body_is_rejected_with_413(narrow_server: ServerProcess) -> None:
     came = refusal(post(narrow_server, GOOD, iter([b" " * 5000] * 5)))
     assert came.status == 413
     assert f"at most {BODY_LIMIT} bytes" in came.text
 
 
-def test_body_of_just_the_limit_is_taken(narrow_server: ServerProcess) -> None:
+def test_body_of_exactly_the_limit_is_accepted(narrow_server: ServerProcess) -> None:
     entries = [{"name": i.name, "datatype": "INT32", "shape": [1, 16], "data": list(range(16))} for i in GOOD.inputs]
     body = json.dumps({"inputs": entries}).encode().ljust(BODY_LIMIT)
     assert post(narrow_server, GOOD, body) is None
@@ -528,9 +526,7 @@ def test_body_of_just_the_limit_is_taken(narrow_server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("size", [BODY_LIMIT * 10, 8 * 1024 * 1024])
-def test_caller_that_sends_all_of_a_far_too_large_body_still_reads_why_it_was_refused(
-    narrow_server: ServerProcess, size: int
-) -> None:
+def test_client_that_sends_a_whole_oversized_body_reads_the_rejection(narrow_server: ServerProcess, size: int) -> None:
     host, port = narrow_server.http.split(":")
     with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         head = f"POST /v2/models/simple/infer HTTP/1.1\r\nHost: {host}\r\nContent-Length: {size}\r\n\r\n"
@@ -544,7 +540,7 @@ def test_message_over_the_limit_is_resource_exhausted(narrow_server: ServerProce
     assert refusal(send_grpc_raw(narrow_server, replace(GOOD, inputs=tensors))).status is StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_caller_that_leaves_in_the_middle_of_its_body_harms_nobody(server: ServerProcess) -> None:
+def test_disconnect_within_a_body_affects_no_other_request(server: ServerProcess) -> None:
     host, port = server.http.split(":")
     for part in (
         b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
@@ -555,7 +551,7 @@ def test_caller_that_leaves_in_the_middle_of_its_body_harms_nobody(server: Serve
             connection.sendall(part)
 
 
-def test_what_is_no_http_is_400(server: ServerProcess) -> None:
+def test_malformed_http_is_400(server: ServerProcess) -> None:
     host, port = server.http.split(":")
     with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
@@ -580,7 +576,7 @@ BAD_EVERY: Final = 32
 """So that there are two in a batch at the most: of more, not all may be found."""
 
 
-def test_batch_mates_of_a_bad_request_are_answered_right(server: ServerProcess) -> None:
+def test_batch_with_a_bad_request_answers_the_other_requests(server: ServerProcess) -> None:
     def ask(number: int) -> None:
         rows = np.full((1 + number % 3, 4), number % 16)
         if number % BAD_EVERY == 5:

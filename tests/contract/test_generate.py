@@ -43,18 +43,18 @@ def test_keys_are_inputs_and_outputs(server: ServerProcess, route: str) -> None:
     assert "queue;dur=" in answer.headers["server-timing"]
 
 
-def test_arrays_are_rows_and_come_back_flat(server: ServerProcess) -> None:
+def test_arrays_are_rows_and_are_returned_flat(server: ServerProcess) -> None:
     assert post(server, "echo", {"x": [1.5, 2, 3]}).json()["y"] == [1.5, 2, 3]
     assert post(server, "echo", {"x": [[1, 2], [3, 4]]}).json()["y"] == [1, 2, 3, 4]
     document = {"INPUT0": list(range(16)), "INPUT1": [1] * 16}
     assert post(server, "simple", document).json()["OUTPUT0"] == list(range(1, 17))
 
 
-def test_keys_that_mean_nothing_here_are_parameters_as_infer_has_them(server: ServerProcess) -> None:
+def test_unknown_keys_are_parameters_as_in_infer(server: ServerProcess) -> None:
     assert post(server, "echo", {"x": 1, "y": 2, "parameters": {"z": "3"}}).json()["y"] == 1
 
 
-def test_body_is_read_whatever_its_type_is_said_to_be(server: ServerProcess) -> None:
+def test_body_is_parsed_under_any_content_type(server: ServerProcess) -> None:
     for kind in ("application/x-www-form-urlencoded", "application/octet-stream", "text/plain"):
         assert post(server, "echo", {"x": 1}, **{"Content-Type": kind}).json()["y"] == 1
 
@@ -79,7 +79,7 @@ def test_body_is_read_whatever_its_type_is_said_to_be(server: ServerProcess) -> 
         ("nobody", {}, 404, "Request for unknown model: 'nobody' is not found"),
     ],
 )
-def test_what_goes_wrong_before_the_answer_is_an_error_status(
+def test_failure_before_the_answer_is_an_error_status(
     server: ServerProcess, route: str, model: str, document: Any, status: int, text: str
 ) -> None:
     answer = post(server, model, document, route)

@@ -11,7 +11,7 @@ def get(server: ServerProcess, path: str) -> httpx.Response:
     return httpx.get(f"http://{server.http}{path}", timeout=LONG_S)
 
 
-def test_live_and_ready_server_says_so(server: ServerProcess) -> None:
+def test_running_server_is_live_and_ready(server: ServerProcess) -> None:
     assert (get(server, "/v2/health/live").status_code, get(server, "/v2/health/live").json()) == (200, {"live": True})
     assert (get(server, "/v2/health/ready").status_code, get(server, "/v2/health/ready").json()) == (
         200,
@@ -36,7 +36,7 @@ def test_live_and_ready_server_says_so(server: ServerProcess) -> None:
         ("nowhere", "1", False),
     ],
 )
-def test_readiness_of_a_model_is_told_to_both_clients(
+def test_both_clients_read_the_readiness_of_a_model(
     server: ServerProcess, model: str, version: str, is_ready: bool
 ) -> None:
     with triton_clients(server) as (http, grpc):
@@ -44,7 +44,7 @@ def test_readiness_of_a_model_is_told_to_both_clients(
         assert grpc.is_model_ready(model, version) is is_ready
 
 
-def test_model_that_is_known_but_not_ready_is_400_and_one_that_is_unknown_404(server: ServerProcess) -> None:
+def test_unready_model_is_400_and_unknown_model_404(server: ServerProcess) -> None:
     assert get(server, "/v2/models/broken/ready").status_code == 400
     assert get(server, "/v2/models/nowhere/ready").status_code == 404
     ready = get(server, "/v2/models/simple/versions/1/ready")
@@ -79,7 +79,7 @@ def test_server_metadata_is_the_same_over_grpc(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("version", ["", "1"])
-def test_model_metadata_names_versions_tensors_and_how_the_model_runs(server: ServerProcess, version: str) -> None:
+def test_model_metadata_has_versions_tensors_and_properties(server: ServerProcess, version: str) -> None:
     path = f"/v2/models/digits{f'/versions/{version}' if version else ''}"
     metadata = get(server, path).json()
     properties = metadata.pop("properties")
@@ -105,7 +105,7 @@ def test_model_metadata_names_versions_tensors_and_how_the_model_runs(server: Se
         assert described == metadata[role]
 
 
-def test_openapi_document_describes_inference_and_the_documentation_page_is_there(server: ServerProcess) -> None:
+def test_openapi_document_and_its_page_describe_inference(server: ServerProcess) -> None:
     paths = get(server, "/openapi.json").json()["paths"]
     assert "post" in paths["/v2/models/{model}/infer"]
     assert "post" in paths["/v2/models/{model}/versions/{version}/infer"]

@@ -159,7 +159,7 @@ def test_rest_call_needs_a_key_of_its_group(server: ServerProcess, group: str, c
 
 
 @each_http_call
-def test_line_feed_at_the_end_of_a_path_leads_nowhere(
+def test_path_that_ends_in_a_line_feed_is_not_found(
     server: ServerProcess, group: str, call: tuple[str, str, bytes]
 ) -> None:
     """A pattern's ``$`` matches before it, so that a route might answer whose guard was not asked."""
@@ -198,7 +198,7 @@ def test_grpc_call_needs_a_key_of_its_group(server: ServerProcess, group: str, c
         assert call_grpc(server, *call, key)[0] is StatusCode.OK
 
 
-def test_health_is_open_on_every_way(server: ServerProcess) -> None:
+def test_health_needs_no_key_on_any_port(server: ServerProcess) -> None:
     for path in ("health/live", "health/ready", "models/identity/ready", "models/identity/versions/1/ready"):
         assert httpx.get(f"http://{server.http}/v2/{path}", timeout=LONG_S).status_code == 200
     model_ready = service_pb2.ModelReadyRequest(name="identity").SerializeToString()
@@ -234,7 +234,9 @@ def test_triton_clients_send_keys_as_headers(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     "announced", ["Content-Length: 60000000", "Transfer-Encoding: chunked", "Content-Length: 9\r\nExpect: 100-continue"]
 )
-def test_rest_caller_is_refused_before_its_body_comes(server: ServerProcess, path: str, announced: str) -> None:
+def test_rest_request_without_a_key_is_rejected_before_its_body(
+    server: ServerProcess, path: str, announced: str
+) -> None:
     host, port = server.http.split(":")
     with socket.create_connection((host, int(port)), timeout=LONG_S) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{announced}\r\n\r\n".encode())
@@ -249,7 +251,7 @@ def test_rest_caller_is_refused_before_its_body_comes(server: ServerProcess, pat
 
 @ON_BOTH_TRANSPORTS
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer", "RepositoryModelLoad"])
-def test_grpc_caller_is_refused_before_its_message_comes(server: ServerProcess, method: str) -> None:
+def test_grpc_call_without_a_key_is_rejected_before_its_message(server: ServerProcess, method: str) -> None:
     answered = threading.Event()
 
     def messages() -> Iterator[bytes]:
@@ -272,7 +274,7 @@ def test_two_keys_in_one_request_are_malformed(server: ServerProcess) -> None:
     assert answer.json()["error"] == "authorization: expected one value, got 2"
 
 
-def test_refusal_waits_its_turn_in_a_pipeline(server: ServerProcess) -> None:
+def test_rejection_keeps_its_place_in_a_pipeline(server: ServerProcess) -> None:
     host, port = server.http.split(":")
     body = infer_body()
     head = f"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -285,7 +287,7 @@ def test_refusal_waits_its_turn_in_a_pipeline(server: ServerProcess) -> None:
     assert [int(part[:3]) for part in came.split(b"HTTP/1.1 ")[1:]] == [200, 200, 401]
 
 
-def test_openapi_document_says_which_operations_need_a_key(server: ServerProcess) -> None:
+def test_openapi_document_marks_operations_that_need_a_key(server: ServerProcess) -> None:
     url = f"http://{server.http}/openapi.json"
     document = httpx.get(url, headers=bearer(KEYS["metadata"][0]), timeout=LONG_S).json()
     assert set(document["components"]["securitySchemes"]) == {"infer", "metadata", "control"}
@@ -295,7 +297,7 @@ def test_openapi_document_says_which_operations_need_a_key(server: ServerProcess
     assert needs["/v2/health/live"] == [None]
 
 
-def test_refusals_are_counted_and_no_key_is_told_anywhere(server: ServerProcess) -> None:
+def test_rejections_are_counted_and_no_output_contains_a_key(server: ServerProcess) -> None:
     def metrics() -> Samples:
         url = f"http://{server.metrics}/metrics"
         return Samples(httpx.get(url, headers=bearer(KEYS["metrics"][0]), timeout=LONG_S).text)
@@ -324,7 +326,7 @@ def test_refusals_are_counted_and_no_key_is_told_anywhere(server: ServerProcess)
         assert key not in visible_text
 
 
-def test_server_does_not_start_with_a_file_that_holds_no_keys(tmp_path: Path) -> None:
+def test_key_file_without_keys_stops_the_start(tmp_path: Path) -> None:
     file = tmp_path / "secret-but-bad"
     file.write_text("secret-but-bad!!!!!!!")
     with starting("--example", "--control-keys-file", file) as server:

@@ -58,9 +58,7 @@ def refusal(server: ServerProcess, path: str, body: bytes) -> tuple[int, str]:
 
 @pytest.mark.parametrize("headers", [FORM, {}, {"content-type": "application/octet-stream"}])
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"ready":false}'])
-def test_index_lists_what_is_known_and_what_lies_there(
-    managed: ServerProcess, body: bytes, headers: dict[str, str]
-) -> None:
+def test_index_lists_loaded_and_available_models(managed: ServerProcess, body: bytes, headers: dict[str, str]) -> None:
     broken, *others = call(managed, "/v2/repository/index", body, headers)
     assert broken.pop("reason").startswith("ONNX Runtime cannot load the model")
     assert broken == {"name": "broken", "version": "1", "state": "UNAVAILABLE"}
@@ -132,7 +130,7 @@ def test_index_is_the_same_on_both_protocols(managed: ServerProcess) -> None:
         ("/v2/models/none/trace/setting", b"", 404, "Request for unknown model : none"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_the_words_of_the_protocol(
+def test_impossible_load_or_unload_is_rejected_as_the_protocol_says(
     managed: ServerProcess, path: str, body: bytes, status: int, text: str
 ) -> None:
     answered, message = refusal(managed, path, body)
@@ -142,14 +140,14 @@ def test_what_cannot_be_done_is_refused_in_the_words_of_the_protocol(
 
 @pytest.mark.parametrize("path", ["/v2/repository/models/identity/load", "/v2/repository/models/none/unload"])
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"parameters":{}}'])
-def test_load_and_unload_answer_nothing_with_status_200(managed: ServerProcess, path: str, body: bytes) -> None:
+def test_load_and_unload_answer_200_with_an_empty_body(managed: ServerProcess, path: str, body: bytes) -> None:
     assert call(managed, path, body, FORM) is None
 
 
 @pytest.mark.parametrize(
     "path", ["/v2/logging", "/v2/repository/index", "/v2/cudasharedmemory/region/r/register", "/v2/trace/setting"]
 )
-def test_body_of_a_call_that_needs_little_is_to_be_small(managed: ServerProcess, path: str) -> None:
+def test_small_calls_reject_large_bodies(managed: ServerProcess, path: str) -> None:
     status, text = refusal(managed, path, b'{"log_info":true,"x":"' + b"y" * SMALL_BYTES + b'"}')
     assert (status, text) == (413, "expected a body of at most 65536 bytes for this call, got more")
 
@@ -189,7 +187,7 @@ def test_body_of_a_load_is_bounded_and_counted(tmp_path: Any) -> None:
         "/v2/models/identity/infer",
     ],
 )
-def test_caller_who_leaves_within_its_body_troubles_nobody(managed: ServerProcess, path: str) -> None:
+def test_disconnect_within_the_body_affects_no_other_request(managed: ServerProcess, path: str) -> None:
     host, port = managed.http.split(":")
     with socket.create_connection((host, int(port)), LONG_S) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
@@ -278,7 +276,7 @@ def test_statistics_of_unknown_models_are_refused(managed: ServerProcess) -> Non
                 assert caught.value.status() == status
 
 
-def test_triton_names_are_left_out_where_nobody_wants_them(tmp_path: Any) -> None:
+def test_triton_metric_names_can_be_switched_off(tmp_path: Any) -> None:
     add_model(tmp_path, "m", builders.identity)
     with serving(tmp_path, "--no-triton-metrics", *SHORT_WARMUP) as server:
         text = read_metrics(server).text
@@ -304,7 +302,7 @@ def test_configuration_has_numbers_as_numbers_on_rest_and_the_same_on_grpc(
             grpc.get_model_config("none")
 
 
-def test_log_settings_switch_the_lines_of_a_running_server(managed: ServerProcess) -> None:
+def test_log_settings_change_the_lines_of_a_running_server(managed: ServerProcess) -> None:
     start = {
         "log_file": "",
         "log_info": True,

@@ -20,7 +20,7 @@ def post(server: ServerProcess, parameters: Any) -> httpx.Response:
     return httpx.post(rest_url(server, "echo"), json=document, timeout=LONG_S)
 
 
-def test_unknown_parameters_are_neither_refused_nor_echoed(server: ServerProcess) -> None:
+def test_unknown_parameters_are_ignored(server: ServerProcess) -> None:
     own: dict[str, Any] = {"own": "x", "n": 1, "f": 1.5, "b": True}
     answer = post(server, own)
     assert answer.status_code == 200
@@ -31,13 +31,13 @@ def test_unknown_parameters_are_neither_refused_nor_echoed(server: ServerProcess
         assert dict(result.get_response().parameters) == {}
 
 
-def test_scheduling_parameters_of_clients_are_taken(server: ServerProcess) -> None:
+def test_scheduling_parameters_are_accepted(server: ServerProcess) -> None:
     with triton_clients(server) as (http, grpc):
         for library, client in ((triton_http, http), (triton_grpc, grpc)):
             client.infer("echo", triton_inputs(library, {"x": ROW}), priority=1, timeout=5_000_000)
 
 
-def test_sequences_are_refused_by_name_on_both_protocols(server: ServerProcess) -> None:
+def test_sequence_parameters_are_rejected_on_both_protocols(server: ServerProcess) -> None:
     with triton_clients(server) as (http, grpc):
         for library, client in ((triton_http, http), (triton_grpc, grpc)):
             for sequence_id in (7, "seven"):
@@ -61,7 +61,7 @@ def test_sequences_are_refused_by_name_on_both_protocols(server: ServerProcess) 
         ([], "parameters"),
     ],
 )
-def test_odd_parameter_is_400_and_named(server: ServerProcess, parameters: Any, text: str) -> None:
+def test_invalid_parameter_is_400_and_named(server: ServerProcess, parameters: Any, text: str) -> None:
     answer = post(server, parameters)
     assert answer.status_code == 400
     assert text in answer.json()["error"]

@@ -32,11 +32,11 @@ def test_row_of_fixed_shape_is_answered_with_all_outputs_binary(server: ServerPr
     assert "id" not in result.get_response()
 
 
-def test_string_is_sent_without_its_length(server: ServerProcess) -> None:
+def test_string_output_has_no_length_prefix(server: ServerProcess) -> None:
     assert read(post(server, "echo_text", "añb".encode())).as_numpy("y").tolist() == [["añb".encode()]]
 
 
-def test_body_that_cannot_be_explained_is_400(server: ServerProcess) -> None:
+def test_raw_body_that_does_not_fit_the_signature_is_400(server: ServerProcess) -> None:
     for model, body, text in (
         (
             "simple",

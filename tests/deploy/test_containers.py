@@ -147,7 +147,7 @@ def with_models(folder: Path) -> Path:
     return folder
 
 
-def test_container_serves_both_protocols_as_nobody_in_particular_and_drains(image: str, tmp_path: Path) -> None:
+def test_container_serves_both_protocols_under_any_uid_and_drains(image: str, tmp_path: Path) -> None:
     command, _ = typed("docker", "run")
     with running(command, image, with_models(tmp_path)) as container:
         rows = np.arange(16, dtype=np.int32).reshape(1, 16)
@@ -176,7 +176,7 @@ def readable_secret(folder: Path) -> Secret:
     return secret
 
 
-def test_container_speaks_tls_by_a_mounted_folder(image: str, tmp_path: Path) -> None:
+def test_container_serves_tls_with_a_mounted_folder(image: str, tmp_path: Path) -> None:
     _, command = typed("docker", "run")
     secret = readable_secret(with_models(tmp_path) / "tls")
     with running(command, image, tmp_path, verify=secret.client_context()) as container:
@@ -244,7 +244,7 @@ def test_compose_starts_a_server_that_prometheus_finds_and_loads_it(
     assert rules["data"]["groups"]
 
 
-def test_compose_speaks_tls_by_the_folder_that_is_named(compose: Callable[..., str], tmp_path: Path) -> None:
+def test_compose_serves_tls_with_the_named_folder(compose: Callable[..., str], tmp_path: Path) -> None:
     _, _, up = typed("docker", "compose")
     tmp_path.chmod(0o755)
     secret = readable_secret(tmp_path / "tls")

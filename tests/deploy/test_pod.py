@@ -39,7 +39,7 @@ def statuses_of_probes(installed: Installation, server: ServerProcess) -> dict[s
 YES: Final = {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 200}
 
 
-def test_probes_of_the_pod_say_yes() -> None:
+def test_probes_of_the_pod_succeed() -> None:
     base = installation(BASE)
     options = base.environment | {"ORTSERVE_DRAIN_DELAY_S": "0"}
     command, *arguments = base.server["args"]
@@ -48,7 +48,7 @@ def test_probes_of_the_pod_say_yes() -> None:
         assert statuses_of_probes(base, server) == YES
 
 
-def test_probes_say_yes_while_callers_have_every_connection() -> None:
+def test_probes_succeed_while_clients_hold_every_connection() -> None:
     """Else the kubelet would kill a pod for having many callers."""
     base = installation(BASE)
     options = base.environment | {"ORTSERVE_DRAIN_DELAY_S": "0", "ORTSERVE_HTTP_MAX_CONNECTIONS": "1"}
@@ -61,7 +61,7 @@ def test_probes_say_yes_while_callers_have_every_connection() -> None:
 
 
 @pytest.mark.parametrize("overlay", ["tls", "mutual-tls"])
-def test_probes_of_a_pod_with_certificates_say_yes(overlay: str, tmp_path: Path) -> None:
+def test_probes_of_a_pod_with_certificates_succeed(overlay: str, tmp_path: Path) -> None:
     """With the mounted folders elsewhere."""
     installed = installation(overlay)
     secret = Secret(tmp_path / "secret")
@@ -148,7 +148,7 @@ def test_archive_with_another_checksum_is_not_unpacked(archive: Path, tmp_path: 
     assert not [path for path in (tmp_path / "models").rglob("*") if path.name != ".archive"]
 
 
-def test_archive_that_is_not_there_fails_the_pod(archive: Path, tmp_path: Path) -> None:
+def test_missing_archive_fails_the_pod(archive: Path, tmp_path: Path) -> None:
     with web_server(archive.parent) as url:
         done = fetch(f"{url}/absent.tar", "0" * 64, tmp_path / "models")
     assert done.returncode != 0

@@ -58,7 +58,7 @@ def test_compose_file_is_valid(file: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_dockerfile_has_nothing_to_complain_of() -> None:
+def test_dockerfile_passes_its_linter() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("hadolint"), "Dockerfile"],
         cwd=ROOT,

@@ -98,7 +98,7 @@ def check_health(server: ServerProcess) -> None:
     assert "Traceback" not in server.output
 
 
-def test_bad_calls_get_statuses_in_time_and_harm_nobody(server: ServerProcess) -> None:
+def test_bad_calls_get_statuses_in_time_and_good_calls_succeed(server: ServerProcess) -> None:
     codes: dict[grpc.StatusCode, int] = {}
     with watching_memory(server) as memory, grpc.insecure_channel(server.grpc) as channel:
         calls: dict[str, Callable[..., bytes]] = {path: channel.unary_unary(path) for path in REQUESTS}

@@ -121,7 +121,7 @@ def check_answers(described: str, case: Conversation, code: grpc.StatusCode, ans
     return len(errors) - errors.count("")
 
 
-def test_bad_streams_end_in_time_and_harm_nobody(server: ServerProcess) -> None:
+def test_bad_streams_end_in_time_and_good_calls_succeed(server: ServerProcess) -> None:
     codes: dict[tuple[str, grpc.StatusCode], int] = {}
     errors = 0
     good = good_infer().SerializeToString()

@@ -103,7 +103,9 @@ def is_fine(status: int, body: bytes) -> bool:
     return 200 <= status < 500 or status in (501, 503, 504)
 
 
-def test_bad_requests_get_answers_in_time_and_harm_nobody(server: ServerProcess, connection: Connection) -> None:
+def test_bad_requests_get_answers_in_time_and_good_requests_succeed(
+    server: ServerProcess, connection: Connection
+) -> None:
     statuses: dict[int, int] = {}
     with watching_memory(server) as memory:
         for number in range(CASES):
@@ -126,7 +128,7 @@ def test_bad_requests_get_answers_in_time_and_harm_nobody(server: ServerProcess,
     _check_health(server)
 
 
-def test_what_is_no_http_is_refused_or_closed_and_harms_nobody(server: ServerProcess) -> None:
+def test_malformed_http_is_rejected_or_closed_and_good_requests_succeed(server: ServerProcess) -> None:
     host, port = server.http.split(":")
     with watching_memory(server) as memory:
         for number in range(CASES // 10):

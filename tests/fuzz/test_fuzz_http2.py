@@ -121,7 +121,7 @@ def exchange(server: ServerProcess, rng: random.Random) -> bytes:
     return bytes(received)
 
 
-def test_bad_connections_end_in_time_and_leave_nothing_behind(server: ServerProcess) -> None:
+def test_bad_connections_end_in_time_and_release_everything(server: ServerProcess) -> None:
     process = psutil.Process(server.pid)
     for number in range(100):  # until all that is made once is made
         exchange(server, random.Random(f"{SEED}/warm/{number}"))

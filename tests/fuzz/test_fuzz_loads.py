@@ -211,7 +211,7 @@ def check_good_load(client: httpx.Client, server: ServerProcess) -> None:
     assert (rest_json(server, "m", {"x": ones})["y"] == ones).all()
 
 
-def test_bad_loads_are_refused_in_time_and_harm_nobody(server: ServerProcess, repository: Path) -> None:
+def test_bad_loads_are_rejected_in_time_and_good_models_serve(server: ServerProcess, repository: Path) -> None:
     model = (repository / "m/1/model.onnx").read_bytes()
     loaded = 0
     with (

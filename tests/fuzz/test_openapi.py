@@ -10,7 +10,7 @@ from servers import SHORT_WARMUP, serving
 EXAMPLES = os.environ.get("ORTSERVE_TEST_OPENAPI_EXAMPLES", "30")
 
 
-def test_every_operation_keeps_what_the_document_says_of_it(tmp_path: Path) -> None:
+def test_every_operation_conforms_to_the_openapi_document(tmp_path: Path) -> None:
     # Whether an operation is allowed is no part of the document: 501 and 503 say that the operator has it off.
     settings = '[checks]\nnot_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "501", "503"]\n'
     (tmp_path / "schemathesis.toml").write_text(settings)  # found in the folder that it runs in

@@ -24,7 +24,7 @@ def multiplying(path: Path, *_: Any, dtype: type[np.floating] = np.float32, **__
 
 
 @pytest.mark.parametrize(("section", "rows"), [("replay", 14), ("served", 4), ("overlap", 3)])
-def test_every_section_measures_all_its_models(
+def test_every_section_measures_all_models(
     section: str, rows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("mlp", "encoder", "residual"):

@@ -81,7 +81,7 @@ def refusal(call: Any, *arguments: Any) -> str:
     return str(caught.value.message())
 
 
-def test_tensors_go_through_a_gpus_memory_in_both_directions(server: ServerProcess, library: Any, client: Any) -> None:
+def test_tensors_pass_through_gpu_memory_in_both_directions(server: ServerProcess, library: Any, client: Any) -> None:
     sums = np.arange(16, dtype=np.int32).reshape(1, 16)
     ones = np.ones((1, 16), np.int32)
     with owned(sums.tobytes() + ones.tobytes() + bytes(128)) as (handle, path):
@@ -112,7 +112,7 @@ def test_tensors_go_through_a_gpus_memory_in_both_directions(server: ServerProce
         assert not is_mapped(server, path)
 
 
-def test_what_cannot_be_registered_is_refused_and_says_why(library: Any, client: Any) -> None:
+def test_impossible_registration_is_rejected_with_its_reason(library: Any, client: Any) -> None:
     with owned(bytes(SIZE)) as (handle, _):
         client.register_cuda_shared_memory("taken", handle, 0, SIZE)
         unknown, short = base64.b64encode(b"none".ljust(64, b"\0")), base64.b64encode(b"none")
@@ -141,12 +141,12 @@ def test_what_cannot_be_registered_is_refused_and_says_why(library: Any, client:
         (b'{"raw_handle": {"b64": ""}, "device_id": 0, "byte_size": 8}', "expected a raw_handle of 64 bytes, got 0"),
     ],
 )
-def test_malformed_registrations_are_refused(server: ServerProcess, body: bytes, expected_error: str) -> None:
+def test_malformed_registrations_are_rejected(server: ServerProcess, body: bytes, expected_error: str) -> None:
     url = f"http://{server.http}/v2/cudasharedmemory/region/r/register"
     came = httpx.post(url, content=body, timeout=LONG_S)
     assert came.status_code == 400
     assert expected_error in came.json()["error"]
 
 
-def test_the_server_says_that_it_can(server: ServerProcess) -> None:
+def test_server_metadata_lists_the_extension(server: ServerProcess) -> None:
     assert "cuda_shared_memory" in httpx.get(f"{server.url}/v2", timeout=LONG_S).json()["extensions"]

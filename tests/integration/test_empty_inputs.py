@@ -78,14 +78,14 @@ def test_einsum_of_no_rows_is_answered_batched_and_rejected_alone(server: Server
     check_rejected(server, "einsum_alone", empty, "Einsum")
 
 
-def test_model_that_rejects_zeros_says_so_of_the_made_up_row(server: ServerProcess) -> None:
+def test_error_for_rejected_zeros_names_the_synthetic_row(server: ServerProcess) -> None:
     document = {"inputs": [json_input("x", np.empty((0, 4), np.int64))]}
     answer = httpx.post(rest_url(server, "positive"), json=document, timeout=LONG_S)
     assert answer.status_code == 400
     assert "for the placeholder row of zeros in their place the model rejected the inputs" in answer.json()["error"]
 
 
-def test_row_that_is_made_up_is_bounded(server: ServerProcess) -> None:
+def test_synthetic_row_is_bounded(server: ServerProcess) -> None:
     check_rejected(server, "free", {"x": np.empty((0, 2**40), np.float32)}, "at most 8388608 elements a row")
 
 

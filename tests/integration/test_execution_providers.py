@@ -99,7 +99,7 @@ def infer(server: ServerProcess, model: str, rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", ["first", "behind_a_missing_one", "beside_a_built_in", "one_thread"])
-def test_model_runs_on_the_first_provider_there_is_and_its_metadata_says_so(server: ServerProcess, model: str) -> None:
+def test_model_runs_on_the_first_available_provider_that_metadata_names(server: ServerProcess, model: str) -> None:
     described = properties(server, model)
     assert (described["execution_provider"], described["nodes"]) == (OPENVINO, f"{OPENVINO}: 4")
     rows = np.random.default_rng(1).normal(size=(5, 64)).astype(np.float32)
@@ -112,26 +112,26 @@ def test_nothing_runs_on_a_provider_behind_the_cpu(server: ServerProcess) -> Non
     assert "execution_providers_passed_over" not in described
 
 
-def test_provider_that_is_not_there_is_passed_over_with_its_reason(server: ServerProcess) -> None:
+def test_unavailable_provider_is_skipped_with_its_reason(server: ServerProcess) -> None:
     expected = "TensorrtExecutionProvider is not offered by this ONNX Runtime"
     assert properties(server, "behind_a_missing_one")["execution_providers_passed_over"] == expected
     server.wait_for_line("execution provider passed over", "behind_a_missing_one", expected)
 
 
-def test_device_that_a_provider_does_not_have_is_passed_over(server: ServerProcess) -> None:
+def test_missing_device_of_a_provider_is_skipped(server: ServerProcess) -> None:
     described = properties(server, "by_device")
     assert described["execution_provider"] == CPU
     assert described["execution_providers_passed_over"] == f"{OPENVINO} has no device NPU 0"
 
 
-def test_provider_that_fails_fails_the_model_and_is_named_with_its_reason(server: ServerProcess) -> None:
+def test_failing_provider_fails_the_model_with_name_and_reason(server: ServerProcess) -> None:
     failure = reason(server, "fails")
     assert failure.startswith(f"ONNX Runtime cannot load the model on {OPENVINO}: ")
     assert "Unsupported property NO_SUCH_PROPERTY" in failure
     assert failure.endswith(f"(with allow_fallback it would be tried on {CPU})")
 
 
-def test_provider_that_fails_is_passed_over_where_that_is_allowed(server: ServerProcess) -> None:
+def test_failing_provider_is_skipped_with_allow_fallback(server: ServerProcess) -> None:
     assert reason(server, "falls_back") == ""
     found = properties(server, "falls_back")
     assert (found["execution_provider"], found["nodes"]) == (CPU, f"{CPU}: 4")
@@ -139,7 +139,7 @@ def test_provider_that_fails_is_passed_over_where_that_is_allowed(server: Server
     assert infer(server, "falls_back", np.zeros((1, 64), np.float32)).shape == (1, 10)
 
 
-def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_cpu_fails_as_well(
+def test_provider_that_fails_every_run_has_failed_unless_the_cpu_fails_too(
     tmp_path: Path,
 ) -> None:
     """OpenVINO takes no tensor of no elements, and says so in its runs; neither takes images that are too small."""
@@ -177,13 +177,13 @@ def test_provider_that_opens_a_model_and_fails_every_run_has_failed_unless_the_c
         assert infer(server, "picky", images) == 1
 
 
-def test_arena_of_a_gpu_is_refused_where_a_plug_in_has_none(server: ServerProcess) -> None:
+def test_gpu_arena_is_rejected_on_a_plug_in_without_one(server: ServerProcess) -> None:
     assert reason(server, "gpu_arena").startswith("session.shrink_arenas: expected arenas out of cpu:0, got gpu:0")
     assert properties(server, "cpu_arena")["execution_provider"] == OPENVINO
     assert infer(server, "cpu_arena", np.zeros((1, 64), np.float32)).shape == (1, 10)
 
 
-def test_plug_in_that_is_no_package_is_named_by_its_library(tmp_path: Path) -> None:
+def test_plug_in_outside_a_package_is_named_by_its_library(tmp_path: Path) -> None:
     environment = openvino_environment(with_package=False)
     write_options(add_model(tmp_path, "m", builders.mlp), WISHES["first"])
     library = openvino_folder() / "onnxruntime_ep_openvino" / "libonnxruntime_providers_openvino_plugin.so"
@@ -191,7 +191,7 @@ def test_plug_in_that_is_no_package_is_named_by_its_library(tmp_path: Path) -> N
         assert properties(server, "m")["execution_provider"] == OPENVINO
 
 
-def test_library_that_is_no_plug_in_stops_the_start(tmp_path: Path) -> None:
+def test_library_that_is_not_a_plug_in_stops_the_start(tmp_path: Path) -> None:
     library = tmp_path / "plugin.so"
     library.write_bytes(b"no library")
     with starting("--example", "--execution-provider-libraries", library) as server:
@@ -199,7 +199,7 @@ def test_library_that_is_no_plug_in_stops_the_start(tmp_path: Path) -> None:
         server.wait_for_line("the server cannot start", f"execution_provider_libraries: '{library}' cannot be used: ")
 
 
-def test_models_share_the_threads_of_the_process_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_models_share_the_process_threads_when_configured(tmp_path: Path) -> None:
     for number in range(3):
         write_options(add_model(tmp_path, f"m{number}", builders.mlp), {"intra_op_threads": 9})
     rows = np.ones((2, 64), np.float32)
@@ -212,7 +212,7 @@ def test_models_share_the_threads_of_the_process_where_that_is_asked_for(tmp_pat
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-6)
 
 
-def test_what_a_plug_in_leaves_to_the_cpu_is_warned_of_and_named_unless_it_is_forbidden(server: ServerProcess) -> None:
+def test_nodes_left_to_the_cpu_are_reported_or_forbidden(server: ServerProcess) -> None:
     described = properties(server, "partly")
     assert described["nodes"] == f"{OPENVINO}: 2, {CPU}: 1"
     assert described["nodes_elsewhere"] == f"{CPU}: com.microsoft.FastGelu '/head/gelu'"
@@ -222,7 +222,7 @@ def test_what_a_plug_in_leaves_to_the_cpu_is_warned_of_and_named_unless_it_is_fo
     assert "fallback to CPU EP has been explicitly disabled" in reason(server, "forbidden")
 
 
-def test_second_provider_of_a_plug_in_is_found_whichever_is_asked_for_first(tmp_path: Path) -> None:
+def test_plug_in_providers_are_found_in_any_order(tmp_path: Path) -> None:
     environment = openvino_environment()
     second = f"{OPENVINO}.AUTO"
     write_options(add_model(tmp_path, "a", builders.mlp), {"execution_providers": [second, "cpu"]})
@@ -248,7 +248,7 @@ def test_plug_in_named_by_its_library_is_not_registered_again_for_its_package(tm
         assert properties(server, "b")["execution_providers_passed_over"] == f"{OPENVINO} has no device 1"
 
 
-def test_compiled_model_that_a_plug_in_writes_is_no_change_of_the_model(tmp_path: Path) -> None:
+def test_compiled_model_written_by_a_plug_in_is_no_change(tmp_path: Path) -> None:
     environment = openvino_environment()
     options = WISHES["first"] | {"intra_op_threads": 1, "session": {"entries": {"ep.context_enable": 1}}}
     folder = add_model(tmp_path, "m", builders.mlp)

@@ -30,7 +30,7 @@ def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
     return found
 
 
-def test_every_section_runs_on_host_memory_and_every_figure_stands_beside_its_goal(tmp_path: Path) -> None:
+def test_every_section_runs_on_host_memory_and_shows_goals(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
     run = run_script("--device", "host", "--out", str(out))
     assert run.returncode == 0, run.stdout + run.stderr
@@ -59,7 +59,7 @@ def test_every_section_runs_on_host_memory_and_every_figure_stands_beside_its_go
     }
 
 
-def test_overlap_is_what_the_slower_half_alone_takes_of_both() -> None:
+def test_overlap_is_the_ratio_of_the_slower_half_to_both() -> None:
     ((columns, lines),) = tables(run_script("--only", "overlap", "--device", "host").stdout)
     assert len(lines) == 3
     for line in lines:
@@ -70,7 +70,7 @@ def test_overlap_is_what_the_slower_half_alone_takes_of_both() -> None:
 
 
 @without_cuda
-def test_what_fails_says_why_and_what_comes_behind_it_is_written(tmp_path: Path) -> None:
+def test_failed_section_shows_its_reason_and_later_ones_are_written(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
     run = run_script("--device", "cuda", "--out", str(out))
     assert run.returncode == 1
@@ -84,7 +84,7 @@ def test_what_fails_says_why_and_what_comes_behind_it_is_written(tmp_path: Path)
     assert "| encoder of 1 layers, FP16 | FAILED: " in others[0], "a model that fails leaves the others their turns"
 
 
-def test_no_section_takes_more_time_than_there_is(tmp_path: Path) -> None:
+def test_sections_stay_within_the_time_budget(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
     run = run_script("--device", "host", "--budget-s", "0.2", "--out", str(out))
     assert run.returncode == 1

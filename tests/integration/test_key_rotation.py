@@ -101,7 +101,7 @@ class Caller:
             thread.join(LONG_S)
 
 
-def test_keys_rotate_under_load_without_a_refusal(server: ServerProcess, secret: Secret) -> None:
+def test_keys_rotate_under_load_without_a_rejection(server: ServerProcess, secret: Secret) -> None:
     caller = Caller(server)
 
     def wait_for_some() -> None:

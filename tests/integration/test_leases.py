@@ -149,7 +149,7 @@ ENCODERS: Final[list[Callable[[InferRequest, InferResponse], object]]] = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_encoders_keep_is_theirs_whatever_becomes_of_the_others(stage: Stage, seed: int) -> None:
+async def test_encoded_answers_keep_their_bytes(stage: Stage, seed: int) -> None:
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
     kept: list[tuple[np.ndarray, object]] = []
 
@@ -192,7 +192,7 @@ async def test_lease_ends_at_encode_in_every_encoding_and_when_encoding_fails(
     assert stage.bound_runs == 40
 
 
-async def test_callers_who_left_before_their_answers_lease_nothing(stage: Stage) -> None:
+async def test_disconnected_requests_hold_no_lease(stage: Stage) -> None:
     rows = np.ones((1, 64), np.float32)
     for turns in range(6):
         calls = [asyncio.ensure_future(stage.ask(rows, as_grpc)) for _ in range(8)]

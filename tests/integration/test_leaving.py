@@ -124,9 +124,7 @@ async def check_answers(callers: Sequence[Caller], numbers: Sequence[int], const
         np.testing.assert_array_equal(json_array(document["outputs"][0]), row(number) + constant)
 
 
-async def test_half_of_the_callers_leave_and_no_work_is_done_for_them(
-    server: ServerProcess, callers: list[Caller]
-) -> None:
+async def test_disconnected_requests_are_not_run(server: ServerProcess, callers: list[Caller]) -> None:
     constant = rest_json(server, "slow", {"x": row(0)})["y"]
     left, wasted, ran = decisions(server, "slow")["left"], decisions(server, "slow")["wasted_rows"], rows_run(server)
     # Those who stay for certain come first, so that no one who leaves is in a batch already.
@@ -181,7 +179,7 @@ async def test_cancelled_grpc_calls_leave_the_queue(server: ServerProcess) -> No
     assert decisions(server, "slow")["wasted_rows"] == wasted
 
 
-async def test_caller_who_leaves_in_the_middle_of_its_run_is_a_wasted_row_and_no_more(
+async def test_disconnect_during_the_run_wastes_only_its_row(
     server: ServerProcess,
 ) -> None:
     leaver = await Caller.connect(server)
@@ -228,7 +226,7 @@ async def test_pipelined_requests_are_answered_in_their_order(server: ServerProc
     await caller.leave()
 
 
-async def test_caller_who_leaves_with_pipelined_requests_behind_is_forgotten(server: ServerProcess) -> None:
+async def test_disconnect_drops_pipelined_requests(server: ServerProcess) -> None:
     before = decisions(server, "slow")
     others = [await Caller.connect(server) for _ in range(3 * MAX_ROWS)]
     for number, other in enumerate(others):

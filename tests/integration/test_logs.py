@@ -50,7 +50,7 @@ def _send_secrets(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("level", ["info", "debug"])
-def test_json_lines_tell_of_every_request_by_its_id_and_nothing_of_its_tensors(tmp_path: Path, level: str) -> None:
+def test_json_lines_name_every_request_id_and_no_tensor_values(tmp_path: Path, level: str) -> None:
     _add_models(tmp_path)
     flags = ("--log-format", "json", "--log-level", level, "--access-log", "--max-rows", "4")
     with serving(tmp_path, *SHORT_WARMUP, *flags) as server:
@@ -82,7 +82,7 @@ def test_json_lines_tell_of_every_request_by_its_id_and_nothing_of_its_tensors(t
     assert rejected["by"] == "Gather"
 
 
-def test_text_lines_are_the_default_and_tell_nothing_of_tensors_either(tmp_path: Path) -> None:
+def test_text_lines_are_the_default_and_contain_no_tensor_values(tmp_path: Path) -> None:
     _add_models(tmp_path)
     with serving(tmp_path, *SHORT_WARMUP, "--log-level", "debug", "--access-log", "--max-rows", "4") as server:
         _send_secrets(server)

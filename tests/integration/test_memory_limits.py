@@ -160,7 +160,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ServerPro
 
 
 @pytest.mark.parametrize("name", BURSTS)
-def test_server_refuses_what_does_not_fit_its_memory(server: ServerProcess, name: str) -> None:
+def test_requests_past_the_memory_limit_are_rejected(server: ServerProcess, name: str) -> None:
     burst = BURSTS[name]
     send = burst.make()
 

@@ -44,7 +44,7 @@ def test_what_onnx_runtime_answers_is_answered_over_both_protocols(verdicts: lis
     assert not failures, "\n".join(failures)
 
 
-def test_page_says_of_each_case_what_became_of_it(verdicts: list[Verdict]) -> None:
+def test_page_states_the_result_of_each_case(verdicts: list[Verdict]) -> None:
     assert len(verdicts) == 1765
     assert PAGE.read_text() == render(verdicts), "run: python tests/support/onnx_node_verdicts.py"
 

@@ -121,7 +121,7 @@ def test_requests_whose_padded_lengths_are_equal_run_in_one_batch(
     assert samples.value("ortserve_padded_elements_total", **labels) == 2 * (15 + 7 + 4)
 
 
-def test_inputs_of_different_lengths_are_refused_although_they_would_agree_once_padded(server: ServerProcess) -> None:
+def test_inputs_of_different_lengths_are_rejected_before_padding(server: ServerProcess) -> None:
     sent = {"ids": np.ones((1, 3), np.int64), "mask": np.ones((1, 2), np.int64)}
     document = {"inputs": [json_input(name, array) for name, array in sent.items()]}
     answer = httpx.post(rest_url(server, "tokens"), json=document, timeout=LONG_S)

@@ -177,7 +177,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
-async def test_servers_are_replaced_one_after_the_other_under_load_without_a_failed_request(fleet: Fleet) -> None:
+async def test_rolling_replacement_under_load_fails_no_request(fleet: Fleet) -> None:
     await fleet.start_both()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
         for name in ("a", "b"):  # else the proxy may not know yet of the second when the first leaves
@@ -189,7 +189,7 @@ async def test_servers_are_replaced_one_after_the_other_under_load_without_a_fai
 
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
-async def test_killed_server_costs_no_request_that_can_be_sent_again(fleet: Fleet) -> None:
+async def test_killed_server_loses_no_retryable_request(fleet: Fleet) -> None:
     await fleet.start_both()
     async with loading(fleet.load, rest=fleet.proxy.rest, grpc=fleet.proxy.grpc):
         for name in ("a", "b"):
@@ -286,7 +286,7 @@ async def test_stream_goes_on_beyond_what_one_body_may_hold(fleet: Fleet) -> Non
 
 
 @pytest.mark.parametrize("fleet", ["nginx"], indirect=True)
-async def test_client_that_was_just_connecting_does_not_stay_with_a_server_that_was_taken_out(fleet: Fleet) -> None:
+async def test_connecting_client_leaves_a_removed_server(fleet: Fleet) -> None:
     """A worker of nginx's old configuration forgets such a connection, and would send its calls to both for ever."""
     await fleet.start_both()
     given = triton_grpc.InferInput("x", (1, 64), "FP32")

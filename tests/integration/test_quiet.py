@@ -49,7 +49,7 @@ import ortserve.app.run
 """
 
 
-def test_onnxruntime_is_told_before_it_is_imported() -> None:
+def test_telemetry_is_disabled_before_onnxruntime_is_imported() -> None:
     """Its wheels report from the import on, so the order is what counts; the caller's environment says nothing here."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORT_")}
     run = subprocess.run(

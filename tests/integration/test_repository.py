@@ -60,7 +60,7 @@ def mixed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
         yield server
 
 
-def test_broken_models_keep_no_other_from_being_served(mixed_server: ServerProcess) -> None:
+def test_broken_models_do_not_block_other_models(mixed_server: ServerProcess) -> None:
     assert is_ready(mixed_server)
     for model in ("good", "bare"):
         np.testing.assert_array_equal(rest_json(mixed_server, model, ROW)["y"], ROW["x"])
@@ -78,7 +78,7 @@ def test_broken_models_keep_no_other_from_being_served(mixed_server: ServerProce
         ("no_file", ("version folder 1 has no file model.onnx",)),
     ],
 )
-def test_broken_model_is_not_ready_and_logs_and_callers_say_why(
+def test_broken_model_is_not_ready_and_its_reason_is_shown(
     mixed_server: ServerProcess, model: str, words: tuple[str, ...]
 ) -> None:
     line = mixed_server.wait_for_line("model cannot be served", f"model={model} ")
@@ -92,12 +92,12 @@ def test_broken_model_is_not_ready_and_logs_and_callers_say_why(
         assert word in answer.json()["error"]
 
 
-def test_only_models_are_taken_for_models(mixed_server: ServerProcess) -> None:
+def test_files_that_are_not_models_are_ignored(mixed_server: ServerProcess) -> None:
     for name in ("README", "README.md", ".cache"):
         assert httpx.get(f"http://{mixed_server.http}/v2/models/{name}", timeout=LONG_S).status_code == 404
 
 
-def test_model_whose_turn_to_load_has_not_come_is_not_ready_rather_than_unknown(tmp_path: Path) -> None:
+def test_model_not_yet_loading_is_unready_and_not_unknown(tmp_path: Path) -> None:
     """As many models as load side by side come out of pipes, whose other ends the test opens when it is done."""
     names = [f"a_slow_{number}" for number in range(MAX_LOADS)]
     for name in names:
@@ -139,7 +139,7 @@ def doubling(path: Path) -> Path:
         ("version_policy: {specific: [1, 2]}", ["1", "2"]),
     ],
 )
-def test_version_policy_says_which_versions_are_served_and_the_highest_answers(
+def test_version_policy_selects_versions_and_the_highest_answers(
     tmp_path: Path, policy: str, served: list[str]
 ) -> None:
     for number in (1, 2, 10):
@@ -161,7 +161,7 @@ def test_version_policy_says_which_versions_are_served_and_the_highest_answers(
         np.testing.assert_array_equal(rest_json(server, "m", ROW)["y"], expected)
 
 
-def test_options_of_a_model_go_before_those_of_the_server(tmp_path: Path) -> None:
+def test_model_options_override_server_options(tmp_path: Path) -> None:
     (add_model(tmp_path, "small", builders.identity) / "model.yaml").write_text("max_rows: 2\n")
     add_model(tmp_path, "wide", builders.identity)
     with serving(tmp_path, *SHORT_WARMUP, "--max-rows", "8") as server:
@@ -173,7 +173,7 @@ def test_options_of_a_model_go_before_those_of_the_server(tmp_path: Path) -> Non
         assert "batch-size must be <= 2 for 'small', got 3" in answer.json()["error"]
 
 
-def test_two_repositories_are_served_and_a_name_in_both_is_neither(tmp_path: Path) -> None:
+def test_name_in_two_repositories_is_served_from_neither(tmp_path: Path) -> None:
     for repository, own in (("one", "first"), ("two", "second")):
         (tmp_path / repository).mkdir()
         add_model(tmp_path / repository, own, builders.identity)
@@ -241,7 +241,7 @@ def test_port_that_is_taken_ends_the_server_with_status_1_and_names_the_option(o
         (["/no/such/folder"], "expected a folder, got '/no/such/folder'"),
     ],
 )
-def test_words_that_cannot_be_used_end_the_command_with_status_2(words: list[str], problem: str) -> None:
+def test_invalid_arguments_end_the_command_with_status_2(words: list[str], problem: str) -> None:
     with starting(*words) as server:
         assert server.wait() == 2
         assert problem in server.output

@@ -42,7 +42,7 @@ def are_right(answers: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 
 
 @pytest.mark.parametrize("instances", [1, 2])
-def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_path: Path, instances: int) -> None:
+def test_detected_row_dependence_ends_batching(tmp_path: Path, instances: int) -> None:
     folder = add_model(tmp_path, "counts", builders.quantized_counts)
     (folder / "model.yaml").write_text(f"{BATCHED}instances: {instances}\n")
     session = onnxruntime.InferenceSession(folder / "1" / "model.onnx", providers=["CPUExecutionProvider"])
@@ -84,7 +84,7 @@ def test_requests_run_alone_once_an_answer_was_found_to_depend_on_others(tmp_pat
         assert outcomes(server, "counts") == {}
 
 
-def test_model_that_is_proven_is_not_checked_unless_it_says_so(tmp_path: Path) -> None:
+def test_proven_model_is_not_checked_unless_configured(tmp_path: Path) -> None:
     for name, says in (("proven", ""), ("checked", "row_checks: true\n")):
         folder = add_model(tmp_path, name, builders.mlp)
         (folder / "model.yaml").write_text(f"max_rows: 32\nqueue_delay_s: 0.05\n{says}")

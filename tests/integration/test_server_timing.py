@@ -51,7 +51,7 @@ def sent_and_counted(
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_phases_of_each_answer_are_told_in_milliseconds_and_sum_to_what_was_counted(
+def test_server_timing_phases_sum_to_the_counted_duration(
     sent_and_counted: dict[str, tuple[list[str], float]], protocol: str
 ) -> None:
     headers, counted_s = sent_and_counted[protocol]

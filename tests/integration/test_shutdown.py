@@ -131,7 +131,7 @@ async def call_by_grpc(address: str, caller: int, rows: np.ndarray, traffic: Tra
 
 
 @pytest.mark.parametrize(("drain_delay_s", "has_tls"), [("0", False), ("0.5", False), ("0", True)])
-async def test_every_admitted_request_is_answered_when_the_server_ends_under_load(
+async def test_shutdown_under_load_answers_every_admitted_request(
     tmp_path: Path, drain_delay_s: str, has_tls: bool, ways: tuple[str, ...]
 ) -> None:
     folder = add_model(tmp_path / "models", "heavy", builders.heavy)
@@ -169,7 +169,7 @@ async def test_every_admitted_request_is_answered_when_the_server_ends_under_loa
 
 
 @ON_BOTH_TRANSPORTS
-def test_slow_requests_under_way_and_in_the_queue_are_answered(tmp_path: Path, ways: tuple[str, ...]) -> None:
+def test_running_and_queued_slow_requests_are_answered(tmp_path: Path, ways: tuple[str, ...]) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=200_000)
     row = np.zeros((1, 4), np.float32)
     with serving(tmp_path, "--max-rows", "1", "--warmup-s", "0", *ways) as server, ThreadPoolExecutor(4) as pool:
@@ -218,7 +218,7 @@ def test_readiness_turns_off_at_once_while_requests_are_still_answered(tmp_path:
 
 @pytest.mark.parametrize("way", ["python", "call", "lock"])
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_a_server_whose_loop_is_frozen(tmp_path: Path, way: str, second: signal.Signals) -> None:
+def test_second_signal_ends_a_server_with_a_blocked_loop(tmp_path: Path, way: str, second: signal.Signals) -> None:
     with starting(tmp_path, env=freezing(way)) as server:
         server.wait_for_line("found no models")
         server.send(signal.SIGUSR1)
@@ -250,7 +250,7 @@ def test_signal_while_models_are_loading_ends_the_server_with_status_0(tmp_path:
         assert "model is ready" not in server.output
 
 
-def test_load_that_takes_long_keeps_no_server_from_ending(tmp_path: Path) -> None:
+def test_long_load_does_not_delay_shutdown(tmp_path: Path) -> None:
     add_model(tmp_path, "a", builders.identity)
     with starting(tmp_path, "--warmup-s", "60") as server:
         labels = {"model": "a", "version": "1", "state": "warming"}
@@ -261,7 +261,7 @@ def test_load_that_takes_long_keeps_no_server_from_ending(tmp_path: Path) -> Non
         assert "drained" in server.lines[-1]
 
 
-def test_run_that_outlasts_the_drain_keeps_no_server_from_ending(tmp_path: Path) -> None:
+def test_run_past_the_drain_timeout_does_not_delay_shutdown(tmp_path: Path) -> None:
     add_model(tmp_path, "slow", builders.slow, steps=30_000_000)  # for much longer
     (tmp_path / "slow" / "model.yaml").write_text("max_rows: 1\n")
     with starting(tmp_path, "--warmup-s", "0", "--drain-timeout-s", "1") as server, ThreadPoolExecutor(3) as pool:

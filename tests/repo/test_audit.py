@@ -26,12 +26,12 @@ UNKNOWN = {"name": "c", "skip_reason": "not found"}
         ([UNKNOWN], 0, "audit: nothing was audited: no service that knows these packages can be reached here"),
     ],
 )
-def test_report_is_concluded(dependencies: list[dict[str, Any]], status: int, message: str) -> None:
+def test_report_yields_a_status_and_a_message(dependencies: list[dict[str, Any]], status: int, message: str) -> None:
     assert conclude(read_report(json.dumps({"dependencies": dependencies, "fixes": []}))) == (status, message)
 
 
 @pytest.mark.parametrize("report", ["", "Traceback", "[]", "{}", "null"])
-def test_what_is_no_report_says_nothing(report: str) -> None:
+def test_malformed_report_yields_an_empty_audit(report: str) -> None:
     assert read_report(report) == Audit()
 
 
@@ -66,7 +66,7 @@ def service() -> Iterator[str]:
     thread.join()
 
 
-def test_pip_audit_reports_what_a_service_knows(service: str, tmp_path: Path) -> None:
+def test_pip_audit_reports_known_vulnerabilities(service: str, tmp_path: Path) -> None:
     (tmp_path / "pins.txt").write_text("good==1.0\nbad==1.0\n")
     assert conclude(ask("osv", tmp_path / "pins.txt", "--osv-url", service)) == (
         1,
@@ -74,7 +74,7 @@ def test_pip_audit_reports_what_a_service_knows(service: str, tmp_path: Path) ->
     )
 
 
-def test_service_that_does_not_answer_is_told_from_one_that_knows_of_nothing(tmp_path: Path) -> None:
+def test_unreachable_service_differs_from_one_without_findings(tmp_path: Path) -> None:
     (tmp_path / "pins.txt").write_text("good==1.0\n")
     assert ask("osv", tmp_path / "pins.txt", "--osv-url", "http://127.0.0.1:9/v1/query") == Audit()
 

@@ -90,7 +90,7 @@ def test_name_repeats_no_label(declared: Declaration) -> None:
 
 
 @each_metric
-def test_labels_are_bounded_and_clear_of_reserved_names(declared: Declaration) -> None:
+def test_labels_are_bounded_and_avoid_reserved_names(declared: Declaration) -> None:
     assert set(declared.labels) <= BOUNDED_LABELS.keys()
     assert not {"le", "quantile", "job", "instance"} & set(declared.labels)
     # A histogram's buckets multiply with its labels: for a model that is asked in every way.

@@ -33,11 +33,11 @@ def refusal(body: bytes, encoding: Encoding, limit: int = LIMIT) -> ServeError:
 
 
 @given(st.binary(max_size=LIMIT), st.sampled_from(BOTH), st.integers(1, 1500))
-def test_body_comes_back_in_steps_of_any_size(body: bytes, encoding: Encoding, step: int) -> None:
+def test_body_is_inflated_in_steps_of_any_size(body: bytes, encoding: Encoding, step: int) -> None:
     assert inflate(compress(body, encoding), encoding, step=step) == body
 
 
-def test_bodies_are_what_other_programs_read_and_write() -> None:
+def test_bodies_are_compatible_with_other_programs() -> None:
     body = os.urandom(600)
     assert gzip.decompress(compress(body, Encoding.GZIP)) == body
     assert zlib.decompress(compress(body, Encoding.DEFLATE)) == body
@@ -71,7 +71,7 @@ def test_bomb_never_takes_more_memory_than_the_limit(encoding: Encoding) -> None
 
 
 @pytest.mark.parametrize("encoding", BOTH)
-def test_body_cut_off_anywhere_is_refused(encoding: Encoding) -> None:
+def test_truncated_body_is_rejected(encoding: Encoding) -> None:
     whole = compress(os.urandom(100), encoding)
     for size in range(len(whole)):
         error = refusal(whole[:size], encoding)
@@ -81,20 +81,20 @@ def test_body_cut_off_anywhere_is_refused(encoding: Encoding) -> None:
 
 @pytest.mark.parametrize("encoding", BOTH)
 @given(noise=st.binary(max_size=200))
-def test_noise_does_no_more_than_be_refused(encoding: Encoding, noise: bytes) -> None:
+def test_random_bytes_are_inflated_or_rejected(encoding: Encoding, noise: bytes) -> None:
     with contextlib.suppress(ServeError):
         inflate(noise, encoding)
 
 
 @pytest.mark.parametrize("encoding", BOTH)
-def test_what_follows_the_end_is_refused_and_counted(encoding: Encoding) -> None:
+def test_bytes_after_the_end_are_rejected_and_counted(encoding: Encoding) -> None:
     whole = compress(b"body", encoding)
     assert "3 bytes follow its end" in refusal(whole + b"abc", encoding).message
     long = os.urandom(70_000)  # more than is fed at a time
     assert f"{70_000} bytes follow its end" in refusal(whole + long, encoding).message
 
 
-def test_wrong_checksum_is_refused() -> None:
+def test_wrong_checksum_is_rejected() -> None:
     whole = bytearray(compress(b"body", Encoding.GZIP))
     whole[-8] ^= 1
     assert "incorrect data check" in refusal(bytes(whole), Encoding.GZIP).message

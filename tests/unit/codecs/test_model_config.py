@@ -46,11 +46,11 @@ def parse(text: str) -> ModelConfig:
     return text_format.Parse(text, ModelConfig())
 
 
-def test_complete_configuration_is_as_clients_of_the_protocol_know_it() -> None:
+def test_complete_configuration_has_the_protocol_form() -> None:
     assert config_json(parse(EXAMPLE)) == json.loads(EXAMPLE_JSON)
 
 
-def test_integers_of_any_size_are_numbers_and_keys_of_maps_are_texts() -> None:
+def test_integers_are_json_numbers_and_map_keys_are_strings() -> None:
     shown = config_json(
         parse(
             "input { dims: -1 dims: 9007199254740993 } version_policy { specific { versions: 3 } } "
@@ -66,21 +66,21 @@ def test_integers_of_any_size_are_numbers_and_keys_of_maps_are_texts() -> None:
     assert (shown["parameters"], shown["metric_tags"]) == ({"a": {"string_value": "b"}}, {"c": "d"})
 
 
-def test_what_is_not_set_has_no_key_where_clients_decide_by_the_key() -> None:
+def test_unset_fields_that_clients_test_have_no_key() -> None:
     shown = config_json(parse('model_warmup { inputs { key: "x" value { zero_data: true } } }'))
     for absent in ("dynamic_batching", "sequence_batching", "ensemble_scheduling", "response_cache", "optimization"):
         assert absent not in shown
     assert shown["model_warmup"][0]["inputs"]["x"] == {"data_type": "TYPE_INVALID", "dims": [], "zero_data": True}
 
 
-def test_reading_takes_texts_for_integers_and_both_spellings_of_names() -> None:
+def test_decoder_accepts_string_integers_and_both_name_spellings() -> None:
     text = '{"max_batch_size": "16", "versionPolicy": {"latest": {"num_versions": 2}}, "backend": "onnxruntime"}'
     assert parse_config_json(text) == parse(
         'max_batch_size: 16 version_policy { latest { num_versions: 2 } } backend: "onnxruntime"'
     )
 
 
-def test_what_is_shown_can_be_read_again() -> None:
+def test_encoded_configuration_decodes_to_itself() -> None:
     assert parse_config_json(json.dumps(config_json(parse(EXAMPLE)))) == parse(EXAMPLE)
 
 
@@ -99,7 +99,7 @@ def test_what_is_shown_can_be_read_again() -> None:
         ('{"dynamic_batching": {}, "sequence_batching": {}}', "scheduling_choice"),
     ],
 )
-def test_what_is_no_configuration_is_refused_in_one_line(text: str | bytes, problem: str) -> None:
+def test_invalid_configuration_is_rejected_in_one_line(text: str | bytes, problem: str) -> None:
     with pytest.raises(ServeError, match=problem) as caught:
         parse_config_json(text)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
@@ -108,14 +108,14 @@ def test_what_is_no_configuration_is_refused_in_one_line(text: str | bytes, prob
     assert len(caught.value.message) < 300
 
 
-def test_both_spellings_of_lists_and_messages_are_read() -> None:
+def test_both_forms_of_lists_and_messages_are_parsed() -> None:
     one = parse_config_text(b'input [ { name: "x", dims: [ -1, 16 ] }, { name: "y" dims: 3 } ] # and a comment\n')
     other = parse_config_text(b'input: { name: "x" dims: -1 dims: 16 } input { name: "y" dims: [3] }')
     assert one == other
     assert [list(tensor.dims) for tensor in one.input] == [[-1, 16], [3]]
 
 
-def test_empty_file_says_nothing() -> None:
+def test_empty_file_sets_no_options() -> None:
     assert parse_config_text(b"") == ModelConfig()
 
 
@@ -131,14 +131,14 @@ def test_empty_file_says_nothing() -> None:
         (b"\xff", "is not valid UTF-8"),
     ],
 )
-def test_what_is_not_understood_is_told_with_its_place(content: bytes, problem: str) -> None:
+def test_syntax_error_is_reported_with_its_position(content: bytes, problem: str) -> None:
     with pytest.raises(ServeError) as caught:
         parse_config_text(content)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert problem in caught.value.message
 
 
-def test_what_is_set_is_listed_by_its_path_whatever_list_or_map_it_is_in() -> None:
+def test_set_fields_are_listed_by_path_through_lists_and_maps() -> None:
     config = text_format.Parse(
         'max_batch_size: 1 input { name: "x" } input { optional: true } dynamic_batching {} '
         'parameters { key: "k" value { string_value: "v" } } metric_tags { key: "k" value: "v" } '

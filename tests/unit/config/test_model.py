@@ -18,20 +18,20 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "model.yaml"
 
 
-def test_model_without_a_file_is_as_the_server_says() -> None:
+def test_model_without_a_file_has_the_server_options() -> None:
     options = load_model_options(None, DEFAULTS)
 
     assert (options.execution_providers, options.max_rows, options.warmup_s) == (("cuda", "cpu"), 16, 1.5)
     assert (options.required, options.version_policy) == (False, LatestVersions(latest=1))
 
 
-def test_empty_file_says_nothing(file: Path) -> None:
+def test_empty_file_sets_no_options(file: Path) -> None:
     file.write_text("# nothing yet\n")
 
     assert load_model_options(file, DEFAULTS) == load_model_options(None, DEFAULTS)
 
 
-def test_keys_of_the_file_go_before_the_servers_options(file: Path) -> None:
+def test_file_keys_override_server_options(file: Path) -> None:
     file.write_text("execution_providers: [cpu]\nmax_rows: null\nqueue_delay_s: 1\nrequired: true\n")
 
     options = load_model_options(file, DEFAULTS)
@@ -79,7 +79,7 @@ def test_version_policy_takes_one_of_three_forms(file: Path, text: str, policy: 
         ),
     ],
 )
-def test_bad_key_is_told_with_the_files_name_but_not_its_folder(file: Path, text: str, problem: str) -> None:
+def test_error_names_the_key_and_file_but_not_its_folder(file: Path, text: str, problem: str) -> None:
     file.write_text(text)
 
     with pytest.raises(ServeError) as raised:
@@ -90,7 +90,7 @@ def test_bad_key_is_told_with_the_files_name_but_not_its_folder(file: Path, text
 
 
 @pytest.mark.parametrize("content", [b"a: [", b"- a", b"\x00", b"\xff\xfe\xff"])
-def test_file_that_is_no_yaml_mapping_is_told_without_its_folder(file: Path, content: bytes) -> None:
+def test_error_for_a_non_mapping_file_omits_its_folder(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
     with pytest.raises(ServeError, match=r"^model\.yaml: ") as raised:
@@ -99,7 +99,7 @@ def test_file_that_is_no_yaml_mapping_is_told_without_its_folder(file: Path, con
     assert str(file.parent) not in raised.value.message
 
 
-def test_long_value_is_told_by_its_beginning(file: Path) -> None:
+def test_error_truncates_a_long_value(file: Path) -> None:
     file.write_text(f"max_rows: [{'1, ' * 5000}]")
 
     with pytest.raises(ServeError, match=r"max_rows: expected integer, 1 to 65536, got \[1, 1, ") as raised:
@@ -108,7 +108,7 @@ def test_long_value_is_told_by_its_beginning(file: Path) -> None:
     assert len(raised.value.message) < 300
 
 
-def test_what_a_model_says_itself_is_known_apart_from_what_it_inherits(file: Path) -> None:
+def test_own_options_are_distinguished_from_inherited_ones(file: Path) -> None:
     file.write_text("max_rows: 3\nbuckets: [3]")
 
     assert load_model_options(file, DEFAULTS).model_fields_set == {"max_rows", "buckets"}
@@ -143,7 +143,7 @@ def test_padding_is_declared_by_input(file: Path) -> None:
         "16",
     ],
 )
-def test_bad_padding_is_told_with_the_form_it_should_have(file: Path, entry: str) -> None:
+def test_error_for_bad_padding_states_the_expected_form(file: Path, entry: str) -> None:
     file.write_text(f"pad: {{ids: {entry}}}")
 
     with pytest.raises(ServeError) as raised:
@@ -196,7 +196,7 @@ def test_bad_padding_is_told_with_the_form_it_should_have(file: Path, entry: str
         ("model_file: a/b.onnx", "model_file: expected name of a file, without a folder, got 'a/b.onnx'"),
     ],
 )
-def test_bad_key_inside_a_value_is_told_by_its_path(file: Path, text: str, problem: str) -> None:
+def test_error_names_the_path_of_a_nested_key(file: Path, text: str, problem: str) -> None:
     file.write_text(text)
 
     with pytest.raises(ServeError) as raised:
@@ -205,7 +205,7 @@ def test_bad_key_inside_a_value_is_told_by_its_path(file: Path, text: str, probl
     assert raised.value.message == f"model.yaml: {problem}"
 
 
-def test_padding_is_with_a_value_that_equals_itself(file: Path) -> None:
+def test_padding_value_must_not_be_nan(file: Path) -> None:
     file.write_text("pad: {x: {axis: 1, multiple: 4, value: .nan}}")
 
     with pytest.raises(ServeError) as raised:

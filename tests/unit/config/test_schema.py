@@ -79,23 +79,23 @@ def _with_text_keys(value: Any) -> Any:
     return [_with_text_keys(item) for item in value] if isinstance(value, list) else value
 
 
-def test_schema_is_one() -> None:
+def test_schema_is_a_valid_json_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(make_schema())
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_good_file_is_taken_by_schema_and_server(tmp_path: Path, text: str) -> None:
+def test_valid_file_is_accepted_by_schema_and_server(tmp_path: Path, text: str) -> None:
     assert is_taken_by_the_schema(text)
     assert is_taken_by_the_server(tmp_path, text)
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_file_is_refused_by_schema_and_server(tmp_path: Path, text: str) -> None:
+def test_invalid_file_is_rejected_by_schema_and_server(tmp_path: Path, text: str) -> None:
     assert not is_taken_by_the_schema(text)
     assert not is_taken_by_the_server(tmp_path, text)
 
 
-def test_every_key_is_described_for_whoever_points_at_it() -> None:
+def test_every_key_has_a_description() -> None:
     schema = make_schema()
     assert schema["properties"].keys() == ModelOptions.model_fields.keys()
     assert [name for name, described in schema["properties"].items() if not described.get("description")] == []

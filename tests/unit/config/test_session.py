@@ -120,7 +120,7 @@ def test_entry_that_reaches_beyond_the_model_is_among_those_with_files(entry: st
     assert entry in FILE_ENTRIES
 
 
-def test_misspelt_entry_is_told_with_the_one_that_was_meant() -> None:
+def test_error_for_a_misspelt_entry_suggests_the_right_one() -> None:
     assert check_session_entry("session.disable_prepacking") == "session.disable_prepacking"
     with pytest.raises(ValueError, match=r"did you mean 'session\.disable_prepacking'\?"):
         check_session_entry("session.disable_prepack")

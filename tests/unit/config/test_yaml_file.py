@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
         ("a: " + "[" * 64 + "]" * 64, None),
     ],
 )  # fmt: skip
-def test_content_is_what_json_could_say_with_keys_as_they_stand(file: Path, text: str, content: object) -> None:
+def test_yaml_content_has_json_types_and_string_keys(file: Path, text: str, content: object) -> None:
     file.write_text(text)
     read = read_yaml(file)
     assert content is None or read == content
@@ -68,13 +68,13 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     ],
     ids=lambda text: text[:16],
 )
-def test_what_no_option_means_is_refused_with_its_line(file: Path, text: str, problem: str) -> None:
+def test_unsupported_yaml_is_rejected_with_its_line(file: Path, text: str, problem: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - all of the text is compared
         read_yaml(file)
     assert str(caught.value) == problem
 
 
-def test_file_that_cannot_be_read_is_told_without_its_folder(file: Path) -> None:
+def test_error_for_an_unreadable_file_omits_its_folder(file: Path) -> None:
     with pytest.raises(ValueError, match=r"^cannot be read: No such file or directory$"):
         read_yaml(file)

@@ -7,7 +7,7 @@ from ortserve.device.protocol import MemoryInfo
 from ortserve.errors import ErrorKind, ServeError
 
 
-def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
+def test_model_past_the_free_memory_is_rejected_with_the_missing_bytes() -> None:
     ledger = Ledger("cuda:1", lambda: MemoryInfo(3 * 2**20, 2**30))
     ledger.check_room("m/1", {"weights": 2**20, "buffers": 2 * 2**20})
     with pytest.raises(ServeError) as refused:
@@ -19,7 +19,7 @@ def test_what_does_not_fit_is_refused_with_what_is_missing() -> None:
     )
 
 
-def test_accounts_tell_who_has_what_for() -> None:
+def test_accounts_list_owners_and_purposes() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     a, b = ledger.open("a"), ledger.open("b")
     a.enter("buffers", 10)
@@ -32,7 +32,7 @@ def test_accounts_tell_who_has_what_for() -> None:
     assert ledger.totals() == {}
 
 
-def test_an_owner_who_is_there_twice_has_the_sum_until_one_of_them_goes() -> None:
+def test_owner_with_two_entries_has_their_sum() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     old, new = ledger.open("m/1"), ledger.open("m/1")
     old.enter("buffers", 10)
@@ -42,7 +42,7 @@ def test_an_owner_who_is_there_twice_has_the_sum_until_one_of_them_goes() -> Non
     assert ledger.totals() == {"m/1": {"buffers": 12}}
 
 
-def test_memory_of_the_host_is_in_books_of_its_own() -> None:
+def test_host_memory_has_separate_accounts() -> None:
     ledger = Ledger("cuda:0", lambda: MemoryInfo(0, 0))
     one, two = ledger.open("m/1"), ledger.open("m/1")
     one.enter("buffers", 10)
@@ -61,5 +61,5 @@ def test_memory_of_the_host_is_in_books_of_its_own() -> None:
     ("nbytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")],
 )
-def test_bytes_are_told_in_the_largest_unit(nbytes: int, text: str) -> None:
+def test_bytes_are_formatted_in_the_largest_unit(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text

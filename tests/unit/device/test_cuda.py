@@ -152,7 +152,7 @@ class CpuComputes(CudaDevice):
     ort_name = "cpu"
 
 
-def test_batches_go_through_the_door_and_all_is_given_back(tmp_path: Path) -> None:
+def test_batches_run_through_cuda_and_release_everything(tmp_path: Path) -> None:
     runtime = HostRuntime()
     with on_device(builders.mlp(tmp_path / "m.onnx"), CpuComputes(0, runtime)) as made:
         assert made.prepared.bound == SIZES
@@ -169,7 +169,7 @@ def test_batches_go_through_the_door_and_all_is_given_back(tmp_path: Path) -> No
     assert runtime.calls.count("setDevice 0") >= 3, "each thread has a device of its own"
 
 
-def test_answers_in_pinned_memory_stay_as_they_are_while_they_are_read(tmp_path: Path) -> None:
+def test_answers_in_pinned_memory_are_stable_while_read(tmp_path: Path) -> None:
     runtime = HostRuntime()
     with on_device(builders.identity(tmp_path / "m.onnx"), CpuComputes(0, runtime)) as made:
         kept = [landed(made.start(batch_of((np.full((2, 4), number, np.float32),))))[0][1:] for number in range(20)]
@@ -182,7 +182,7 @@ def test_answers_in_pinned_memory_stay_as_they_are_while_they_are_read(tmp_path:
     assert not runtime.memory
 
 
-def test_the_session_is_told_of_the_stream_and_whether_to_capture() -> None:
+def test_session_gets_the_stream_and_the_capture_option() -> None:
     cuda, tensorrt = DEVICE_PROVIDERS[CUDA], DEVICE_PROVIDERS[TENSORRT]
     assert cuda.provider_options(4711, captures=True) == {
         "user_compute_stream": "4711",
@@ -207,7 +207,7 @@ def test_sessions_of_cuda_and_tensorrt_share_a_gpu_and_its_accounts() -> None:
     assert [opened.device.name for opened in devices.opened()] == ["cuda:1", "cuda:0"]
 
 
-def test_a_capture_that_goes_on_is_ended_and_where_there_is_none_nothing_happens() -> None:
+def test_active_capture_is_ended_and_otherwise_nothing_happens() -> None:
     runtime = HostRuntime()
     device = CudaDevice(0, runtime)
     stream = device.make_stream()
@@ -219,12 +219,12 @@ def test_a_capture_that_goes_on_is_ended_and_where_there_is_none_nothing_happens
     assert not runtime.handles
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_error_names_an_absent_device() -> None:
     with pytest.raises(RuntimeError, match="there is no CUDA device 2: there are 2"):
         CudaDevice(2, HostRuntime())
 
 
-def test_without_cupy_or_a_device_it_is_said_why() -> None:
+def test_error_explains_a_missing_cupy_or_device() -> None:
     def no_cupy(number: int) -> CudaDevice:
         raise ImportError("No module named 'cupy'")
 
@@ -235,7 +235,7 @@ def test_without_cupy_or_a_device_it_is_said_why() -> None:
     assert few.open(CUDA, 0) is few.open(CUDA, 0)
 
 
-def test_a_callers_memory_is_copied_through_the_door_and_given_back() -> None:
+def test_client_memory_is_copied_through_cuda_and_closed() -> None:
     runtime = HostRuntime()
     device = CudaDevice(1, runtime, HostDriver(runtime))
     address = runtime.malloc(64)
@@ -292,7 +292,7 @@ def runtime_of_cupy() -> dict[str, int | str | None]:
 
 
 @pytest.mark.timeout(400)  # it may have to be installed
-def test_every_function_and_constant_that_the_door_uses_is_cupys(
+def test_every_used_cuda_function_and_constant_exists_in_cupy(
     runtime_of_cupy: dict[str, int | str | None],
 ) -> None:
     for name, of_cupy in runtime_of_cupy.items():

@@ -109,5 +109,5 @@ def test_devices_are_read_but_not_while_a_graph_is_captured() -> None:
         (FakeNvml(has_driver=False), "0000:01:00.0", None),
     ],
 )
-def test_utilization_is_told_where_it_is_known(library: Any, bus: str, expected: float | None) -> None:
+def test_utilization_is_exported_where_known(library: Any, bus: str, expected: float | None) -> None:
     assert Nvml(library).utilization(bus) == expected

@@ -58,7 +58,7 @@ def test_each_graph_is_kept_and_replayed_by_a_session_of_its_own(tmp_path: Path,
     assert (device.alive, device.allocated_bytes, device.handles) == (0, 0, 0)
 
 
-def test_a_single_session_would_replay_its_first_batch_for_all_and_is_seen_to(tmp_path: Path) -> None:
+def test_session_that_replays_its_first_batch_for_all_is_detected(tmp_path: Path) -> None:
     """Told of such a provider that its sessions keep a graph by each id: nothing of what it captures is believed."""
     device = OneEach()
     use = DeviceProvider(lambda number: device)
@@ -69,7 +69,7 @@ def test_a_single_session_would_replay_its_first_batch_for_all_and_is_seen_to(tm
         assert stream_of_requests(made, 20) == 0
 
 
-def test_what_no_graph_is_for_runs_in_the_session_without(tmp_path: Path) -> None:
+def test_sizes_without_a_graph_run_in_the_plain_session(tmp_path: Path) -> None:
     device = OneEach()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note) as made:
         x = numbered(11, 1)
@@ -79,7 +79,7 @@ def test_what_no_graph_is_for_runs_in_the_session_without(tmp_path: Path) -> Non
         assert id(device.sessions[0]()) not in device.ran_graphs
 
 
-def test_sessions_whose_graphs_are_not_replayed_are_freed_at_once(tmp_path: Path) -> None:
+def test_sessions_of_unused_graphs_are_freed_at_once(tmp_path: Path) -> None:
     class CapturesFew(OneEach):
         """Captures no more than two rows."""
 
@@ -102,7 +102,7 @@ def test_sessions_whose_graphs_are_not_replayed_are_freed_at_once(tmp_path: Path
     assert (device.alive, device.handles) == (0, 0)
 
 
-def test_a_capture_that_fails_and_goes_on_is_ended_before_anything_else(tmp_path: Path) -> None:
+def test_failed_capture_is_ended_before_other_work(tmp_path: Path) -> None:
     """As on TensorRT: until then nothing happens on the stream, which all sessions of the instance share."""
 
     class GoesOn(OneEach):
@@ -119,7 +119,7 @@ def test_a_capture_that_fails_and_goes_on_is_ended_before_anything_else(tmp_path
         assert stream_of_requests(made, 50) == 0
 
 
-def test_what_sessions_that_were_given_up_took_is_in_no_account(tmp_path: Path) -> None:
+def test_memory_of_discarded_sessions_leaves_the_accounts(tmp_path: Path) -> None:
     each = 100 * 2**20
 
     class Weighs(OneEach):
@@ -141,7 +141,7 @@ def test_what_sessions_that_were_given_up_took_is_in_no_account(tmp_path: Path) 
         assert {purpose: held[purpose] for purpose in ("session", "graphs")} == {"session": each, "graphs": SETS * each}
 
 
-def test_a_graph_whose_session_cannot_be_opened_is_not_replayed_and_the_size_is_served(tmp_path: Path) -> None:
+def test_size_whose_graph_session_fails_to_open_runs_plainly(tmp_path: Path) -> None:
     device = OneEach()
 
     def refuse(session: ort.InferenceSession) -> ort.InferenceSession:
@@ -159,7 +159,7 @@ def test_a_graph_whose_session_cannot_be_opened_is_not_replayed_and_the_size_is_
     assert (device.alive, device.handles) == (0, 0)
 
 
-def test_a_device_that_is_lost_while_such_a_session_is_opened_fails_the_load(tmp_path: Path) -> None:
+def test_device_lost_while_opening_a_graph_session_fails_the_load(tmp_path: Path) -> None:
     device = OneEach()
 
     def lose(session: ort.InferenceSession) -> ort.InferenceSession:
@@ -175,7 +175,7 @@ def test_a_device_that_is_lost_while_such_a_session_is_opened_fails_the_load(tmp
     assert device.allocated_bytes == 0
 
 
-def test_other_work_goes_on_while_sessions_for_graphs_are_opened(tmp_path: Path) -> None:
+def test_opening_graph_sessions_does_not_block_other_work(tmp_path: Path) -> None:
     device = OneEach()
     entered: list[bool] = []
 
@@ -194,7 +194,7 @@ def test_other_work_goes_on_while_sessions_for_graphs_are_opened(tmp_path: Path)
     assert entered == [True] * SETS * len(SIZES)
 
 
-def test_a_hundred_loads_leave_nothing_behind(tmp_path: Path) -> None:
+def test_hundred_loads_leave_no_memory_allocated(tmp_path: Path) -> None:
     device = OneEach()
     threads = threading.active_count()
     path = builders.identity(tmp_path / "m.onnx")
@@ -230,7 +230,7 @@ print(*["kept" if session() is not None else "freed" for session in sessions])
 @pytest.mark.parametrize(
     ("lost", "freed"), [("CUDA failure 700", "freed kept kept"), ("", "freed freed freed")], ids=["lost", "well"]
 )
-def test_sessions_with_graphs_on_a_lost_device_are_not_freed_to_the_end(tmp_path: Path, lost: str, freed: str) -> None:
+def test_graph_sessions_on_a_lost_device_are_kept(tmp_path: Path, lost: str, freed: str) -> None:
     path = builders.identity(tmp_path / "m.onnx")
     assert run_apart(LOST_AT_THE_END, path, lost) == freed
 
@@ -240,11 +240,11 @@ SET = st.integers(0, SETS - 1)
 
 
 @given(ROWS, SET, ROWS, SET)
-def test_an_id_stands_for_one_number_of_rows_and_one_set(rows: int, index: int, others: int, other: int) -> None:
+def test_graph_id_encodes_rows_and_set(rows: int, index: int, others: int, other: int) -> None:
     assert (graph_id(rows, index) == graph_id(others, other)) == ((rows, index) == (others, other))
 
 
 @given(ROWS, SET)
-def test_an_id_is_none_of_onnx_runtimes_own(rows: int, index: int) -> None:
+def test_graph_id_avoids_the_reserved_ids_of_onnx_runtime(rows: int, index: int) -> None:
     assert graph_id(rows, index) not in (0, NO_GRAPH)
     assert graph_id(rows, index) < 2**31

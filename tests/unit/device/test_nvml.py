@@ -59,14 +59,14 @@ class FakeNvml:
         return answer
 
 
-def test_what_a_gpu_tells_is_read_in_tritons_units_and_the_rest_left_out() -> None:
+def test_gpu_figures_are_in_triton_units_and_unknown_ones_absent() -> None:
     library = FakeNvml()
     reader = GpuReader({}, library)
     library.energy_mj += 2_500
     assert reader.read() == [GpuReading("GPU-0", 0.25, 2**37, 2**35, 312.5, 700.0, 2.5), GpuReading("GPU-1")]
 
 
-def test_without_a_driver_or_for_a_process_that_may_use_none_there_are_no_gpus() -> None:
+def test_no_gpus_without_a_driver_or_visible_devices() -> None:
     assert GpuReader({}, FakeNvml(has_driver=False)).read() == []
     assert GpuReader({"CUDA_VISIBLE_DEVICES": ""}, FakeNvml()).read() == []
 

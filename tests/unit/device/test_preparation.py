@@ -47,7 +47,7 @@ CPU = "CPUExecutionProvider"
         ({CUDA: {"MatMul"}}, SessionSettings(shrink_arenas=("cpu:0",)), "", ""),
     ],
 )
-def test_a_model_is_captured_or_it_is_said_why_not(
+def test_model_is_captured_or_has_a_reason(
     operators: dict[str, set[str]], settings: SessionSettings, reason: str, detail: str
 ) -> None:
     found = why_no_replay(CUDA, {name: frozenset(kinds) for name, kinds in operators.items()}, settings)

@@ -28,7 +28,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
         ("This is about 700 rows", ServeError),
     ],
 )
-def test_an_error_is_known_by_its_text(text: str, kind: type[ServeError]) -> None:
+def test_error_is_classified_by_its_text(text: str, kind: type[ServeError]) -> None:
     failure = device_run_error(RuntimeError(text), "cuda:0")
     assert type(failure) is kind
     assert text.partition(" ; GPU=")[0] in failure.message  # on which host is nobody's business
@@ -40,5 +40,5 @@ def test_a_lost_device_is_not_ready_and_a_bad_batch_is_internal() -> None:
     assert device_run_error(RuntimeError("x"), "cuda:0").kind is ErrorKind.INTERNAL
 
 
-def test_paths_are_nobodys_business() -> None:
+def test_error_messages_omit_paths() -> None:
     assert "/home" not in device_run_error(RuntimeError("/home/x/model.onnx: CUDA failure 700"), "cuda:0").message

@@ -36,7 +36,7 @@ class Callers:
 
 
 @pytest.mark.parametrize("pace", Pace)
-def test_what_is_read_and_written_is_the_callers_memory(pace: Pace) -> None:
+def test_region_reads_and_writes_the_client_memory(pace: Pace) -> None:
     callers = Callers(HostDevice(pace=pace))
     region = callers.open()
     assert region.read(4, 8) == CONTENT[4:12]
@@ -57,7 +57,7 @@ def test_what_is_read_and_written_is_the_callers_memory(pace: Pace) -> None:
         (None, 65, "expected byte_size within the 64 bytes of its memory, got 65"),
     ],
 )
-def test_what_is_no_such_memory_is_refused_and_nothing_stays_open(
+def test_invalid_handle_is_rejected_and_nothing_stays_open(
     handle: bytes | None, byte_size: int, expected_error: str
 ) -> None:
     callers = Callers()
@@ -68,7 +68,7 @@ def test_what_is_no_such_memory_is_refused_and_nothing_stays_open(
     assert callers.device.handles == 0
 
 
-def test_where_there_is_no_such_gpu_it_is_said_why() -> None:
+def test_error_explains_an_absent_gpu() -> None:
     def no_cupy(number: int) -> HostDevice:
         raise ImportError("No module named 'cupy'")
 
@@ -103,7 +103,7 @@ class Failing(HostDevice):
         return super().memory()
 
 
-def test_a_copy_that_fails_is_told_and_the_next_may_go_well() -> None:
+def test_failed_copy_is_an_error_and_the_next_succeeds() -> None:
     device = Failing()
     callers = Callers(device)
     region = callers.open()
@@ -119,7 +119,7 @@ def test_a_copy_that_fails_is_told_and_the_next_may_go_well() -> None:
     region.close()
 
 
-def test_a_device_that_is_lost_by_a_copy_is_lost_for_all_and_asked_for_nothing_more() -> None:
+def test_device_lost_by_a_copy_is_lost_for_all_and_not_used_again() -> None:
     device = Failing()
     callers = Callers(device)
     region, other = callers.open(), callers.open()
@@ -139,7 +139,7 @@ def test_a_device_that_is_lost_by_a_copy_is_lost_for_all_and_asked_for_nothing_m
     assert callers.device.handles == 0
 
 
-def test_callers_memory_that_fails_in_words_of_a_lost_device_loses_none_that_answers() -> None:
+def test_client_memory_error_does_not_lose_a_working_device() -> None:
     device = Failing()
     callers = Callers(device)
     region = callers.open()

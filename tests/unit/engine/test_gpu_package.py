@@ -76,7 +76,7 @@ def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> 
     return [_REFUSED.search(problem) is not None for problem in problems]
 
 
-def test_what_is_checked_here_is_taken_by_onnx_runtime_as_it_is_told(tmp_path: Path, provider: str) -> None:
+def test_checked_options_are_accepted_by_onnx_runtime(tmp_path: Path, provider: str) -> None:
     options: list[dict[str, str]] = []
     for name, rule in _RULES[provider].items():
         for value in _VALUES:
@@ -89,19 +89,19 @@ def test_what_is_checked_here_is_taken_by_onnx_runtime_as_it_is_told(tmp_path: P
     assert [option for option, is_refused in zip(options, taken, strict=True) if is_refused] == []
 
 
-def test_what_is_wrong_is_refused_by_onnx_runtime_too(tmp_path: Path, provider: str) -> None:
+def test_rejected_options_are_rejected_by_onnx_runtime_too(tmp_path: Path, provider: str) -> None:
     """So that what it takes is no matter of course."""
     wrong = [{"no_such_option": "1"}, {"trt_fp16_enable" if provider == TENSORRT else "use_tf32": "maybe"}]
     assert refused(builders.mlp(tmp_path / "m.onnx"), provider, wrong) == [True, True]
 
 
-def test_what_sessions_on_buffers_are_told_is_taken(tmp_path: Path, provider: str) -> None:
+def test_options_of_buffered_sessions_are_accepted(tmp_path: Path, provider: str) -> None:
     use = DEVICE_PROVIDERS[provider]
     options = [use.provider_options(2**63 - 1, captures=captures) for captures in (False, True)]
     assert refused(builders.mlp(tmp_path / "m.onnx"), provider, options) == [False, False]
 
 
-def test_defaults_and_profiles_are_taken(tmp_path: Path) -> None:
+def test_defaults_and_profiles_are_accepted(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     signature = read_signature(open_session(path, "m", SessionOptions(ProviderChoice(CPU), 1)), read_model(path))
     profile = profile_shapes(signature, (1, 8), {})

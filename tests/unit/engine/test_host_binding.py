@@ -149,9 +149,7 @@ def drawn(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("bucket", [0, 16])
-def test_bound_runs_give_what_plain_runs_give_for_any_number_of_rows(
-    tmp_path: Path, open_model: Open, bucket: int
-) -> None:
+def test_bound_runs_equal_plain_runs_for_any_row_count(tmp_path: Path, open_model: Open, bucket: int) -> None:
     model = open_model(builders.mlp(tmp_path / "model.onnx"))
     draw = np.random.default_rng(0)
     model.run(*[draw.standard_normal((1, 64), np.float32)] * 16)
@@ -170,7 +168,7 @@ def test_bound_runs_give_what_plain_runs_give_for_any_number_of_rows(
 @pytest.mark.parametrize(
     "datatype", [one for one in DataType if one not in (DataType.BYTES, DataType.BF16)], ids=lambda one: one.value
 )
-def test_every_datatype_comes_out_bit_for_bit(tmp_path: Path, open_model: Open, datatype: DataType) -> None:
+def test_every_datatype_is_returned_bit_for_bit(tmp_path: Path, open_model: Open, datatype: DataType) -> None:
     model = open_model(builders.identity(tmp_path / "model.onnx", datatype))
     draw = np.random.default_rng(0)
     for rows in (4, 3, 1):
@@ -191,7 +189,7 @@ def test_buffers_grow_with_the_batches_and_old_answers_stay(tmp_path: Path, open
     assert model.pool.rows == 32
 
 
-def test_runs_that_take_so_long_that_binding_saves_nothing_are_not_tried_a_second_time(tmp_path: Path) -> None:
+def test_long_runs_are_not_tried_with_binding_again(tmp_path: Path) -> None:
     session = open_session(builders.identity(tmp_path / "model.onnx"), "m/1", SessionOptions(ProviderChoice(CPU), 1))
     binding = HostBinding(session, read_signature(session), time.monotonic_ns)
     rows = rows_of(1, 2)
@@ -202,7 +200,7 @@ def test_runs_that_take_so_long_that_binding_saves_nothing_are_not_tried_a_secon
 
 
 @pytest.mark.parametrize("build", [input_as_output, drawn, constant_rows], ids=lambda build: build.__name__)
-def test_model_that_does_not_fill_bound_buffers_as_it_should_runs_plainly(
+def test_model_that_does_not_fill_bound_buffers_runs_plainly(
     tmp_path: Path, open_model: Open, build: Callable[[Path], Path]
 ) -> None:
     model = open_model(build(tmp_path / "model.onnx"))
@@ -218,9 +216,7 @@ def test_model_that_does_not_fill_bound_buffers_as_it_should_runs_plainly(
         assert model.pool is None
 
 
-def test_shape_that_turns_out_to_depend_on_the_data_costs_no_caller_its_answer(
-    tmp_path: Path, open_model: Open
-) -> None:
+def test_data_dependent_shape_found_late_fails_no_request(tmp_path: Path, open_model: Open) -> None:
     model = open_model(as_long_as_told(tmp_path / "model.onnx"))
     for number in (3, 3, 2, 5, 3):
         (output,) = model.run(rows_of(number, 2))
@@ -228,9 +224,7 @@ def test_shape_that_turns_out_to_depend_on_the_data_costs_no_caller_its_answer(
     assert model.pool is None
 
 
-def test_failed_batch_is_told_in_the_words_of_a_plain_run_and_the_next_is_bound_again(
-    tmp_path: Path, open_model: Open
-) -> None:
+def test_failed_batch_has_the_plain_error_and_the_next_is_bound(tmp_path: Path, open_model: Open) -> None:
     model = open_model(builders.poison(tmp_path / "model.onnx"))
     good, bad = np.ones((1, 4), np.int64), np.full((1, 4), builders.POISON)
     texts = []
@@ -266,7 +260,7 @@ def test_nothing_is_bound_where_an_axis_is_padded(tmp_path: Path, open_model: Op
     assert open_model(builders.variable_length(tmp_path / "model.onnx"), padding).instance._binding is None
 
 
-def test_output_too_large_to_gain_by_it_is_not_bound_but_smaller_batches_are(tmp_path: Path, open_model: Open) -> None:
+def test_large_output_is_not_bound_but_smaller_batches_are(tmp_path: Path, open_model: Open) -> None:
     model = open_model(builders.identity(tmp_path / "model.onnx", shape=("batch", MAX_SET_BYTES // 16)))
     draw = np.random.default_rng(0)
     for rows, bound_rows in ((8, None), (4, 4), (8, 4), (3, 4)):
@@ -275,7 +269,7 @@ def test_output_too_large_to_gain_by_it_is_not_bound_but_smaller_batches_are(tmp
         assert (model.pool and model.pool.rows) == bound_rows
 
 
-def test_model_fed_several_rows_as_one_is_answered_whole(tmp_path: Path, open_model: Open) -> None:
+def test_unbatched_model_answers_several_rows_at_once(tmp_path: Path, open_model: Open) -> None:
     # As are models that were found, after they were opened, to be of rows that are not independent.
     model = open_model(builders.row_mixer(tmp_path / "model.onnx"))
     draw = np.random.default_rng(0)
@@ -299,7 +293,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @interpreted_only
-def test_only_what_fills_its_bucket_alone_and_is_large_and_aligned_is_not_copied(
+def test_only_large_aligned_bucket_filling_inputs_are_not_copied(
     tmp_path: Path, open_model: Open, copies: list[int]
 ) -> None:
     width = LENT_BYTES // 4
@@ -366,7 +360,7 @@ def test_elements_are_counted_as_without_binding(tmp_path: Path, open_model: Ope
     assert model.instance.staged_elements == StagedElements(2 * 8 * 4, 2 * 5 * 4)
 
 
-def test_when_all_buffers_are_leased_answers_still_come(tmp_path: Path, open_model: Open) -> None:
+def test_runs_succeed_while_all_buffers_are_leased(tmp_path: Path, open_model: Open) -> None:
     model = open_model(builders.identity(tmp_path / "model.onnx"))
     kept = [model.run(rows_of(number, 2)) for number in range(MAX_SETS + 5)]
     assert model.sets == MAX_SETS
@@ -391,9 +385,7 @@ def check(readers: Iterable[Reader]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_reader_ever_sees_another_batch_whatever_is_kept_sent_or_dropped(
-    tmp_path: Path, open_model: Open, seed: int
-) -> None:
+def test_no_reader_sees_another_batch(tmp_path: Path, open_model: Open, seed: int) -> None:
     """Riders keep their rows, views on them, or bytes not yet sent; all that is free is poisoned at each step."""
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
     model = open_model(builders.mlp(tmp_path / "model.onnx"))

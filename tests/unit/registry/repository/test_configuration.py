@@ -238,7 +238,7 @@ def test_what_cannot_be_is_told_with_the_files_name(tmp_path: Path, text: str, k
     assert str(tmp_path) not in error.message
 
 
-def test_file_that_cannot_be_read_is_told_without_its_folder(tmp_path: Path) -> None:
+def test_error_for_an_unreadable_file_omits_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.pbtxt").mkdir()
     with pytest.raises(ServeError) as caught:
         read_configuration("m", tmp_path / "config.pbtxt", DEFAULTS)
