@@ -82,9 +82,7 @@ def test_every_datatype_is_read(tmp_path: Path, datatype: DataType) -> None:
         ),
     ],
 )
-def test_type_that_is_not_served_is_an_error_that_names_it(
-    tmp_path: Path, build: Callable[[Path], Path], text: str
-) -> None:
+def test_unserved_type_is_an_error_that_names_it(tmp_path: Path, build: Callable[[Path], Path], text: str) -> None:
     with pytest.raises(ServeError) as caught:
         read(build(tmp_path / "model.onnx"))
     assert caught.value.kind is ErrorKind.UNSUPPORTED
@@ -117,7 +115,7 @@ def test_free_dimensions_are_known_by_their_names(tmp_path: Path) -> None:
     assert read(builders.unnamed_dims(path)).inputs[0].dim_names == ("", "")
 
 
-def test_what_a_model_can_do_without_is_named_and_left_out(tmp_path: Path) -> None:
+def test_optional_unservable_tensors_are_named_and_left_out(tmp_path: Path) -> None:
     sequence = read(interfaces.optional_sequence(tmp_path / "model.onnx"))
     assert list(sequence.inputs_by_name) == ["x"]
     assert "optional(seq(tensor(float)))" in sequence.unserved_inputs["more"]
@@ -145,7 +143,7 @@ def test_sequences_are_tensors_with_a_leading_axis_and_without_rows(tmp_path: Pa
     assert any_shape.outputs[1].shape == (-1, 4)
 
 
-def test_sequence_that_the_configuration_leaves_out_keeps_no_rows_apart(tmp_path: Path) -> None:
+def test_excluded_sequence_does_not_prevent_batching(tmp_path: Path) -> None:
     path = interfaces.split_sequence(tmp_path / "model.onnx")
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
     signature = read_signature(session, read_model(path), served_outputs=["y"])
@@ -168,7 +166,7 @@ def test_sequence_beside_bfloat16_is_left_out(tmp_path: Path) -> None:
         (interfaces.sequence_input, "input 'x' has type seq(tensor(float)), which is not supported"),
     ],
 )
-def test_what_a_model_cannot_do_without_fails_it(tmp_path: Path, build: Callable[[Path], Path], text: str) -> None:
+def test_required_unservable_tensor_fails_the_model(tmp_path: Path, build: Callable[[Path], Path], text: str) -> None:
     with pytest.raises(ServeError) as caught:
         read(build(tmp_path / "model.onnx"))
     assert caught.value.kind is ErrorKind.UNSUPPORTED
@@ -193,7 +191,7 @@ def test_default_without_rows_leaves_the_model_batched_and_is_whole(tmp_path: Pa
         assert signature.inputs[1] == TensorSpec("scale", FP32, expected, is_optional=True, batch_axis=None)
 
 
-def test_tensors_of_any_shape_are_told_from_those_without_axes(tmp_path: Path) -> None:
+def test_tensors_of_any_shape_differ_from_scalars(tmp_path: Path) -> None:
     signature = read(interfaces.any_shape(tmp_path / "model.onnx"))
     assert [(spec.name, spec.shape, spec.has_any_shape) for spec in signature.inputs] == [
         ("x", (), True),
@@ -203,7 +201,7 @@ def test_tensors_of_any_shape_are_told_from_those_without_axes(tmp_path: Path) -
     assert not signature.has_one_shape_class
 
 
-def test_names_that_are_no_text_are_an_error(tmp_path: Path) -> None:
+def test_names_that_are_not_text_are_an_error(tmp_path: Path) -> None:
     path = builders.identity(tmp_path / "model.onnx")
     content = path.read_bytes()
     assert b"batch" in content

@@ -31,7 +31,7 @@ def test_nodes_are_counted_by_the_provider_that_runs_them(tmp_path: Path) -> Non
     assert next(iter(operators[CPU])) == "MatMul"
 
 
-def test_provider_must_take_a_node_where_there_are_some() -> None:
+def test_provider_must_run_at_least_one_node() -> None:
     check_placement(CUDA, {CUDA: 1, CPU: 40})
     check_placement(CUDA, {})
     with pytest.raises(ServeError) as caught:
@@ -55,7 +55,7 @@ def test_provider_must_take_a_node_where_there_are_some() -> None:
         ),
     ],
 )
-def test_operators_in_words_are_short_however_many_there_are(kinds: dict[str, int], described: str) -> None:
+def test_operator_description_is_short_for_any_number(kinds: dict[str, int], described: str) -> None:
     assert describe_operators(kinds) == described
 
 
@@ -69,7 +69,7 @@ def test_nodes_are_left_to_the_cpu_by_every_provider_but_itself() -> None:
     assert left_to_cpu(OPENVINO, {OPENVINO: {"MatMul": 1}}) == {}
 
 
-def test_placement_in_words() -> None:
+def test_placement_description() -> None:
     assert describe_placement({CUDA: 31, CPU: 2}) == "CUDAExecutionProvider: 31, CPUExecutionProvider: 2"
 
 
@@ -98,7 +98,7 @@ def test_nodes_on_others_than_the_chosen_provider_are_named(tmp_path: Path) -> N
     assert describe_elsewhere(CPU, placed) == ""
 
 
-def test_many_nodes_and_long_names_are_told_in_short(tmp_path: Path) -> None:
+def test_description_of_many_long_nodes_is_shortened(tmp_path: Path) -> None:
     nodes = [("Elu", "", f"{number:02}{'n' * 1000}") for number in range(62)]
     described = describe_elsewhere(CUDA, placed_on_cpu(chain(tmp_path / "model.onnx", *nodes)))
     assert described.endswith(f"'49{'n' * 126}' and 12 more")
@@ -107,7 +107,7 @@ def test_many_nodes_and_long_names_are_told_in_short(tmp_path: Path) -> None:
     assert describe_elsewhere(CUDA, exactly).endswith(f"'49{'n' * 126}'")
 
 
-def test_node_whose_name_is_no_text_is_told_by_its_operator(tmp_path: Path) -> None:
+def test_node_without_a_text_name_is_named_by_its_operator(tmp_path: Path) -> None:
     path = chain(tmp_path / "model.onnx", ("Elu", "", "NAME"))
     path.write_bytes(path.read_bytes().replace(b"NAME", b"\xff\xfeME"))
     assert describe_elsewhere(CUDA, placed_on_cpu(path)) == f"{CPU}: Elu"

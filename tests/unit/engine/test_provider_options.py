@@ -52,7 +52,7 @@ PROFILE = {f"trt_profile_{bound}_shapes": "x:1x4" for bound in ("min", "opt", "m
         ("AnotherExecutionProvider", {"anything": "goes"}, {"anything": "goes"}),
     ],
 )
-def test_options_are_checked_and_stand_upon_the_servers_defaults(
+def test_options_are_checked_and_override_the_server_defaults(
     name: str, given: dict[str, str], expected: dict[str, str]
 ) -> None:
     assert make_provider_options(name, given) == expected
@@ -136,16 +136,14 @@ def test_options_of_openvino_are_properties_of_its_device(
         (OPENVINO, {"load_config": "{"}, 'load_config: expected JSON such as {"CPU": {"NUM_STREAMS": "1"}}, got \'{\''),
     ],
 )
-def test_option_that_is_wrong_is_told_with_its_provider_and_what_was_expected(
-    name: str, given: dict[str, str], problem: str
-) -> None:
+def test_error_for_a_bad_option_names_provider_and_expectation(name: str, given: dict[str, str], problem: str) -> None:
     with pytest.raises(ServeError) as caught:
         make_provider_options(name, given)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
     assert caught.value.message == f"execution_providers: {name}: {problem}"
 
 
-def test_provider_with_threads_of_its_own_is_told_how_many_unless_it_was() -> None:
+def test_provider_with_its_own_threads_gets_their_number_unless_set() -> None:
     options = with_threads(OPENVINO, make_provider_options(OPENVINO, {}), 2)
     assert json.loads(options["load_config"])["CPU"]["INFERENCE_NUM_THREADS"] == "2"
     given = make_provider_options(OPENVINO, {"num_of_threads": "1"})
@@ -154,7 +152,7 @@ def test_provider_with_threads_of_its_own_is_told_how_many_unless_it_was() -> No
     assert with_threads(CUDA, {"device_id": "1"}, 2) == {"device_id": "1"}
 
 
-def test_every_shape_is_searched_for_where_that_was_asked_for_only() -> None:
+def test_exhaustive_kernel_search_is_detected() -> None:
     assert not searches_each_shape(CUDA, make_provider_options(CUDA, {}))
     assert searches_each_shape(CUDA, {"cudnn_conv_algo_search": "EXHAUSTIVE"})
     assert not searches_each_shape(TENSORRT, {})
@@ -184,5 +182,5 @@ def test_one_profile_spans_all_sizes(
     assert list(made) == [f"trt_profile_{bound}_shapes" for bound in ("min", "opt", "max")][: len(expected)]
 
 
-def test_an_unbatched_model_has_none() -> None:
+def test_unbatched_model_has_no_profile() -> None:
     assert profile_shapes(ModelSignature((IMAGE,), (IMAGE,), "why not"), (2,), {}) == {}

@@ -22,19 +22,19 @@ def install(folder: Path, name: str, content: str) -> None:
     (folder / name / "__init__.py").write_text(content)
 
 
-def test_what_is_built_in_is_asked_for_by_its_name_although_it_has_devices() -> None:
+def test_built_in_provider_is_requested_by_name() -> None:
     assert [device.ep_name for device in ort.get_ep_devices()] == ["CPUExecutionProvider"]
     assert Runtime().offer("CPUExecutionProvider") == Offer()
 
 
-def test_what_nobody_has_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_provider_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "onnxruntime_ep_broken", PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("NoSuchExecutionProvider", "BrokenExecutionProviders", "Broken", "Broken.ExecutionProvider"):
         assert Runtime().offer(name) == Offer(problem="is not offered by this ONNX Runtime")
 
 
-def test_package_is_asked_for_what_its_name_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_is_found_by_the_prefix_of_the_provider_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "onnxruntime_ep_broken", PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
     problem = Runtime().offer("BrokenExecutionProvider.AUTO").problem
@@ -50,7 +50,7 @@ def test_package_is_asked_for_what_its_name_begins(tmp_path: Path, monkeypatch: 
         ("onnxruntime_ep_empty", PACKAGE.replace("return __file__", "open('/no/library')"), "No such file"),
     ],
 )
-def test_package_that_cannot_be_used_is_named_with_its_reason(
+def test_unusable_package_is_named_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str, reason: str
 ) -> None:
     install(tmp_path, name, content)
@@ -61,7 +61,7 @@ def test_package_that_cannot_be_used_is_named_with_its_reason(
     assert str(tmp_path) not in problem
 
 
-def test_library_that_is_no_plug_in_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_library_that_is_not_a_plug_in_is_named_with_the_reason(tmp_path: Path) -> None:
     library = tmp_path / "plugin.so"
     library.write_bytes(b"no library")
     with pytest.raises(ServeError, match=f"execution_provider_libraries: '{library}' cannot be used: ") as caught:
@@ -70,12 +70,12 @@ def test_library_that_is_no_plug_in_is_named_with_the_reason(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["CPUExecutionProvider", "OpenVINOExecutionProvider", "NoSuchExecutionProvider"])
-def test_no_library_is_missing_for_what_has_none(name: str) -> None:
+def test_built_in_provider_misses_no_library(name: str) -> None:
     assert missing_library(name) == ""
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="makes a library")
-def test_library_that_a_providers_own_needs_is_named(tmp_path: Path) -> None:
+def test_missing_dependency_of_a_provider_library_is_named(tmp_path: Path) -> None:
     def build(file: str, *needed: str) -> None:
         command = ["gcc", "-shared", "-o", file, "nothing.c", *needed]
         subprocess.run(command, cwd=tmp_path, check=True, timeout=60)

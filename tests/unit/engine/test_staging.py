@@ -29,7 +29,7 @@ def test_single_request_is_padded_too() -> None:
     np.testing.assert_array_equal(stage(HostStaging([0]), rows, bucket=4), [rows[0], rows[1], rows[1], rows[1]])
 
 
-def test_what_fills_its_bucket_alone_is_not_copied() -> None:
+def test_input_that_fills_its_bucket_is_not_copied() -> None:
     rows = rows_from(0, 4)
     assert stage(HostStaging([0]), rows, bucket=4) is rows
 
@@ -41,7 +41,7 @@ def unaligned(array: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bucket", [4, 8])
-def test_what_is_not_aligned_or_contiguous_is_copied_into_a_form_that_is(bucket: int) -> None:
+def test_unaligned_or_strided_input_is_copied(bucket: int) -> None:
     rows = rows_from(0, 4)
     for odd in (unaligned(rows), np.asfortranarray(rows), np.repeat(rows, 2, axis=0)[::2]):
         staged = stage(HostStaging([0]), odd, bucket=bucket)
@@ -51,7 +51,7 @@ def test_what_is_not_aligned_or_contiguous_is_copied_into_a_form_that_is(bucket:
         assert not np.shares_memory(staged, odd)
 
 
-def test_buffer_is_used_again_and_shows_nothing_of_the_last_batch() -> None:
+def test_reused_buffer_holds_nothing_of_the_last_batch() -> None:
     staging = HostStaging([0])
     large = stage(staging, rows_from(1000, 4), rows_from(2000, 3), bucket=8)
     small = stage(staging, rows_from(0, 1), rows_from(50, 1), bucket=4)
@@ -59,7 +59,7 @@ def test_buffer_is_used_again_and_shows_nothing_of_the_last_batch() -> None:
     np.testing.assert_array_equal(small, [[0, 1, 2], *[[50, 51, 52]] * 3])
 
 
-def test_buffer_of_another_size_shape_or_dtype_is_made_anew() -> None:
+def test_buffer_is_replaced_for_another_size_shape_or_dtype() -> None:
     staging = HostStaging([0])
     for parts, bucket in (
         ((rows_from(0, 1), rows_from(5, 1)), 2),
@@ -73,13 +73,13 @@ def test_buffer_of_another_size_shape_or_dtype_is_made_anew() -> None:
         np.testing.assert_array_equal(staged, np.concatenate([*parts, *[parts[-1]] * (bucket - 2)]))
 
 
-def test_inputs_have_buffers_of_their_own() -> None:
+def test_inputs_have_separate_buffers() -> None:
     a, b = HostStaging([0, 0]).stage([(rows_from(0, 1), rows_from(3, 1)), (rows_from(6, 1), rows_from(9, 1))], 4)
     assert not np.shares_memory(a, b)
     assert (a[0, 0], b[0, 0]) == (0, 6)
 
 
-def test_texts_are_padded_with_the_last_and_not_kept() -> None:
+def test_strings_are_padded_with_the_last_row_and_released() -> None:
     staging = HostStaging([0])
     texts = np.array(["a", "b"], object), np.array(["c"], object)
     staged = stage(staging, *texts, bucket=5)
@@ -95,12 +95,12 @@ def test_input_of_a_model_without_a_batch_axis_may_have_any_shape(shape: tuple[i
 
 
 @pytest.mark.parametrize("parts", [[(2, 4)], [(2, 3), (1, 4)], [(2, 1)], [(1, 3)], [(2, 3), (2, 3)]])
-def test_rows_of_another_shape_are_refused_and_never_stretched_to_fit(parts: list[tuple[int, int]]) -> None:
+def test_rows_of_another_shape_are_rejected_not_broadcast(parts: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match=r"shape|dimensions"):
         stage_rows(tuple(np.ones(shape, np.float32) for shape in parts), np.empty((4, 3), np.float32), 2)
 
 
-def test_rows_on_another_axis_are_staged_in_the_models_own_form() -> None:
+def test_rows_on_another_axis_are_staged_in_model_layout() -> None:
     parts = [np.arange(rows * 6).reshape(2, rows, 3) + 100 * rows for rows in (1, 2)]
     staging = HostStaging([1])
     (staged,) = staging.stage([tuple(np.moveaxis(part, 1, 0) for part in parts)], 4)

@@ -17,7 +17,7 @@ def reports(*, is_always: bool) -> LoadReports:
     return LoadReports(LoadMeter(Metrics(CollectorRegistry()), processors=1, clock=clock), is_always=is_always)
 
 
-def test_who_does_not_ask_gets_one_only_where_all_do() -> None:
+def test_unrequested_report_is_sent_only_in_always_mode() -> None:
     asked = reports(is_always=False)
     assert (asked.header(None), asked.metadata(None)) == (None, None)
 
@@ -34,7 +34,7 @@ def test_who_does_not_ask_gets_one_only_where_all_do() -> None:
 
 @pytest.mark.parametrize("is_always", [False, True])
 @pytest.mark.parametrize(("asked", "begins"), [(LoadFormat.TEXT, "TEXT "), (LoadFormat.JSON, "JSON {")])
-def test_who_asks_gets_one_in_the_format_that_was_asked_for(asked: LoadFormat, begins: str, is_always: bool) -> None:
+def test_requested_report_has_the_requested_format(asked: LoadFormat, begins: str, is_always: bool) -> None:
     encoders = reports(is_always=is_always)
     header, entry = encoders.header(asked), encoders.metadata(asked)
     assert header is not None

@@ -7,7 +7,7 @@ from ortserve.service.access import Group
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"])
-def test_nothing_is_open_on_the_loopback_address(host: str) -> None:
+def test_no_group_counts_as_open_on_loopback(host: str) -> None:
     assert unguarded_groups(host, (), loads_models=True, shares_memory=True) == ()
 
 

@@ -125,7 +125,7 @@ def test_a_name_that_is_not_utf8_is_escaped_and_reported(path: Path) -> None:
     assert read.graph.nodes[0].inputs == ("\\xff",)
 
 
-def test_file_cut_anywhere_is_read_without_an_accident(path: Path) -> None:
+def test_truncated_file_is_read_without_a_crash(path: Path) -> None:
     whole = interfaces.any_shape(path).read_bytes()
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])

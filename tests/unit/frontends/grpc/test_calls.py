@@ -19,7 +19,7 @@ class Left:
 
 
 @pytest.mark.parametrize("kind", ["unary", "stream"])
-async def test_caller_who_left_before_the_refusal_is_no_fault(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_disconnect_before_the_rejection_logs_no_error(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(_: object) -> Any:
         raise invalid_input("bad")
 

@@ -47,7 +47,7 @@ class SlowCaller:
 
 
 @pytest.mark.parametrize("name", ["Watch", "ServerReflectionInfo", "ModelStreamInfer"])
-async def test_what_is_being_written_at_a_drain_is_written_before_the_stream_ends(name: str) -> None:
+async def test_drain_finishes_the_current_write_before_the_stream_ends(name: str) -> None:
     streams = Streams(1)
     calls: dict[str, tuple[Calls, bytes]] = {
         "Watch": (HealthCalls(FakeModelService(), streams, ()), b""),

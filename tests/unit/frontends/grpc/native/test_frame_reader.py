@@ -65,7 +65,7 @@ EXPECTED_CALLS = [
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
-def test_frames_are_the_same_wherever_the_bytes_are_cut(cuts: list[int]) -> None:
+def test_frames_are_independent_of_segmentation(cuts: list[int]) -> None:
     heard = Heard()
     reader = FrameReader(heard)
     position = number = 0
@@ -102,7 +102,7 @@ def test_header_block_counts_as_unfinished_from_its_first_frame() -> None:
     assert reader.unfinished_since_ns is None
 
 
-def test_data_that_comes_slowly_is_not_unfinished() -> None:
+def test_slow_data_frame_is_not_unfinished() -> None:
     heard = Heard()
     reader = FrameReader(heard)
     reader.feed(frames.PREFACE + frames.settings({}), 1)

@@ -14,7 +14,7 @@ def parse(data: bytes) -> hyper.Frame:
     return frame
 
 
-def test_frames_are_what_another_library_reads() -> None:
+def test_frames_equal_those_of_another_library() -> None:
     parsed = parse(frames.settings({frames.INITIAL_WINDOW_SIZE: 5, frames.MAX_CONCURRENT_STREAMS: 7}))
     assert isinstance(parsed, hyper.SettingsFrame)
     assert parsed.settings == {4: 5, 3: 7}
@@ -38,12 +38,12 @@ def test_frame_header_is_the_frame_without_its_payload() -> None:
 
 
 @pytest.mark.parametrize(("payload", "kept"), [(b"\x00abc", b"abc"), (b"\x02abc", b"a"), (b"\x03abc", b"")])
-def test_padding_is_cut_off(payload: bytes, kept: bytes) -> None:
+def test_padding_is_removed(payload: bytes, kept: bytes) -> None:
     assert frames.without_padding(payload) == kept
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\x04abc"])
-def test_padding_that_is_more_than_the_payload_is_an_error(payload: bytes) -> None:
+def test_padding_longer_than_the_payload_is_an_error(payload: bytes) -> None:
     with pytest.raises(Http2ConnectionError):
         frames.without_padding(payload)
 
@@ -52,7 +52,7 @@ def payload(*values: tuple[int, int]) -> bytes:
     return b"".join(frames.settings({number: value})[9:] for number, value in values)
 
 
-def test_last_value_counts_and_the_smallest_table_is_remembered() -> None:
+def test_last_setting_wins_and_the_smallest_table_size_is_kept() -> None:
     sent = payload((frames.INITIAL_WINDOW_SIZE, 1), (frames.INITIAL_WINDOW_SIZE, 2), (frames.MAX_FRAME_SIZE, 20_000))
     tables = payload((frames.HEADER_TABLE_SIZE, 5), (frames.HEADER_TABLE_SIZE, 4096))
     assert read_peer_settings(sent + tables) == PeerSettings(2, 20_000, 5)
@@ -79,7 +79,7 @@ def test_value_out_of_its_range_ends_the_connection(number: int, value: int, cod
     assert str(value) in caught.value.text
 
 
-def test_what_is_no_list_or_too_long_a_one_ends_the_connection() -> None:
+def test_malformed_or_oversized_settings_end_the_connection() -> None:
     for sent, code in ((b"x", ErrorCode.FRAME_SIZE_ERROR), (bytes(6 * 65), ErrorCode.ENHANCE_YOUR_CALM)):
         with pytest.raises(Http2ConnectionError) as caught:
             read_peer_settings(sent)
