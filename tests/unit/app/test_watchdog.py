@@ -59,7 +59,7 @@ def on_a_loop(main: Callable[[asyncio.AbstractEventLoop], None]) -> threading.Th
     return thread
 
 
-def test_stall_is_logged_with_what_the_loop_is_doing_and_again_when_it_ends(lines: Lines) -> None:
+def test_stall_is_logged_with_the_running_code_and_at_its_end(lines: Lines) -> None:
     activity = LoopActivity()
     go_on = threading.Event()
     made: list[Watchdog] = []
@@ -95,7 +95,7 @@ def test_stall_is_logged_with_what_the_loop_is_doing_and_again_when_it_ends(line
     assert made[0].reading().stalled_ns == pytest.approx(end["seconds"] * 1e9, abs=1e6)
 
 
-def test_stalls_that_follow_soon_are_counted_and_not_logged(lines: Lines) -> None:
+def test_stalls_in_quick_succession_are_counted_not_logged(lines: Lines) -> None:
     made: list[Watchdog] = []
     go_on = threading.Event()
 

@@ -44,7 +44,7 @@ class OneEach(HostDevice):
 
 
 @pytest.mark.parametrize("pace", Pace)
-def test_each_graph_is_kept_and_replayed_by_a_session_of_its_own(tmp_path: Path, pace: Pace) -> None:
+def test_each_graph_has_its_own_session(tmp_path: Path, pace: Pace) -> None:
     device = OneEach(pace=pace)
     path = builders.identity(tmp_path / "m.onnx")
     with on_device(path, device, captures=True, wrap=device.note) as made:

@@ -109,7 +109,7 @@ def test_several_inputs_and_outputs_keep_their_order(tmp_path: Path) -> None:
             np.testing.assert_allclose(output, expected, rtol=1e-5)
 
 
-def test_scores_of_maps_are_on_the_device_like_any_tensor(tmp_path: Path) -> None:
+def test_scores_of_maps_use_device_buffers(tmp_path: Path) -> None:
     with on_device(interfaces.zipmap_classifier(tmp_path / "m.onnx", (4, 9, 2)), HostDevice(pace=Pace.LATE)) as made:
         assert made.prepared.bound == SIZES
         parts = [tuple(_drawn(made, rows, seed=rows)) for rows in (1, 2, 3)]
@@ -152,7 +152,7 @@ def test_graph_is_run_only_with_the_binding_of_its_rows_and_set(tmp_path: Path) 
             assert run.graph_id == graph_id(rows, index)
 
 
-def test_a_replay_ignores_the_binding_it_is_given(tmp_path: Path) -> None:
+def test_replay_ignores_its_binding(tmp_path: Path) -> None:
     """What ONNX Runtime does, and the device of host memory after it: it is why ids are made of rows and set."""
     device = HostDevice()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:

@@ -91,7 +91,5 @@ MIXED = [Gpu(number, f"GPU-{number}{number}", model) for number, model in enumer
         (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, [1]),
     ],
 )
-def test_gpus_are_those_that_cuda_shows_to_the_process(
-    found: list[Gpu], environment: dict[str, str], numbers: list[int]
-) -> None:
+def test_gpus_are_those_visible_to_cuda(found: list[Gpu], environment: dict[str, str], numbers: list[int]) -> None:
     assert [gpu.handle for gpu in visible_gpus(found, environment)] == numbers

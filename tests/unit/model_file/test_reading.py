@@ -27,12 +27,12 @@ def inputs(path: Path) -> tuple[Declared, ...]:
     return read_model(path).graph.inputs
 
 
-def test_no_shape_is_told_from_no_axes(path: Path) -> None:
+def test_unknown_shape_differs_from_no_axes(path: Path) -> None:
     assert names_without_shape(interfaces.any_shape(path)) == {"x", "y"}
     assert names_without_shape(builders.identity(path, DataType.FP32, ())) == set()
 
 
-def test_optional_tensors_count_and_other_types_do_not(path: Path) -> None:
+def test_optional_tensors_are_read_and_other_types_are_not(path: Path) -> None:
     tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
     inputs = [
         helper.make_value_info("optional", helper.make_optional_type_proto(tensor)),
@@ -44,7 +44,7 @@ def test_optional_tensors_count_and_other_types_do_not(path: Path) -> None:
 
 
 @pytest.mark.parametrize("build", [builders.mlp, interfaces.zipmap_classifier, interfaces.default_scale])
-def test_models_with_weights_and_declared_shapes_have_none(path: Path, build: object) -> None:
+def test_names_without_shape_are_those_of_the_onnx_graph(path: Path, build: object) -> None:
     assert callable(build)
     assert names_without_shape(build(path)) == {
         value.name
@@ -54,16 +54,16 @@ def test_models_with_weights_and_declared_shapes_have_none(path: Path, build: ob
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"\xff" * 40, b"ORTM not a message", b"\x3a\xff\xff\x01abc"])
-def test_file_of_another_format_says_nothing(path: Path, content: bytes) -> None:
+def test_file_of_another_format_yields_no_information(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert read_model(path) is UNREADABLE
 
 
-def test_file_that_is_not_there_says_nothing(path: Path) -> None:
+def test_missing_file_yields_no_information(path: Path) -> None:
     assert read_model(path) is UNREADABLE
 
 
-def test_pipe_says_nothing_and_is_not_waited_for(path: Path) -> None:
+def test_pipe_yields_no_information_without_blocking(path: Path) -> None:
     os.mkfifo(path)  # whose opening would wait for somebody to write
     assert read_model(path) is UNREADABLE
 
@@ -116,7 +116,7 @@ def test_long_lists_of_tree_ensembles_are_skipped_and_class_labels_kept(path: Pa
     assert node.attributes == {"nodes_values": Skipped(), "classlabels_int64s": (1, 2), "post_transform": "NONE"}
 
 
-def test_a_name_that_is_not_utf8_is_escaped_and_reported(path: Path) -> None:
+def test_name_that_is_not_utf8_is_escaped_and_reported(path: Path) -> None:
     model = builders.identity(path, DataType.FP32).read_bytes()
     assert not read_model(path).has_invalid_names
     path.write_bytes(model.replace(b"\x01x\x12\x01y", b"\x01\xff\x12\x01y"))

@@ -30,7 +30,7 @@ def test_committed_messages_are_what_the_protos_generate() -> None:
 
 
 @pytest.mark.parametrize("imports", [IMPORT_OURS + IMPORT_THEIRS, IMPORT_THEIRS + IMPORT_OURS], ids=["ours", "theirs"])
-def test_messages_live_in_one_process_with_tritonclient_whichever_is_imported_first(imports: str) -> None:
+def test_messages_coexist_with_tritonclient_in_any_import_order(imports: str) -> None:
     run = subprocess.run([sys.executable, "-c", imports + ROUND_TRIP], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
@@ -61,6 +61,6 @@ assert shape(theirs.ModelConfig.DESCRIPTOR, {}) == shape(ours.ModelConfig.DESCRI
 """
 
 
-def test_configurations_have_the_fields_and_numbers_that_clients_know() -> None:
+def test_configurations_have_the_public_fields_and_numbers() -> None:
     run = subprocess.run([sys.executable, "-c", SAME_CONTRACT], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

@@ -26,14 +26,14 @@ def test_states_only_move_forward(before: State, after: State) -> None:
         assert record.state is before
 
 
-def test_reason_of_a_state_is_forgotten_in_the_next() -> None:
+def test_next_state_clears_the_reason() -> None:
     record = in_state(State.LOADING)
     record.advance(State.READY, "why")
     record.advance(State.DRAINING)
     assert record.reason == ""
 
 
-def test_explanation_is_what_a_load_is_doing_until_it_has_ended() -> None:
+def test_explanation_shows_the_load_step_until_the_end() -> None:
     record = in_state(State.LOADING)
     assert record.explanation == "waiting for its turn"
     record.progress = Progress(lambda: 0)

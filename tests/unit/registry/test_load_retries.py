@@ -16,7 +16,7 @@ def test_wait_doubles_with_each_failure_up_to_an_hour() -> None:
     assert not retries.is_due("other", now_s * S)
 
 
-def test_what_serves_is_not_due_and_begins_anew() -> None:
+def test_served_model_is_not_due_and_restarts_the_delay() -> None:
     retries = LoadRetries()
     retries.note_failure("m", 0)
     retries.note_failure("m", 60 * S)

@@ -43,9 +43,7 @@ def pipe(tmp_path: Path) -> Iterator[Path]:
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 
-async def test_load_that_lasts_is_told_until_it_ends(
-    tmp_path: Path, pipe: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_long_load_is_logged_until_it_ends(tmp_path: Path, pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = LoadOptions.model_validate({"warmup_s": 0, "intra_op_threads": 1})
     source = read_source("m", [tmp_path], options)
     assert source is not None

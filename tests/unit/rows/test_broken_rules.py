@@ -180,7 +180,7 @@ def _found_by_graphs() -> Iterator[str]:
             yield f"graph {number}: {findings}"
 
 
-def test_rules_as_they_are_are_not_found_wrong() -> None:
+def test_unbroken_rules_have_no_findings() -> None:
     assert not list(_found_by_cases())
 
 

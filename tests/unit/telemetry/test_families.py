@@ -20,7 +20,7 @@ from ortserve.telemetry.statistics import TritonMetrics
 SIZES = Declaration("sizes_rows", "histogram", ("model",), "Sizes.", (1.0, 4.0))
 
 
-def test_histogram_that_counted_nothing_does_not_show() -> None:
+def test_empty_histogram_is_omitted() -> None:
     counted, idle = HistogramSeries([1, 4]), HistogramSeries([1, 4])
     for value in (1, 3, 4, 5):
         counted.observe(value)
@@ -36,7 +36,7 @@ def test_histogram_that_counted_nothing_does_not_show() -> None:
     ]
 
 
-def test_family_holds_what_was_counted_when_it_was_made() -> None:
+def test_family_is_a_snapshot() -> None:
     series = HistogramSeries([1, 4])
     series.observe(1)
     family = Family(SIZES, histograms=[(("a",), series)])
@@ -44,7 +44,7 @@ def test_family_holds_what_was_counted_when_it_was_made() -> None:
     assert [sample.value for sample in family.samples] == [1, 1, 1, 1, 1]
 
 
-def test_counter_without_its_suffix_has_no_type_of_its_own() -> None:
+def test_counter_without_a_total_suffix_has_type_unknown() -> None:
     assert prometheus_type(Declaration("nv_inference_count", "counter", (), "Rows.")) == "unknown"
     assert prometheus_type(Declaration("runs_total", "counter", (), "Runs.")) == "counter"
 
@@ -53,7 +53,7 @@ def test_counter_without_its_suffix_has_no_type_of_its_own() -> None:
     ("value", "text"),
     [(3, "3"), (0.25, "0.25"), (1e-9, "1e-09"), (math.inf, "+Inf"), (-math.inf, "-Inf"), (math.nan, "NaN")],
 )
-def test_numbers_are_spelled_as_go_reads_them(value: float, text: str) -> None:
+def test_numbers_are_formatted_as_go_parses_them(value: float, text: str) -> None:
     assert spell_number(value) == text
 
 
@@ -103,7 +103,7 @@ def use(model: ModelMetrics) -> None:
     model.observe_batch(3, 1_000, BatchResult((), 3_000, 8_000, 5_000), 9_000)
 
 
-def test_it_says_what_the_librarys_own_writer_says_at_first_and_after_changes() -> None:
+def test_output_equals_that_of_the_library() -> None:
     world = World()
     models = [world.model(name) for name in ("a", "b", 'quoted "name" \\ and\nlines')]
     for used in ([], models[:2], models[:1], models[2:]):
@@ -115,13 +115,13 @@ def test_it_says_what_the_librarys_own_writer_says_at_first_and_after_changes() 
     assert 'model="a"' not in world.read()
 
 
-def test_numbers_of_the_process_are_among_them() -> None:
+def test_process_metrics_are_included() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
     assert "\nprocess_resident_memory_bytes " in TextFormat(registry).write().decode()
 
 
-def test_series_that_went_leave_nothing_behind() -> None:
+def test_removed_series_leave_no_samples() -> None:
     world = World()
     use(world.model("a"))
     world.read()

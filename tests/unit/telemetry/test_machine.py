@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_busy_share_is_that_since_the_last_look_and_used_what_is_not_available(folder: Path) -> None:
+def test_utilization_covers_the_time_since_the_last_read(folder: Path) -> None:
     clock = FakeClock()
     reader = CpuReader(clock, folder)
     write(folder, 101, 1, 1, 110, 1, 1, 1, 1, 500, 500)  # 6 of 17 ticks; guests' are among the user's
@@ -35,7 +35,7 @@ def test_busy_share_is_that_since_the_last_look_and_used_what_is_not_available(f
     assert reader.read().utilization == 2 / 4
 
 
-def test_who_looks_again_within_a_second_takes_nothing_from_the_next(folder: Path) -> None:
+def test_reads_within_a_second_share_one_measurement(folder: Path) -> None:
     clock = FakeClock()
     reader = CpuReader(clock, folder)
     assert reader.read().utilization is None, "no tick has passed"
@@ -49,14 +49,14 @@ def test_who_looks_again_within_a_second_takes_nothing_from_the_next(folder: Pat
     assert reader.read().utilization == 0.8
 
 
-def test_counts_that_go_back_are_no_negative_share(folder: Path) -> None:
+def test_decreasing_counts_give_no_negative_utilization(folder: Path) -> None:
     reader = CpuReader(FakeClock(), folder)
     write(folder, 105, 0, 0, 99)
     assert reader.read().utilization == 1
 
 
 @pytest.mark.parametrize("content", [None, "", "cpu0 1 2 3 4 5 6 7 8", "cpu  1 2 3", "cpu  a b c d e f g h"])
-def test_where_the_kernel_says_nothing_nothing_is_known(tmp_path: Path, content: str | None) -> None:
+def test_missing_kernel_files_give_no_values(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "stat").write_text(content)
         (tmp_path / "meminfo").write_text("MemTotal: many")

@@ -59,7 +59,7 @@ def durations_ns(trace: Trace) -> dict[str, int]:
     return {name: span.end_time_unix_nano - span.start_time_unix_nano for name, span in trace.phases.items()}
 
 
-def test_wall_clock_times_are_the_stamps_moved_by_one_difference(collector: Collector) -> None:
+def test_wall_clock_times_are_monotonic_times_plus_one_offset(collector: Collector) -> None:
     now_ns = monotonic_ns()
     points = [now_ns + point for point in (0, 1_000, 3_000, 4_000, 8_000, 9_000)]
     trace = export(collector, timing=Timing(*points), ended_ns=points[-1])
@@ -77,7 +77,7 @@ def test_wall_clock_times_are_the_stamps_moved_by_one_difference(collector: Coll
         (Timing(1_000, 4_000, 6_000), {"decode": 3_000, "queue": 2_000}),
     ],
 )
-def test_a_request_that_failed_shows_the_phases_it_passed_and_the_one_it_waited_in(
+def test_failed_request_shows_its_phases_up_to_the_failure(
     collector: Collector, timing: Timing, phases: dict[str, int]
 ) -> None:
     trace = export(collector, timing=timing, kind=ErrorKind.DEADLINE)
@@ -85,7 +85,7 @@ def test_a_request_that_failed_shows_the_phases_it_passed_and_the_one_it_waited_
     assert trace.attributes["http.response.status_code"] == 504
 
 
-def test_what_callers_make_up_is_cut_short_and_made_text(collector: Collector) -> None:
+def test_client_values_are_shortened_and_converted_to_text(collector: Collector) -> None:
     trace = export(collector, b"/" + b"p" * 5000, timing=ANSWERED, model="m" * 5000, version="\ud800")
     assert trace.attributes["url.path"] == "/" + "p" * 255
     assert trace.attributes["ortserve.model.name"] == "m" * 256
@@ -101,7 +101,7 @@ def test_requests_without_a_parent_are_sampled_by_the_ratio(nowhere: str, ratio:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_a_parent_decides_whatever_the_ratio(nowhere: str, ratio: float) -> None:
+def test_parent_decides_under_any_ratio(nowhere: str, ratio: float) -> None:
     tracing = tracing_to(nowhere, sample_ratio=ratio)
     sampled = tracing.begin(OPERATION, f"00-{TRACE_ID}-{PARENT_ID}-01", ["a=1", "b=2"])
     unsampled = tracing.begin(OPERATION, f"00-{TRACE_ID}-{PARENT_ID}-00", ())
@@ -128,7 +128,7 @@ def test_a_parent_decides_whatever_the_ratio(nowhere: str, ratio: float) -> None
         f"00-{TRACE_ID}-{PARENT_ID}-00" + "x" * 1000,
     ],
 )
-def test_a_malformed_parent_counts_as_none(nowhere: str, traceparent: str) -> None:
+def test_malformed_parent_is_ignored(nowhere: str, traceparent: str) -> None:
     always, never = tracing_to(nowhere), tracing_to(nowhere, sample_ratio=0)
     began = always.begin(OPERATION, traceparent, ())
     assert began is not None
@@ -138,7 +138,7 @@ def test_a_malformed_parent_counts_as_none(nowhere: str, traceparent: str) -> No
         tracing.close(0)
 
 
-def test_what_was_handed_over_is_exported_by_the_end_and_counted(collector: Collector) -> None:
+def test_submitted_spans_are_exported_and_counted_by_the_end(collector: Collector) -> None:
     tracing = tracing_to(collector.endpoint)
     for _ in range(600):
         trace = tracing.begin(OPERATION, None, ())
@@ -150,7 +150,7 @@ def test_what_was_handed_over_is_exported_by_the_end_and_counted(collector: Coll
     assert (tracing.exported_spans, tracing.dropped_spans) == (3600, 0)
 
 
-def test_without_a_collector_requests_beyond_the_bound_are_dropped_and_the_end_comes_in_time(nowhere: str) -> None:
+def test_spans_past_the_bound_are_dropped_without_a_collector(nowhere: str) -> None:
     tracing = tracing_to(nowhere)
     begin_s = time.monotonic()
     for _ in range(5000):

@@ -80,7 +80,7 @@ def run(instance: Instance | DeviceInstance, *parts: np.ndarray, bucket: int) ->
     return outcome.outputs[0]
 
 
-def test_without_configuration_sizes_double_up_to_what_is_worth_while(tmp_path: Path) -> None:
+def test_unconfigured_sizes_double_while_worthwhile(tmp_path: Path) -> None:
     device = HostDevice()
     loaded = load(builders.mlp(tmp_path / "m.onnx"), device, max_rows=6)
     (instance,) = loaded.instances
@@ -96,7 +96,7 @@ def test_without_configuration_sizes_double_up_to_what_is_worth_while(tmp_path: 
     assert device.allocated_bytes == 0
 
 
-def test_configured_buckets_are_the_sizes_and_every_instance_has_its_own_buffers(tmp_path: Path) -> None:
+def test_configured_buckets_have_buffers_in_every_instance(tmp_path: Path) -> None:
     device = HostDevice()
     trials = Trials()
     path = builders.mlp(tmp_path / "m.onnx")
@@ -138,7 +138,7 @@ def one_graph_per_session(**options: Any) -> HostDevice:
     return HostDevice(one_graph_per_session=True, **options)
 
 
-def test_where_a_session_keeps_one_graph_others_are_opened_for_them_once_a_trial_went_well(tmp_path: Path) -> None:
+def test_sessions_per_graph_are_opened_after_a_successful_trial(tmp_path: Path) -> None:
     steps: list[str] = []
 
     class NotedProgress(Progress):
@@ -178,7 +178,7 @@ def test_where_a_session_keeps_one_graph_others_are_opened_for_them_once_a_trial
         (lambda path: builders.slow(path, steps=3), "", "control_flow", "which nodes run is decided during the run"),
     ],
 )
-def test_where_a_session_keeps_one_graph_what_is_refused_opens_no_others(
+def test_failed_trial_opens_no_sessions_for_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Any, refused: str, reason: str, because: str
 ) -> None:
     opened: list[Path] = []
@@ -197,7 +197,7 @@ def test_where_a_session_keeps_one_graph_what_is_refused_opens_no_others(
     close(loaded)
 
 
-def test_without_room_for_the_sessions_of_graphs_the_sizes_are_served_in_buffers(tmp_path: Path) -> None:
+def test_sizes_are_served_in_buffers_without_memory_for_graph_sessions(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     device = one_graph_per_session(total_bytes=path.stat().st_size + 1000)  # buffers take more than the 1000
     loaded = load(path, device, max_rows=2, graph_replay=True)
@@ -208,9 +208,7 @@ def test_without_room_for_the_sessions_of_graphs_the_sizes_are_served_in_buffers
     assert (device.allocated_bytes, device.handles) == (0, 0)
 
 
-def test_graphs_leave_room_for_instances_that_are_not_opened_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_leave_memory_for_unopened_instances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     weights = path.stat().st_size
     sessions: list[weakref.ref[ort.InferenceSession]] = []
@@ -235,9 +233,7 @@ def test_graphs_leave_room_for_instances_that_are_not_opened_yet(
     close(loaded)
 
 
-def test_a_model_without_buffers_is_in_the_accounts_and_its_batches_are_counted_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_without_buffers_is_accounted_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Weighs(HostDevice):
         weight = 0
 
@@ -262,7 +258,7 @@ def test_a_model_without_buffers_is_in_the_accounts_and_its_batches_are_counted_
         close(loaded)
 
 
-def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path) -> None:
+def test_failed_trial_process_releases_the_load(tmp_path: Path) -> None:
     class Broken(Trials):
         def why_not(self, order: TrialRequest) -> str:
             raise FileNotFoundError(order.path)
@@ -273,7 +269,7 @@ def test_a_trial_that_cannot_be_asked_leaves_nothing_of_the_load(tmp_path: Path)
     assert device.handles == 0
 
 
-def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> None:
+def test_failed_trial_prevents_capture_and_is_the_reason(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), Trials("it crashed"), max_rows=2, graph_replay=True)
     assert loaded.on_device == DeviceBatches((1, 2), (), "", "it crashed")
     assert shown(loaded)["graph_replay"] == "none: it crashed"
@@ -284,7 +280,7 @@ def test_what_its_trial_refuses_is_not_captured_and_says_why(tmp_path: Path) -> 
     close(loaded)
 
 
-def test_a_load_tries_a_capture_once_for_all_its_instances(tmp_path: Path) -> None:
+def test_load_runs_one_capture_trial_for_all_instances(tmp_path: Path) -> None:
     trials = Trials("it crashed")
     path = builders.mlp(tmp_path / "m.onnx")
     loaded = load(path, HostDevice(), trials, max_rows=2, graph_replay=True, instances=3)
@@ -293,7 +289,7 @@ def test_a_load_tries_a_capture_once_for_all_its_instances(tmp_path: Path) -> No
     close(loaded)
 
 
-def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: Path) -> None:
+def test_kernels_tuned_during_runs_are_not_captured(tmp_path: Path) -> None:
     trials = Trials()
     path = builders.mlp(tmp_path / "m.onnx")
     runtime = DeviceRuntime(devices=Devices({CPU: DeviceProvider(lambda number: HostDevice())}))
@@ -317,7 +313,7 @@ def test_kernels_that_are_tried_while_the_model_runs_are_not_captured(tmp_path: 
         (builders.mlp, {}, "", {}),
     ],
 )
-def test_sizes_that_are_not_captured_are_counted_by_the_kind_of_reason(
+def test_uncaptured_sizes_are_counted_by_reason(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     build: Any,
@@ -337,9 +333,7 @@ def test_sizes_that_are_not_captured_are_counted_by_the_kind_of_reason(
     close(loaded)
 
 
-def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_that_rejects_capture_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_it(path: Path, name: str, options: SessionOptions, model: Model) -> ort.InferenceSession:
         if options.provider.options.pop("captures") == "1":
             raise invalid_input("This session cannot use the graph capture feature")
@@ -355,7 +349,7 @@ def test_a_session_that_cannot_be_made_to_capture_counts_as_failed(
     close(loaded)
 
 
-def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> None:
+def test_capture_failure_after_a_passed_trial_is_served_without_replay(tmp_path: Path) -> None:
     """And opened anew: a session that was made to capture would capture in every run that is not told otherwise.
 
     The first is gone by then, as a device may have no room for both.
@@ -388,7 +382,7 @@ def test_what_its_trial_overlooked_is_not_captured_either(tmp_path: Path) -> Non
         (builders.mlp, {"warmup_s": 0}, "none: the model was not warmed up"),
     ],
 )
-def test_what_cannot_have_buffers_is_served_without_and_says_why(
+def test_model_that_cannot_have_buffers_is_served_with_a_reason(
     tmp_path: Path, build: Any, options: dict[str, Any], because: str
 ) -> None:
     device = HostDevice()
@@ -401,14 +395,14 @@ def test_what_cannot_have_buffers_is_served_without_and_says_why(
     assert device.handles == 0
 
 
-def test_a_model_whose_buffers_were_switched_off_says_so(tmp_path: Path) -> None:
+def test_disabled_buffers_are_shown(tmp_path: Path) -> None:
     loaded = load(builders.mlp(tmp_path / "m.onnx"), HostDevice(), device_buffers=False, graph_replay=True)
     assert shown(loaded)["device_buffers"] == shown(loaded)["graph_replay"] == "none: device_buffers is off"
     assert isinstance(loaded.instances[0], Instance)
     close(loaded)
 
 
-def test_a_model_on_the_cpu_says_nothing_of_devices(tmp_path: Path) -> None:
+def test_cpu_model_shows_no_device_properties(tmp_path: Path) -> None:
     loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m/1", ModelOptions(warmup_s=0.1), time.monotonic_ns)
     assert not {"device_buffers", "graph_replay"} & set(shown(loaded))
     assert isinstance(loaded.instances[0], Instance)
@@ -419,7 +413,7 @@ def test_a_model_on_the_cpu_says_nothing_of_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "options"), [(builders.mlp, {"pad": {"no": {"axis": 1, "multiple": 2, "value": 0}}})]
 )
-def test_a_load_that_fails_leaves_nothing_on_the_device(tmp_path: Path, build: Any, options: dict[str, Any]) -> None:
+def test_failed_load_leaves_nothing_on_the_device(tmp_path: Path, build: Any, options: dict[str, Any]) -> None:
     device = HostDevice()
     with pytest.raises(ServeError):
         load(build(tmp_path / "m.onnx"), device, **options)
@@ -427,7 +421,7 @@ def test_a_load_that_fails_leaves_nothing_on_the_device(tmp_path: Path, build: A
     assert device.handles == 0
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path) -> None:
+def test_weights_past_the_memory_are_rejected_unread(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "m.onnx")
     device = HostDevice(total_bytes=1000)
     with pytest.raises(
@@ -440,17 +434,17 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])]
 )
-def test_sizes_double_up_to_the_most(most: int, sizes: Sequence[int]) -> None:
+def test_sizes_double_up_to_the_maximum(most: int, sizes: Sequence[int]) -> None:
     assert doubling(most) == sizes
 
 
-def test_sizes_that_are_not_replayed_are_told_beside_those_that_are() -> None:
+def test_description_lists_replayed_and_other_sizes() -> None:
     assert DeviceBatches((1, 2), (1,), "", "2: it failed").properties()["graph_replay"] == (
         "batches of 1 rows; others are not: 2: it failed"
     )
 
 
-def test_instances_are_placed_on_their_devices_in_turns(tmp_path: Path) -> None:
+def test_instances_are_placed_on_devices_round_robin(tmp_path: Path) -> None:
     made: dict[int, HostDevice] = {}
 
     def make(number: int) -> HostDevice:

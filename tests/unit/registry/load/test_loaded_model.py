@@ -13,7 +13,7 @@ from ortserve.registry.load.pipeline import load_model
 CPU = "CPUExecutionProvider"
 
 
-def test_classes_of_maps_are_told_and_label_the_columns(tmp_path: Path) -> None:
+def test_classes_of_maps_are_shown_and_label_the_columns(tmp_path: Path) -> None:
     path = interfaces.zipmap_classifier(tmp_path / "m.onnx", (3, -1))
     for served, classes in (((), '{"probabilities": [3, -1]}'), (("label",), None)):
         options = ModelOptions(warmup_s=0, intra_op_threads=1, served_outputs=served)
@@ -24,7 +24,7 @@ def test_classes_of_maps_are_told_and_label_the_columns(tmp_path: Path) -> None:
         assert loaded.labels == {"probabilities": ("3", "-1")}
 
 
-def test_nodes_that_the_chosen_provider_does_not_run_are_named(tmp_path: Path) -> None:
+def test_nodes_on_other_providers_are_named(tmp_path: Path) -> None:
     options = ModelOptions(warmup_s=0, intra_op_threads=1)
     loaded = load_model(builders.mlp(tmp_path / "m.onnx"), "m", options, time.monotonic_ns)
     for instance in loaded.instances:

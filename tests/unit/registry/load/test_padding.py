@@ -38,7 +38,7 @@ def resolve(signature: ModelSignature, **pad: dict[str, Any]) -> Padding | None:
     return resolve_padding(ModelOptions.model_validate({"pad": pad}), signature)
 
 
-def test_axes_are_found_and_outputs_cut_wherever_they_have_the_dimension() -> None:
+def test_padded_axes_are_found_and_outputs_are_cut() -> None:
     assert resolve(TOKENS, mask=axis(), ids=axis(value=7)) == Padding(
         (PaddedAxis("ids", 1, 16, 7, "seq"), PaddedAxis("mask", 1, 16, 0, "seq"), None),
         tuple(
@@ -47,7 +47,7 @@ def test_axes_are_found_and_outputs_cut_wherever_they_have_the_dimension() -> No
     )
 
 
-def test_buckets_alone_pad_rows_and_nothing_else_is_padding() -> None:
+def test_buckets_pad_only_rows() -> None:
     assert resolve_padding(ModelOptions(buckets=(2, 4)), TOKENS) == Padding((None, None, None))
     assert resolve_padding(ModelOptions(), TOKENS) is None
     unbatched = ModelSignature(TOKENS.inputs, TOKENS.outputs, "reason")
@@ -110,9 +110,7 @@ def test_buckets_alone_pad_rows_and_nothing_else_is_padding() -> None:
         ),
     ],
 )
-def test_declaration_that_does_not_fit_is_told_by_its_key(
-    signature: ModelSignature, pad: dict[str, Any], problem: str
-) -> None:
+def test_mismatched_padding_is_reported_by_key(signature: ModelSignature, pad: dict[str, Any], problem: str) -> None:
     with pytest.raises(ServeError) as caught:
         resolve(signature, **pad)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
@@ -153,8 +151,6 @@ def test_declaration_that_does_not_fit_is_told_by_its_key(
         (0, DataType.BYTES, None),
     ],
 )
-def test_value_is_an_element_of_the_datatype_or_refused(
-    value: Value, datatype: DataType, element: Value | None
-) -> None:
+def test_padding_value_is_an_element_of_the_datatype(value: Value, datatype: DataType, element: Value | None) -> None:
     found = as_element(value, datatype)
     assert (found, type(found)) == (element, type(element))

@@ -62,7 +62,7 @@ def workers() -> list[threading.Thread]:
     [(1, 2**22, [1], 1), (1, 0, [2, 1], 1), (2000, 2**22, [1, 2], 2), (2000, 0, [2], 2)],
     ids=["short and small", "short and large", "long and small", "long and large"],
 )
-def test_model_is_opened_again_only_where_its_size_told_the_wrong_number_of_threads(
+def test_model_is_reopened_only_for_a_wrong_thread_estimate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     steps: int,
@@ -85,7 +85,7 @@ def test_model_is_opened_again_only_where_its_size_told_the_wrong_number_of_thre
     assert loaded.warm_up.latencies  # although the first session may have used all of the time
 
 
-def test_short_runs_get_one_thread_unless_told_otherwise(tmp_path: Path) -> None:
+def test_short_runs_get_one_thread_by_default(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     assert load(path).intra_op_threads == 1
     assert load(path, QUICK.model_copy(update={"intra_op_threads": 2})).intra_op_threads == 2
@@ -96,7 +96,7 @@ def test_long_runs_get_the_whole_budget(tmp_path: Path) -> None:
     assert load(builders.slow(tmp_path / "model.onnx", steps=2000)).intra_op_threads == cpu_budget()
 
 
-def test_dependent_rows_are_the_reason_in_the_signature(tmp_path: Path) -> None:
+def test_signature_names_dependent_rows_as_the_reason(tmp_path: Path) -> None:
     loaded = load(builders.row_mixer(tmp_path / "model.onnx"))
     because = "rows may meet: node 'ReduceMean #0': ReduceMean reduces along the axis of the rows"
     assert loaded.signature.unbatched_because == because
@@ -106,7 +106,7 @@ CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
 """Models of public exporters (``tests/rows/README.md``)."""
 
 
-def test_rows_that_no_trial_sees_meet_run_one_at_a_time(tmp_path: Path) -> None:
+def test_dependence_that_no_trial_reveals_prevents_batching(tmp_path: Path) -> None:
     """Of the small counts that warm-up makes up, a scale over all rows is the scale of each."""
     path = builders.quantized_counts(tmp_path / "model.onnx")
     loaded = load(path)
@@ -117,7 +117,7 @@ def test_rows_that_no_trial_sees_meet_run_one_at_a_time(tmp_path: Path) -> None:
     assert believed.warm_up.latencies[-1].rows > 1, "sizes are measured as of a model whose rows are independent"
 
 
-def test_rows_that_the_graph_keeps_apart_run_together() -> None:
+def test_rows_proven_independent_run_together() -> None:
     assert load(CORPUS / "torch_mlp.onnx").signature.is_batched
 
 
@@ -133,7 +133,7 @@ class NotedProgress(Progress):
         self.steps.append(self.describe().removesuffix(", for 0 s"))
 
 
-def test_each_step_of_a_load_is_told_when_it_begins(tmp_path: Path) -> None:
+def test_each_step_of_a_load_is_reported_at_its_start(tmp_path: Path) -> None:
     options = ModelOptions.model_validate(
         {"warmup_s": 60, "max_rows": 4, "instances": 2, "intra_op_threads": 1, "warmup_samples": [{"name": "mine"}]}
     )
@@ -163,7 +163,7 @@ def test_model_that_cannot_be_opened_never_warms_up(tmp_path: Path) -> None:
     assert progress.steps[-1] == "opening the session on CPUExecutionProvider"
 
 
-def test_inputs_that_a_model_may_refuse_are_a_step_of_their_own(tmp_path: Path) -> None:
+def test_synthetic_inputs_are_a_separate_step(tmp_path: Path) -> None:
     progress = NotedProgress()
     load(builders.pools_images(tmp_path / "model.onnx"), QUICK, progress)
     assert "warming up: looking for inputs that the model accepts" in progress.steps
@@ -177,14 +177,14 @@ def test_instance_is_closed_when_its_warm_up_fails_unexpectedly(tmp_path: Path) 
     assert not workers()
 
 
-def test_wishes_that_nothing_meets_are_an_error(tmp_path: Path) -> None:
+def test_unavailable_providers_are_an_error(tmp_path: Path) -> None:
     options = ModelOptions(execution_providers=("no_such",), warmup_s=0)
     with pytest.raises(ServeError, match="none of no_such can be used") as caught:
         load(builders.identity(tmp_path / "model.onnx"), options)
     assert caught.value.kind is ErrorKind.INVALID_INPUT
 
 
-def test_instances_are_as_many_as_asked_for_and_each_is_warm_and_works(tmp_path: Path) -> None:
+def test_configured_number_of_instances_is_warm_and_works(tmp_path: Path) -> None:
     path = builders.unnamed_dims(tmp_path / "model.onnx")
     options = QUICK.model_copy(update={"instances": 3, "max_rows": 4})
     loaded = load_model(path, "m/1", options, time.monotonic_ns)
@@ -263,7 +263,7 @@ def test_samples_of_several_rows_run_on_every_instance_of_a_model_found_to_be_un
     assert not loaded.signature.is_batched
 
 
-def test_sample_that_the_model_refuses_fails_the_load(tmp_path: Path) -> None:
+def test_sample_that_the_model_rejects_fails_the_load(tmp_path: Path) -> None:
     path = builders.refuses_synthetic(tmp_path / "model.onnx")
     options = ModelOptions.model_validate(
         {"warmup_s": 0.05, "warmup_samples": ({"name": "mine", "inputs": {"x": {"data": "zeros"}}},)}
@@ -274,7 +274,7 @@ def test_sample_that_the_model_refuses_fails_the_load(tmp_path: Path) -> None:
     assert not workers()
 
 
-def test_settings_of_the_session_hold_for_every_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_settings_apply_to_every_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
     def open_noted(*args: Any) -> Any:
@@ -291,14 +291,14 @@ def test_settings_of_the_session_hold_for_every_instance(tmp_path: Path, monkeyp
     assert levels == {"GraphOptimizationLevel.ORT_ENABLE_BASIC"}
 
 
-def test_configured_batch_that_the_model_has_not_fails_the_load(tmp_path: Path) -> None:
+def test_configured_batch_axis_missing_in_the_model_fails_the_load(tmp_path: Path) -> None:
     options = QUICK.model_copy(update={"batched": True})
     with pytest.raises(ServeError, match="the configuration says that the model is batched, but the first dimension"):
         load(builders.fixed_batch(tmp_path / "model.onnx"), options)
     assert not workers()
 
 
-def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_batching_options_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(builders.row_mixer(tmp_path / "model.onnx"), QUICK.model_copy(update={"buckets": (2, 8)}))
     (logged,) = [record for record in caplog.records if record.message == "option has no effect"]
     assert "buckets: each request runs alone: rows may meet: node 'ReduceMean #0'" in str(vars(logged))
@@ -318,13 +318,15 @@ def test_options_of_batches_are_told_where_requests_run_alone(tmp_path: Path, ca
         ({"session": {"spinning": True}, "intra_op_threads": None}, True, []),
     ],
 )
-def test_threads_that_no_session_has_are_told(options: Any, has_global_threads: bool, expected: list[str]) -> None:
+def test_thread_options_without_effect_are_reported(
+    options: Any, has_global_threads: bool, expected: list[str]
+) -> None:
     found = threads_without_effect(ModelOptions.model_validate(options), has_global_threads=has_global_threads)
     assert len(found) == len(expected)
     assert all(reason.startswith(begun) for reason, begun in zip(found, expected, strict=True))
 
 
-def test_options_of_gpus_and_of_larger_batches_are_reported_if_there_are_none() -> None:
+def test_gpu_and_batching_options_without_effect_are_reported() -> None:
     options = ModelOptions.model_validate({"gpus": (0, 1), "graph_replay": True, "preferred_rows": (4, 8, 100)})
     assert gpus_without_effect(options, "CPUExecutionProvider") == [
         "gpus: the model is on CPUExecutionProvider",
@@ -335,7 +337,7 @@ def test_options_of_gpus_and_of_larger_batches_are_reported_if_there_are_none() 
     assert sizes_without_effect(options, 100) == sizes_without_effect(options, None) == []
 
 
-def test_options_without_effect_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = QUICK.model_copy(update={"graph_replay": True, "preferred_rows": (9,), "max_rows": 8})
     load(builders.mlp(tmp_path / "model.onnx"), options)
     records = [record for record in caplog.records if record.message == "option has no effect"]
@@ -346,7 +348,7 @@ AZURE = "AzureExecutionProvider"
 """Built into every ONNX Runtime; it takes no node of ours."""
 
 
-def test_provider_that_does_not_work_fails_the_load_unless_falling_back_is_allowed(tmp_path: Path) -> None:
+def test_failing_provider_fails_the_load_without_allow_fallback(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     options = QUICK.model_copy(update={"execution_providers": (AZURE, "cpu"), "instances": 2})
     with pytest.raises(ServeError, match="with allow_fallback it would be tried on CPUExecutionProvider"):
@@ -362,7 +364,7 @@ def test_provider_that_does_not_work_fails_the_load_unless_falling_back_is_allow
     assert not workers()
 
 
-def test_run_holds_as_many_threads_as_it_may_keep_busy(tmp_path: Path) -> None:
+def test_run_reserves_the_threads_it_can_use(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     settings = SessionSettings(execution_mode="parallel", inter_op_threads=3)
     loaded = load(path, QUICK.model_copy(update={"intra_op_threads": 2, "session": settings}))
@@ -469,7 +471,7 @@ def without_garbage_collector() -> Iterator[None]:
         interfaces.optional_bias,
     ],
 )
-def test_provider_that_opens_the_model_and_fails_every_run_fails_the_load(
+def test_provider_that_fails_every_run_fails_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, build: Callable[[Path], Path]
 ) -> None:
     providers = Providers(monkeypatch, {provider: BROKEN})
@@ -485,7 +487,7 @@ def test_provider_that_opens_the_model_and_fails_every_run_fails_the_load(
 
 
 @on_each_kind
-def test_provider_that_fails_every_run_is_passed_over_where_that_is_allowed_and_freed_before_the_next_is_opened(
+def test_provider_that_fails_every_run_is_freed_before_the_fallback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next one is warmed up by itself."""
@@ -506,7 +508,7 @@ def test_provider_that_fails_every_run_is_passed_over_where_that_is_allowed_and_
     assert not workers()
 
 
-def test_failures_to_open_and_to_run_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_to_open_and_to_run_are_reported_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     providers = Providers(monkeypatch, {OTHER: BROKEN})
     real = providers._open
 
@@ -523,7 +525,7 @@ def test_failures_to_open_and_to_run_are_told_together(tmp_path: Path, monkeypat
 
 @on_each_kind
 @pytest.mark.parametrize("allow_fallback", [False, True])
-def test_model_that_the_cpu_refuses_to_run_too_is_served_as_one_that_refuses_made_up_inputs(
+def test_model_that_fails_on_the_cpu_too_is_served_as_picky(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, allow_fallback: bool
 ) -> None:
     providers = Providers(monkeypatch, {})
@@ -536,7 +538,7 @@ def test_model_that_the_cpu_refuses_to_run_too_is_served_as_one_that_refuses_mad
     assert not workers()
 
 
-def test_model_that_the_cpu_cannot_open_is_served_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_the_cpu_cannot_open_is_served_as_picky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Providers(monkeypatch, {OTHER: BROKEN})
 
     def open_none(*args: Any) -> Any:
@@ -559,7 +561,7 @@ def test_model_that_the_cpu_cannot_open_is_served_likewise(tmp_path: Path, monke
         (partial(builders.pools_images, least=32), {}, [OTHER, "cpu"], {}),
     ],
 )
-def test_cpu_is_asked_only_where_another_provider_was_seen_to_run_nothing(
+def test_cpu_is_tried_only_if_another_provider_fails_every_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     build: Callable[[Path], Path],
@@ -573,7 +575,7 @@ def test_cpu_is_asked_only_where_another_provider_was_seen_to_run_nothing(
 
 
 @on_each_kind
-def test_provider_that_runs_some_made_up_inputs_has_not_failed(
+def test_provider_that_runs_some_synthetic_inputs_has_not_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     providers = Providers(monkeypatch, {provider: BROKEN}, most_rows=4)
@@ -582,9 +584,7 @@ def test_provider_that_runs_some_made_up_inputs_has_not_failed(
     assert (loaded.execution_provider, providers.tried) == (provider, [])
 
 
-def test_what_a_provider_refuses_is_tried_on_the_cpu_with_what_decides_whether_it_runs_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_comparison_uses_only_relevant_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "kept.onnx"
     libraries = (tmp_path / "ops.so",)
     providers = Providers(monkeypatch, {CUDA: BROKEN})
@@ -631,9 +631,7 @@ def test_options_that_do_not_fit_the_model_are_not_tried_on_the_next_provider(
     assert providers.opened == [OTHER] * 2
 
 
-def test_device_that_is_lost_in_warm_up_is_no_failure_to_fall_back_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_lost_in_warm_up_causes_no_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     providers = Providers(monkeypatch, {CUDA: "CUDA failure 719: unspecified launch failure"})
     with pytest.raises(DeviceLostError, match="host:0 is lost"):
         load_on(builders.mlp(tmp_path / "m.onnx"), ["cuda", "cpu"], allow_fallback=True)
@@ -645,7 +643,7 @@ NO_MEMORY = "BFCArena::AllocateRawInternal Failed to allocate memory for request
 
 
 @pytest.mark.parametrize("options", [{}, {"max_rows": 32}, {"max_rows": 32, "instances": 2}])
-def test_batches_are_of_the_sizes_that_find_memory_in_warm_up(
+def test_batch_sizes_are_those_that_fit_in_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     providers = Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows=10)
@@ -662,7 +660,7 @@ def test_batches_are_of_the_sizes_that_find_memory_in_warm_up(
 
 @pytest.mark.parametrize("instances", [1, 2])
 @pytest.mark.parametrize("most_rows", [8, 10, 20, 31])
-def test_batches_are_padded_to_the_buckets_that_find_memory_in_warm_up(
+def test_buckets_are_those_that_fit_in_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, instances: int
 ) -> None:
     Providers(monkeypatch, {CUDA: NO_MEMORY}, most_rows)
@@ -681,7 +679,7 @@ def test_batches_are_padded_to_the_buckets_that_find_memory_in_warm_up(
         (7, {"buckets": (8, 32)}, rf"buckets: expected one of at most 4 rows, .* got 8, 32: .*{NO_MEMORY}"),
     ],
 )
-def test_model_whose_smallest_batch_finds_no_memory_fails_or_is_tried_on_the_next_provider(
+def test_model_without_memory_for_one_row_fails_or_falls_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int, options: dict[str, Any], error: str
 ) -> None:
     """As one whose weights alone find none, when it is opened."""
@@ -701,7 +699,7 @@ def test_model_whose_smallest_batch_finds_no_memory_fails_or_is_tried_on_the_nex
 @pytest.mark.parametrize(
     "session", [{"thread_affinities": "1"}, {"entries": {"session.intra_op_thread_affinities": "1"}}]
 )
-def test_threads_with_processors_of_their_own_are_kept_for_short_runs(
+def test_pinned_threads_are_kept_for_short_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: dict[str, Any]
 ) -> None:
     """One thread has none to place, and ONNX Runtime would say nothing of that."""
@@ -721,7 +719,7 @@ class OfferingCuda(DeviceRuntime):
         return Offer()
 
 
-def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_cpu_once(
+def test_operators_are_listed_by_provider_and_cpu_nodes_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As if ONNX Runtime had placed the nodes so, and run on CUDA what it runs on the CPU."""
@@ -759,7 +757,7 @@ def test_operators_are_told_of_each_provider_and_those_that_a_gpu_leaves_to_the_
     assert load_and_warn("cpu") == []
 
 
-def test_a_warm_up_that_never_ends_fails_the_load(tmp_path: Path) -> None:
+def test_endless_warm_up_fails_the_load(tmp_path: Path) -> None:
     options = ModelOptions(warmup_run_timeout_s=0.2, warmup_s=0.1)
     with pytest.raises(ServeError, match=r"a run in warm-up was ended after warmup_run_timeout_s 0.2 s") as caught:
         load(builders.repeats(tmp_path / "m.onnx", steps=2**62), options)
@@ -767,7 +765,7 @@ def test_a_warm_up_that_never_ends_fails_the_load(tmp_path: Path) -> None:
     assert not workers()
 
 
-def test_a_load_does_not_wait_for_a_run_that_cannot_be_ended(tmp_path: Path) -> None:
+def test_load_does_not_wait_for_an_unabortable_run(tmp_path: Path) -> None:
     options = ModelOptions(warmup_run_timeout_s=0.1, run_grace_s=0.1, warmup_s=0.1, intra_op_threads=1)
     path = builders.multiplies(tmp_path / "m.onnx", least=2048)
     with pytest.raises(ServeError, match="a run in warm-up was ended"):

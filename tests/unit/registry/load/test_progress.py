@@ -4,7 +4,7 @@ from fakes.clock import FakeClock
 from ortserve.registry.load.coordination import Progress
 
 
-def test_time_is_that_of_the_present_step() -> None:
+def test_time_counts_from_the_current_step() -> None:
     clock = FakeClock()
     progress = Progress(clock)
     clock.advance(3_000_000_000)
@@ -14,7 +14,7 @@ def test_time_is_that_of_the_present_step() -> None:
     assert progress.describe() == "opening the session, for 1 s"
 
 
-def test_part_is_told_of_all_steps_that_begin_after_it() -> None:
+def test_part_applies_to_all_later_steps() -> None:
     progress = Progress(FakeClock())
     progress.begin("opening the session")
     progress.begin_part("instance 2 of 3")

@@ -42,7 +42,7 @@ def opener_of(path: Path, options: ModelOptions, progress: Progress | None = Non
     )
 
 
-def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
+def test_external_weights_are_counted(tmp_path: Path) -> None:
     path = builders.mlp(tmp_path / "model.onnx")
     assert model_nbytes(path, read_model(path)) == path.stat().st_size
     model = onnx.load(path)
@@ -66,7 +66,7 @@ def test_weights_in_files_of_their_own_count(tmp_path: Path) -> None:
         (builders.not_onnx, (1, 8), set()),
     ],
 )
-def test_a_choice_of_tensorrt_is_told_of_the_buckets(
+def test_tensorrt_choice_gets_the_buckets(
     tmp_path: Path, build: Any, buckets: tuple[int, ...], expected: set[str]
 ) -> None:
     path = build(tmp_path / "m.onnx")
@@ -85,7 +85,7 @@ def test_a_choice_of_tensorrt_is_told_of_the_buckets(
         ),
     ],
 )
-def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: Any, expected: str) -> None:
+def test_progress_shows_engine_building(tmp_path: Path, build: Any, expected: str) -> None:
     """TensorRT itself is not there: what it was doing is left to be read."""
     progress = Progress(lambda: 0)
     opener = opener_of(build(tmp_path / "m.onnx"), ModelOptions(), progress)
@@ -111,7 +111,7 @@ def test_who_waits_for_tensorrt_is_told_when_it_builds(tmp_path: Path, build: An
     ],
 )
 @pytest.mark.parametrize("asked", ["graph_replay", "trt_cuda_graph_enable", ""])
-def test_graphs_on_tensorrt_need_engines_that_are_built_once(
+def test_graphs_on_tensorrt_need_fixed_engines(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     build: Any,
@@ -165,7 +165,7 @@ def test_graphs_on_tensorrt_need_engines_that_are_built_once(
 
 
 @pytest.mark.parametrize("provider", [CPU, CUDA, TENSORRT])
-def test_session_that_cannot_be_made_as_its_gpu_is_lost_says_so_though_it_has_no_buffers(
+def test_lost_gpu_is_reported_by_a_session_without_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     """On the CPU it is a text like any other."""
@@ -184,9 +184,7 @@ def test_session_that_cannot_be_made_as_its_gpu_is_lost_says_so_though_it_has_no
     assert failed.value.kind is (ErrorKind.INVALID_INPUT if provider == CPU else ErrorKind.NOT_READY)
 
 
-def test_a_model_that_is_in_part_on_tensorrt_learns_its_shapes_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_partly_on_tensorrt_has_implicit_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[Mapping[str, str]] = []
 
     def open_in_part(path: Path, name: str, options: SessionOptions, model: Model) -> Session:
@@ -208,7 +206,7 @@ def test_a_model_that_is_in_part_on_tensorrt_learns_its_shapes_as_they_come(
         opener.open(ProviderChoice(TENSORRT, options={"trt_profile_min_shapes": "x:1x64"}), 1)
 
 
-def test_a_session_that_cannot_be_made_is_not_kept_by_its_error(tmp_path: Path) -> None:
+def test_error_of_a_failed_session_does_not_reference_it(tmp_path: Path) -> None:
     """Its streams are given back at once, and its frames would hold what there is of it."""
     with pytest.raises(ServeError) as failed:
         opener_of(builders.not_onnx(tmp_path / "m.onnx"), ModelOptions()).open(ProviderChoice(CPU), 1)
@@ -220,5 +218,5 @@ def test_a_session_that_cannot_be_made_is_not_kept_by_its_error(tmp_path: Path) 
     ("shapes", "rows"),
     [("", None), ("x:4x64", 4), ("x:4x64,y:8x1", 4), ("x:4x64,x:16x64", 16), ("a:b:4x2", 4), ("x", None)],
 )
-def test_rows_of_a_batch_are_those_of_the_operators_profile(shapes: str, rows: int | None) -> None:
+def test_profile_rows_bound_the_batch(shapes: str, rows: int | None) -> None:
     assert most_rows({"trt_profile_max_shapes": shapes} if shapes else {}) == rows

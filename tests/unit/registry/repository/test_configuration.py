@@ -119,7 +119,7 @@ def refusal(folder: Path, text: str) -> ServeError:
         ),
     ],
 )
-def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: str) -> None:
+def test_both_file_formats_yield_the_same_options(tmp_path: Path, pbtxt: str, yaml: str) -> None:
     ours = read(tmp_path, yaml, "model.yaml").options
     assert isinstance(ours, ModelOptions)
     assert read(tmp_path, pbtxt).options == ours
@@ -230,7 +230,9 @@ def test_both_files_end_in_the_same_options(tmp_path: Path, pbtxt: str, yaml: st
         ),
     ],
 )
-def test_what_cannot_be_is_told_with_the_files_name(tmp_path: Path, text: str, kind: ErrorKind, problem: str) -> None:
+def test_impossible_option_is_reported_with_the_file_name(
+    tmp_path: Path, text: str, kind: ErrorKind, problem: str
+) -> None:
     error = refusal(tmp_path, text)
     assert error.kind is kind
     assert error.message.startswith("config.pbtxt: ")
@@ -251,7 +253,7 @@ def test_graphs_are_reported_where_there_is_no_gpu_to_replay_them(tmp_path: Path
     assert not read_here.options.graph_replay
 
 
-def test_parameters_that_mean_nothing_here_are_reported(tmp_path: Path) -> None:
+def test_parameters_without_effect_are_reported(tmp_path: Path) -> None:
     read_here = read(
         tmp_path,
         'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "yes" } } '

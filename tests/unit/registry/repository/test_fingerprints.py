@@ -47,7 +47,7 @@ def run_once(folder: Path, options: ModelOptions) -> None:
         ("FOLDER/stats.csv", "stats.csv"),
     ],
 )
-def test_statistics_that_every_run_writes_are_no_change(folder: Path, named: str, written: str) -> None:
+def test_statistics_file_written_by_runs_is_no_change(folder: Path, named: str, written: str) -> None:
     options = options_with(**{MEMORY_STATS: named.replace("FOLDER", str(folder))})
     before = stamp(folder, options)
     run_once(folder, options)
@@ -57,11 +57,11 @@ def test_statistics_that_every_run_writes_are_no_change(folder: Path, named: str
     assert stamp(folder, options) != before
 
 
-def test_statistics_of_no_name_leave_the_model_what_it_is(folder: Path) -> None:
+def test_empty_statistics_option_changes_no_fingerprint(folder: Path) -> None:
     assert len(stamp(folder, options_with(**{MEMORY_STATS: ""}))) == 1
 
 
-def test_counters_that_a_session_only_reads_are_the_models(folder: Path) -> None:
+def test_counter_files_that_sessions_read_are_model_files(folder: Path) -> None:
     counters = folder / "1" / "counters.txt"
     counters.write_text("moe_expert_state 1\n")
     entry = "session.moe_expert_counter_state_file"
@@ -108,7 +108,7 @@ def test_compiled_model_and_what_is_written_beside_it_are_no_change(
     assert stamp(folder, options) != before
 
 
-def test_compiled_model_is_the_models_own_where_none_is_written(folder: Path) -> None:
+def test_compiled_model_counts_as_a_model_file_unless_written(folder: Path) -> None:
     options = options_with(**{"ep.context_enable": 0})
     before = stamp(folder, options)
     (folder / "1" / "model_ctx.onnx").touch()

@@ -31,7 +31,7 @@ def test_labels_are_the_lines_of_a_file_or_a_list(tmp_path: Path) -> None:
         ("", "cannot be read: Is a directory"),
     ],
 )
-def test_labels_that_cannot_be_read_or_lie_elsewhere_are_told(tmp_path: Path, name: str, problem: str) -> None:
+def test_unreadable_or_outside_label_files_are_reported(tmp_path: Path, name: str, problem: str) -> None:
     folder = tmp_path / "m"
     folder.mkdir()
     (tmp_path / "other").mkdir()

@@ -26,7 +26,7 @@ def source(changed_at: int = 0, **options: object) -> VersionSource:
         ({2: source(), 1: source()}, {}, VersionChanges((), (1, 2))),
     ],
 )
-def test_only_what_changed_is_loaded_and_what_is_not_wanted_goes(
+def test_only_changed_models_are_loaded_and_unwanted_ones_unloaded(
     serving: dict[int, VersionSource], wanted: dict[int, VersionSource], swap: VersionChanges
 ) -> None:
     assert plan_changes(serving, wanted) == swap
