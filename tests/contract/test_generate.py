@@ -93,7 +93,7 @@ def test_version_that_does_not_exist_is_404(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br"])
-def test_compressed_body_is_refused(server: ServerProcess, encoding: str) -> None:
+def test_compressed_body_is_rejected(server: ServerProcess, encoding: str) -> None:
     answer = post(server, "echo", gzip.compress(b'{"x": 1}'), **{"Content-Encoding": encoding})
     assert answer.status_code == 400
     assert encoding in answer.json()["error"]

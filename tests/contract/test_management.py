@@ -264,7 +264,7 @@ def test_statistics_count_rows_batches_and_failures_before_the_answer_is_sent(tm
         assert samples.value("nv_inference_request_failure", model="poison", version="1", reason="BACKEND") == 1
 
 
-def test_statistics_of_unknown_models_are_refused(managed: ServerProcess) -> None:
+def test_statistics_of_unknown_models_are_rejected(managed: ServerProcess) -> None:
     with triton_clients(managed) as (http, grpc):
         for client, status in ((http, "400"), (grpc, "StatusCode.INVALID_ARGUMENT")):
             for arguments, text in (

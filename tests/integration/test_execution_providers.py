@@ -106,7 +106,7 @@ def test_model_runs_on_the_first_available_provider_that_metadata_names(server: 
     np.testing.assert_allclose(infer(server, model, rows), infer(server, "behind_the_cpu", rows), atol=1e-5)
 
 
-def test_nothing_runs_on_a_provider_behind_the_cpu(server: ServerProcess) -> None:
+def test_no_node_runs_on_a_provider_after_the_cpu(server: ServerProcess) -> None:
     described = properties(server, "behind_the_cpu")
     assert (described["execution_provider"], described["nodes"]) == (CPU, f"{CPU}: 4")
     assert "execution_providers_passed_over" not in described

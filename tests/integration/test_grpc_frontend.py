@@ -328,7 +328,7 @@ async def test_request_over_the_body_limit_is_resource_exhausted_and_one_under_i
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-async def test_message_that_grows_over_the_body_limit_by_decompression_is_refused(
+async def test_message_inflating_past_the_body_limit_is_rejected(
     channel: grpc.aio.Channel, inference: FakeInferenceService, compression: grpc.Compression
 ) -> None:
     send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]

@@ -88,7 +88,7 @@ def test_nan_and_infinities_pass_in_binary_encodings(zoo_server: ServerProcess, 
     assert_same(answer["y"], sent)
 
 
-def test_rest_json_takes_and_writes_the_bare_tokens_of_triton_clients(zoo_server: ServerProcess) -> None:
+def test_rest_json_uses_the_bare_tokens_of_triton_clients(zoo_server: ServerProcess) -> None:
     body = '{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[NaN,Infinity,-Infinity,0.1]}]}'
     answer = httpx.post(rest_url(zoo_server, "identity_fp32"), content=body, timeout=LONG_S)
     assert answer.status_code == 200, answer.text

@@ -39,7 +39,7 @@ def verdicts(cases: list[NodeCase], tmp_path_factory: pytest.TempPathFactory) ->
         return judge()
 
 
-def test_what_onnx_runtime_answers_is_answered_over_both_protocols(verdicts: list[Verdict]) -> None:
+def test_server_answers_equal_onnx_runtime_on_both_protocols(verdicts: list[Verdict]) -> None:
     failures = [f"{verdict.name}: {failure}" for verdict in verdicts for failure in verdict.failures]
     assert not failures, "\n".join(failures)
 

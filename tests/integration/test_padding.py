@@ -88,7 +88,7 @@ def test_answer_is_that_of_the_unpadded_request(
 
 
 @pytest.mark.parametrize("model", ["tokens", "tokens_in_buckets", "sums"])
-def test_concurrent_callers_of_any_length_get_their_own_answers(
+def test_concurrent_requests_of_any_length_get_their_own_answers(
     server: ServerProcess, oracles: dict[str, Oracle], model: str
 ) -> None:
     rng = np.random.default_rng(1)

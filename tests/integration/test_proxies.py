@@ -259,7 +259,7 @@ async def test_server_that_lacks_a_required_model_gets_no_request(fleet: Fleet) 
 
 
 @pytest.mark.parametrize("fleet", PROXIES, indirect=True)
-async def test_stream_goes_on_beyond_what_one_body_may_hold(fleet: Fleet) -> None:
+async def test_stream_continues_past_the_size_of_one_body(fleet: Fleet) -> None:
     """To a proxy a stream is one body, however many messages it is of; the server bounds each of those."""
     add_model(fleet.repository, "identity", builders.identity)
     await fleet.start_both()

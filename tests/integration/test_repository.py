@@ -220,7 +220,7 @@ def test_repository_that_cannot_be_read_ends_the_server_with_status_1(tmp_path: 
 
 
 @pytest.mark.parametrize("option", ["http", "grpc", "metrics"])
-def test_port_that_is_taken_ends_the_server_with_status_1_and_names_the_option(option: str) -> None:
+def test_port_in_use_ends_the_server_with_status_1_and_names_the_option(option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ports = {"http": "0", "grpc": "0", "metrics": "0"} | {option: port}

@@ -78,7 +78,7 @@ def test_light_load_with_deadlines_rejects_no_request(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("clients", [4, 16])
-def test_echo_wait_gets_most_of_what_closed_loops_can_gain(clients: int) -> None:
+def test_echo_wait_gains_most_of_the_closed_loop_optimum(clients: int) -> None:
     def think(draw: random.Random) -> float:
         return draw.expovariate(1 / 200_000)
 

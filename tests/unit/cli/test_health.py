@@ -89,7 +89,7 @@ def tls() -> ssl.SSLContext:
     return context
 
 
-def test_server_that_speaks_tls_is_asked_over_tls(
+def test_tls_server_is_queried_over_tls(
     tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering({"/v2/health/ready": (200, "{}")}, tls) as port:

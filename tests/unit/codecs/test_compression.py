@@ -106,7 +106,7 @@ def test_stream_without_output_ends() -> None:
     assert inflate(empty, Encoding.DEFLATE) == b""
 
 
-def test_only_what_shrinks_is_worth_it() -> None:
+def test_compression_is_used_only_if_it_shrinks_the_body() -> None:
     assert is_worth_compressing(b"[" + b"0.123456," * 3000)
     assert is_worth_compressing(bytes(100_000))
     assert not is_worth_compressing(os.urandom(100_000))

@@ -129,7 +129,7 @@ def test_empty_id_counts_as_absent() -> None:
     assert decode({"id": "", "inputs": []}).id == ""
 
 
-def test_binary_tensors_are_taken_in_the_order_of_the_inputs_between_json_ones() -> None:
+def test_binary_tensors_follow_the_order_of_the_inputs() -> None:
     text = struct.pack("<I", 3) + b"abc"
     request = decode(
         {

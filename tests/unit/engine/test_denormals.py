@@ -199,7 +199,7 @@ def test_thread_is_restored_when_a_model_fails_to_open(tmp_path: Path) -> None:
     assert not are_zero_here()
 
 
-def test_session_of_a_model_without_the_setting_is_a_plain_one() -> None:
+def test_session_without_the_setting_is_a_plain_session() -> None:
     assert session_maker(SessionSettings(), has_global_threads=True) is ort.InferenceSession
 
 

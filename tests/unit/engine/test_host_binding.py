@@ -249,13 +249,13 @@ UNFIT = [
 
 
 @pytest.mark.parametrize("build", UNFIT)
-def test_nothing_is_bound_where_rows_do_not_fix_the_shapes(
+def test_other_free_shapes_prevent_binding(
     tmp_path: Path, open_model: Open, build: Callable[[Path], Path]
 ) -> None:
     assert open_model(build(tmp_path / "model.onnx")).instance._binding is None
 
 
-def test_nothing_is_bound_where_an_axis_is_padded(tmp_path: Path, open_model: Open) -> None:
+def test_padded_axis_prevents_binding(tmp_path: Path, open_model: Open) -> None:
     padding = Padding((PaddedAxis("x", 1, 8, 0, "seq"),))
     assert open_model(builders.variable_length(tmp_path / "model.onnx"), padding).instance._binding is None
 

@@ -116,7 +116,7 @@ def test_rows_of_a_padded_batch_are_those_of_one_without_padding(
     np.testing.assert_allclose(output, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_padded_strings_come_back_without_padding(tmp_path: Path, open_instance: Open) -> None:
+def test_padded_strings_are_returned_without_padding(tmp_path: Path, open_instance: Open) -> None:
     instance = open_instance(builders.identity(tmp_path / "model.onnx", DataType.BYTES, ("batch",)))
     texts = [np.array(["a", "b"], object), np.array(["c"], object)]
     assert instance.run(batch_of(*texts, bucket=8)).outputs[0].tolist() == ["a", "b", "c"]
@@ -281,7 +281,7 @@ class Broken:
         raise RuntimeError("CUDA failure 700: an illegal memory access was encountered")
 
 
-def test_a_run_on_a_gpu_without_buffers_reports_a_lost_one(tmp_path: Path) -> None:
+def test_run_without_buffers_reports_a_lost_gpu(tmp_path: Path) -> None:
     path = builders.unnamed_dims(tmp_path / "model.onnx")
     session = open_session(path, "m/1", SessionOptions(ProviderChoice(CPU), 1))
     lock = CaptureLock()

@@ -90,7 +90,7 @@ def test_identity_returns_bfloat16_bit_patterns(path: Path) -> None:
     np.testing.assert_array_equal(y, x)
 
 
-def test_identity_takes_fixed_named_and_unnamed_dimensions(path: Path) -> None:
+def test_identity_accepts_fixed_named_and_unnamed_dimensions(path: Path) -> None:
     session = open_session(builders.identity(path, DataType.FP32, ["batch", 3, None]))
     inputs, outputs = signature(session)
     assert inputs == [("x", "tensor(float)", ["batch", 3, None])]

@@ -22,7 +22,7 @@ IMPORT_THEIRS = "import tritonclient.grpc\nimport tritonclient.grpc.service_pb2 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("grpc_tools") is None, reason="grpcio-tools is not installed")
-def test_committed_messages_are_what_the_protos_generate() -> None:
+def test_committed_messages_equal_the_generated_ones() -> None:
     check = subprocess.run(
         [sys.executable, ROOT / "protos" / "generate.py", "--check"], capture_output=True, text=True, timeout=60
     )

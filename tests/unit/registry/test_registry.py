@@ -129,7 +129,7 @@ async def test_missing_policy_version_does_not_block_others(tmp_path: Path, load
     assert state_of(registry, "m") == {1: (State.READY, ""), 7: (State.READY, "")}
 
 
-async def test_model_without_readable_versions_has_none(tmp_path: Path, load: Load) -> None:
+async def test_model_without_readable_versions_serves_no_version(tmp_path: Path, load: Load) -> None:
     (tmp_path / "m").mkdir()
     registry = await load()
     with pytest.raises(ServeError) as caught:

@@ -108,7 +108,7 @@ async def test_body_reaches_the_application_in_parts_and_completely() -> None:
     assert (status, is_closed, bytes(seen)) == (200, False, body)
 
 
-async def test_caller_that_expects_continue_gets_it_when_the_application_reads() -> None:
+async def test_100_continue_is_sent_when_the_application_reads() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/reads":
             await receive()

@@ -93,7 +93,7 @@ def test_counter_files_that_sessions_read_are_model_files(folder: Path) -> None:
         ),
     ],
 )
-def test_compiled_model_and_what_is_written_beside_it_are_no_change(
+def test_compiled_model_and_its_companion_files_are_no_change(
     folder: Path, entries: dict[str, int | str], written: list[str]
 ) -> None:
     settings = {
