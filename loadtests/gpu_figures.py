@@ -12,7 +12,7 @@ One command, for a machine with a GPU and without a network: it needs onnx, cupy
 pyyaml and, for ``checks``, pytest, makes its models itself, and compares every model's answers with ONNX Runtime's on
 the CPU first. Each section is a process of its own, as a capture that fails may take its GPU with it, and writes its
 lines to the file as they come; within one, a model that fails is a line of the table. All of it ends within
-``--budget-s``, nine minutes less what starting takes, whatever hangs. ``--device host --scale tiny`` runs it on host
+``--budget-s``, nine minutes less the start-up time, even if a section hangs. ``--device host --scale tiny`` runs it on host
 memory, where the figures mean nothing.
 """
 

@@ -53,7 +53,7 @@ def offer(
     seed: int,
     check_every: int = 20,
 ) -> Outcome:
-    """Send ``rate`` requests a second for ``seconds``, whatever becomes of them, and wait for all answers.
+    """Send ``rate`` requests a second for ``seconds`` without waiting between them, then wait for all answers.
 
     Args:
         port: Of the server on this machine.

@@ -225,7 +225,7 @@ def open_loop(
     slo_ns: int | None = None,
     limits: QueueLimits = _ROOM,
 ) -> Outcome:
-    """Offer requests at set times, whatever becomes of those before, each to be answered within ``slo_ns``."""
+    """Send requests at set times, independent of earlier answers, each to be answered within ``slo_ns``."""
 
     async def main(loop: VirtualTimeLoop, clock: FakeClock) -> Outcome:
         stage = set_stage(

@@ -1,4 +1,4 @@
-"""Messages that would become very many objects are refused, named, and hold up nobody else meanwhile.
+"""Messages that would decode to very many objects are rejected by name and delay no other request.
 
 One table for both protocols. Beside each message another caller asks for liveness every 5 ms; the server's processor
 time and memory are its own counts, so that a loaded machine does not change them. Waits are wall time: a message is

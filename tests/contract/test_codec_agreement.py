@@ -1,4 +1,4 @@
-"""One request and one answer are the same whatever they are encoded in, for every datatype."""
+"""A request and its answer are equal in every encoding, for every datatype."""
 
 from dataclasses import replace
 

@@ -36,7 +36,7 @@ def binary_request(array: np.ndarray) -> tuple[bytes, dict[str, str]]:
 
 
 def post(server: ServerProcess, body: bytes, headers: dict[str, str]) -> httpx.Response:
-    # httpx asks for compression by itself, unless told not to.
+    # httpx accepts compression by default, so tests of plain answers switch it off.
     return httpx.post(
         rest_url(server, "echo"), content=body, headers={"Accept-Encoding": "identity"} | headers, timeout=LONG_S
     )

@@ -148,7 +148,7 @@ def refusal(came: Refusal | None) -> Refusal:
 
 @pytest.fixture(autouse=True)
 def _server_goes_on(server: ServerProcess) -> Iterator[None]:
-    """After whatever a test did to the server, both protocols answer a good request."""
+    """Check after each test that both protocols still answer a good request."""
     yield
     for send in (*REST, *GRPC):
         assert send(server, GOOD) is None

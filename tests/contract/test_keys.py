@@ -1,4 +1,4 @@
-"""What callers get with a key, without one and with another's, on every way in; and that no key is ever told."""
+"""Answers to requests with a valid, an absent and a wrong key on every port; no output contains a key."""
 
 import socket
 import threading

@@ -247,7 +247,7 @@ def test_network_policy_admits_the_labelled_namespace(console: Console, commands
 
 
 def assert_mounted(console: Console, n_files: int) -> None:
-    """Whether the files that the server is told to read are in the pods."""
+    """Whether the files named by the server's options are mounted in the pods."""
     (source,) = next(iter(console.pods().values()))["spec"]["containers"][0]["envFrom"]
     options = console.get("configmap", source["configMapRef"]["name"])["data"]
     files = [value for value in options.values() if value.startswith("/etc/ortserve/")]

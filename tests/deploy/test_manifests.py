@@ -1,4 +1,4 @@
-"""What every installation on Kubernetes must keep to, whatever else it changes."""
+"""Rules that every overlay for Kubernetes must follow."""
 
 import re
 
@@ -108,7 +108,7 @@ def test_drain_delay_outlasts_the_readiness_probe(installed: Installation, optio
 
 
 def test_each_probe_uses_its_health_path(installed: Installation, options: ServerOptions) -> None:
-    """Where callers cannot have all connections and nobody is asked for a certificate."""
+    """Probes use a port whose connections clients cannot exhaust and that requires no client certificate."""
     asked = {name: installed.server[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     has_tls = options.tls_cert_file is not None and options.tls_metrics
     assert {probe.get("scheme", "HTTP") for probe in asked.values()} == {"HTTPS" if has_tls else "HTTP"}

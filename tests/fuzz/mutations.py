@@ -58,7 +58,7 @@ ROUTES: Final = (
 
 @dataclass(frozen=True)
 class HttpCase:
-    """A request that is HTTP at least: its length is told rightly."""
+    """A request that is valid HTTP: its Content-Length is correct."""
 
     method: str
     target: str

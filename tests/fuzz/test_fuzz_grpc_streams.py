@@ -1,4 +1,4 @@
-"""Bad input on gRPC streams: each ends in time, whatever was sent on it, and the next good request is served.
+"""Bad input on gRPC streams: each stream ends in time, and the next good request is served.
 
 On inference streams errors come among the answers, so that the stream goes on.
 """

@@ -21,7 +21,7 @@ pytestmark = LONG_ENOUGH
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """With traces, whose files must be JSON whatever callers call their requests and set."""
+    """A server that writes traces, whose files must be valid JSON under any request id and trace setting."""
     file = tmp_path_factory.mktemp("traces") / "trace"
     tracing = ("--trace-file", file, "--trace-level", "TIMESTAMPS", "--trace-rate", "1", "--trace-log-frequency", "100")
     flags = ("--max-body-bytes", "4000000", "--allow-client-shm")

@@ -1,7 +1,7 @@
-"""Bad load requests, with configurations and files of clients: refused in time, or the model is loaded so.
+"""Bad load requests with configurations and files of clients: rejected in time, or loaded as sent.
 
-In the mode ``explicit``, the only one in which they are read. Files are mostly whether they can be read at all: who may
-load may send any model, and what ONNX Runtime makes of that is its own affair.
+The server runs in the mode ``explicit``, the only one that reads them. The cases for files mostly test whether they can
+be decoded: a client that may load may send any model, and ONNX Runtime's handling of the model is outside this test.
 """
 
 import base64

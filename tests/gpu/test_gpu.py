@@ -219,7 +219,7 @@ def test_rows_of_the_other_set_are_detected_on_host_memory(tmp_path: Path, monke
 
 
 def served_without_replay(loaded: LoadedModel, made: OnDevice) -> str:
-    """See that a model whose capture was asked for and failed is served all the same; returns what is told of it."""
+    """Check that a model whose requested capture failed is served without replay; return the reason that it shows."""
     why = loaded.on_device.no_replay_because
     assert why
     assert describe_properties(loaded, SIZES[-1])["graph_replay"] == f"none: {why}"

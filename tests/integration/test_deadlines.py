@@ -104,7 +104,7 @@ def learned_ms(server: ServerProcess, model: str = "slow") -> float:
 
 
 def within(server: ServerProcess, runs: float) -> dict[str, str]:
-    """The header of a caller who waits as long as so many runs take."""
+    """The header of a request with a timeout of so many runs."""
     return {"X-Request-Timeout-Ms": str(round(runs * learned_ms(server)))}
 
 

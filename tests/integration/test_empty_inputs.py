@@ -63,9 +63,7 @@ def test_request_of_no_rows_gets_an_answer_of_no_rows(server: ServerProcess, inf
 
 
 @pytest.mark.parametrize("model", ["recurrent", "gated"])
-def test_only_batched_recurrence_answers_requests_without_rows(
-    server: ServerProcess, model: str
-) -> None:
+def test_only_batched_recurrence_answers_requests_without_rows(server: ServerProcess, model: str) -> None:
     no_rows, no_steps = np.empty((0, 5, 2), np.float32), np.empty((2, 0, 2), np.float32)
     assert rest_json(server, model, {"x": no_rows})["y"].shape == (0, 3)
     for name, empty in ((f"{model}_alone", no_rows), (f"{model}_alone", no_steps), (model, no_steps)):

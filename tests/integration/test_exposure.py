@@ -1,4 +1,4 @@
-"""A server is for its own machine unless told otherwise, and then says what it leaves open."""
+"""By default the server listens on loopback only; on other addresses it logs the groups of calls that need no key."""
 
 from pathlib import Path
 

@@ -375,7 +375,7 @@ async def test_stop_finishes_the_running_call_and_rejects_others(
 
 
 async def wait_until_refused(address: str) -> None:
-    """Until nobody listens any more: the server closes its port some turns of the loop after it was asked to stop."""
+    """Wait until the port is closed, which happens some turns of the loop after the stop."""
     host, port = address.split(":")
     async with asyncio.timeout(LONG_S):
         while True:

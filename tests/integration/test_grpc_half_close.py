@@ -1,4 +1,4 @@
-"""Callers of the gRPC port who close their side of the socket, or all of it, while their calls run."""
+"""Clients of the gRPC port that close their side of the socket, or all of it, during their calls."""
 
 import socket
 from collections.abc import Iterator

@@ -177,7 +177,7 @@ async def test_calls_without_tensors_reject_large_messages(
     async with open_channel(front) as channel:
         for size, is_refused in ((SMALL_MESSAGE_BYTES + 1, True), (SMALL_MESSAGE_BYTES, False)):
             call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
-            # A field that nobody knows, so that it is a valid message of every type.
+            # An unknown field, so that the bytes are a valid message of every type.
             message = b"\xfa\x7f" + varint(size - 5) + bytes(size - 5)
             answers = call(message, timeout=LONG_S, compression=compression)
             if is_refused:

@@ -1,4 +1,4 @@
-"""Calls whose ``:path`` names nothing, whatever is in it: on both transports they cost themselves alone."""
+"""Calls with an arbitrary unknown ``:path`` fail alone, on both transports."""
 
 import asyncio
 

@@ -332,7 +332,7 @@ def test_upgrade_offer_is_answered_in_http_1_1(
 @pytest.mark.skipif(not which("curl"), reason="curl is not installed")
 def test_curl_that_prefers_http2_is_answered(server: ServerProcess, tmp_path: Path) -> None:
     if server.client is not None:
-        pytest.skip("over TLS it asks by ALPN, and is told")
+        pytest.skip("over TLS the client negotiates the protocol by ALPN")
     (tmp_path / "body").write_bytes(body_of(5))
     came = subprocess.run(
         ["curl", "--silent", "--http2", "--data-binary", f"@{tmp_path / 'body'}", rest_url(server, "identity")],

@@ -1,4 +1,4 @@
-"""Callers who send too many headers, too slowly or on too many connections are told so, and nobody else notices."""
+"""Too many headers, slow requests and too many connections are rejected without effect on other clients."""
 
 import contextlib
 import itertools
@@ -224,7 +224,7 @@ def test_trickled_requests_are_rejected_as_too_slow(server: ServerProcess) -> No
 
 
 def test_announced_body_counts_only_received_bytes(narrow_server: ServerProcess) -> None:
-    """Else who announces much and sends little keeps all others out."""
+    """Otherwise a client that announces much and sends little would exhaust the limit."""
     with connected(narrow_server) as first, connected(narrow_server) as second:
         for connection in (first, second):
             connection.sendall(INFER + b"Content-Length: 90000\r\n\r\n" + b" " * 100)

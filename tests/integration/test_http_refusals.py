@@ -1,4 +1,4 @@
-"""What no request to this server begins with is refused in words, and the refusal arrives whatever else is sent."""
+"""Malformed requests are rejected with a text, which the client can read even while it sends more."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Keys change while the server runs and is asked without a pause: nobody who holds a good key is refused."""
+"""Keys change while the server is under load: no request with a valid key is rejected."""
 
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """An answer's memory is leased until it is encoded, or as long as the encoder keeps it, and no longer.
 
-Real models, batcher and worker thread. At the start of each run everything a run might write to is filled with 0xFF:
-who still reads memory that was given up sees NaN.
+Real models, batcher and worker thread. At the start of each run all memory that it might write is filled with 0xFF, so
+that a read of released memory yields NaN.
 """
 
 import asyncio
@@ -64,15 +64,15 @@ class Stage:
         return await self.service.serve(self.service.receive("http"), Given(lambda: request), EncodedBy(encode))
 
     async def become_free(self) -> None:
-        """Return when nobody reads an answer any more.
+        """Return when no answer is held any more.
 
-        That is after asyncio's and the worker's next turn: until then they hold what they have just handed over.
+        That is after the next turn of asyncio and of the worker: until then both hold the last result.
         """
         for _ in range(100_000):
             if all(buffers.is_free for buffers in self.sets()):
                 return
             await asyncio.sleep(0)
-        pytest.fail("an answer is still held, and nobody reads it")
+        pytest.fail("an answer is still held without a reader")
 
     def right(self, rows: np.ndarray) -> np.ndarray:
         answer: np.ndarray = self.oracle.run(None, {"x": rows})[0]

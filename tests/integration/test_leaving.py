@@ -1,6 +1,6 @@
-"""Callers that abort while they wait, on both protocols: they leave the queue, and cost the others nothing.
+"""Requests whose client disconnects while they wait leave the queue without effect on others, on both protocols.
 
-Over HTTP/1.1 that is a reset. A FIN alone cancels only where the server is told so, which ``test_half_closed`` tries.
+Over HTTP/1.1 the client sends a reset. A FIN alone cancels only if the option says so; ``test_half_closed`` tests it.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class Caller:
 
 @pytest.fixture
 async def callers(server: ServerProcess) -> AsyncIterator[list[Caller]]:
-    """As many as a storm has; those who have not left yet leave at the end."""
+    """``FIRST + STORM`` connected clients; those still connected disconnect at the end."""
     callers = [await Caller.connect(server) for _ in range(FIRST + STORM)]
     yield callers
     for caller in callers:
@@ -127,7 +127,7 @@ async def check_answers(callers: Sequence[Caller], numbers: Sequence[int], const
 async def test_disconnected_requests_are_not_run(server: ServerProcess, callers: list[Caller]) -> None:
     constant = rest_json(server, "slow", {"x": row(0)})["y"]
     left, wasted, ran = decisions(server, "slow")["left"], decisions(server, "slow")["wasted_rows"], rows_run(server)
-    # Those who stay for certain come first, so that no one who leaves is in a batch already.
+    # The requests that stay are sent first, so that no request to be cancelled is in a batch already.
     for number in range(FIRST):
         await callers[number].send(asking(number))
     await asyncio.to_thread(wait_for_queue, server, "slow", FIRST - 2 * MAX_ROWS)

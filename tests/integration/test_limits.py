@@ -1,4 +1,4 @@
-"""What bounds a server: full queues, and callers who do not wait for their answers."""
+"""Bounds of the server: full queues, byte limits, and requests whose client disconnects."""
 
 import socket
 from collections.abc import Iterator

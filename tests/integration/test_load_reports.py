@@ -1,4 +1,4 @@
-"""Answers say how busy the server is, to callers who ask or to all, in ORCA's formats."""
+"""Answers carry the server's load in ORCA's formats, on request or always."""
 
 import base64
 import json
@@ -33,7 +33,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
-    """One that answers who asks."""
+    """A server that sends reports on request."""
     with serving(repository, "--warmup-s", "0.2", *ways) as server:
         yield server
 

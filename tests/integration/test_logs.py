@@ -61,7 +61,7 @@ def test_json_lines_name_every_request_id_and_no_tensor_values(tmp_path: Path, l
 
     assert SECRET_TEXT not in server.output
     assert str(SECRET_NUMBER) not in server.output
-    lines = [json.loads(line) for line in server.lines]  # every line, whoever wrote it
+    lines = [json.loads(line) for line in server.lines]  # lines of every logger
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
     requests = [line for line in lines if line["logger"] == "ortserve.access"]
     outcomes = {line["request_id"]: (line["protocol"], line["model"], line["outcome"]) for line in requests}

@@ -107,7 +107,7 @@ class Fleet:
 
 
 class SlowRelay:
-    """Connects clients to a proxy at once, and lets nobody say a word on the first connection before ``may_speak``."""
+    """Accepts connections at once and forwards nothing on the first before ``may_speak``."""
 
     def __init__(self, address: str) -> None:
         self._host, self._port = address.split(":")
@@ -196,7 +196,7 @@ async def test_killed_server_loses_no_retryable_request(fleet: Fleet) -> None:
             await fleet.wait_until_in(name)
         fleet.servers["a"].send(signal.SIGKILL)
         await asyncio.to_thread(fleet.servers["a"].wait)
-        await fleet.load.go_on(2 * CALLERS)  # whoever was under way has its answer or failed
+        await fleet.load.go_on(2 * CALLERS)  # every request under way has its answer or failed
         lost = list(fleet.load.failures)
         if fleet.proxy.repeats_calls:
             assert lost == []

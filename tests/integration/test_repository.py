@@ -1,4 +1,4 @@
-"""Starting over all sorts of repositories: what loads, what does not, and what the operator is told."""
+"""Starts with various repositories: which models load, which do not, and the messages for the operator."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def mixed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     shutil.rmtree(add_model(repository, "no_version", builders.identity) / "1")
     (add_model(repository, "no_file", builders.identity) / "1" / "model.onnx").unlink()
     builders.identity(repository / "bare.onnx")
-    (repository / "README.md").write_text("files that are no models are nobody's business\n")
+    (repository / "README.md").write_text("not a model\n")
     (repository / ".cache").mkdir()
     with serving(repository, *SHORT_WARMUP) as server:
         yield server
@@ -126,7 +126,7 @@ def test_model_not_yet_loading_is_unready_and_not_unknown(tmp_path: Path) -> Non
 
 
 def doubling(path: Path) -> Path:
-    """Another model with the tensors of ``identity``'s smallest kin, told apart by its answer: y = 2x."""
+    """A model with the tensors of the smallest ``identity`` and another answer: y = 2x."""
     return builders.unnamed_dims(path)
 
 

@@ -1,4 +1,4 @@
-"""Ending a server under load: whoever was admitted is answered, and right; nobody is cut off in the middle."""
+"""Shutdown under load: every admitted request gets its correct and complete answer."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""TLS on every port of a real server, as its clients see it: who is let in, and what a new certificate changes."""
+"""TLS on every port of a real server, as clients see it: client certificates, and renewal of the server's."""
 
 import socket
 import ssl
@@ -33,7 +33,7 @@ HANDSHAKE_S: Final = 0.5
 
 
 class Mutual:
-    """A server that lets in whoever has a certificate of ``secret``'s authority, and where its traces go."""
+    """A server that requires client certificates of ``secret``'s authority, and its trace collector."""
 
     def __init__(self, server: ServerProcess, secret: Secret, collector: Collector) -> None:
         self.server = server
@@ -268,7 +268,7 @@ def test_health_command_reaches_a_server_that_requires_certificates(mutual: Mutu
 
 
 class Callers:
-    """Callers of one server that ask until they are told to stop; a failure of any is the test's."""
+    """Clients that send requests until ``stop``; a failure of one fails the test."""
 
     def __init__(self, server: ServerProcess, secret: Secret) -> None:
         self._server = server

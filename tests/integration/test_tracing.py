@@ -1,4 +1,4 @@
-"""Traces of a real server at a real collector: where they hang, what they tell, and that they cost nobody an answer."""
+"""Traces of a real server at a real collector: their parents and attributes; tracing fails no request."""
 
 import json
 import signal
@@ -281,14 +281,14 @@ def test_last_spans_are_sent_before_the_server_exits(repository: Path) -> None:
 
 
 def test_absent_collector_delays_nothing_and_its_dropped_spans_are_counted(repository: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        nobody.listen(0)  # connections are taken by the system, and nothing is ever answered
-        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.listen(0)  # the kernel accepts connections, and no answer is ever sent
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         flags = (f"--otlp-endpoint={endpoint}", "--otlp-flush-timeout-s=0.2", "--warmup-s=0")
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "10", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.1"}
         with serving(repository, *flags, env=environment) as server:
             for number in range(5):
-                assert _rest(server, f"for-nobody-{number}").status_code == 200
+                assert _rest(server, f"unsent-{number}").status_code == 200
             dropped = wait_for_sample(server, "ortserve_dropped_spans_total", lambda count: count > 0)
             assert dropped % (1 + len(PHASES)) == 0
             begin_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Names that nobody exposes are noticed, so that the tests of rules and panels can fail."""
+"""Unexposed names are detected, so that the tests of rules and panels can fail."""
 
 import pytest
 

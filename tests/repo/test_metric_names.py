@@ -38,7 +38,7 @@ UNITLESS: Final = {
 NO_BASE_UNITS: Final = r"(milli|micro|nano)seconds|minutes|percent|(kilo|mega)bytes|_(ms|us|ns|mb|kb)(_|$)"
 
 NO_OUTCOMES: Final = {ErrorKind.UNAUTHENTICATED, ErrorKind.FORBIDDEN, ErrorKind.HEADERS_TOO_LARGE}
-"""Of callers who are turned away before there is a request to time (``test_keys.py``, ``test_http_limits.py``)."""
+"""Kinds of rejections before a request exists to time (``test_keys.py``, ``test_http_limits.py``)."""
 
 BOUNDED_LABELS: Final = {
     "model": "those that are served, by the registry",

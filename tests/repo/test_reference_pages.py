@@ -55,7 +55,7 @@ def test_every_option_is_described(schema: type[BaseModel]) -> None:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_restricted_option_states_its_expectation(schema: type[BaseModel]) -> None:
-    """Of numbers the bounds are told; ``expected text, got 'foo'`` would tell nothing."""
+    """Errors of numbers name their bounds; ``expected text, got 'foo'`` would be no help."""
     properties = schema.model_json_schema()["properties"]
     assert [name for name, declared in properties.items() if is_narrowed(declared) and "expects" not in declared] == []
 

@@ -150,7 +150,7 @@ class GrowingGraph:
         return longer[0] if longer else None
 
     def is_exact(self, name: str) -> bool:
-        """Whether sums and products of these numbers are exact, whatever their order."""
+        """Whether sums and products of these numbers are exact in any order."""
         for array in self.values[name]:
             if array is not None and array.dtype.kind == "f" and not np.array_equal(array * 16, np.rint(array * 16)):
                 return False
@@ -182,7 +182,7 @@ class GrowingGraph:
 
 
 def with_shapes(text: str, values: Mapping[str, Runs]) -> str:
-    """A printed model and what its tensors are, alone and in the largest batch, for a person who reads a failure."""
+    """A printed model with the shapes of its tensors, alone and in the largest batch, for failure messages."""
     lines = [text]
     for name, runs in values.items():
         batch = runs[-1]

@@ -83,7 +83,7 @@ def test_server_is_found_by_its_own_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tls() -> ssl.SSLContext:
-    """Of a server whose certificate is for another name, by an authority that nobody knows."""
+    """The context of a server with a certificate for another name, by an untrusted authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("models.example.com").configure_cert(context)
     return context
@@ -131,7 +131,7 @@ def test_server_that_closes_tls_connections_is_not_ready(
 
 def test_absent_server_is_not_ready(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # and nobody listens
+        free.bind(("127.0.0.1", 0))  # bound, but not listening
         port = free.getsockname()[1]
         assert main(["health", "--metrics-port", str(port)]) == 1
     assert capsys.readouterr().err == f"ortserve health: not ready: 127.0.0.1:{port}: Connection refused\n"

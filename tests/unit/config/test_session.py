@@ -31,7 +31,7 @@ NO_ENTRIES = {
     "memory.enable_memory_arena_shrinkage",
     # Changed while a session runs.
     "ep.dynamic.workload_type",
-    # How a plug-in is told an option of its own.
+    # The form of a plug-in's own option.
     "ep.openvinoexecutionprovider.hardware_device_type",
     # How a package of models spells the settings of sessions; as entries they do nothing, which was tried.
     "session.enable_cpu_mem_arena",

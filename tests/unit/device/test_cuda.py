@@ -87,7 +87,7 @@ class HostRuntime:
         del self.handles[graph]
 
     def eventCreateWithFlags(self, flags: int) -> int:  # noqa: N802
-        assert flags & self.eventBlockingSync, "who waits shall sleep"
+        assert flags & self.eventBlockingSync, "a wait must sleep, not spin"
         return self._handle()
 
     def eventDestroy(self, event: int) -> None:  # noqa: N802

@@ -1,4 +1,4 @@
-"""What the metrics are told of devices."""
+"""The device readings that the metrics export."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Instances on a device of host memory: right rows whatever the pace, nobody's rows mixed, all memory given back."""
+"""Instances on a device of host memory: correct, unmixed rows at any pace, and all memory released."""
 
 import gc
 import sys
@@ -356,7 +356,7 @@ def test_model_with_other_free_shapes_has_no_buffers(tmp_path: Path, build: Any,
 
 
 class Failing:
-    """A session that fails when it is told to."""
+    """A session that fails on demand."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session

@@ -31,7 +31,7 @@ from ortserve.errors import DeviceLostError, ErrorKind, OutOfMemoryError, ServeE
 def test_error_is_classified_by_its_text(text: str, kind: type[ServeError]) -> None:
     failure = device_run_error(RuntimeError(text), "cuda:0")
     assert type(failure) is kind
-    assert text.partition(" ; GPU=")[0] in failure.message  # on which host is nobody's business
+    assert text.partition(" ; GPU=")[0] in failure.message  # the message omits the host name
 
 
 def test_a_lost_device_is_not_ready_and_a_bad_batch_is_internal() -> None:

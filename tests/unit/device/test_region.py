@@ -82,7 +82,7 @@ def test_error_explains_an_absent_gpu() -> None:
 
 
 class Failing(HostDevice):
-    """A device whose copies fail as they are told to."""
+    """A device whose copies fail on demand."""
 
     error = ""
     is_lost = False

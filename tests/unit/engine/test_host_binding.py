@@ -1,4 +1,4 @@
-"""Runs on bound buffers: the same answers as plain runs, and nobody's memory written to while it is read."""
+"""Runs on bound buffers: the same answers as plain runs, and no write to memory that is still read."""
 
 import random
 import time
@@ -123,7 +123,7 @@ def input_as_output(path: Path) -> Path:
 
 
 def constant_rows(path: Path) -> Path:
-    """Y is two rows, however many go in, whatever the model says."""
+    """A model whose y has two rows for any input, unlike its declared shape."""
     nodes = [helper.make_node("ReduceSum", ["x"], ["s"], keepdims=1), helper.make_node("Add", ["c", "s"], ["y"])]
     return write(path, nodes, [fp32("x", "b", 4)], [fp32("y", "b", 4)], {"c": np.zeros((2, 4), np.float32)})
 
@@ -249,9 +249,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize("build", UNFIT)
-def test_other_free_shapes_prevent_binding(
-    tmp_path: Path, open_model: Open, build: Callable[[Path], Path]
-) -> None:
+def test_other_free_shapes_prevent_binding(tmp_path: Path, open_model: Open, build: Callable[[Path], Path]) -> None:
     assert open_model(build(tmp_path / "model.onnx")).instance._binding is None
 
 

@@ -336,7 +336,7 @@ def test_an_abandoned_instance_is_not_waited_for(open_instance: Open, tmp_path: 
     instance.terminate()
     while instance.is_running:
         time.sleep(0.001)
-    assert outcomes.empty(), "the loop that would be told may be gone"
+    assert outcomes.empty(), "the event loop of the callback may be closed"
 
 
 def resident_bytes() -> int:

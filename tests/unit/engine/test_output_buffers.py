@@ -1,4 +1,4 @@
-"""Memory of outputs is used again when nobody can see it any more, and not before."""
+"""Output memory is reused once no reference to it exists, and not before."""
 
 import sys
 from collections.abc import Callable

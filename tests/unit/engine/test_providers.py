@@ -97,7 +97,7 @@ def test_tensorrt_graph_option_belongs_to_that_provider() -> None:
     choice = choose_provider(wishes, offering(TENSORRT, CUDA, CPU))
     assert choice.wants_graphs
     options = attached(choice) or []
-    assert options[0] == (TENSORRT, {}), "a session that is not to capture must not be told"
+    assert options[0] == (TENSORRT, {}), "only a session that captures gets the option"
     assert not choice.without_first("it fails").wants_graphs
     assert not choose_provider(wishes, offering(CUDA, CPU)).wants_graphs
     behind = choose_provider(["cuda", *wishes], offering(TENSORRT, CUDA, CPU))

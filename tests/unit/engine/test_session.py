@@ -231,14 +231,14 @@ def test_configured_arenas_are_shrunk_after_every_run(tmp_path: Path) -> None:
     feeds = {"x": np.zeros((1, 64), np.float32)}
     options = run_options(SessionSettings(shrink_arenas=("cpu:0",)))
     assert session.run(None, feeds, options)[0].shape == (1, 10)
-    # ONNX Runtime refuses an arena that is not there, which shows that it was told.
+    # ONNX Runtime rejects an unknown arena, which shows that it reads the option.
     with pytest.raises(Exception, match=r"gpu:7|arena"):
         session.run(None, feeds, run_options(SessionSettings(shrink_arenas=("gpu:7",))))
 
 
 def test_instance_shrinks_only_arenas_of_its_own_gpu() -> None:
     settings = SessionSettings(shrink_arenas=("cpu:0", "gpu:0", "gpu:1", "gpu:7"))
-    assert arenas_of(settings, 1, (0, 1)) == ["cpu:0", "gpu:1", "gpu:7"]  # the last is nobody's, which a run will say
+    assert arenas_of(settings, 1, (0, 1)) == ["cpu:0", "gpu:1", "gpu:7"]  # the last exists nowhere, which a run reports
     assert arenas_of(settings, 0) == list(settings.shrink_arenas)
 
 

@@ -91,7 +91,7 @@ def test_path_has_the_group_of_its_route(segments: list[str], method: str) -> No
     path = "/" + "/".join(segments)
     scope = {"type": "http", "path": path, "method": method, "root_path": "", "headers": []}
     taken = next((route for route in ROUTES if route.matches(scope)[0] is Match.FULL), None)
-    if taken is not None and is_unambiguous(path):  # to others nobody is let
+    if taken is not None and is_unambiguous(path):  # other paths are rejected
         assert http_group(method, path) is expected_group(taken.path)
 
 

@@ -1,4 +1,4 @@
-"""What is said to be open to everybody."""
+"""The groups of calls that are reported as open without a key."""
 
 import pytest
 

@@ -238,7 +238,7 @@ async def test_models_queued_for_loading_are_known_but_not_ready(tmp_path: Path)
 
 @pytest.fixture
 def pipes(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Makes models that ONNX Runtime opens for as long as nobody writes them."""
+    """Makes models whose opening blocks ONNX Runtime until a writer opens the file."""
     made: list[Path] = []
 
     def make_pipe(name: str) -> Path:
@@ -248,7 +248,7 @@ def pipes(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
     yield make_pipe
     for pipe in made:
-        with suppress(OSError):  # nobody reads any more, unless the test failed: then the loader's thread would stay
+        with suppress(OSError):  # no reader is left unless the test failed: the loader's thread would stay then
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
 

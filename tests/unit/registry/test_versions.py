@@ -35,11 +35,11 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Path]:
-    """The model ``m``, which ONNX Runtime opens for as long as nobody writes it."""
+    """The model ``m``, whose opening blocks ONNX Runtime until a writer opens the file."""
     path = tmp_path / "m.onnx"
     os.mkfifo(path)
     yield path
-    with suppress(OSError):  # nobody reads any more, unless the test failed: then the loader's thread would stay
+    with suppress(OSError):  # no reader is left unless the test failed: the loader's thread would stay then
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
 
 

@@ -52,7 +52,7 @@ def _never_checks_axes(verb: str) -> Callable[[Patch], None]:
 
 
 def _rows_only(call: Call, values: list[Value]) -> tuple[int, Value] | None:
-    """As ``aligned_axis``, whatever operands without rows are paired with."""
+    """As ``aligned_axis``, for any pairing of operands without rows."""
     return _aligned_axis(call, [value for value in values if value.is_rows] or values)
 
 
@@ -60,7 +60,7 @@ _aligned_axis: Final = call.aligned_axis
 
 
 def _any_rows(call: Call, values: list[Value]) -> tuple[int, Value] | None:
-    """As ``aligned_axis``, whatever order the rows of the operands lie in."""
+    """As ``aligned_axis``, for any order of the operands' rows."""
     first = next((value for value in values if value.is_rows), None)
     rank = max(len(call.dims(value)) for value in values)
     return None if first is None else (rank - len(call.dims(first)) + first.axis, first)
@@ -96,7 +96,7 @@ _subtract: Final = RULES["", "Sub"].apply
 
 
 def _then(call: Call) -> Output:
-    """The first branch, whatever the condition."""
+    """The first branch, under any condition."""
     return call.scope.run_graph(call.attributes["then_branch"], [])  # type: ignore[arg-type]
 
 

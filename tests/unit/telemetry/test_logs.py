@@ -248,11 +248,11 @@ async def test_access_lines_follow_their_severity_switch(monkeypatch: pytest.Mon
 
     log.write({"request_id": "quiet"})
     switches.set(info=True, warning=True, error=True, verbose_level=0)
-    log.write({"request_id": "told"})
+    log.write({"request_id": "written"})
     await asyncio.sleep(0)
 
     assert len(writes.all) == 1
-    assert "told" in writes.all[0]
+    assert "written" in writes.all[0]
     assert "quiet" not in writes.all[0]
 
 

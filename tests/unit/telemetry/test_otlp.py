@@ -40,7 +40,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def nowhere() -> str:
-    """Where nobody listens."""
+    """An endpoint without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         return f"http://127.0.0.1:{closed.getsockname()[1]}"
 

@@ -21,7 +21,7 @@ class CUDARuntimeError(RuntimeError):
 
 def _check(status: int) -> None:
     if status:
-        _lib.cudaGetLastError()  # as cupy does, so that nobody else finds it
+        _lib.cudaGetLastError()  # as cupy does, so that no later call reports this error
         raise CUDARuntimeError(status)
 
 

@@ -16,7 +16,7 @@ from ortserve.frontends.grpc.streams import Streams
 
 
 class SlowCaller:
-    """Sends one message and takes the answer when it is told to."""
+    """Sends one message and reads the answer on demand."""
 
     def __init__(self, message: bytes) -> None:
         self._messages = [message]

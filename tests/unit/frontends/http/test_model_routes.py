@@ -1,4 +1,4 @@
-"""Health for who asks on another thread than the loop's."""
+"""Health answers for requests on another thread than the event loop's."""
 
 import asyncio
 import threading

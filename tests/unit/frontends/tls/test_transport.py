@@ -32,7 +32,7 @@ LARGE: Final = 8 * 1024 * 1024
 
 
 class Recorder(asyncio.Protocol):
-    """The protocol behind the session: keeps what it is told; all of it on the loop."""
+    """The protocol behind the session; records its callbacks, on the event loop."""
 
     def __init__(self) -> None:
         self.came = b""
@@ -137,7 +137,7 @@ class Listener:
         return done.result(LONG_S)
 
     def wait(self, recorder: Recorder, claim: Callable[[Recorder], bool]) -> None:
-        """Wait until what a recorder was told is so."""
+        """Wait until ``claim`` holds for the recorder."""
         self.run(lambda: recorder.until(claim))
 
     def connect(

@@ -1,4 +1,4 @@
-"""Trying a capture in another process: whatever becomes of it there is a sentence here."""
+"""Capture trials in another process: each way to end becomes a reason."""
 
 import json
 import os

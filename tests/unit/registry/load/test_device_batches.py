@@ -37,7 +37,7 @@ from ortserve.registry.load.session_opener import SessionOpener
 
 
 class Trials(CaptureTrials):
-    """Says what it is told to, and keeps the orders."""
+    """Returns given results and keeps the orders."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__()
@@ -350,9 +350,9 @@ def test_session_that_rejects_capture_counts_as_failed(tmp_path: Path, monkeypat
 
 
 def test_capture_failure_after_a_passed_trial_is_served_without_replay(tmp_path: Path) -> None:
-    """And opened anew: a session that was made to capture would capture in every run that is not told otherwise.
+    """The session is reopened: one that was made to capture would capture in every run that does not disable it.
 
-    The first is gone by then, as a device may have no room for both.
+    The first session is freed before, as a device may have no memory for both.
     """
     opened: list[bool] = []
     sessions: list[int] = []

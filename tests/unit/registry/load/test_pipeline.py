@@ -122,7 +122,7 @@ def test_rows_proven_independent_run_together() -> None:
 
 
 class NotedProgress(Progress):
-    """Keeps what it is told, in the words that others would read."""
+    """Keeps the reported steps as their descriptions."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []

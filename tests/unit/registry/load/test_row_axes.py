@@ -67,7 +67,7 @@ def test_undecided_graph_is_tried_if_names_allow_it(tmp_path: Path, names: tuple
     assert (found.grounds, found.known_dependence) == (Grounds.TRIED, None)
     assert "node 'SequenceConstruct #0'" in found.doubt
     assert applied(path).is_batched is is_batched
-    assert applied(path, batched=True).is_batched, "as it is configured, whatever the names"
+    assert applied(path, batched=True).is_batched, "the configuration applies under any names"
 
 
 def test_configured_axes_are_proven_or_believed(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_model_that_is_in_two_repositories_is_served_from_neither(tmp_path: Path
 
 
 def test_unreadable_model_folder_does_not_hide_others(tmp_path: Path) -> None:
-    # A path to the folder that is allowed, and to whatever is in it too long: refused to root too, unlike permissions.
+    # The path of the folder is short enough, paths inside it are too long: an error for root too, unlike permissions.
     root = tmp_path
     while len(str(root)) < 3900:
         root = root / ("d" * 90)

@@ -19,7 +19,7 @@ MANY = 20_000
 
 
 def block(path: str = HOLD) -> bytes:
-    """A header block that learns of nothing and is learned by nobody."""
+    """A header block that neither uses nor changes the dynamic table."""
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
     headers = [*HEADERS[:3], (":path", path), ("content-type", "application/grpc")]
@@ -48,7 +48,7 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
     "empty DATA of a stream that has ended": lambda n: (opening(3) if not n else b"") + data(3, b"", is_end=True),
     "priorities": lambda n: frames.frame(frames.PRIORITY, 0, 1, bytes(5)),
     "goaways": lambda n: frames.goaway(0, ErrorCode.NO_ERROR),
-    "frames that nobody knows": lambda n: frames.frame(0xEE, 0, 0, b"?"),
+    "unknown frames": lambda n: frames.frame(0xEE, 0, 0, b"?"),
     "resets of a stream that has ended": lambda n: opening(3) * (not n) + frames.rst_stream(3, CALM),
     "windows of a byte where nothing waits": lambda n: frames.window_update(n % 2, 1),
     "windows of streams that have ended": lambda n: (
@@ -417,7 +417,7 @@ def test_absurd_number_resets_only_its_stream(caplog: pytest.LogCaptureFixture) 
 def test_stream_past_its_window_is_reset_and_others_continue() -> None:
     async def test(wire: Wire, client: Client) -> None:
         assert (await client.call(ECHO, b"x")).messages == [b"x"]
-        # A handler that cannot write reads no further: nobody gives its caller room.
+        # A handler that cannot write reads no further, so the window is not refilled.
         client.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
         await client.exchange()
         wire.feed(opening(3, STREAM) + data(3, framed(b"x") * 3))

@@ -244,7 +244,7 @@ def test_call_that_is_answered_before_its_end_is_reset_without_error(path: str) 
         assert answer.is_ended
         assert answer.reset in (None, ErrorCodes.NO_ERROR)  # h2 tells of no reset after the end
         assert not wire.connection._sending.streams
-        # What was on its way is nobody's any more, and does no harm.
+        # Frames in flight for the ended stream are ignored.
         header = frames.frame(frames.DATA, 0, stream, b"late")
         wire.feed(header + frames.frame(frames.RST_STREAM, 0, stream, bytes(4)))
         assert (await client.call(ECHO, b"y")).messages == [b"y"]
@@ -487,7 +487,7 @@ def test_peer_that_reads_nothing_is_paused_until_it_reads() -> None:
             client.send(failed[-1], framed(b"x"), is_end=True)
             wire.feed(client.h2.data_to_send())
             await wire.turn()
-            client.h2.reset_stream(failed[-1])  # else h2 would open no more; nobody is told
+            client.h2.reset_stream(failed[-1])  # only locally: otherwise h2 would open no more
             client.h2.data_to_send()
             assert len(failed) < 20_000
         assert wire.transport.get_write_buffer_size() < 3_000_000
@@ -857,7 +857,7 @@ def test_connection_can_exceed_its_share_while_half_the_limit_is_free() -> None:
 
 
 def test_connection_past_the_limit_is_closed_without_settings() -> None:
-    """Clients who got SETTINGS would come again at once."""
+    """A client that received SETTINGS would reconnect at once."""
 
     async def test(wire: Wire, client: Client) -> None:
         other = wire.connect(Limits(max_connections=1))

@@ -8,7 +8,7 @@ from ortserve.frontends.grpc.native.frame_reader import FrameReader
 
 
 class Heard:
-    """A ``FrameTaker`` that writes down what it is told, DATA in one piece."""
+    """A ``FrameTaker`` that records its calls, with DATA in one piece."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []

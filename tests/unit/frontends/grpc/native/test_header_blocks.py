@@ -1,4 +1,4 @@
-"""Header blocks that are remembered mean what the hpack library reads in them, whatever came before."""
+"""Cached header blocks decode as in the hpack library, after any earlier blocks."""
 
 import hpack
 import pytest

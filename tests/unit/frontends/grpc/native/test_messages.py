@@ -142,7 +142,7 @@ def test_inflated_message_counts_and_is_rejected_at_the_limit() -> None:
     assert caught.value.kind is ErrorKind.OVERLOADED
     assert gate.held_bytes == MIB
     others.release()
-    assert len(inflated(deflate(bytes(64 * MIB), b"gzip"), b"gzip", 64 * MIB, gate)) == 64 * MIB  # nobody else is there
+    assert len(inflated(deflate(bytes(64 * MIB), b"gzip"), b"gzip", 64 * MIB, gate)) == 64 * MIB  # no other holder
 
 
 def test_small_message_counts_past_the_limit_without_rejection() -> None:
