@@ -1,4 +1,4 @@
-"""What does each feature that cannot be turned off cost a REST JSON request?
+"""How much does each permanent feature cost a REST JSON request?
 
 Level: HTTP protocol in process, everything beneath it as served. Expected: metrics and ``Server-Timing`` about 1 µs
 each of some 35, limits less, and known heads save about 10.

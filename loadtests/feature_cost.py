@@ -1,4 +1,4 @@
-"""What does each feature that can be turned on cost a REST JSON request?
+"""How much does each optional feature cost a REST JSON request?
 
 Level: server. Expected: load reports and traces that are left out 1 to 3 µs each of some 50; keys, an access log and
 TLS up to 10.

@@ -1,4 +1,4 @@
-"""Would a fixed delay, in which batches wait for more rows, do better than leaving as soon as an instance is free?
+"""Would a fixed queue delay do better than dispatch as soon as an instance is idle?
 
 Level: server. Expected: no. At low load a delay only adds to the latency, at high load batches fill by themselves while
 the one before them runs; median and 99th percentile without delay should be the best, or within the noise, everywhere.

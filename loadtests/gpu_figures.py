@@ -1,4 +1,4 @@
-"""What device buffers and graph replay are worth on a GPU: against plain runs, and against a bare IO-bound loop?
+"""How much do device buffers and graph replay gain on a GPU, against plain runs and a bare IO-bound loop?
 
 Level: engine (sections ``replay`` and ``overlap``), batcher and engine (``served``); ``checks`` runs ``tests/gpu``.
 Goals, each printed beside its figure: a plain bound run of a model with many kernels takes 1.5 times as long as a
@@ -12,8 +12,8 @@ One command, for a machine with a GPU and without a network: it needs onnx, cupy
 pyyaml and, for ``checks``, pytest, makes its models itself, and compares every model's answers with ONNX Runtime's on
 the CPU first. Each section is a process of its own, as a capture that fails may take its GPU with it, and writes its
 lines to the file as they come; within one, a model that fails is a line of the table. All of it ends within
-``--budget-s``, nine minutes less the start-up time, even if a section hangs. ``--device host --scale tiny`` runs it on host
-memory, where the figures mean nothing.
+``--budget-s``, nine minutes less the start-up time, even if a section hangs. ``--device host --scale tiny`` runs it on
+host memory, where the figures mean nothing.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the benchmarks share: servers as processes, a load from wrk, CPU time of a process tree, tables."""
+"""Shared parts of the benchmarks: servers as processes, a load from wrk, CPU time of a process tree, tables."""
 
 import json
 import os

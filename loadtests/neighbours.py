@@ -1,4 +1,4 @@
-"""The neighbours of ``noisy_neighbour.py``: what each sends, and the process that sends it.
+"""The neighbours of ``noisy_neighbour.py``: the requests of each, and the process that sends them.
 
 Bodies are made before the measurement and the same bytes go out each time; the process has the lowest priority, so that
 its own work takes little from the processors that it shares with the server.

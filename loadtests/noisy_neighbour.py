@@ -1,4 +1,4 @@
-"""Can one caller hold up the others?
+"""Can one client delay the others?
 
 Level: server. Expected: beside every neighbour the 99th percentile of small requests is at most 3 ms and at most 3
 times that of the same requests alone, on both protocols, and the server's memory grows by no more than its account of

@@ -1,4 +1,4 @@
-"""A load that does not wait for answers: requests leave at the times of a Poisson process, or in a closed loop.
+"""A load that does not wait for answers: requests are sent at the times of a Poisson process, or in a closed loop.
 
 Plain HTTP/1.1 on kept connections, read by hand, so that the load generator takes a fraction of what the server does.
 """

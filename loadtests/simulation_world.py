@@ -1,4 +1,4 @@
-"""A batcher on a clock of its own: the server's batching code, runners that only take time, seeded arrivals.
+"""A batcher in virtual time: the server's batching code, runners that only take time, seeded arrivals.
 
 Used by ``batching_simulation.py`` and by ``tests/simulation``. Batcher, planner, admission, queue and shared threads
 are those of the server; only the clock, the event loop and the runs are simulated. Every request has one row.

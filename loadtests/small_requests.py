@@ -1,4 +1,4 @@
-"""Small requests at a fixed rate on both protocols, sent from a process of their own: what other callers do to them.
+"""Small requests at a fixed rate on both protocols from a separate process: a measure of interference by other clients.
 
 The latency of a request counts from the time at which it was due, so that a server that stands still shows in the
 latency of every request that was due meanwhile. Each answer is compared with what ONNX Runtime gives.

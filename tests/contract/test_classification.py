@@ -1,4 +1,4 @@
-"""Outputs asked for as their largest elements, over both protocols and both forms of an answer."""
+"""Classification outputs over both protocols and in both answer formats."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where the way of a request is compiled, nothing of ours on it is left to the interpreter.
+"""In a compiled build, the request path runs no interpreted code of the package.
 
 What dataclasses and enumerations make for themselves is interpreted also where their module is compiled; of those that
 are made for each request ``__init__`` is written out.

@@ -1,4 +1,4 @@
-"""Compressed bodies of requests and answers, and how much they may become."""
+"""Compressed request and answer bodies, and the limits on their inflated size."""
 
 import gzip
 import zlib

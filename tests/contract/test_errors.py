@@ -1,4 +1,4 @@
-"""What callers get for bad requests: the exact status, a text that names the thing, and a server that goes on."""
+"""Answers to bad requests: the exact status, a text that names the fault, and a server that keeps serving."""
 
 import json
 import socket

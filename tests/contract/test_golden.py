@@ -1,4 +1,4 @@
-"""Frozen requests are read as ever, and answers are the frozen ones to the byte."""
+"""Recorded requests decode as before, and answers equal the recorded bytes."""
 
 import json
 from typing import Any

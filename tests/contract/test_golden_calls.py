@@ -1,4 +1,4 @@
-"""Frozen calls over real sockets are answered with the frozen bytes, whichever way they take through the server."""
+"""Recorded calls over real sockets get the recorded bytes on every path through the server."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Requests that are nothing but a tensor's bytes."""
+"""Requests whose body is the bytes of one tensor."""
 
 import httpx
 import numpy as np

@@ -1,4 +1,4 @@
-"""The table of statuses, spelled out once more: what clients rely on must not change by accident."""
+"""The table of statuses as literals: clients rely on it, so it must not change by accident."""
 
 from grpc import StatusCode
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml, without Docker: what it names is there, and its parts agree."""
+"""docker-compose.yml, without Docker: the files that it names exist, and its parts agree."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The image, its pod and docker-compose.yml, run by a container engine where one is named.
+"""The image, its pod and docker-compose.yml, run by a container engine if one is configured.
 
     ORTSERVE_TEST_ENGINE=docker .venv/bin/python -m pytest tests/deploy/test_containers.py
 

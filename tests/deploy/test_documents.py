@@ -1,4 +1,4 @@
-"""The pages of operations: their commands name what exists, and have the effect that the pages describe."""
+"""The pages of operations: their commands name existing files and have the described effect."""
 
 import re
 import shlex

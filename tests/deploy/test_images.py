@@ -1,4 +1,4 @@
-"""The Dockerfile, without a container engine: what it says, and its steps taken in a folder.
+"""The Dockerfile, without a container engine: its text, and its steps run in a folder.
 
 What cannot be shown here is that the base images are there and that packages install in them.
 """

@@ -1,4 +1,4 @@
-"""The component ``keys``: its Secret is mounted so that it may change, options name it, and probes need none."""
+"""The component ``keys``: its Secret is mounted so that it can change, options name it, and probes need no key."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath

@@ -1,4 +1,4 @@
-"""Every ``kubectl`` command of the pages is typed as it stands there, and has the effect that the page says.
+"""Every documented ``kubectl`` command is run as written and has the documented effect.
 
 ``kubectl`` is real, and so are the server behind the pods and what runs in them. The cluster is ``kubernetes_api``,
 which says what that proves.

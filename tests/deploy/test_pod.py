@@ -1,4 +1,4 @@
-"""The pod without a cluster: the server with the manifests' arguments and options, probed as the kubelet would."""
+"""The pod without a cluster: the server with the manifests' arguments and options, probed as by the kubelet."""
 
 import hashlib
 import shutil

@@ -1,4 +1,4 @@
-"""Files that other programs read are what their published schemas say."""
+"""Files for other programs are valid under their published schemas."""
 
 import copy
 import runpy

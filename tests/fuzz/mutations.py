@@ -1,4 +1,4 @@
-"""Bad input, made from good: each case follows from its seed alone, so that one that hurts can be had again.
+"""Bad input, derived from valid input by a seed, so that each failing case can be repeated.
 
 Nothing here knows the server; the tests send what these functions make.
 """

@@ -1,4 +1,4 @@
-"""The watch sees what a process took and gave back, and names the cases between two looks."""
+"""The memory watch detects allocated and released memory and names the cases between two samples."""
 
 import subprocess
 import sys

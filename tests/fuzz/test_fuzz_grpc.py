@@ -1,4 +1,4 @@
-"""Bad input over gRPC: every call gets a status, in time, and never one that blames the server."""
+"""Bad input over gRPC: every call gets a status in time, and never one of a server fault."""
 
 import random
 import time

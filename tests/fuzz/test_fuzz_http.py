@@ -1,4 +1,4 @@
-"""Bad input over HTTP: every answer is an answer, in time, and never the server's fault."""
+"""Bad input over HTTP: every request gets a valid answer in time, and never one of a server fault."""
 
 import json
 import random

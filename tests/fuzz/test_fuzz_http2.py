@@ -1,4 +1,4 @@
-"""Bad HTTP/2 on the gRPC port: every connection ends in time, and nothing of it stays."""
+"""Bad HTTP/2 on the gRPC port: every connection ends in time and releases its resources."""
 
 import errno
 import random

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says is what the server does, as Schemathesis finds it."""
+"""The server conforms to its OpenAPI document, as checked by Schemathesis."""
 
 import os
 import subprocess

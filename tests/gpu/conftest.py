@@ -1,4 +1,4 @@
-"""Devices for tests: a GPU where there is one, and host memory in its place, so that the tests themselves are tried."""
+"""Devices for the tests: a GPU if there is one, and host memory in its place, so that the tests run everywhere."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""What only a GPU can show, of buffers and replay; where host memory can stand in for it, the same is shown there."""
+"""Properties of buffers and replay that need a GPU; cases that host memory can simulate run there too."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's own CUDA provider does with what the server gives it, counted at the CUDA runtime's door."""
+"""The calls of ONNX Runtime's CUDA provider under the server, counted in the CUDA runtime."""
 
 import ctypes
 import gc

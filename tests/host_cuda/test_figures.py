@@ -1,4 +1,4 @@
-"""The script of the figures, on ONNX Runtime's CUDA provider: that it measures, and not what."""
+"""The script of the figures on ONNX Runtime's CUDA provider: it measures; its numbers are not checked."""
 
 from pathlib import Path
 from typing import Any

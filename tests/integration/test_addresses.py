@@ -1,4 +1,4 @@
-"""Where the ports listen: over IPv4, over IPv6, over both."""
+"""The addresses of the ports: IPv4, IPv6, or both."""
 
 import socket
 import subprocess

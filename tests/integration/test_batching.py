@@ -1,4 +1,4 @@
-"""Concurrent callers of a real server share batches, and each gets its own rows."""
+"""Concurrent requests to a real server share batches, and each gets its own rows."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

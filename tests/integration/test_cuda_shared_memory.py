@@ -1,4 +1,4 @@
-"""Regions on GPUs on both protocols, with the host's memory in the GPUs' place: ``tests/gpu`` has a real one."""
+"""Regions on GPUs on both protocols, with host memory in the GPUs' place: ``tests/gpu`` uses a real one."""
 
 import base64
 import os

@@ -1,4 +1,4 @@
-"""Requests that bring a deadline, a bound for their wait or a priority, while others wait before them."""
+"""Requests with a deadline, a queue timeout or a priority, behind queued requests."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""The example classifier, from one end to the other: real images in, the promised accuracy out."""
+"""The example classifier end to end: real images reach the stated accuracy."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The documents, run as they stand: their requests and snippets print what the pages show.
+"""The documents' requests and snippets run as written and print the documented output.
 
 ``tests/repo/test_documents.py`` checks the names in them, ``tests/deploy`` the commands for containers and Kubernetes.
 """

@@ -1,4 +1,4 @@
-"""Requests with empty tensors: of 0 rows, batched or not, and those that ONNX Runtime would crash on."""
+"""Requests with empty tensors: of 0 rows, batched or not, and those that would crash ONNX Runtime."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A loop that stands still is reported; a loop that waits for the one client there is polls for it."""
+"""A blocked event loop is reported; a loop with one waiting client polls for it."""
 
 import signal
 from collections.abc import Callable, Iterator

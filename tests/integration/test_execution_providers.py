@@ -1,4 +1,4 @@
-"""Where models run, and where they do not: wish lists of execution providers through a real server."""
+"""Execution providers of models by configured preference, through a real server."""
 
 import json
 from collections.abc import Iterator

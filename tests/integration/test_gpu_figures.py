@@ -1,4 +1,4 @@
-"""The script that measures GPUs runs through, on host memory and with tiny models, so that a GPU finds it in order."""
+"""The script that measures GPUs runs on host memory with tiny models, so that it works on a machine with a GPU."""
 
 import os
 import re

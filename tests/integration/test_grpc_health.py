@@ -1,4 +1,4 @@
-"""grpc.health.v1 on a real socket, asked by the protocol's own client."""
+"""grpc.health.v1 on a real socket, queried by the protocol's own client."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What callers of gRPC may cost, on both transports: connections, metadata, messages and the memory that they leave."""
+"""Bounds on the cost of gRPC clients on both transports: connections, metadata, messages and retained memory."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Real proxies in front of the gRPC port: what they ask of a server behind them differs from what clients ask.
+"""Real proxies in front of the gRPC port: they use HTTP/2 in other ways than clients do.
 
 Needs nginx, HAProxy and Envoy (packages nginx and haproxy; Envoy is fetched); tests of one that is missing are skipped.
 """

@@ -1,4 +1,4 @@
-"""ModelStreamInfer on a real socket, called by raw channels: order, errors, room, endings."""
+"""ModelStreamInfer on a real socket, called by raw channels: order, errors, limits and ends."""
 
 import asyncio
 from collections.abc import Iterator

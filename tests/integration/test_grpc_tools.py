@@ -1,4 +1,4 @@
-"""Programs that speak HTTP/2 and know nothing of gRPC: curl and h2load, where they are installed."""
+"""HTTP/2 programs without gRPC support: curl and h2load, if installed."""
 
 import re
 import shutil

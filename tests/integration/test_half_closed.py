@@ -1,4 +1,4 @@
-"""A FIN over HTTP/1.1 means "no more requests": those that came whole are answered in order, then the server closes.
+"""A FIN over HTTP/1.1 means "no more requests": complete requests are answered in order, then the server closes.
 
 In plain text and over TLS.
 """

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own CUDA provider, and all of ours above it, on a CUDA runtime of host memory in a GPU's place.
+"""ONNX Runtime's own CUDA provider, and the server above it, on a CUDA runtime of host memory in a GPU's place.
 
 What kernels compute is not there, so these models copy, or multiply. All else is the real thing: sessions, streams,
 bindings, captures and replays of the provider, and a server in front of them.

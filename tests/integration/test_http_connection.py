@@ -1,4 +1,4 @@
-"""What HTTP/1.1 asks of a connection: order, bodies, keep-alive, back-pressure.
+"""Rules of HTTP/1.1 for a connection: order, bodies, keep-alive, back-pressure.
 
 In plain text and over TLS.
 """

@@ -1,4 +1,4 @@
-"""Models of unusual interfaces through a real server: optional inputs, types that no tensor has, no inputs at all."""
+"""Models with unusual interfaces through a real server: optional inputs, non-tensor types, no inputs at all."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

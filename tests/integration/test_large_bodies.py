@@ -1,4 +1,4 @@
-"""Bodies that are received where they stay: over HTTP, over TLS, and gRPC's messages."""
+"""Bodies that are received in place, without a copy: over HTTP, over TLS, and in gRPC messages."""
 
 import contextlib
 import gzip

@@ -1,4 +1,4 @@
-"""What operators and callers see of a model that takes its time to load."""
+"""The shown state of a model that takes long to load, for operators and clients."""
 
 import os
 import re

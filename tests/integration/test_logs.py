@@ -1,4 +1,4 @@
-"""What a real server writes: lines that machines can read, with request ids, and nothing that was in a tensor."""
+"""The log of a real server: machine-readable lines with request ids and without tensor values."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bodies that take long to read or write come back right. ``contract/test_bounds_on_messages`` holds them to bounds."""
+"""Bodies that take long to decode or encode are correct. ``contract/test_bounds_on_messages`` checks their bounds."""
 
 import contextlib
 import re

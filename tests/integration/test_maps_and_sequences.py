@@ -1,4 +1,4 @@
-"""Outputs that are maps or sequences in the model through a real server, against what ONNX Runtime hands out."""
+"""Map and sequence outputs through a real server, compared with ONNX Runtime's own outputs."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Under a limit on its memory the server refuses what does not fit, and goes on; it never crashes.
+"""Under a memory limit the server rejects requests that do not fit and keeps serving; it never crashes.
 
 Each limit is real: ``ulimit -v`` in the process that becomes the server, and the memory controller of cgroup v2 where
 this machine lets tests make a group. ``ORTSERVE_TEST_CGROUP`` names a folder of groups that may be used for it, such

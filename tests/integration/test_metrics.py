@@ -1,4 +1,4 @@
-"""The numbers on the metrics port, after traffic of which every request is known."""
+"""The values on the metrics port after traffic of known requests."""
 
 from collections.abc import Iterator
 

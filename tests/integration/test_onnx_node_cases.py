@@ -1,4 +1,4 @@
-"""Every node test of the ONNX package through one real server, over both protocols, and what is found of its rows."""
+"""Every node test of the ONNX package through one real server, over both protocols, with the verdict on its rows."""
 
 import time
 from pathlib import Path

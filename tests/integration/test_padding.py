@@ -1,4 +1,4 @@
-"""Requests of different lengths run together, and each gets what the model gives for it alone and unpadded."""
+"""Requests of different lengths share batches, and each gets the model's answer to it alone and unpadded."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""perf_analyzer, unmodified, runs to its end against a server in every way it has of sending requests."""
+"""perf_analyzer, unmodified, completes against a server in all of its request modes."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A real server finds out that a model's rows meet, although its configuration says that they do not."""
+"""A real server detects that a model's rows depend on each other, against its configuration."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs that last too long, or for ever: a real server answers, ends them and serves on."""
+"""Runs that last too long, or for ever: a real server answers, aborts them and keeps serving."""
 
 import re
 import signal

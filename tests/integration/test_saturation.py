@@ -1,4 +1,4 @@
-"""The autoscaling signal of a real server: above 1 while more comes than can be computed, and down again afterwards."""
+"""The autoscaling signal of a real server: above 1 under overload, and lower again afterwards."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Answers tell where their time went, on both protocols, and agree with the server's own account."""
+"""Answers carry their phase timings on both protocols, in agreement with the server's metrics."""
 
 import re
 import statistics

@@ -1,4 +1,4 @@
-"""System shared memory on both protocols: what the unmodified clients do with it, and what callers may do to it."""
+"""System shared memory on both protocols: use by the unmodified clients, and misuse."""
 
 import asyncio
 import base64

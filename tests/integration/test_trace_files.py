@@ -1,4 +1,4 @@
-"""Traces of a real server, turned on and off by Triton's clients and read as Triton's own summary of them reads.
+"""Trace files of a real server, switched by Triton's clients and readable by Triton's summary script.
 
 That is (qa/common/trace_summary.py of triton-inference-server/server): objects of one id belong together; a trace is
 HTTP's or gRPC's by the timestamp it begins with; spans are between named timestamps, and none ends before it begins.

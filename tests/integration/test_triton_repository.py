@@ -1,4 +1,4 @@
-"""A model repository made for Triton, served as it stands and asked by Triton's own clients."""
+"""A model repository made for Triton, served unchanged and queried by Triton's own clients."""
 
 import threading
 from collections.abc import Iterator

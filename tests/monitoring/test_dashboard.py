@@ -1,4 +1,4 @@
-"""The dashboard: its form, and every query of it asked of a real Prometheus that scrapes a real server under load."""
+"""The dashboard: its form, and every query run in a real Prometheus that scrapes a real server under load."""
 
 import json
 import math

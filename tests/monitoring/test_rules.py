@@ -1,4 +1,4 @@
-"""Rules and alerts, by Prometheus' own tool, and the names in them by our declarations."""
+"""Rules and alerts by Prometheus' own tool, and their names against the declarations."""
 
 import re
 import shutil

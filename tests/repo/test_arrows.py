@@ -1,4 +1,4 @@
-"""The rooms import each other in one direction only, and each library has its door."""
+"""Packages import each other in one direction only, and each library has one entry point."""
 
 import ast
 import sys

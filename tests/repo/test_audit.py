@@ -1,4 +1,4 @@
-"""The audit of dependencies: found vulnerabilities fail it, and silence is not taken for a clean bill."""
+"""The audit of dependencies: found vulnerabilities fail it, and an unreachable service is not a pass."""
 
 import json
 import re

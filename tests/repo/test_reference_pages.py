@@ -1,4 +1,4 @@
-"""Reference pages are made from the declarations, and every declaration has something to say."""
+"""Reference pages are generated from the declarations, and every declaration has a description."""
 
 from collections.abc import Callable
 from pathlib import Path

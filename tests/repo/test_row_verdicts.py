@@ -1,4 +1,4 @@
-"""The reference page of verdicts about exporters' models is current, and rests on enough of them."""
+"""The reference page of verdicts about exporters' models is current and covers enough models."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The page of the tests lists every helper, and nothing else."""
+"""The page of the tests lists exactly the helpers."""
 
 import re
 from pathlib import Path

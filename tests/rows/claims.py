@@ -1,4 +1,4 @@
-"""The claims of the proof in numbers: what its symbols stand for is learned from the first tensors that have them.
+"""The claims of the proof in numbers: its symbols get their values from the first tensors that have them.
 
 A symbol that stands for two numbers is a finding, too: equal symbols are what proofs of reshapes rest on.
 """

@@ -1,4 +1,4 @@
-"""Each family of operators in both directions: models whose rows stay apart, and models whose rows meet.
+"""Each family of operators in both directions: models with independent rows, and models with dependent rows.
 
 A line is a name, the inputs, the nodes, and sometimes weights and options of ``Case``.
 """

@@ -1,4 +1,4 @@
-"""A graph that grows node by node, and that ONNX Runtime runs as it grows: each row alone, and batches of the rows.
+"""A graph that grows node by node and is run by ONNX Runtime at each step: each row alone, and batches of the rows.
 
 Nodes run one at a time, in sessions that are kept for the next graph, so that thousands of graphs take seconds.
 """

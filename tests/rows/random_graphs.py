@@ -1,4 +1,4 @@
-"""Random graphs of operators that the proof has rules for, biased to what makes proofs hard.
+"""Random graphs of operators with rules in the proof, biased towards hard proofs.
 
 A step tries to add what one of ``STEPS`` makes; some of what comes out is nonsense, none of it is refused for a row
 alone.

@@ -1,4 +1,4 @@
-"""The batcher keeps its figures: the cells of ``loadtests/batching_simulation.py`` that are nearest to missing them.
+"""The batcher keeps its figures: the most critical cells of ``loadtests/batching_simulation.py``.
 
 Virtual time and seeded arrivals: every run gives the same numbers.
 """

@@ -1,4 +1,4 @@
-"""Makes the models of this folder with real exporters, in an environment of its own: see ``README.md``.
+"""Exports the models of this folder with real exporters, in a separate environment: see ``README.md``.
 
 ``python make.py [name ...]`` writes the models and ``manifest.json``: what made each, and what a request of one row is.
 Weights are random, so that files stay small; what counts is what exporters write around them.

@@ -1,4 +1,4 @@
-"""The watchdog of a real loop on a thread of its own, which the test holds up for as long as it takes to be seen."""
+"""The watchdog of a real event loop in a separate thread, which the test blocks until the watchdog reports it."""
 
 import asyncio
 import logging

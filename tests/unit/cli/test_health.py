@@ -1,4 +1,4 @@
-"""``ortserve health``: what it asks, and what its exit status and text say."""
+"""``ortserve health``: its request, exit status and output."""
 
 import socket
 import ssl

@@ -1,4 +1,4 @@
-"""Commands, and what reaches the server from the command line."""
+"""Commands, and the options that the command line passes to the server."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which ONNX Runtime is installed, and whether that can serve."""
+"""The installed distribution of ONNX Runtime, and whether it can serve."""
 
 import sys
 from collections.abc import Callable

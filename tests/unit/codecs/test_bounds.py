@@ -1,4 +1,4 @@
-"""Shapes that no array can have."""
+"""Shapes that are impossible for arrays."""
 
 import numpy as np
 import pytest

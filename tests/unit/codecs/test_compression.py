@@ -1,4 +1,4 @@
-"""Bodies inflated within bounds, and compressed where it pays."""
+"""Bodies inflated within bounds, and compressed only if that shrinks them."""
 
 import contextlib
 import gzip

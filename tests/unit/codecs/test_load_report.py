@@ -1,4 +1,4 @@
-"""Load reports in the three formats, each read back as their readers do."""
+"""Load reports in the three formats, each parsed back by its reader."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""model.yaml: what it inherits, what it may say, what is said of a bad one."""
+"""model.yaml: inherited options, accepted keys, and error messages."""
 
 import math
 from pathlib import Path

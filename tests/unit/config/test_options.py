@@ -1,4 +1,4 @@
-"""The order of sources, and what is said of a bad value."""
+"""The precedence of sources, and the messages for bad values."""
 
 from pathlib import Path
 

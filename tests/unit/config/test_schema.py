@@ -1,4 +1,4 @@
-"""The JSON Schema of model.yaml, with which editors complete and check: it must judge as the server does."""
+"""The JSON Schema of model.yaml for editors: it must agree with the server."""
 
 from pathlib import Path
 from typing import Any

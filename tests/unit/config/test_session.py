@@ -1,4 +1,4 @@
-"""The list of session entries, held against the binaries of ONNX Runtime: as installed, for GPUs, and a plug-in's."""
+"""The list of session entries, compared with ONNX Runtime's binaries: installed, for GPUs, and of a plug-in."""
 
 import mmap
 import platform

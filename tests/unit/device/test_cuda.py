@@ -1,4 +1,4 @@
-"""The door to CUDA, with a runtime of host memory behind it: what is called, with what, in what order."""
+"""The CUDA device on a runtime of host memory: its calls, arguments and their order."""
 
 import ctypes
 import importlib.util

@@ -1,4 +1,4 @@
-"""The device of host memory keeps the promises of a real one, and no others."""
+"""The device of host memory has the guarantees of a real one, and no others."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The machine's GPUs, by a management library that is a fake."""
+"""The machine's GPUs, read through a fake management library."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Why a graph is not to be captured, by what is known before it is tried."""
+"""Reasons against capturing a graph that are known before a trial."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What errors of CUDA and ONNX Runtime mean; the texts are theirs."""
+"""The classification of CUDA and ONNX Runtime errors, with their real texts."""
 
 import pytest
 

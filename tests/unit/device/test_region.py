@@ -1,4 +1,4 @@
-"""A caller's memory on a device of host memory."""
+"""A client's memory region on a device of host memory."""
 
 import threading
 

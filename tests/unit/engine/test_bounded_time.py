@@ -1,4 +1,4 @@
-"""Which models have runs whose time the number of rows bounds, and what is named in the others."""
+"""Models whose run time the number of rows bounds, and the node that is named for others."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whose runs take denormal numbers as 0. Real sessions in processes of their own, as the first of one is not as others.
+"""Runs that flush denormal numbers to 0. Real sessions in separate processes, as a process's first session differs.
 
 As a script this is such a process.
 """

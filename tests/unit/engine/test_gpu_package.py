@@ -1,4 +1,4 @@
-"""The options of CUDA's and TensorRT's providers, put before ONNX Runtime's own package for GPUs."""
+"""The options of CUDA's and TensorRT's providers, passed to ONNX Runtime's own package for GPUs."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What is read from each of the tiny models."""
+"""The signature of each of the tiny models."""
 
 from collections.abc import Callable
 from pathlib import Path

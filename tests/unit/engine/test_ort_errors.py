@@ -1,4 +1,4 @@
-"""Which failed runs are the fault of their inputs: real models that reject theirs, and texts of real failures."""
+"""Failed runs caused by their inputs: real models that reject theirs, and texts of real failures."""
 
 from collections.abc import Sequence
 

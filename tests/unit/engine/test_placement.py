@@ -1,4 +1,4 @@
-"""Which execution provider runs which node, as the real ONNX Runtime tells."""
+"""The execution provider of each node, as reported by the real ONNX Runtime."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The limits of this process, from files as the kernel writes them, in folders made for the test."""
+"""The limits of this process, from files in the kernel's format in temporary folders."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Choosing execution providers: a wish list against an offer."""
+"""The choice of execution providers: configured preferences against the available providers."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the process's ONNX Runtime offers. Plug-ins that work are in the integration tests, in other processes."""
+"""The providers of the process's ONNX Runtime. Working plug-ins are in the integration tests, in other processes."""
 
 import shutil
 import subprocess

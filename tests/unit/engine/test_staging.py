@@ -1,4 +1,4 @@
-"""Rows of a batch, gathered into a buffer that is used again."""
+"""Rows of a batch, gathered into a reusable buffer."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sequences of maps as tensors: what the session gives, against the maps of ONNX Runtime itself."""
+"""Sequences of maps as tensors: the session's outputs, compared with ONNX Runtime's own maps."""
 
 import time
 from collections.abc import Sequence

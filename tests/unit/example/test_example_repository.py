@@ -1,4 +1,4 @@
-"""The bundled models load, do what they say, and are what the scripts beside them make."""
+"""The bundled models load, behave as documented, and are reproducible from their scripts."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every call belongs to a group, on both protocols to the same one, and no spelling of a path leads past its guard."""
+"""Every call belongs to a group, the same on both protocols, and no form of a path bypasses its check."""
 
 import re
 import sys

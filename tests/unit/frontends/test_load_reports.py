@@ -1,4 +1,4 @@
-"""Who gets a load report, and in which format."""
+"""The requests that get a load report, and its format."""
 
 import base64
 

@@ -1,4 +1,4 @@
-"""The metrics port, for real."""
+"""The metrics port on a real socket."""
 
 import gzip
 import socket

@@ -1,4 +1,4 @@
-"""The generated messages: current, and at peace with a client library for the same protocol."""
+"""The generated messages are current and coexist with a client library for the same protocol."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""What queue policies make of a request."""
+"""The queue terms of a request under each policy."""
 
 import pytest
 

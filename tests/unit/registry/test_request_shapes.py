@@ -1,4 +1,4 @@
-"""Which requests may share a batch."""
+"""The requests that can share a batch."""
 
 import numpy as np
 import pytest

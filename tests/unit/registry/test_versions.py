@@ -1,4 +1,4 @@
-"""Loading one version on a thread, with the real ONNX Runtime, while the loop runs on."""
+"""Loading one version on a thread, with the real ONNX Runtime, while the event loop runs."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Rules that are broken on purpose: the lists of models and the random graphs notice each of them.
+"""Rules broken on purpose: the lists of models and the random graphs detect each of them.
 
 A test that finds nothing in the rules as they are shows little unless it would find something in others.
 """

@@ -1,4 +1,4 @@
-"""What counting and tracing cost: ``loadtests/metrics_cost.py`` and ``loadtests/tracing_cost.py`` run and report."""
+"""``loadtests/metrics_cost.py`` and ``loadtests/tracing_cost.py`` run and report the costs."""
 
 import logging
 import re

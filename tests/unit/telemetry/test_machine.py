@@ -1,4 +1,4 @@
-"""The machine's processors and memory, by files as Linux has them."""
+"""The machine's processors and memory, from files in Linux's format."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads after something happened."""
+"""The exported metrics after each event."""
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest

@@ -1,4 +1,4 @@
-"""Sampling, spans and what becomes of them, at a real collector in this process."""
+"""Sampling, spans and their export, with a real collector in this process."""
 
 import socket
 import time

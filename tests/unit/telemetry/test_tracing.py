@@ -1,4 +1,4 @@
-"""When traces are exported and when not: options, OpenTelemetry's variables, and a library that is not there."""
+"""Conditions of tracing: options, OpenTelemetry's variables, and an absent library."""
 
 import logging
 import sys

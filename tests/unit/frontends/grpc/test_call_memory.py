@@ -1,4 +1,4 @@
-"""What a refused call brought goes with it, not with the garbage collector: a circle would keep it, and uncounted."""
+"""A rejected call releases its message at once: a reference cycle would keep it, uncounted, for the collector."""
 
 import asyncio
 import gc

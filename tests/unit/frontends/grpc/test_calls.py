@@ -1,4 +1,4 @@
-"""How a call ends whose caller has left already."""
+"""The end of a call whose client has already disconnected."""
 
 import asyncio
 import logging

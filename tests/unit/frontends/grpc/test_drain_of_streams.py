@@ -1,4 +1,4 @@
-"""A drain lets streams finish the write that they are in: grpcio cannot end a call within one."""
+"""A drain lets streams finish their current write: grpcio cannot end a call within one."""
 
 import asyncio
 from typing import Any, NoReturn

@@ -1,4 +1,4 @@
-"""Options of the gRPC port in grpc's own words."""
+"""Options of the gRPC port as grpc's channel arguments."""
 
 import pytest
 

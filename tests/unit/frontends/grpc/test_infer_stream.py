@@ -1,4 +1,4 @@
-"""What one stream may hold, in requests and in bytes."""
+"""The quota of one stream, in requests and in bytes."""
 
 import asyncio
 

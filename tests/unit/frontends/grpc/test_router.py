@@ -1,4 +1,4 @@
-"""The handler of each call, and how large its messages may be."""
+"""The handler of each call, and the limit on its message size."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Streams that are open: how many, and how a drain ends what waits for a caller."""
+"""Open streams: their limit, and the end of waiting work at a drain."""
 
 import asyncio
 

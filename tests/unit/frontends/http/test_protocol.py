@@ -1,4 +1,4 @@
-"""Cached heads mean what the parser makes of them, and exchanges are answered in the order of their requests."""
+"""Cached heads mean the same as parsed ones, and exchanges are answered in request order."""
 
 import random
 import re

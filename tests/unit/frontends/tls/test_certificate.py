@@ -1,4 +1,4 @@
-"""What is said of files that no certificate can be had from, and what is read of those that can."""
+"""Error messages for unusable certificate files, and the values read from usable ones."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

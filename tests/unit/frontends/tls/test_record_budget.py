@@ -1,4 +1,4 @@
-"""The account of bytes that bring no data, by numbers alone; real sessions are in ``test_transport``."""
+"""The budget of bytes without data, by numbers alone; real sessions are in ``test_transport``."""
 
 import pytest
 

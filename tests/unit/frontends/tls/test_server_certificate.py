@@ -1,4 +1,4 @@
-"""Renewal: what becomes of files that change while the server runs. Looks are taken by hand."""
+"""Renewal: files that change while the server runs. The tests trigger each check."""
 
 import logging
 import ssl

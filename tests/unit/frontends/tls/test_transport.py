@@ -1,4 +1,4 @@
-"""A TLS session on a real socket, as the protocol behind it and the peer before it see it."""
+"""A TLS session on a real socket, seen by its protocol and by its peer."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What served models share: the host's processors, which runs on another device neither hold nor wait for."""
+"""The parts that served models share: the host's processors, which device runs neither hold nor await."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""From a file to instances on a device of host memory: which sizes get buffers, and what operators read of it."""
+"""From a file to instances on a device of host memory: the sizes with buffers, and the shown properties."""
 
 import gc
 import time

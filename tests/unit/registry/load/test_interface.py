@@ -1,4 +1,4 @@
-"""What clients see of a model, and what its configuration may say of it."""
+"""The client's view of a model, and the configuration that can change it."""
 
 import re
 

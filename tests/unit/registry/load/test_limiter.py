@@ -1,4 +1,4 @@
-"""How loads share processors and devices, with real threads."""
+"""The sharing of processors and devices among loads, with real threads."""
 
 import threading
 from collections.abc import Callable, Iterator

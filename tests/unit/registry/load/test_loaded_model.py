@@ -1,4 +1,4 @@
-"""What operators read of a loaded model."""
+"""The shown properties of a loaded model."""
 
 import time
 from dataclasses import replace

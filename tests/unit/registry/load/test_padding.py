@@ -1,4 +1,4 @@
-"""What ``pad`` of model.yaml becomes, and what is said of one that does not fit the model."""
+"""The effect of ``pad`` in model.yaml, and the errors for one that does not fit the model."""
 
 import math
 from dataclasses import replace

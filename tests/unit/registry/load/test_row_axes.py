@@ -1,4 +1,4 @@
-"""Along which axes rows run together: by the graph, the configuration, or names that allow a trial."""
+"""The axes of rows: by the graph, the configuration, or names that allow a trial."""
 
 from pathlib import Path
 from typing import Any

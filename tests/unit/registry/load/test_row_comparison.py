@@ -1,4 +1,4 @@
-"""What outputs tell of whether rows depend on each other."""
+"""The comparison of outputs that shows whether rows depend on each other."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a trial of rows notices, with models that are functions of the batch."""
+"""The dependences that a trial of rows detects, with models that are functions of the batch."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""How sessions are opened, beyond what loading a model shows."""
+"""Details of opening sessions that loading a model does not show."""
 
 import time
 from collections.abc import Mapping

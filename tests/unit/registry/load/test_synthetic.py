@@ -1,4 +1,4 @@
-"""Inputs that are made up."""
+"""Synthetic inputs."""
 
 import numpy as np
 import pytest

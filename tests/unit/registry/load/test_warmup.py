@@ -1,4 +1,4 @@
-"""What warm-up finds: with runs of a known length in virtual time, and with real models."""
+"""The results of warm-up: with runs of a known length in virtual time, and with real models."""
 
 import time
 from collections.abc import Callable, Iterator

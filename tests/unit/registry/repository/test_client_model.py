@@ -1,4 +1,4 @@
-"""Models that clients send: what they may say, and what only the operator may."""
+"""Models sent by clients: the options that clients can set, and those of the operator only."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""config.pbtxt and model.yaml say the same things, and end in the same options."""
+"""config.pbtxt and model.yaml can set the same options with the same result."""
 
 from pathlib import Path
 

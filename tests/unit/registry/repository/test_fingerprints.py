@@ -1,4 +1,4 @@
-"""What counts as a change of a model's files, with files that ONNX Runtime itself writes and reads."""
+"""Changes of a model's files, with files that ONNX Runtime itself writes and reads."""
 
 from pathlib import Path
 

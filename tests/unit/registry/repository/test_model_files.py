@@ -1,4 +1,4 @@
-"""What is found in folders made for the test. No file in them is a model: none is opened."""
+"""Models found in temporary folders. No file in them is a model: none is opened."""
 
 import os
 from pathlib import Path

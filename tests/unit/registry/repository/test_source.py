@@ -1,4 +1,4 @@
-"""What models are loaded from, as it lies on disk."""
+"""The sources of models on disk."""
 
 import os
 from pathlib import Path

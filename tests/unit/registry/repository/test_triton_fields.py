@@ -1,4 +1,4 @@
-"""The table of fields: complete, and obeyed."""
+"""The table of fields: complete, and applied."""
 
 from collections.abc import Iterator
 from typing import cast

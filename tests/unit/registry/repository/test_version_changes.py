@@ -1,4 +1,4 @@
-"""What leads from what serves to what should."""
+"""The steps from the served versions to the wanted ones."""
 
 from pathlib import Path
 

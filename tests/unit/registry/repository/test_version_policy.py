@@ -1,4 +1,4 @@
-"""Which versions are served, by literals."""
+"""The versions that a policy selects, by literals."""
 
 import pytest
 

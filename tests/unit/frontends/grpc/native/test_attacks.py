@@ -1,4 +1,4 @@
-"""What a peer can do at little cost to itself: each is bounded; the connection ends, or goes on as if nothing was."""
+"""Cheap attacks of a peer: each is bounded; the connection ends, or continues without effect on others."""
 
 import asyncio
 from collections.abc import Callable, Iterator

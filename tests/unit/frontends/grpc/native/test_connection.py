@@ -1,4 +1,4 @@
-"""A connection against the h2 library: what each call gets, and what becomes of connections that age, idle or drain."""
+"""A connection against the h2 library: the answers to calls, and the end of old, idle and draining connections."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Frames in bytes, however these were cut."""
+"""Frames in bytes, under any segmentation."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""HTTP/2 frames, and what the SETTINGS of a peer change."""
+"""HTTP/2 frames, and the effect of a peer's SETTINGS."""
 
 import hyperframe.frame as hyper
 import pytest

@@ -1,4 +1,4 @@
-"""Peers that close their side of the connection: no more requests come, and the peer may be gone or still read."""
+"""Peers that close their side of the connection: they send no more requests and may still read answers."""
 
 import asyncio
 

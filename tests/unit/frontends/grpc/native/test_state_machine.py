@@ -1,4 +1,4 @@
-"""Legal and illegal frames in any order, sent by the h2 library and by hand, against what a caller may rely on.
+"""Legal and illegal frames in any order, sent by the h2 library and by hand, against the guarantees of the server.
 
 Whatever comes, the connection either goes on or ends with a GOAWAY; a call that was made rightly gets its own bytes
 back and its own status; and when the peer has left, nothing of it is kept.

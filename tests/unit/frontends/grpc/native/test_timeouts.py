@@ -1,4 +1,4 @@
-"""Who has taken nothing for too long."""
+"""Readers without progress for too long."""
 
 from ortserve.frontends.grpc.native.timeouts import SendProgress
 
