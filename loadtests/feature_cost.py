@@ -38,7 +38,7 @@ NO_COLLECTOR = "--otlp-endpoint=http://127.0.0.1:9"
 
 @dataclass(frozen=True)
 class Feature:
-    """``name`` is for the table; ``flags`` turn it on, ``headers`` are what its callers send."""
+    """``name`` is for the table; ``flags`` enable the feature, ``headers`` are sent with its requests."""
 
     name: str
     flags: tuple[str, ...] = ()

@@ -89,7 +89,7 @@ _Begun = TypeVar("_Begun")
 
 
 class ImageShape(TypedDict, total=False):
-    """Of ``gpu_models.residual``; what is not said is ResNet-50's."""
+    """Parameters of ``gpu_models.residual``; the defaults are those of ResNet-50."""
 
     blocks: tuple[int, ...]
     width: int
@@ -136,7 +136,7 @@ class NoTrial(CaptureTrials):
 
 @dataclass(frozen=True)
 class Bench:
-    """Where it runs, and how large."""
+    """The device of the benchmark, and the scale of its models."""
 
     device: str
     scale: Scale
@@ -409,7 +409,7 @@ def per_second(work: Callable[[], object], rows: int, seconds: float) -> float:
 
 
 async def serve(loaded: LoadedModel, instance: DeviceInstance, max_rows: int, seconds: float) -> float:
-    """Rows a second of callers in a closed loop, a row each, four times as many as fit into a batch."""
+    """Rows a second of closed-loop clients with one row each, four times as many as fit into a batch."""
     loop = asyncio.get_running_loop()
     known = [(size.rows, size.round_trip_ns) for size in loaded.warm_up.latencies]
     batcher = Batcher(

@@ -30,7 +30,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Load:
-    """What one stretch of load gave: requests per second, latency in ms, CPU of the server per request in µs."""
+    """The result of one stretch of load: requests per second, latency in ms, CPU of the server per request in µs."""
 
     requests_per_s: float
     p50_ms: float

@@ -85,7 +85,7 @@ def write_models(repository: Path) -> tuple[str, ...]:
 
 
 def neighbour(pipe: Pipe, name: str, ports: Ports) -> None:
-    """The process: says when it is prepared, sends from any message to the next, then gives its counts back."""
+    """The process: reports that it is prepared, sends between one message and the next, then returns its counts."""
     os.nice(19)
     chosen = next(one for one in NEIGHBOURS if one.name == name)
     with ExitStack() as stack:
@@ -225,7 +225,7 @@ def _loop_model(ports: Ports, _: ExitStack) -> Sequence[Ask]:
 
 
 def _endless_loop(ports: Ports, _: ExitStack) -> Sequence[Ask]:
-    """A run that would take 60,000 years, for a caller that waits half a second."""
+    """A run that would take 60,000 years, for a client that waits half a second."""
     tensor = {"name": "n", "datatype": "INT64", "shape": [1], "data": [2**62]}
     body = orjson.dumps({"inputs": [tensor]})
     return (_inferring(ports, "counted", body, {**_HEADERS, "X-Request-Timeout-Ms": "500"}),)

@@ -184,7 +184,7 @@ def ask_stretch(small: Pipe, seconds: float) -> None:
 
 
 def receive(pipe: Pipe) -> Any:
-    """What a process has to say. Raises TimeoutError where it says nothing for long."""
+    """The next message of a process. Raises TimeoutError after a long silence."""
     if not pipe.poll(PATIENCE_S + SLOWEST_S):
         raise TimeoutError("a process of this benchmark does not answer")
     return pipe.recv()
@@ -192,7 +192,7 @@ def receive(pipe: Pipe) -> Any:
 
 @contextmanager
 def process(target: Any, *arguments: Any) -> Iterator[Pipe]:
-    """A process that is given a pipe, and ends on None or with the block."""
+    """A process with a pipe; it ends on None or with the block."""
     ours, theirs = _SPAWN.Pipe()
     started = _SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
     started.start()

@@ -23,7 +23,7 @@ Check = Callable[[int, bytes], None]
 
 @dataclass
 class Outcome:
-    """What one stretch of load gave. Latencies are of answers with status 200, in seconds from when they were due."""
+    """The result of one stretch of load. Latencies are of answers with status 200, in seconds from the due time."""
 
     seconds: float
     offered: int = 0
@@ -88,7 +88,7 @@ def offer(
 def closed_loop(
     port: int, requests: Sequence[bytes], check: Check, *, callers: int, seconds: float, check_every: int = 20
 ) -> Outcome:
-    """Have ``callers`` send one request after the other for ``seconds``."""
+    """Let ``callers`` clients send one request after the other for ``seconds``."""
 
     async def run() -> Outcome:
         client = _Client(port, requests, check, check_every)

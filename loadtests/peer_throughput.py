@@ -70,7 +70,7 @@ class Arm:
 
 
 class Servers:
-    """Starts servers with one model and one request, each on ports of its own."""
+    """Starts servers with one model and one request, each on separate ports."""
 
     def __init__(self, repository: Path, stack: ExitStack) -> None:
         self._repository = repository

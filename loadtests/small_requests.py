@@ -38,7 +38,7 @@ _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 @dataclass(frozen=True)
 class Stretch:
-    """What became of one protocol's requests: latencies of right answers in seconds, others by what they were."""
+    """The results of one protocol's requests: latencies of correct answers in seconds, and counts of other results."""
 
     latencies_s: np.ndarray
     wrong: tuple[str, ...]

@@ -62,7 +62,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``names`` is what a refusal's text must match; ``copies`` is the memory allowed, in sizes of the message.
+    """``names`` is a pattern of the rejection's text; ``copies`` is the memory allowed, in sizes of the message.
 
     ``model`` is asked for inference; one that begins with ``/`` is the path of another call. ``cpu_s`` bounds the
     processor time of a refusal, ``wait_s`` the wait for liveness.
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What became of a message, and what it cost."""
+    """The result of a message, and its cost."""
 
     outcome: int | str
     text: str

@@ -17,7 +17,7 @@ SAMPLES = wire.samples()
 
 
 def requests(datatype: DataType, array: np.ndarray) -> list[InferRequest]:
-    """What each codec makes of the same request."""
+    """The same request, decoded by each codec."""
     bodies = (wire.rest_json_request(datatype, array), wire.rest_binary_request(datatype, array))
     messages = (wire.grpc_raw_request(datatype, array), wire.grpc_typed_request(datatype, array))
     return [

@@ -23,7 +23,7 @@ BODY_LIMIT: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input as a caller may spell it, right or wrong."""
+    """An input as a client can send it, valid or not."""
 
     name: str
     datatype: str
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What came back; ``headers`` are trailing metadata on gRPC, the keys in lower case."""
+    """The answer; ``headers`` are trailing metadata on gRPC, with keys in lower case."""
 
     status: int | StatusCode
     text: str
@@ -124,13 +124,13 @@ GRPC: Final[tuple[Send, ...]] = (send_grpc_raw, send_grpc_typed, send_grpc_strea
 def post(
     server: ServerProcess, request: Request, body: bytes | Iterator[bytes], headers: dict[str, str] | None = None
 ) -> Refusal | None:
-    """Send a REST body; None where it was answered."""
+    """Send a REST body; return the error, or None on success."""
     url = rest_url(server, request.model, request.version)
     return _refusal(httpx.post(url, content=body, headers=headers, timeout=LONG_S))
 
 
 def call(server: ServerProcess, data: bytes, method: str = "ModelInfer") -> Refusal | None:
-    """Send a gRPC message as bytes; None where it was answered."""
+    """Send a gRPC message as bytes; return the error, or None on success."""
     with grpc.insecure_channel(server.grpc) as channel:
         send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         send = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")

@@ -162,7 +162,7 @@ def test_rest_call_needs_a_key_of_its_group(server: ServerProcess, group: str, c
 def test_path_that_ends_in_a_line_feed_is_not_found(
     server: ServerProcess, group: str, call: tuple[str, str, bytes]
 ) -> None:
-    """A pattern's ``$`` matches before it, so that a route might answer whose guard was not asked."""
+    """A pattern's ``$`` matches before the line feed, so a route could answer whose check did not run."""
     method, path, body = call
     path, _, query = path.partition("?")
     for spelled in (f"{path}%0A", f"{path}%0a/", f"{path}%0A?{query}"):

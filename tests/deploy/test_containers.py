@@ -100,7 +100,7 @@ class Container:
 
 @contextmanager
 def running(command: list[str], image: str, folder: Path, *, verify: Any = True) -> Iterator[Container]:
-    """A command of the page with another image, ports of its own and ``folder`` for the folder that it is typed in."""
+    """A command of the page with another image, other ports and ``folder`` for its working folder."""
     ports = free_ports()
     container = f"ortserve-test-{os.getpid()}-{ports.http}"
     words = [word.replace("$PWD", str(folder)) for word in command[2:-1]]
@@ -126,7 +126,7 @@ def running(command: list[str], image: str, folder: Path, *, verify: Any = True)
 
 
 def wait_until(look: Callable[[], bool]) -> None:
-    """Look until it is so, for what no engine tells."""
+    """Poll until the condition holds, as no engine reports it."""
     ends = time.monotonic() + LONG_S
     while not look():
         assert time.monotonic() < ends
@@ -211,7 +211,7 @@ def test_rendered_pod_is_ready_with_no_rights_and_drains(image: str, tmp_path: P
 
 @pytest.fixture
 def compose() -> Iterator[Callable[..., str]]:
-    """Types a command of the page, in a project of its own, of which nothing is left."""
+    """Runs a command of the page in a separate project, which is removed at the end."""
     if "podman" in " ".join(ENGINE):
         pytest.skip("needs Docker, for its compose command")
     project = {"COMPOSE_PROJECT_NAME": f"ortserve-test-{os.getpid()}"}

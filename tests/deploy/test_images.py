@@ -189,7 +189,7 @@ def test_build_context_contains_all_copied_and_needed_files() -> None:
 
 @pytest.fixture
 def image() -> Iterator[Path]:
-    """What the image holds of ours, read-only, where any user may read it; the packages are this environment's."""
+    """The image's own files, read-only, in a folder that any user can read; the packages are this environment's."""
     folder = Path(tempfile.mkdtemp(prefix="ortserve-image-"))
     try:
         for file in context_files():
@@ -221,7 +221,7 @@ def can_be(uid: int) -> bool:
 
 
 def entry_point(stage: Stage) -> list[str]:
-    """What the image starts, with this environment's Python in the place of its own."""
+    """The command of the image, with this environment's Python in place of the image's."""
     *init, ortserve = json.loads(stage.last("ENTRYPOINT"))
     return [*init, sys.executable, "-m", ortserve]
 

@@ -60,7 +60,7 @@ def test_no_manifest_holds_a_secret_or_a_key_in_a_variable() -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Installation:
-    """The overlay ``cpu`` with the component, as the page tells one to write it."""
+    """The overlay ``cpu`` with the component, as the page describes it."""
     overlay = tmp_path / "kustomization.yaml"
     base, component = (f"{'../' * 20}{path.relative_to('/')}" for path in (DEPLOY / "overlays" / "cpu", COMPONENT))
     kind = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}

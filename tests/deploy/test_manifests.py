@@ -31,7 +31,7 @@ def installed(request: pytest.FixtureRequest) -> Installation:
 
 @pytest.fixture
 def options(installed: Installation, monkeypatch: pytest.MonkeyPatch) -> ServerOptions:
-    """What the server reads from its environment in this installation; fails where it would refuse it."""
+    """The options that the server reads from its environment in this installation; fails if they are invalid."""
     for name in (*ServerOptions.model_fields, "config"):
         monkeypatch.delenv(variable_name(name), raising=False)
     for name, value in installed.environment.items():

@@ -26,7 +26,7 @@ FETCH = DEPLOY / "components" / "models-download" / "fetch.sh"
 
 
 def statuses_of_probes(installed: Installation, server: ServerProcess) -> dict[str, int]:
-    """What the kubelet would be answered: it verifies nothing and brings nothing."""
+    """The kubelet's probe: it verifies no certificate and presents none."""
     addresses = {"http": server.http, "metrics": server.metrics}
     statuses = {}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -49,7 +49,7 @@ def test_probes_of_the_pod_succeed() -> None:
 
 
 def test_probes_succeed_while_clients_hold_every_connection() -> None:
-    """Else the kubelet would kill a pod for having many callers."""
+    """Otherwise the kubelet would kill a pod with many clients."""
     base = installation(BASE)
     options = base.environment | {"ORTSERVE_DRAIN_DELAY_S": "0", "ORTSERVE_HTTP_MAX_CONNECTIONS": "1"}
     with serving(*base.server["args"][1:], *SHORT_WARMUP, env=options) as server:

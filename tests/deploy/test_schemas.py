@@ -21,7 +21,7 @@ CUSTOM = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
 
 
 def complaint(document: dict[str, Any], minor: tuple[int, ...]) -> str | None:
-    """What a cluster of this version would say against a document; unknown fields count."""
+    """The error of a cluster of this version for a document; unknown fields are errors."""
     try:
         kubernetes_validate.utils.validate(document, ".".join(map(str, minor)), strict=True)
     except kubernetes_validate.utils.ValidationError as error:

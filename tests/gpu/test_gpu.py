@@ -107,7 +107,7 @@ def test_networks_of_every_size_equal_the_cpu_result(place: Place, tmp_path: Pat
 
 
 def test_run_with_the_id_of_another_shape_replays_that_shape(place: Place, tmp_path: Path) -> None:
-    """What ONNX Runtime does, and why an id is made of the rows it is bound with and of nothing else."""
+    """Documents the behaviour of ONNX Runtime because of which an id encodes the bound rows and set, and no more."""
     path = builders.identity(tmp_path / "m.onnx")
     with on_device(path, place.make(), provider=place.provider, captures=True) as made:
         binding = made.instance.binding
@@ -288,7 +288,7 @@ def test_provider_with_one_graph_per_session_returns_each_request_its_rows(
 
 
 class Cramped:
-    """A session that finds no memory for more than so many rows, and says so as ONNX Runtime's arena does."""
+    """A session that runs out of memory above a number of rows, with the error of ONNX Runtime's arena."""
 
     def __init__(self, session: ort.InferenceSession, most_rows: int) -> None:
         self._session = session

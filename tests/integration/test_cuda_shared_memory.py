@@ -46,7 +46,7 @@ def client(library: Any, server: ServerProcess) -> Iterator[Any]:
 
 @contextmanager
 def owned(content: bytes) -> Iterator[tuple[bytes, Path]]:
-    """Memory of ours: its handle as the clients take it, and where to see what is in it."""
+    """Device memory of the test: its handle as the clients pass it, and a view of its content."""
     path = FOLDER / f"ortserve-test-{uuid4().hex}"
     path.write_bytes(content)
     try:

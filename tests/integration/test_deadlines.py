@@ -83,7 +83,7 @@ def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
 def call(
     channel: grpc.Channel, model: str, *, timeout_s: float = LONG_S, queue_timeout_us: int = 0
 ) -> grpc.Call | None:
-    """Call by gRPC; the failure, or None where it was answered."""
+    """Call by gRPC; return the failure, or None on success."""
     request = service_pb2.ModelInferRequest(model_name=model)
     request.inputs.add(name="x", datatype="FP32", shape=ROW.shape)
     request.raw_input_contents.append(ROW.tobytes())
@@ -98,7 +98,7 @@ def call(
 
 
 def learned_ms(server: ServerProcess, model: str = "slow") -> float:
-    """What the server expects one run to take; it is slower where others use the machine too."""
+    """The server's estimate of one run; it is longer on a busy machine."""
     answer = httpx.get(f"http://{server.http}/v2/models/{model}/batching", timeout=LONG_S).raise_for_status()
     return float(answer.json()["classes"][0]["latency_ms"]["1"])
 
@@ -112,7 +112,7 @@ def within(server: ServerProcess, runs: float) -> dict[str, str]:
 def backlog(
     server: ServerProcess, model: str, callers: int = WAITING, headers: dict[str, str] | None = None, **parameters: int
 ) -> Iterator[list["Future[httpx.Response]"]]:
-    """Have callers, without a deadline unless by a header, wait for a model; at the end all must have been answered."""
+    """Let requests, with a deadline only by a header, wait for a model; at the end all must have been answered."""
     with ThreadPoolExecutor(callers) as pool:
         calls = [pool.submit(post, server, model, headers, **parameters) for _ in range(callers)]
         wait_for_queue(server, model, callers - 3)
@@ -121,7 +121,7 @@ def backlog(
 
 
 def excess_ms(text: str) -> float:
-    """By how much an answer would be late, as a refusal says."""
+    """The lateness of an answer, as a rejection states it."""
     found = re.search(r"([\d.]+) ms are left, and the answer is expected in ([\d.]+) ms", text)
     assert found is not None, text
     return float(found[2]) - float(found[1])

@@ -37,7 +37,7 @@ def on_ports_of(server: ServerProcess, text: str) -> str:
 
 
 def bash(script: str, folder: Path, **variables: str) -> str:
-    """Run a command of a page in a folder of its own; ``ortserve`` is that of the tests."""
+    """Run a command of a page in a temporary folder; ``ortserve`` is that of the tests."""
     script = f'ortserve() {{ {shlex.quote(sys.executable)} -m ortserve "$@"; }}\n{script}'
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", "-ec", script]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)

@@ -142,7 +142,7 @@ def test_failing_provider_is_skipped_with_allow_fallback(server: ServerProcess) 
 def test_provider_that_fails_every_run_has_failed_unless_the_cpu_fails_too(
     tmp_path: Path,
 ) -> None:
-    """OpenVINO takes no tensor of no elements, and says so in its runs; neither takes images that are too small."""
+    """OpenVINO fails runs with empty tensors; both providers fail runs with too small images."""
     environment = openvino_environment()
     wishes: dict[str, Any] = {"execution_providers": ["openvino", "cpu"]}
 

@@ -22,7 +22,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
-    """Of each table the names of its columns, and its lines."""
+    """The column names and lines of each table."""
     found = []
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()]

@@ -63,7 +63,7 @@ async def ask(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...] =
 
 
 async def is_answered(front: Frontend) -> bool:
-    """Whether a new client is; one that was refused now and then stays so, although it is connected."""
+    """Whether a new client is ready; one that was rejected once stays unready although it is connected."""
     async with open_channel(front) as channel:
         try:
             await ask(channel)

@@ -32,7 +32,7 @@ def models() -> FakeModelService:
 
 @pytest.fixture(autouse=True)
 def _server_complains_of_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """However its callers behave, none of it is a fault of the server."""
+    """No behaviour of the clients here makes the server log a fault."""
     yield
     messages = [record.getMessage() for record in caplog.get_records("call")]
     # The client's: grpc.aio has one poller for all loops, which now and then hands an event to one that has ended.

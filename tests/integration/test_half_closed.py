@@ -117,7 +117,7 @@ def test_answers_after_a_fin_are_complete_for_a_slow_reader(server: ServerProces
 
 
 def test_request_of_a_closed_connection_is_run_and_dropped(server: ServerProcess) -> None:
-    """Its FIN says no more than that of a caller that waits."""
+    """A client that has gone sends the same FIN as one that waits."""
     fds = "process_open_fds"
     before = read_metrics(server).value(fds)
     batches = read_metrics(server).value(DECISIONS, model="slow", version="1", decision="batches")
@@ -129,7 +129,7 @@ def test_request_of_a_closed_connection_is_run_and_dropped(server: ServerProcess
 
 @pytest.fixture(scope="module")
 def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """``long`` runs for longer than a test lasts, so that what waits behind it leaves or stays for ever."""
+    """``long`` runs longer than a test lasts, so queued requests leave by cancellation or stay for ever."""
     repository = tmp_path_factory.mktemp("long")
     (add_model(repository, "long", builders.slow, steps=30_000_000) / "model.yaml").write_text("warmup_s: 0\n")
     with starting(repository, "--drain-timeout-s", "0.2") as server:

@@ -49,7 +49,7 @@ def host_cuda(**settings: str) -> dict[str, str]:
 
 
 def pytest_in(environment: Mapping[str, str], *arguments: str | Path) -> str:
-    """What a run of pytest of its own says, which must go well and skip nothing."""
+    """The output of a separate run of pytest, which must pass and skip no test."""
     alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-o", "faulthandler_timeout=60", *alone, *arguments],

@@ -70,7 +70,7 @@ def body_of(number: float, width: int = 4, **more: Any) -> bytes:
 
 
 def ask(server: ServerProcess, model: str, body: bytes) -> httpx.Response:
-    """On a connection of its own."""
+    """Send on a new connection."""
     answer = httpx.post(rest_url(server, model), content=body, timeout=LONG_S, verify=server.client or True)
     return answer.raise_for_status()
 

@@ -133,7 +133,7 @@ def test_rejection_follows_the_earlier_answers(server: ServerProcess) -> None:
 
 
 def endless(begin: bytes, part: bytes) -> Callable[[ServerProcess], bytes]:
-    """Send ``part`` again and again behind ``begin`` until the server has enough; returns what it said."""
+    """A function that sends ``part`` repeatedly after ``begin`` until the server ends it, and returns the answer."""
 
     def send(server: ServerProcess) -> bytes:
         with connected(server) as connection:
@@ -173,7 +173,7 @@ def test_endless_heads_and_trailers_are_rejected(server: ServerProcess, send: Ca
 
 
 def trickle(server: ServerProcess, begin: bytes, part: bytes) -> bytes:
-    """Send a part now and then until the server says something, or closes the connection."""
+    """Send a part now and then until the server answers or closes the connection."""
     with connected(server) as connection:
         connection.sendall(begin)
         came: list[bytes] = []

@@ -259,7 +259,7 @@ def test_model_that_rejects_synthetic_inputs_answers_real_ones(zoo_server: Serve
 
 
 def properties(server: ServerProcess, model: str) -> dict[str, str]:
-    """What the model's metadata says of how it is run; both protocols must agree."""
+    """The model's properties in the metadata; both protocols must agree."""
     with triton_clients(server) as (http, grpc):
         by_http: dict[str, str] = http.get_model_metadata(model)["properties"]
         # tritonclient's own message has no such field, but keeps what it does not know.

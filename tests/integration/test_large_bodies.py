@@ -42,7 +42,7 @@ def secret(way: str, tmp_path_factory: pytest.TempPathFactory) -> Secret | None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a repository: ``wide`` answers with what it was sent."""
+    """A folder of models, in which ``wide`` returns its input."""
     repository = tmp_path_factory.mktemp("large")
     add_model(repository, "wide", builders.identity, shape=("batch", "width"))
     return repository

@@ -117,7 +117,7 @@ async def wait_until_left(server: ServerProcess, count: int) -> None:
 
 
 async def check_answers(callers: Sequence[Caller], numbers: Sequence[int], constant: np.ndarray) -> None:
-    """Each caller gets the answer to the row of its own number, bit for bit as if it had been alone."""
+    """Each request gets the answer to the row of its number, bit for bit as if alone."""
     for number in numbers:
         status, _, document = await callers[number].receive()
         assert (status, document.get("id")) == (200, str(number)), document

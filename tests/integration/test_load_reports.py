@@ -39,7 +39,7 @@ def server(repository: Path, ways: tuple[str, ...]) -> Iterator[ServerProcess]:
 
 
 def rest(server: ServerProcess, asked: str = "", route: str = "") -> Mapping[str, str]:
-    """What an answer's headers say of the load."""
+    """The load report in an answer's headers."""
     headers = {ASKING: asked} if asked else {}
     url = f"http://{server.http}/v2/models/slow/{route}" if route else rest_url(server, "slow")
     document = {"x": [1.0, 2.0, 3.0, 4.0]} if route else DOCUMENT

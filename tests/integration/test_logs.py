@@ -28,7 +28,7 @@ def _add_models(repository: Path) -> None:
 
 
 def _send_secrets(server: ServerProcess) -> None:
-    """Good requests and bad ones of every kind, on both protocols; each holds a secret and has an id of its own."""
+    """Good requests and bad ones of every kind, on both protocols; each has a secret and its own id."""
     words = {"x": np.full((1, 4), SECRET_TEXT.encode(), np.object_)}
     numbers = {"x": np.full((1, 4), SECRET_NUMBER, np.float32)}
     bad_run = {"x": np.full((1, 4), SECRET_NUMBER, np.int64)}

@@ -27,7 +27,7 @@ UNKNOWN = "made-up-name"
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Samples]:
-    """What the port says after the traffic of ``_send_traffic`` and nothing else."""
+    """The output of the port after the traffic of ``_send_traffic`` only."""
     repository = tmp_path_factory.mktemp("metrics")
     add_model(repository, "identity", builders.identity)
     add_model(repository, "poison", builders.poison)
@@ -38,7 +38,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Samples]:
 
 
 def _send_traffic(server: ServerProcess) -> None:
-    """One request after the other, so that each is a batch of its own."""
+    """One request after the other, so that each is a separate batch."""
 
     def rows(count: int) -> dict[str, np.ndarray]:
         return {"x": np.ones((count, 4), np.float32)}

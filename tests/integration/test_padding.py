@@ -36,7 +36,7 @@ Oracle: TypeAlias = Any
 
 
 def add_padded(repository: Path, name: str, options: str) -> Oracle:
-    """Add a model, of which the name's beginning says what it computes; returns it as ONNX Runtime alone runs it."""
+    """Add a model whose name begins with its computation; return the model as run by ONNX Runtime alone."""
     build = builders.masked_tokens if name.startswith("tokens") else builders.variable_length
     folder = add_model(repository, name, build)
     (folder / "model.yaml").write_text(options)

@@ -46,7 +46,7 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(trace_file: Path) -> Iterator[ServerProcess]:
-    """The example models, for callers that may share memory and have requests traced."""
+    """The example models, for clients that can share memory and switch traces."""
     with serving("--example", "--allow-client-shm", "--trace-file", trace_file, *SHORT_WARMUP) as server:
         yield server
 
@@ -109,5 +109,5 @@ def test_numbers_of_gpus_are_found_by_tritons_names(perf_analyzer: PerfAnalyzer,
 
 
 def regions(server: ServerProcess) -> object:
-    """What is still registered: perf_analyzer forgets its regions at its end."""
+    """The regions that are still registered: perf_analyzer does not unregister its regions at its end."""
     return httpx.get(f"http://{server.http}/v2/systemsharedmemory/status", timeout=LONG_S).raise_for_status().json()

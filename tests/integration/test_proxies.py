@@ -51,7 +51,7 @@ class Fleet:
 
     @property
     def failures(self) -> list[Failure]:
-        """What clients see of it: they send again what a connection that was closed did not take."""
+        """The client's view: it retries requests on a connection that was closed before they were read."""
         may_close = not self.proxy.asks_readiness
         return [failure for failure in self.load.failures if not (may_close and failure.is_untaken)]
 

@@ -50,7 +50,7 @@ import ortserve.app.run
 
 
 def test_telemetry_is_disabled_before_onnxruntime_is_imported() -> None:
-    """Its wheels report from the import on, so the order is what counts; the caller's environment says nothing here."""
+    """The wheels send telemetry from the import on, so the order matters; the test's environment is not inherited."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ORT_")}
     run = subprocess.run(
         [sys.executable, "-c", WATCH_THE_IMPORT], env=environment, check=True, timeout=LONG_S, capture_output=True

@@ -20,7 +20,7 @@ ROUNDS = 200
 
 
 def counts(rows: int = 1) -> list[np.ndarray]:
-    """Requests of counts of very different sizes: alone, each is quantized with a scale of its own."""
+    """Requests of counts of very different sizes: alone, each is quantized with its own scale."""
     rng = np.random.default_rng(0)
     return [rng.integers(1, 3 ** (1 + number), (rows, 4)) for number in range(CALLERS)]
 

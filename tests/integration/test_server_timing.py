@@ -22,7 +22,7 @@ REQUESTS: Final = 5
 def sent_and_counted(
     tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...]
 ) -> dict[str, tuple[list[str], float]]:
-    """By protocol: what each answer said of its timing, and the sum of the durations by the server's metrics."""
+    """By protocol: the timing header of each answer, and the sum of the durations by the server's metrics."""
     repository = tmp_path_factory.mktemp("timing")
     add_model(repository, "slow", builders.slow, steps=15_000)
     with serving(repository, "--warmup-s", "0", *ways) as server:

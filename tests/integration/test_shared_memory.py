@@ -93,7 +93,7 @@ def connect(server: ServerProcess, protocol: str) -> Caller:
 
 @contextmanager
 def owned(byte_size: int) -> Iterator[tuple[str, Any]]:
-    """A shared memory object of ours: its key and the client library's handle of it."""
+    """A shared memory object of the test: its key and the client library's handle of it."""
     key = f"/ortserve-test-{uuid4().hex}"
     handle = shared_memory.create_shared_memory_region("mine", key, byte_size)
     try:
@@ -103,7 +103,7 @@ def owned(byte_size: int) -> Iterator[tuple[str, Any]]:
 
 
 def open_descriptors(server: ServerProcess) -> list[str]:
-    """What the server has open of shared memory objects."""
+    """The shared memory objects that the server has open."""
     folder = Path(f"/proc/{server.pid}/fd")
     return [link for link in map(os.path.realpath, folder.iterdir()) if link.startswith(f"{FOLDER}/")]
 

@@ -285,7 +285,7 @@ def _json_body(request_id: str, row: np.ndarray) -> bytes:
 async def _exchange(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
 ) -> tuple[str, dict[str, Any]] | None:
-    """Send a request and read its whole answer; None when the connection ended without a byte of one."""
+    """Send a request and read its whole answer; return None if the connection ended before its first byte."""
     try:
         writer.write(request)
         await writer.drain()
@@ -307,7 +307,7 @@ async def _exchange(
 
 @asynccontextmanager
 async def _failing_early(tasks: list[asyncio.Task[None]]) -> AsyncIterator[None]:
-    """Leave no caller running behind a failed test."""
+    """Stop all clients after a failed test."""
     try:
         yield
     finally:

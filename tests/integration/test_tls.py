@@ -280,7 +280,7 @@ class Callers:
         self._calls = [self._pool.submit(call) for call in calls]
 
     def wait_for_more(self) -> None:
-        """Until each kind of caller had some answers more; fails where one had an error."""
+        """Wait until each kind of client had some more answers; fail if one had an error."""
         wanted = {kind: count + 5 for kind, count in self.answers.items()}
         while any(self.answers[kind] < count for kind, count in wanted.items()):
             for call in self._calls:
@@ -328,7 +328,7 @@ class Callers:
 
 
 def shown_serial(address: str, secret: Secret) -> int:
-    """Of the certificate that a new connection is shown."""
+    """Read the certificate of a new connection."""
     host, port = address.split(":")
     context = secret.client_context(alpn="h2")
     with context.wrap_socket(socket.create_connection((host, int(port)), LONG_S), server_hostname=HOST) as session:

@@ -65,7 +65,7 @@ def _trace(whole: dict[str, Any]) -> Trace:
 
 @dataclass
 class Written:
-    """What came of the requests that ``written`` makes."""
+    """The results of the requests that ``written`` sends."""
 
     folder: Path
     extensions: list[str]

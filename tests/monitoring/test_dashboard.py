@@ -136,7 +136,7 @@ class Prometheus:
         return [value for sample in result if not math.isnan(value := float(sample["value"][1]))]
 
     def wait_for_numbers(self, expression: str) -> list[float]:
-        """Ask until there are some, for the time of some sixty scrapes; each look is a request of its own."""
+        """Query until results exist, for the time of some sixty scrapes; each query is a separate request."""
         end_s = time.monotonic() + 30
         found: list[float] = []
         while not found and time.monotonic() < end_s:

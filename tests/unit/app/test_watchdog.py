@@ -17,7 +17,7 @@ LONG_S = 30.0
 
 
 class Lines(logging.Handler):
-    """What the watchdog logs, as fields by message."""
+    """The records of the watchdog, as fields by message."""
 
     def __init__(self) -> None:
         super().__init__()

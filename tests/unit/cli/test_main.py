@@ -15,7 +15,7 @@ from ortserve.core.compiled import IS_COMPILED
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
-    """What the server was started with; it ends at once, with status 7."""
+    """Records the arguments of the server's start; the server ends at once, with status 7."""
     started: list[ServerOptions] = []
 
     def run(options: ServerOptions) -> int:

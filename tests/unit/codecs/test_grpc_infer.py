@@ -174,7 +174,7 @@ def test_truncated_or_corrupted_request_raises_only_serve_errors() -> None:
 
 
 def outcome(data: bytes) -> object:
-    """What came of reading a request, in a form that compares."""
+    """The result of decoding a request, in a comparable form."""
     try:
         read = decode_request(data)
     except ServeError as error:
@@ -189,7 +189,7 @@ IDS: Final = st.one_of(TEXTS, st.integers(0, 9).map(str))
 
 
 def split_by_protobuf(data: bytes) -> tuple[bytes, str, list[memoryview], dict[int, bytes]]:
-    """What ``split_request`` is to find, as protobuf finds it."""
+    """The expected result of ``split_request``, computed by protobuf."""
     try:
         message = ModelInferRequest.FromString(data)
     except DecodeError:

@@ -38,7 +38,7 @@ def expect_invalid(document: object, *tails: bytes, text: str) -> None:
 
 
 def entry(**changes: object) -> dict[str, object]:
-    """A good input, with keys changed or, where None, left out."""
+    """A valid input with changed keys; keys with None are left out."""
     whole: dict[str, object] = {"name": "x", "shape": [2], "datatype": "INT32", "data": [1, 2], **changes}
     return {key: value for key, value in whole.items() if value is not None}
 

@@ -29,7 +29,7 @@ from servers import LONG_S
 
 
 class HostRuntime:
-    """The functions of ``cupy.cuda.runtime`` that the door uses, by cupy 14.2's signatures, on host memory.
+    """The functions of ``cupy.cuda.runtime`` that the device uses, by cupy 14.2's signatures, on host memory.
 
     Streams work at once. What is used after it was given back raises, as does what was never made.
     """
@@ -267,7 +267,7 @@ json.dump({name: one if isinstance(one, int) else one and one.__doc__ for name, 
 
 @pytest.fixture
 def runtime_of_cupy() -> dict[str, int | str | None]:
-    """What there is of ``HostRuntime``'s names: values of constants, and first lines like ``free(intptr_t ptr)``.
+    """The names of ``HostRuntime`` in cupy: values of constants, and first lines like ``free(intptr_t ptr)``.
 
     Its import takes no GPU. It is the environment's own where there is one, which a GPU's is.
     """

@@ -59,7 +59,7 @@ def test_each_graph_has_its_own_session(tmp_path: Path, pace: Pace) -> None:
 
 
 def test_session_that_replays_its_first_batch_for_all_is_detected(tmp_path: Path) -> None:
-    """Told of such a provider that its sessions keep a graph by each id: nothing of what it captures is believed."""
+    """A provider is wrongly configured to keep a graph by each id: none of its captures is used."""
     device = OneEach()
     use = DeviceProvider(lambda number: device)
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True, wrap=device.note, use=use) as made:

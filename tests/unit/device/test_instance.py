@@ -153,7 +153,7 @@ def test_graph_is_run_only_with_the_binding_of_its_rows_and_set(tmp_path: Path) 
 
 
 def test_replay_ignores_its_binding(tmp_path: Path) -> None:
-    """What ONNX Runtime does, and the device of host memory after it: it is why ids are made of rows and set."""
+    """ONNX Runtime behaves so, and the device of host memory too; therefore ids encode rows and set."""
     device = HostDevice()
     with on_device(builders.identity(tmp_path / "m.onnx"), device, captures=True) as made:
         binding = made.instance._binding
@@ -232,7 +232,7 @@ def test_capture_runs_on_inputs_that_the_model_accepts(tmp_path: Path) -> None:
 
 
 class Pinning(HostDevice):
-    """A device whose host pins no more memory while ``refuses`` says why."""
+    """A device whose host pins no more memory while ``refuses`` holds an error text."""
 
     refuses = ""
 
@@ -460,7 +460,7 @@ class FailsPlainly:
 def test_model_that_stops_working_with_its_buffers_is_not_served(
     tmp_path: Path, text: str, kind: type[ServeError]
 ) -> None:
-    """And leaves nothing behind, although the collector of garbage is off and the error is still read."""
+    """All is released although garbage collection is off and the error is still referenced."""
     sessions: list[weakref.ref[Any]] = []
     errors: list[str] = []
 
@@ -575,7 +575,7 @@ def test_session_memory_is_accounted_without_buffers(tmp_path: Path) -> None:
 
 def test_lost_device_releases_all_that_can_be_freed(tmp_path: Path) -> None:
     class Lost(HostDevice):
-        """Gives nothing of itself back any more."""
+        """Fails every call that frees a resource."""
 
         is_lost = False
 

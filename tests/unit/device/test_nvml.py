@@ -10,7 +10,7 @@ from ortserve.telemetry.machine import GpuReading
 
 
 class FakeNvml:
-    """As nvidia-ml-py 13 is called: GPU 0 tells everything, GPU 1 nothing."""
+    """The interface of nvidia-ml-py 13: GPU 0 has every reading, GPU 1 has none."""
 
     class NVMLError(Exception):
         pass

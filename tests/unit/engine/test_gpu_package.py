@@ -57,7 +57,7 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 
 def refused(path: Path, provider: str, options: Sequence[Mapping[str, str]]) -> list[bool]:
-    """Which of these options ONNX Runtime refuses; of others it goes on to miss the GPU."""
+    """The options that ONNX Runtime rejects; with others it continues until it misses the GPU."""
     try:
         environment = environment_for_options("cuda" if provider == CUDA else "tensorrt")
     except UnavailableError as error:

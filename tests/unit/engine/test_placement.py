@@ -74,7 +74,7 @@ def test_placement_description() -> None:
 
 
 def chain(path: Path, *nodes: tuple[str, str, str]) -> Path:
-    """Nodes one behind the other, by operator, domain and name: x FP32 [batch, 4] → y FP32 [batch, 4]."""
+    """A chain of nodes, by operator, domain and name: x FP32 [batch, 4] → y FP32 [batch, 4]."""
     between = ["x", *(f"h{number}" for number in range(1, len(nodes))), "y"]
     made = [
         helper.make_node(operator, [start], [end], name=name, domain=domain)

@@ -37,7 +37,7 @@ def choice_of(*wishes: ProviderWish) -> ProviderChoice:
 
 
 def numbers(choice: ProviderChoice) -> list[int]:
-    """Of devices, of the chosen provider and of those behind it."""
+    """The device numbers of the chosen provider and of its fallbacks."""
     return [choice.device_id, *(other.device_id for other in choice.behind)]
 
 

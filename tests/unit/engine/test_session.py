@@ -218,7 +218,7 @@ def test_unknown_arena_fails_the_load_not_each_run(tmp_path: Path, settings: Ses
     ],
 )
 def test_gpu_arena_needs_a_gpu_provider(tmp_path: Path, choice: ProviderChoice, arena: str, is_refused: bool) -> None:
-    """Whether the providers themselves are there is asked after that."""
+    """The availability of the providers is checked after the arenas."""
     options = SessionOptions(choice, 1, SessionSettings(shrink_arenas=(arena,)))
     refusal = f"session.shrink_arenas: expected arenas out of cpu:0, got {arena}"
     with pytest.raises(ServeError) as caught:

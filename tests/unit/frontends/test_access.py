@@ -33,7 +33,7 @@ GENERATE: Final = ("/v2/models/{model}/generate", "/v2/models/{model}/generate_s
 
 
 def expected_group(template: str) -> Group | None:
-    """Of a route by its template, in the words of this test."""
+    """The expected group of a route by its template, written independently of the server."""
     plain = template.replace("/versions/{version}", "")
     if plain in HEALTH:
         return None
@@ -49,7 +49,7 @@ async def answer_nothing(_: Request) -> Response:
 
 
 def all_routes() -> list[Route]:
-    """Those that FastAPI answers; nothing is asked of the services behind them here."""
+    """The routes that FastAPI answers; no service is called here."""
     nothing: Any = None
 
     class Nothing:

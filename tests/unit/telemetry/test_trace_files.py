@@ -38,7 +38,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let the system refuse to let any file grow beyond ``size``, as a full disk would."""
+    """Limit the size of files to ``size``, so that writes fail as on a full disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

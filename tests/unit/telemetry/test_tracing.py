@@ -106,7 +106,7 @@ def test_startup_log_names_the_endpoint_without_its_password(caplog: pytest.LogC
 
 @pytest.fixture
 def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the extra were not installed."""
+    """Simulates that the extra is not installed."""
     for name in ("ortserve.telemetry.otlp", "ortserve.telemetry.otlp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)

@@ -12,7 +12,7 @@ from ortserve.frontends.grpc.calls import answering, streaming
 
 
 class Left:
-    """What grpc gives as the context of a call before it cancels it: nothing can be sent any more."""
+    """The context of a call just before grpc cancels it: no message can be sent any more."""
 
     async def abort(self, *_: object) -> None:
         raise grpc.aio.InternalError("Failed 'execute_batch'")

@@ -13,7 +13,7 @@ from ortserve.frontends.http.model_routes import HealthFromThreads
 
 @dataclass
 class Models:
-    """What the answers depend on."""
+    """The state that the answers depend on."""
 
     is_exiting: bool = False
     lost: str = ""

@@ -80,7 +80,7 @@ class Forgetful(HeadCache):
 
 
 def _known_of(call: Call) -> tuple[object, ...]:
-    """What a frontend knows of a call before its request is decoded."""
+    """The properties of a call that a frontend knows before it decodes the request."""
     return call.protocol, call.timing, call.timeout_ns, call.trace
 
 
@@ -103,7 +103,7 @@ def request(rng: random.Random) -> bytes:
 
 
 def stream(rng: random.Random) -> list[bytes]:
-    """Requests, most of them in a piece of their own."""
+    """Requests, most of them in separate segments."""
     pieces: list[bytes] = []
     for _ in range(rng.randrange(1, 12)):
         came = request(rng)

@@ -18,7 +18,7 @@ TEXT = b"[" + b"0.123456," * 3000 + b"0]"
 
 
 class CountingExecutor(ThreadPoolExecutor):
-    """The loop's executor, which counts what it is asked for."""
+    """The event loop's executor, which counts its calls."""
 
     asked = 0
 

@@ -20,7 +20,7 @@ from ortserve.frontends.tls.certificate import FileContents, Port, ServerCertifi
 
 
 class Counts:
-    """What would be shown to operators."""
+    """The records that operators would see."""
 
     def __init__(self) -> None:
         self.expires_s = 0.0
@@ -100,7 +100,7 @@ async def test_files_copied_one_by_one_are_not_used_half_way(served: Served, cap
 
 
 def test_files_that_change_during_a_read_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was judged serves, also when the files go there and back and no later look would see a difference."""
+    """The checked files are used, even if the files change and change back so that no later check differs."""
     swapped = Secret(tmp_path / "secret")
     judged = serial_of(swapped.cert.read_bytes())
 
@@ -227,7 +227,7 @@ def test_expired_certificate_is_used_with_a_warning(tmp_path: Path, caplog: pyte
 
 
 def test_error_for_weak_files_names_their_option(tmp_path: Path) -> None:
-    """Of the kinds of trouble that only the library which uses a certificate knows of."""
+    """Errors that only the library can detect when it uses a certificate."""
     secret = Secret(tmp_path / "secret")
     key = rsa.generate_private_key(65537, 1024)
     weak = _self_signed(key)

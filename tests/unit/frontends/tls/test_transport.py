@@ -97,7 +97,7 @@ class Taker(asyncio.BufferedProtocol):
 
 
 class Listener:
-    """A loop in a thread of its own, as the server's, with TLS on a port."""
+    """An event loop in a separate thread, as the server's, with TLS on a port."""
 
     def __init__(self, *, alpn: str | None, handshake_timeout_s: float) -> None:
         self._loop = uvloop.new_event_loop()

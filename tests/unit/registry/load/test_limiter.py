@@ -14,7 +14,7 @@ WAIT_S = 30
 
 
 class Load:
-    """One load on a thread of its own, which goes on when the test says so."""
+    """One load on a separate thread, which continues on demand."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, turns: LoadLimiter, *, threads: int = 1, on_device: bool = False

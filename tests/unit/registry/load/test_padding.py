@@ -15,7 +15,7 @@ from ortserve.registry.load.interface import Value, as_element, resolve_padding
 
 
 def spec(name: str, *dims: int | str | None, datatype: DataType = DataType.INT64) -> TensorSpec:
-    """A dimension is a size, the name of a free axis, or None: free without a name."""
+    """A dimension is a size, the name of a free axis, or None for a free axis without a name."""
     return TensorSpec(
         name,
         datatype,

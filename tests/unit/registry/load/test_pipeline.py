@@ -107,7 +107,7 @@ CORPUS = Path(__file__).parents[3] / "rows" / "corpus"
 
 
 def test_dependence_that_no_trial_reveals_prevents_batching(tmp_path: Path) -> None:
-    """Of the small counts that warm-up makes up, a scale over all rows is the scale of each."""
+    """For the small synthetic counts of warm-up, a scale over all rows equals the scale of each."""
     path = builders.quantized_counts(tmp_path / "model.onnx")
     loaded = load(path)
     because = "rows may meet: node 'scale': DynamicQuantizeLinear quantizes all rows with one scale"
@@ -405,7 +405,7 @@ class Failing:
 
 
 class Providers:
-    """Opens real sessions on the CPU for any provider, and lets the runs of some fail.
+    """Opens real sessions on the CPU for any provider, and fails the runs of some.
 
     Attributes:
         opened: The provider that each session was asked for, in turn.
@@ -702,7 +702,7 @@ def test_model_without_memory_for_one_row_fails_or_falls_back(
 def test_pinned_threads_are_kept_for_short_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: dict[str, Any]
 ) -> None:
-    """One thread has none to place, and ONNX Runtime would say nothing of that."""
+    """A single thread has no affinity to set, and ONNX Runtime would not report it."""
     monkeypatch.setattr("ortserve.registry.load.providers.cpu_budget", lambda: 2)
     path = builders.mlp(tmp_path / "model.onnx")
     options = ModelOptions.model_validate({"warmup_s": 0.1, "session": session})
@@ -722,7 +722,7 @@ class OfferingCuda(DeviceRuntime):
 def test_operators_are_listed_by_provider_and_cpu_nodes_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if ONNX Runtime had placed the nodes so, and run on CUDA what it runs on the CPU."""
+    """Simulates that ONNX Runtime placed the nodes so and ran on CUDA the nodes that it runs on the CPU."""
     placed = {CUDA: {"MatMul": 2}, CPU: {"Relu": 1, "Softmax": 1}}
 
     def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:

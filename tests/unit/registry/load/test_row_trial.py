@@ -18,7 +18,7 @@ Compute = Callable[[np.ndarray], np.ndarray]
 
 
 class Computing:
-    """Answers on the caller's thread with what a function makes of all rows; each run takes some time."""
+    """Answers in the calling thread with a function of all rows; each run takes some time."""
 
     is_running = False
 

@@ -119,7 +119,7 @@ def test_graphs_on_tensorrt_need_fixed_engines(
     because: str,
     asked: str,
 ) -> None:
-    """As if the sessions that are opened on the CPU were TensorRT's."""
+    """Simulates that the sessions opened on the CPU are TensorRT's."""
     recorded: list[Mapping[str, str]] = []
 
     def open_on_cpu(path: Path, name: str, options: SessionOptions, model: Model) -> Session:

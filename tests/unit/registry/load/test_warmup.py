@@ -151,7 +151,7 @@ def sweep_timed(
     effort_s: float | None = None,
     max_rows: int | None = None,
 ) -> tuple[WarmUp, int]:
-    """What warm-up found, and how long it took."""
+    """The result of warm-up, and its duration."""
     clock = FakeClock()
     began_ns = clock()
     runner = TimedRunner(clock, latency_ns)
@@ -385,7 +385,7 @@ FREE = ModelSignature((TensorSpec("x", DataType.FP32, (-1, -1)),), (TensorSpec("
 
 
 def refused_by(signature: ModelSignature, compute: Callable[[Batch], Arrays]) -> list[tuple[int, ...]]:
-    """The shapes of the first inputs that are refused."""
+    """The shapes of the first inputs, which are rejected."""
     rows = find_rejected_rows(ComputingRunner(compute), signature, None, Progress(FakeClock()))
     return [arrays[0].shape for arrays in rows]
 

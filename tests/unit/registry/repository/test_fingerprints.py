@@ -17,7 +17,7 @@ MEMORY_STATS = "session.collect_node_memory_stats_to_file"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a model, with its version 1."""
+    """The folder of a model with version 1."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     builders.mlp(tmp_path / "m" / "1" / "model.onnx")
     return tmp_path / "m"

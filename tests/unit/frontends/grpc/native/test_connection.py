@@ -740,7 +740,7 @@ def test_queued_answers_on_a_slow_connection_do_not_time_out() -> None:
 
 
 def test_answer_in_a_full_transport_does_not_time_out() -> None:
-    """The transport says that it has room again long after it began to empty."""
+    """The transport resumes writing long after it began to empty."""
 
     async def test(wire: Wire, client: Client) -> None:
         stream = client.open(STREAM)

@@ -37,7 +37,7 @@ def schedules(count: int, *, steps: int) -> settings:
 
 
 class Call:
-    """What a caller has sent on a stream."""
+    """The frames that a client has sent on a stream."""
 
     def __init__(self, path: str, stream_id: int) -> None:
         self.path = path
@@ -186,7 +186,7 @@ class TransportMachine(RuleBasedStateMachine):
             self.check(call)
 
     def check(self, call: Call) -> None:
-        """An answer holds nothing but what was asked, in its order."""
+        """An answer contains exactly the sent messages, in order."""
         answer = self.answer(call)
         expected = b"".join(framed(message) for message in call.messages)
         if call.path in (ECHO, HOLD, SLOW):
